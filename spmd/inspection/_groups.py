@@ -1,0 +1,191 @@
+"""Which devices take part in a collective together, and which mesh axes they lie along.
+
+XLA spells replica groups in four ways, and numbers the participants in up to three. Both are
+turned into *logical devices*: position ``i`` of the program's device assignment, which for a mesh
+is ``mesh.devices.flat[i]``, whatever ids the devices have.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from spmd.inspection._hlo import Instruction, Module
+
+Groups = tuple[tuple[int, ...], ...]
+
+_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?$")
+_MESH = re.compile(
+    r"mesh\[(?P<axes>[^\]]*)\]"
+    r"(?:,? ?device_ids=\((?P<devices>[^{]*)\))?"
+    r" ?\{(?P<names>[^}]*)\}"
+)
+_MESH_AXIS = re.compile(r"['\"]([^'\"]+)['\"]=(\d+)")
+_AXIS_REF = re.compile(r"['\"]([^'\"]+)['\"](?::\((\d+)\)(\d+))?")
+_DEVICE_IOTA = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?$")
+
+
+def _ints(text: str | None) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text or "")))
+
+
+def expand_replica_groups(text: str) -> Groups:
+    """Expand the text of a ``replica_groups`` attribute to lists of numbers.
+
+    Args:
+        text: one of ``{{0,1},{2,3}}``, ``{}`` (one group of all, given as no group at all), the
+            iota form ``[4,2]<=[2,4]T(1,0)``, and the mesh form
+            ``mesh['x'=4,'y'=2], device_ids=([2,4]T(1,0)) {'x':(2)2}``.
+
+    Returns:
+        The groups, each in the order written.
+
+    Raises:
+        ValueError: the text is none of these.
+    """
+    text = text.strip()
+    if text.startswith("{"):
+        return tuple(_ints(group) for group in re.findall(r"\{([\d, ]+)\}", text))
+    iota = _IOTA.match(text)
+    if iota:
+        shape, dims, perm = map(_ints, iota.groups())
+        return _rows(_iota(dims, perm).reshape(shape[0], -1))
+    mesh = _MESH.match(text)
+    if mesh:
+        return _mesh_groups(mesh["axes"], mesh["devices"], mesh["names"])
+    raise ValueError(f"replica groups in an unknown spelling: {text!r}")
+
+
+def _iota(dims: Sequence[int], perm: Sequence[int]) -> np.ndarray:
+    # The V2 device list of XLA: count up, reshape, transpose.
+    ids = np.arange(math.prod(dims)).reshape(dims)
+    return ids.transpose(perm) if perm else ids
+
+
+def _rows(array: np.ndarray) -> Groups:
+    return tuple(tuple(row) for row in array.tolist())
+
+
+def _mesh_groups(axes: str, devices: str | None, names: str) -> Groups:
+    sizes = {name: int(size) for name, size in _MESH_AXIS.findall(axes)}
+    ids = _mesh_devices(devices, math.prod(sizes.values()))
+    # Split each axis where a reference takes a part of it, `'x':(pre)size`, then bring the parts
+    # that are named to the end, in the order in which they are named.
+    references = [
+        (name, int(before or 1), int(size or sizes[name]))
+        for name, before, size in _AXIS_REF.findall(names)
+    ]
+    parts = [part for name, size in sizes.items() for part in _cut_axis(name, size, references)]
+    grid = ids.reshape([size for _, _, size in parts])
+    inside = [parts.index(reference) for reference in references]
+    outside = [i for i in range(len(parts)) if i not in inside]
+    count = math.prod(size for _, _, size in references)
+    return _rows(grid.transpose(outside + inside).reshape(-1, count))
+
+
+def _mesh_devices(text: str | None, count: int) -> np.ndarray:
+    if not text:
+        return np.arange(count)
+    iota = _DEVICE_IOTA.match(text.strip())
+    return _iota(_ints(iota[1]), _ints(iota[2])) if iota else np.array(_ints(text))
+
+
+def _cut_axis(
+    name: str, size: int, references: Iterable[tuple[str, int, int]]
+) -> list[tuple[str, int, int]]:
+    """Cut one axis, major to minor, into ``(name, product of the sizes before, size)``."""
+    cuts = {1, size}
+    for other, before, part in references:
+        if other == name:
+            cuts |= {before, before * part}
+    edges = sorted(cuts)
+    if size == 1:
+        return [(name, 1, 1)]
+    return [(name, low, high // low) for low, high in itertools.pairwise(edges)]
+
+
+def logical_groups(instruction: Instruction, module: Module) -> Groups:
+    """The groups of one collective as logical devices of the whole program.
+
+    XLA numbers the participants by replica, by partition, or by both flattened into one, as the
+    attributes ``channel_id`` and ``use_global_device_ids`` say (XLA's "collective op group mode").
+
+    Args:
+        instruction: a collective.
+        module: the module it is in.
+
+    Returns:
+        Every group as numbers of logical devices.
+    """
+    pairs = instruction.attribute("source_target_pairs")
+    text = instruction.attribute("replica_groups")
+    groups = (
+        connected(expand_replica_groups(pairs)) if pairs else expand_replica_groups(text or "{}")
+    )
+    replicas, partitions = range(module.num_replicas), range(module.num_partitions)
+    flat = {(r, p): r * module.num_partitions + p for r in replicas for p in partitions}
+    if instruction.attribute("use_global_device_ids") == "true":
+        return groups or (tuple(flat.values()),)
+    if instruction.attribute("channel_id") is None:
+        groups = groups or (tuple(replicas),)
+        return tuple(tuple(flat[r, p] for r in group) for p in partitions for group in groups)
+    if _names_replicas(instruction.opcode):
+        groups = groups or (tuple(replicas),)
+        return tuple(tuple(flat[r, p] for r in group for p in partitions) for group in groups)
+    groups = groups or (tuple(partitions),)
+    return tuple(tuple(flat[r, p] for p in group) for r in replicas for group in groups)
+
+
+def _written_groups(instruction: Instruction) -> Groups:
+    pairs = instruction.attribute("source_target_pairs")
+    if pairs:
+        return connected(expand_replica_groups(pairs))
+    return expand_replica_groups(instruction.attribute("replica_groups") or "{}")
+
+
+def _names_replicas(opcode: str) -> bool:
+    # These take `use_global_device_ids`; where a channel is given and that flag is not, their
+    # groups name replicas and every partition joins in. The others then name partitions.
+    return opcode.removesuffix("-start") in ("all-reduce", "all-gather", "reduce-scatter")
+
+
+def connected(pairs: Iterable[Sequence[int]]) -> Groups:
+    """The sets of devices that the source and target pairs of a permute join, smallest first."""
+    group_of: dict[int, set[int]] = {}
+    for source, target in pairs:
+        merged = group_of.get(source, {source}) | group_of.get(target, {target})
+        group_of.update(dict.fromkeys(merged, merged))
+    return tuple(sorted({tuple(sorted(group)) for group in group_of.values()}))
+
+
+def mesh_axes_of(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[tuple[str, ...], bool]:
+    """Match groups of logical devices against the axes of a mesh.
+
+    Args:
+        groups: logical devices, as `logical_groups` gives them.
+        axis_sizes: the mesh's axes in order, major to minor.
+
+    Returns:
+        The axes, in mesh order, along which the members of a group differ, and whether each group
+        spans all of these axes (False where it takes a part of one, or differs from the others).
+    """
+    names, sizes = tuple(axis_sizes), tuple(axis_sizes.values())
+    total = math.prod(sizes)
+    if any(not 0 <= device < total for group in groups for device in group):
+        return (), False
+    varying = [_varying(group, sizes) for group in groups if len(group) > 1]
+    if not varying:
+        return (), True
+    axes = sorted(set().union(*varying))
+    spanned = math.prod(sizes[i] for i in axes)
+    whole = all(set(axes) == v for v in varying) and all(len(g) == spanned for g in groups)
+    return tuple(names[i] for i in axes), whole
+
+
+def _varying(group: Sequence[int], sizes: Sequence[int]) -> set[int]:
+    coordinates = np.unravel_index(np.array(group), sizes)
+    return {i for i, axis in enumerate(coordinates) if (axis != axis[0]).any()}
