@@ -1,0 +1,44 @@
+"""SPMD partitioning for JAX: `pjit` over a device mesh, and an account of what it did."""
+
+from jax.sharding import NamedSharding as NamedSharding, PartitionSpec as PartitionSpec
+
+from spmd import _api, _constraint, _dispatch, _jax, _lower, _mesh, _pjit, _trace, stages
+from spmd._api import clear_caches as clear_caches, pjit as pjit
+from spmd._constraint import with_sharding_constraint as with_sharding_constraint
+from spmd._counts import Counts as Counts, counts as counts
+from spmd._dispatch import ImplicitReshardWarning as ImplicitReshardWarning
+from spmd._mesh import Mesh as Mesh, current_mesh as current_mesh, make_mesh as make_mesh
+from spmd._spec import FROM_ARRAY as FROM_ARRAY
+from spmd.errors import (
+    ArgumentError as ArgumentError,
+    DonatedArrayError as DonatedArrayError,
+    MeshError as MeshError,
+    OptionError as OptionError,
+    RecoveryError as RecoveryError,
+    ShardingError as ShardingError,
+    SpecTypeError as SpecTypeError,
+    SpmdError as SpmdError,
+)
+from spmd.stages import Compiled as Compiled, Lowered as Lowered, Traced as Traced
+
+# Frames of these files are no user's: hidden from tracebacks and from source locations.
+_jax.exclude_from_tracebacks(
+    [
+        module.__file__
+        for module in (
+            _api,
+            _constraint,
+            _dispatch,
+            _jax,
+            _lower,
+            _mesh,
+            _pjit,
+            _trace,
+            stages,
+        )
+    ]
+)
+
+P = PartitionSpec
+
+__version__ = "0.1.0"

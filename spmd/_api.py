@@ -1,0 +1,707 @@
+"""pjit: the straight line from a user's call to the devices, in file order.
+
+parse (at decoration) -> flatten -> resolve inputs -> trace -> resolve outputs -> PjitCall -> bind
+-> (impl rule) lower -> compile -> execute -> unflatten. `trace()`, `lower()` and `compile()` stop
+at a point on it. The eager call is the same line behind the C++ dispatcher's lookup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+import functools
+import types
+from typing import Any
+import weakref
+
+import jax
+from jax.sharding import NamedSharding
+import jax.tree_util as jtu
+
+from spmd import _dispatch, _jax
+from spmd._arguments import (
+    Parameters,
+    argument_names,
+    argument_specs,
+    donated_leaves,
+    parse_parameters,
+    split_arguments,
+)
+from spmd._call import PjitCall
+from spmd._constraint import sharding_constraint_p
+from spmd._mesh import auto_mesh, current_mesh, show_mesh
+from spmd._pjit import pjit_p
+from spmd._resolve import (
+    canonical_leaf,
+    from_array_failure,
+    manual_failure,
+    mesh_of_leaves,
+    no_mesh,
+    spec_failure,
+)
+from spmd._spec import (
+    FROM_ARRAY,
+    UNSPECIFIED,
+    ParsedPartitionSpec,
+    SpecTree,
+    broadcast_prefix,
+    parse_specs,
+)
+from spmd._trace import Signature, Trace, clear_trace_cache, evict_trace, trace
+from spmd.errors import ArgumentError, Failure, MeshError, OptionError, explain
+from spmd.stages import Compiled, Lowered, Traced, _Signature
+
+_MISSING: Any = object()
+
+# Parse
+
+
+@dataclass(frozen=True, kw_only=True)
+class PjitOptions:
+    """Everything that was said at decoration. Equal options of equal functions share programs."""
+
+    name: str
+    in_specs: SpecTree
+    out_specs: SpecTree
+    params: Parameters
+    mesh: Any
+    keep_unused: bool
+    inline: bool
+    positional_semantics: str
+    implicit_reshard: str | None
+    compiler_options: tuple[tuple[str, Any], ...]
+    # Computed once: the record is part of the key of every lookup.
+    _hash: int = field(default=0, compare=False)
+
+    def __post_init__(self) -> None:
+        parts = (self.name, self.in_specs, self.out_specs, self.params, self.mesh)
+        object.__setattr__(self, "_hash", hash(parts))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def subject(self) -> str:
+        """The first words of a message."""
+        return f"pjit of `{self.name}`"
+
+
+def pjit(
+    fun: Callable = _MISSING,
+    in_axis_resources: Any = UNSPECIFIED,
+    out_axis_resources: Any = UNSPECIFIED,
+    static_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] = (),
+    *,
+    static_argnames: str | Sequence[str] = (),
+    donate_argnames: str | Sequence[str] = (),
+    keep_unused: bool = False,
+    inline: bool = False,
+    mesh: Any = None,
+    positional_semantics: str = "global",
+    implicit_reshard: str | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
+    in_shardings: Any = UNSPECIFIED,
+    out_shardings: Any = UNSPECIFIED,
+) -> Any:
+    """Compiles `fun` and partitions it over the devices of a mesh.
+
+    The mesh is the one that is active where the function is *called*. What a spec leaves open the
+    partitioner decides.
+
+    Args:
+        fun: A function of pytrees of arrays. Left out: `pjit` returns a decorator.
+        in_axis_resources: Specs of the arguments: one for all, a tuple with one entry per
+            argument that is not static (a list counts as one), or a dict by parameter name; each
+            entry is a pytree prefix of its argument. A leaf is a PartitionSpec, None
+            (replicated), a NamedSharding, or :data:`FROM_ARRAY`. Left out: committed arrays stay
+            as they are, everything else is replicated.
+        out_axis_resources: Specs of the results, a pytree prefix; ``P.UNCONSTRAINED`` leaves a
+            dimension to the partitioner. Left out: the partitioner chooses.
+        static_argnums: Positions of arguments that are Python values, part of the program's key.
+        donate_argnums: Positions of arguments whose buffers the program may reuse.
+        static_argnames: As `static_argnums`, by name.
+        donate_argnames: As `donate_argnums`, by name.
+        keep_unused: Whether arguments that the function does not use stay in the program.
+        inline: Whether an outer trace takes the operations over, where no spec is given.
+        mesh: The mesh to use instead of the active one.
+        positional_semantics: ``"global"``: every process passes the whole of a host array;
+            ``"local"``: each passes, and gets, its own part.
+        implicit_reshard: What to do about a committed argument that is placed otherwise than its
+            spec says: ``"allow"`` moves it, ``"warn"`` moves it and warns, ``"error"`` refuses.
+            None: what ``SPMD_IMPLICIT_RESHARD`` says, else ``"allow"``.
+        compiler_options: Options for the compiler, by name.
+        in_shardings: Another name of `in_axis_resources`.
+        out_shardings: Another name of `out_axis_resources`.
+
+    Returns:
+        A function like `fun`, with ``.trace``, ``.lower``, ``.eval_shape`` and ``.clear_cache``.
+
+    Raises:
+        TypeError: `fun` is not callable, or a leaf is no spec.
+        ValueError: An option names an argument that does not exist, or two options disagree.
+
+    Example:
+        >>> with Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model")):
+        ...     f = pjit(layer, in_axis_resources=(P("data"), P(None, "model")))
+        ...     y = f(x, w)
+    """
+    options = {k: v for k, v in locals().items() if k != "fun"}
+    if fun is _MISSING:
+        return functools.partial(_pjit, options)
+    return _pjit(options, fun)
+
+
+def _pjit(options: dict[str, Any], fun: Callable) -> Any:
+    if not callable(fun):
+        raise explain("pjit", [_not_callable(fun)])
+    fun = _weakly_referable(fun)
+    return pjit_function(fun, parse(fun, **options))
+
+
+def _not_callable(fun: Any) -> Failure:
+    return Failure(
+        what="needs a function",
+        given=f"{fun!r}"[:100],
+        expected="something callable",
+        got=type(fun).__name__,
+        fix="pjit(fun, in_axis_resources=...), or @pjit(in_axis_resources=...) above a def",
+        error=ArgumentError,
+    )
+
+
+def _weakly_referable(fun: Callable) -> Callable:
+    """Caches hold functions weakly; a few builtins do not allow that."""
+    try:
+        weakref.ref(fun)
+    except TypeError:
+        return functools.wraps(fun)(lambda *args, **kwargs: fun(*args, **kwargs))
+    return fun
+
+
+def parse(
+    fun: Callable,
+    *,
+    in_axis_resources: Any,
+    out_axis_resources: Any,
+    in_shardings: Any,
+    out_shardings: Any,
+    static_argnums: Any,
+    static_argnames: Any,
+    donate_argnums: Any,
+    donate_argnames: Any,
+    keep_unused: bool,
+    inline: bool,
+    mesh: Any,
+    positional_semantics: str,
+    implicit_reshard: str | None,
+    compiler_options: Mapping[str, Any] | None,
+) -> PjitOptions:
+    """Reads everything that can be read without arguments.
+
+    Raises:
+        TypeError: A leaf is no spec, or `mesh` no mesh.
+        ValueError: Options contradict each other or the signature.
+    """
+    name = _jax.fun_name(fun)
+    subject = f"pjit of `{name}`"
+    ins = _one_of(subject, "in_axis_resources", in_axis_resources, "in_shardings", in_shardings)
+    outs = _one_of(
+        subject, "out_axis_resources", out_axis_resources, "out_shardings", out_shardings
+    )
+    specs = [
+        parse_specs(
+            tuple(v) if isinstance(v, list) and role == "input" else v, n, subject, role=role
+        )
+        for (n, v), role in ((ins, "input"), (outs, "output"))
+    ]
+    params = parse_parameters(
+        fun, subject, static_argnums, static_argnames, donate_argnums, donate_argnames
+    )
+    failures = _choice_failures(mesh, positional_semantics, implicit_reshard)
+    leaf_mesh, clash = mesh_of_leaves(
+        [x for s in specs for x in s.leaves], [n for s in specs for n in s.names]
+    )
+    failures += clash
+    if mesh is not None and leaf_mesh is not None and not failures:
+        failures += _mesh_clash("mesh", auto_mesh(mesh), leaf_mesh)
+    if failures:
+        raise explain(subject, failures)
+    return PjitOptions(
+        name=name,
+        in_specs=specs[0],
+        out_specs=specs[1],
+        params=params,
+        mesh=None if mesh is None else auto_mesh(mesh),
+        keep_unused=bool(keep_unused),
+        inline=bool(inline),
+        positional_semantics=positional_semantics,
+        implicit_reshard=implicit_reshard,
+        compiler_options=tuple(sorted((compiler_options or {}).items())),
+    )
+
+
+def _one_of(subject: str, name: str, value: Any, alias: str, other: Any) -> tuple[str, Any]:
+    if other is UNSPECIFIED:
+        return name, value
+    if value is UNSPECIFIED:
+        return alias, other
+    failure = Failure(
+        what=f"got both {name} and {alias}: they are two names of one option",
+        fix=f"keep {name}",
+        error=OptionError,
+    )
+    raise explain(subject, [failure])
+
+
+def _choice_failures(mesh: Any, semantics: str, reshard: str | None) -> list[Failure]:
+    failures = []
+    if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
+        failures.append(
+            Failure(
+                what="cannot use this mesh",
+                given=f"mesh={mesh!r}"[:100],
+                expected="a spmd.Mesh or jax.sharding.Mesh",
+                got=type(mesh).__name__,
+                error=ArgumentError,
+            )
+        )
+    if semantics not in ("global", "local"):
+        failures.append(
+            Failure(
+                what="cannot read positional_semantics",
+                expected="'global' or 'local'",
+                got=repr(semantics),
+                error=OptionError,
+            )
+        )
+    if reshard is not None and reshard not in _dispatch.RESHARD_MODES:
+        failure = _dispatch.bad_reshard_mode(reshard)
+        failures.append(replace(failure, what="cannot read implicit_reshard"))
+    return failures
+
+
+def _mesh_clash(where: str, mesh: Any, leaf_mesh: Any) -> list[Failure]:
+    if mesh == leaf_mesh:
+        return []
+    return [
+        Failure(
+            what="got shardings on another mesh than it runs on",
+            given=f"a NamedSharding on {show_mesh(leaf_mesh)}",
+            expected=f"{show_mesh(mesh)}, from {where}",
+            fix="use PartitionSpecs, or build the NamedShardings from this mesh",
+            error=MeshError,
+        )
+    ]
+
+
+# Flatten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flat:
+    """The arguments of one call.
+
+    Attributes:
+        leaves: Their values, static ones left out.
+        signature: Everything else about them.
+        semantics: Per leaf ``"global"`` or ``"local"``.
+    """
+
+    leaves: list[Any]
+    signature: Signature
+    semantics: tuple[str, ...]
+
+
+def flatten(options: PjitOptions, args: tuple, kwargs: Mapping[str, Any]) -> Flat:
+    """Binds and flattens the arguments of a call.
+
+    Raises:
+        TypeError: An argument is no array.
+    """
+    split = split_arguments(options.params, args, kwargs, options.subject)
+    leaves, tree = jtu.tree_flatten(split.dynamic)
+    names = _names(options.params, split.positions, tree)
+    signature = Signature(
+        tree=tree,
+        avals=_avals(leaves, names, options.subject),
+        positions=split.positions,
+        statics=split.statics,
+        arg_names=names,
+    )
+    local = options.positional_semantics == "local"
+    # An array that exists is global: its sharding already says which part is where.
+    semantics = tuple(
+        "local" if local and not isinstance(x, jax.Array) else "global" for x in leaves
+    )
+    return Flat(leaves=leaves, signature=signature, semantics=semantics)
+
+
+_names = functools.lru_cache(maxsize=4096)(argument_names)
+
+
+def _avals(leaves: Sequence[Any], names: Sequence[str], subject: str) -> tuple[Any, ...]:
+    try:
+        return tuple([_jax.abstractify(x) for x in leaves])
+    except (TypeError, ValueError, OverflowError):
+        bad = [f for x, n in zip(leaves, names, strict=True) if (f := _no_array(x, n))]
+        if not bad:
+            raise
+        raise explain(subject, bad) from None
+
+
+def _no_array(value: Any, name: str) -> Failure | None:
+    try:
+        _jax.abstractify(value)
+    except (TypeError, ValueError, OverflowError) as e:
+        return Failure(
+            what=f"cannot take argument {name}: it is no array",
+            expected="arrays, numbers, and containers of them",
+            got=f"{type(value).__name__}: {value!r}"[:100]
+            + (f" ({e})" if isinstance(e, OverflowError) else ""),
+            fix="declare it static with static_argnames, or convert it with jnp.asarray",
+            error=ArgumentError,
+        )
+    return None
+
+
+# Resolve inputs
+
+
+def find_mesh(options: PjitOptions, flat: Flat) -> Any:
+    """Returns the mesh of a call: the option's, the active one, or that of its shardings.
+
+    Raises:
+        RuntimeError: There is none, or the shardings are of another one.
+    """
+    leaves = (*options.in_specs.leaves, *options.out_specs.leaves)
+    leaf_mesh = next((auto_mesh(x.mesh) for x in leaves if isinstance(x, NamedSharding)), None)
+    mesh = options.mesh
+    if mesh is None and (active := current_mesh()) is not None:
+        mesh = auto_mesh(active)
+    if mesh is not None:
+        if leaf_mesh is not None and (clash := _mesh_clash("the context", mesh, leaf_mesh)):
+            raise explain(options.subject, clash)
+        return mesh
+    mesh = leaf_mesh
+    if mesh is None and not any(isinstance(x, ParsedPartitionSpec) for x in leaves):
+        mesh = _dispatch.mesh_of([getattr(x, "sharding", None) for x in _concrete(flat.leaves)])
+    if mesh is None:
+        raise explain(options.subject, [no_mesh()])
+    return mesh
+
+
+def _concrete(leaves: Sequence[Any]) -> list[Any]:
+    return [x for x in leaves if not isinstance(x, _jax.Tracer)]
+
+
+def resolve_inputs(
+    options: PjitOptions, signature: Signature, semantics: Sequence[str], mesh: Any
+) -> tuple[tuple[Any, ...], tuple[str, ...], tuple[Any, ...]]:
+    """Gives every argument its spec and checks it.
+
+    Returns:
+        Per leaf the resource, the option it came from, and the aval of the global value.
+
+    Raises:
+        ValueError: A spec does not fit; all that do not are named.
+    """
+    leaves, given = argument_specs(
+        options.in_specs, options.params, signature.positions, signature.tree, options.subject
+    )
+    leaves = tuple(canonical_leaf(x) for x in leaves)
+    failures, avals = [], []
+    rows = zip(leaves, given, signature.avals, signature.arg_names, semantics, strict=True)
+    for leaf, where, aval, name, kind in rows:
+        on = mesh.local_mesh if kind == "local" else mesh
+        what = f"{'local ' if kind == 'local' else ''}argument {name}"
+        failure = spec_failure(leaf, aval, on, what, where, boundary=True)
+        failure = failure or manual_failure(leaf, what, where)
+        failures.append(failure)
+        avals.append(aval if failure or kind == "global" else _global_aval(aval, leaf, mesh))
+    if failures := [f for f in failures if f]:
+        raise explain(options.subject, failures)
+    return leaves, given, tuple(avals)
+
+
+def _global_aval(aval: Any, leaf: Any, mesh: Any) -> Any:
+    from spmd.distributed import global_shape
+
+    return aval.update(shape=global_shape(aval.shape, leaf, mesh))
+
+
+def check_from_array(flat: Flat, plan: Plan, options: PjitOptions) -> None:
+    """Checks that every argument under FROM_ARRAY has a sharding to take.
+
+    Raises:
+        ValueError: One has none, or one on another mesh.
+    """
+    failures = []
+    for i in plan.from_array:
+        if isinstance(flat.leaves[i], _jax.Tracer):
+            continue  # inside a trace, what the argument has is what the partitioner gives it
+        name = f"argument {flat.signature.arg_names[i]}"
+        failures.append(from_array_failure(flat.leaves[i], plan.call.mesh, name))
+    if failures := [f for f in failures if f]:
+        raise explain(options.subject, failures)
+
+
+# Resolve outputs
+
+
+def resolve_outputs(options: PjitOptions, traced: Trace, mesh: Any) -> tuple[Any, ...]:
+    """Gives every result its spec and checks it.
+
+    Raises:
+        ValueError: A spec does not fit; all that do not are named.
+    """
+    specs = options.out_specs
+    found = broadcast_prefix(specs.indices(), traced.out_tree, specs.name, "result")
+    if isinstance(found, Failure):
+        raise explain(options.subject, [found])
+    leaves = [canonical_leaf(specs.leaves[i]) for i in found]
+    failures = []
+    avals = traced.jaxpr.out_avals
+    for leaf, i, aval, name in zip(leaves, found, avals, traced.out_names, strict=True):
+        where = specs.names[i]
+        failures.append(spec_failure(leaf, aval, mesh, name, where, boundary=True))
+        failures.append(manual_failure(leaf, name, where))
+    if failures := [f for f in failures if f]:
+        raise explain(options.subject, failures)
+    return tuple(leaves)
+
+
+def _constrain_outputs(jaxpr: Any, resources: Sequence[Any], mesh: Any) -> Any:
+    """Constrains partly unconstrained results inside of the jaxpr: at the boundary of a program
+    a sharding is all or nothing.
+    """
+    if not any(isinstance(r, ParsedPartitionSpec) and r.has_unconstrained for r in resources):
+        return jaxpr
+
+    def constrained(*args: Any) -> list[Any]:
+        outs = _jax.jaxpr_as_fun(jaxpr)(*args)
+        return [
+            sharding_constraint_p.bind(o, axis_resources=r, mesh=mesh)
+            if isinstance(r, ParsedPartitionSpec) and r.has_unconstrained
+            else o
+            for o, r in zip(outs, resources, strict=True)
+        ]
+
+    return _jax.trace_to_jaxpr(constrained, jaxpr.in_avals, _jax.inner_jaxpr(jaxpr).debug_info)
+
+
+# PjitCall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class Plan:
+    """What a call of one signature does, up to the values.
+
+    Attributes:
+        jaxpr: Closed jaxpr of the body.
+        call: The record for the equation.
+        consts: Values of an outer trace, which come before the arguments.
+        out_tree: Structure of the results.
+        out_names: What to call each result.
+        from_array: Indices of the arguments under FROM_ARRAY.
+    """
+
+    jaxpr: Any
+    call: PjitCall
+    consts: tuple[Any, ...]
+    out_tree: Any
+    out_names: tuple[str, ...]
+    from_array: tuple[int, ...]
+
+
+@_jax.weakref_lru_cache
+def make_plan(
+    fun: Callable,
+    options: PjitOptions,
+    signature: Signature,
+    semantics: tuple[str, ...],
+    mesh: Any,
+) -> Plan:
+    """Resolves and traces a call: everything that depends on its signature only."""
+    resources, given, avals = resolve_inputs(options, signature, semantics, mesh)
+    traced = trace(fun, replace(signature, avals=avals), mesh, options.name)
+    outs = resolve_outputs(options, traced, mesh)
+    donated = donated_leaves(options.params, signature.positions, signature.tree)
+    call = PjitCall(
+        name=options.name,
+        mesh=mesh,
+        in_axis_resources=tuple(UNSPECIFIED if r is FROM_ARRAY else r for r in resources),
+        out_axis_resources=outs,
+        donated_invars=donated,
+        in_positional_semantics=semantics,
+        arg_names=signature.arg_names,
+        given=given,
+        keep_unused=options.keep_unused,
+        inline=options.inline,
+        implicit_reshard=options.implicit_reshard,
+        compiler_options=options.compiler_options,
+    )
+    names = [f"closed-over value {i}" for i in range(len(traced.consts))]
+    return Plan(
+        jaxpr=_constrain_outputs(traced.jaxpr, outs, mesh),
+        call=call.add_inputs(names, leading=True) if names else call,
+        consts=traced.consts,
+        out_tree=traced.out_tree,
+        out_names=traced.out_names,
+        from_array=tuple(i for i, r in enumerate(resources) if r is FROM_ARRAY),
+    )
+
+
+# Bind, unflatten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    """The straight line of one decorated function."""
+
+    fun: Callable
+    options: PjitOptions
+
+    def plan(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Flat, Plan]:
+        """Walks the line up to the bind."""
+        options = self.options
+        flat = flatten(options, args, kwargs)
+        mesh = find_mesh(options, flat)
+        plan = make_plan(self.fun, options, flat.signature, flat.semantics, mesh)
+        if plan.from_array:
+            check_from_array(flat, plan, options)
+        return flat, plan
+
+
+class PjitFunction:
+    """What `pjit` returns: call it, or stop on the way with `trace`, `lower` or `eval_shape`.
+
+    Every instance has a class of its own, whose ``__call__`` is JAX's C++ dispatcher: a call that
+    it knows runs no Python.
+    """
+
+    __module__ = "spmd"
+    __slots__ = ("__dict__", "__weakref__", "_line")
+
+    def __get__(self, obj: Any, kind: Any = None) -> Any:
+        return self if obj is None else types.MethodType(self, obj)
+
+    def __repr__(self) -> str:
+        return f"<spmd.pjit of `{self._line.options.name}`>"
+
+    @_jax.api_boundary
+    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+        """Traces for these arguments.
+
+        Args:
+            *args: Arrays, or ``jax.ShapeDtypeStruct`` with or without sharding.
+            **kwargs: Likewise, by name.
+        """
+        line = self._line
+        flat, plan = line.plan(args, kwargs)
+        signature = _Signature(
+            params=line.options.params,
+            positions=flat.signature.positions,
+            statics=flat.signature.statics,
+            in_tree=flat.signature.tree,
+            out_tree=plan.out_tree,
+            out_names=plan.out_names,
+            consts=plan.consts,
+        )
+        placed = tuple(_dispatch.placed_sharding(x) for x in (*plan.consts, *flat.leaves))
+        return Traced(plan.jaxpr, plan.call, placed, signature)
+
+    @_jax.api_boundary
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """Traces and lowers for these arguments; see :meth:`trace`."""
+        return self.trace(*args, **kwargs).lower()
+
+    @_jax.api_boundary
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns shapes and dtypes of the results, as ``jax.ShapeDtypeStruct``."""
+        return self.trace(*args, **kwargs).out_info
+
+    def clear_cache(self) -> None:
+        """Forgets the traces and programs of this function."""
+        type(self).__call__._clear_cache()
+        make_plan.evict_weakref(self._line.fun)
+        evict_trace(self._line.fun)
+
+
+def pjit_function(fun: Callable, options: PjitOptions) -> PjitFunction:
+    """Builds the callable for a function and its options."""
+    line = _Line(fun=fun, options=options)
+    params = options.params
+    dispatch = _dispatch.dispatcher(
+        fun,
+        options.name,
+        functools.partial(_call, line),
+        params.static_nums,
+        params.static_names,
+        options,
+    )
+    body = {"__call__": staticmethod(dispatch), "__slots__": (), "__module__": "spmd"}
+    wrapped = type("PjitFunction", (PjitFunction,), body)()
+    wrapped._line = line
+    return functools.update_wrapper(wrapped, fun)
+
+
+@_jax.api_boundary
+def _call(line: _Line, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
+    """Calls once; returns results, data for the C++ dispatcher or None, and False (keep it)."""
+    flat, plan = line.plan(args, kwargs)
+    leaves = flat.leaves
+    if "local" in flat.semantics:
+        leaves = _to_global(leaves, flat, plan)
+    values = [*plan.consts, *leaves]
+    outs = pjit_p.bind(*values, jaxpr=plan.jaxpr, call=plan.call)
+    data = _dispatch.fast_path_data(values, plan.jaxpr, plan.call, plan.out_tree, outs)
+    if line.options.positional_semantics == "local":
+        outs, data = _to_local(outs, plan), None
+    return jtu.tree_unflatten(plan.out_tree, outs), data, False
+
+
+def _to_global(leaves: Sequence[Any], flat: Flat, plan: Plan) -> list[Any]:
+    from spmd.distributed import local_to_global
+
+    call = plan.call
+    resources = call.in_axis_resources[len(plan.consts) :]
+    return [
+        local_to_global(x, r, call.mesh)
+        if kind == "local" and not isinstance(x, _jax.Tracer)
+        else x
+        for x, r, kind in zip(leaves, resources, flat.semantics, strict=True)
+    ]
+
+
+def _to_local(outs: Sequence[Any], plan: Plan) -> list[Any]:
+    from spmd.distributed import global_to_local
+
+    return [x if isinstance(x, _jax.Tracer) else global_to_local(x, plan.call.mesh) for x in outs]
+
+
+def clear_caches() -> None:
+    """Forgets every trace, lowering and program of `spmd`; arrays and meshes stay."""
+    make_plan.cache_clear()
+    _names.cache_clear()
+    clear_trace_cache()
+    _dispatch.clear_dispatch_caches()
+
+
+class _Clearer:
+    """Lets `jax.clear_caches` clear ours."""
+
+    def cache_clear(self) -> None:
+        clear_caches()
+
+    def cache_info(self) -> None:
+        return None
+
+    def cache_keys(self) -> list[Any]:
+        return []
+
+
+_clearer = _Clearer()
+_jax.register_cache(_clearer, "spmd")
+
+__all__ = ["Compiled", "Lowered", "Traced", "clear_caches", "pjit"]

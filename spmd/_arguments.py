@@ -1,0 +1,475 @@
+"""The arguments of a call: bound to parameters, split into static and traced, named, and flat.
+
+A keyword argument is moved to its parameter's position first, so that specs, donation and static
+options follow the parameter however it was passed, and both spellings are one program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+import inspect
+import operator
+from typing import Any
+
+import jax.tree_util as jtu
+
+from spmd._spec import UNSPECIFIED, SpecTree, broadcast_prefix
+from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, explain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """The parameters of a function, and which are static or donated.
+
+    Attributes:
+        signature: None where Python knows none, as for some builtins.
+        names: Parameters that can be passed by position, in order.
+        variadic: Name of ``*args``, or None.
+        static_nums: Positions of static arguments.
+        static_names: Names of static arguments.
+        donate_nums: Positions of donated arguments.
+        donate_names: Names of donated arguments.
+    """
+
+    signature: inspect.Signature | None
+    names: tuple[str, ...]
+    variadic: str | None
+    static_nums: tuple[int, ...]
+    static_names: tuple[str, ...]
+    donate_nums: tuple[int, ...]
+    donate_names: tuple[str, ...]
+
+    def bind(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Moves keyword arguments to the positions of their parameters.
+
+        Raises:
+            TypeError: The arguments do not fit the signature.
+        """
+        if not kwargs or self.signature is None:
+            return args, dict(kwargs)
+        bound = self.signature.bind(*args, **kwargs)
+        return bound.args, bound.kwargs
+
+    def position_name(self, i: int) -> str:
+        """What the user calls the positional argument `i`."""
+        if i < len(self.names):
+            return self.names[i]
+        return f"{self.variadic or 'args'}[{i - len(self.names)}]"
+
+
+def parse_parameters(
+    fun: Callable,
+    subject: str,
+    static_argnums: Any,
+    static_argnames: Any,
+    donate_argnums: Any,
+    donate_argnames: Any,
+) -> Parameters:
+    """Reads the signature of `fun` and the options that name arguments.
+
+    Raises:
+        ValueError: An argument is out of range, unknown, or both static and donated.
+        TypeError: An option is no int or str, nor a sequence of them.
+    """
+    signature = _signature(fun)
+    names, variadic, more = _positional(signature)
+    options = {
+        "static": (
+            _ints("static_argnums", static_argnums),
+            _strs("static_argnames", static_argnames),
+        ),
+        "donate": (
+            _ints("donate_argnums", donate_argnums),
+            _strs("donate_argnames", donate_argnames),
+        ),
+    }
+    failures, resolved = [], {}
+    for kind, (nums, by_name) in options.items():
+        if signature is not None:
+            failures += _range_failures(f"{kind}_argnums", nums, names, variadic)
+            failures += _name_failures(f"{kind}_argnames", by_name, (*names, *more), signature)
+        resolved[kind] = _both_ways(nums, by_name, names)
+    if failures:
+        raise explain(subject, failures)
+    both = _overlap(resolved["static"], resolved["donate"], names)
+    if both:
+        raise explain(subject, [both])
+    (sn, ss), (dn, ds) = resolved["static"], resolved["donate"]
+    return Parameters(
+        signature=signature,
+        names=names,
+        variadic=variadic,
+        static_nums=sn,
+        static_names=ss,
+        donate_nums=dn,
+        donate_names=ds,
+    )
+
+
+def _signature(fun: Callable) -> inspect.Signature | None:
+    try:
+        return inspect.signature(fun)
+    except (ValueError, TypeError):
+        return None
+
+
+def _positional(
+    signature: inspect.Signature | None,
+) -> tuple[tuple[str, ...], str | None, tuple[str, ...]]:
+    if signature is None:
+        return (), None, ()
+    kinds = inspect.Parameter
+    params = list(signature.parameters.values())
+    names = [
+        p.name for p in params if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+    ]
+    variadic = [p.name for p in params if p.kind is kinds.VAR_POSITIONAL]
+    keyword = [p.name for p in params if p.kind is kinds.KEYWORD_ONLY]
+    return tuple(names), (variadic or [None])[0], tuple(keyword)
+
+
+def _ints(option: str, value: Any) -> tuple[int, ...]:
+    try:
+        values = value if isinstance(value, Iterable) else (() if value is None else (value,))
+        return tuple(operator.index(v) for v in values)
+    except TypeError:
+        raise explain(
+            "pjit", [_option_type(option, value, "an int or a sequence of ints")]
+        ) from None
+
+
+def _strs(option: str, value: Any) -> tuple[str, ...]:
+    values = (value,) if isinstance(value, str) else () if value is None else tuple(value)
+    if not all(isinstance(v, str) for v in values):
+        raise explain("pjit", [_option_type(option, value, "a str or a sequence of strs")])
+    return values
+
+
+def _option_type(option: str, value: Any, expected: str) -> Failure:
+    return Failure(
+        what=f"cannot read {option}",
+        given=f"{option}={value!r}",
+        expected=expected,
+        got=type(value).__name__,
+        error=ArgumentError,
+    )
+
+
+def _range_failures(
+    option: str, nums: Sequence[int], names: Sequence[str], variadic: str | None
+) -> list[Failure]:
+    n = len(names)
+    bad = [i for i in nums if not -n <= i < n and not (variadic and i >= 0)]
+    if not bad:
+        return []
+    return [
+        Failure(
+            what=f"has no argument {', '.join(map(str, bad))}",
+            given=f"{option}={tuple(nums)}",
+            expected=f"positions from {-n} to {n - 1}" if n else "no positions",
+            got=f"{n} positional argument{'s' * (n != 1)}: {', '.join(names) or 'none'}",
+            error=OptionError,
+        )
+    ]
+
+
+def _name_failures(
+    option: str, given: Sequence[str], names: Sequence[str], signature: inspect.Signature
+) -> list[Failure]:
+    if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+        return []
+    bad = [g for g in given if g not in names]
+    if not bad:
+        return []
+    return [
+        Failure(
+            what=f"has no argument {', '.join(map(repr, bad))}{did_you_mean(bad[0], names)}",
+            given=f"{option}={tuple(given)}",
+            expected=f"names out of {', '.join(names)}",
+            error=OptionError,
+        )
+    ]
+
+
+def _both_ways(
+    nums: Sequence[int], by_name: Sequence[str], names: Sequence[str]
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Completes positions by names and names by positions, so either way of passing is known."""
+    at = {i + len(names) if i < 0 else i for i in nums}
+    at |= {names.index(n) for n in by_name if n in names}
+    called = {*by_name, *(names[i] for i in at if i < len(names))}
+    return tuple(sorted(at)), tuple(sorted(called))
+
+
+def _overlap(static: Any, donate: Any, names: Sequence[str]) -> Failure | None:
+    nums = sorted(set(static[0]) & set(donate[0]))
+    called = sorted(set(static[1]) & set(donate[1]))
+    both = called or [names[i] if i < len(names) else str(i) for i in nums]
+    if not both:
+        return None
+    return Failure(
+        what=f"cannot both donate argument {', '.join(both)} and treat it as static",
+        expected="an argument to be static (a Python value) or donated (a buffer), not both",
+        fix="drop it from one of the two options",
+        error=OptionError,
+    )
+
+
+# One call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Traced and static arguments of one call.
+
+    Attributes:
+        dynamic: ``(args, kwargs)`` with the static ones taken out.
+        positions: Original position of each entry of ``args``.
+        statics: ``(position or name, value)`` pairs, hashable.
+    """
+
+    dynamic: tuple[tuple, dict[str, Any]]
+    positions: tuple[int, ...]
+    statics: tuple[tuple[Any, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Static:
+    """A static value; 1, 1.0 and True are different programs."""
+
+    value: Any
+    kind: type
+
+
+def split_arguments(params: Parameters, args: tuple, kwargs: Mapping, subject: str) -> Split:
+    """Binds the arguments of a call and takes the static ones out.
+
+    Raises:
+        TypeError: A static argument is not hashable, or the arguments do not fit the signature.
+        ValueError: A static or donated position does not exist in this call.
+    """
+    args, kwargs = params.bind(args, kwargs)
+    _check_positions(params, len(args), subject)
+    if not params.static_nums and not params.static_names:
+        return Split(dynamic=(args, kwargs), positions=tuple(range(len(args))), statics=())
+    nums = set(params.static_nums)
+    positions = tuple(i for i in range(len(args)) if i not in nums)
+    statics = [(i, args[i]) for i in params.static_nums if i < len(args)]
+    statics += [(n, kwargs[n]) for n in params.static_names if n in kwargs]
+    failures = [_unhashable(params, where, v) for where, v in statics if not _hashable(v)]
+    if failures:
+        raise explain(subject, failures)
+    rest = {k: v for k, v in kwargs.items() if k not in params.static_names}
+    return Split(
+        dynamic=(tuple(args[i] for i in positions), rest),
+        positions=positions,
+        statics=tuple((where, _Static(v, type(v))) for where, v in statics),
+    )
+
+
+def _check_positions(params: Parameters, count: int, subject: str) -> None:
+    if params.signature is not None and params.variadic is None:
+        return
+    for option in ("static", "donate"):
+        nums = getattr(params, f"{option}_nums")
+        if bad := [i for i in nums if i >= count]:
+            failure = Failure(
+                what=f"has no argument {', '.join(map(str, bad))}",
+                given=f"{option}_argnums={nums}",
+                got=f"a call with {count} positional argument{'s' * (count != 1)}",
+                error=OptionError,
+            )
+            raise explain(subject, [failure])
+
+
+def _hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _unhashable(params: Parameters, where: Any, value: Any) -> Failure:
+    name = where if isinstance(where, str) else params.position_name(where)
+    return Failure(
+        what=f"cannot hash static argument {name}",
+        expected="a static argument with __hash__ and __eq__: it is part of the compile cache's key",
+        got=f"{type(value).__name__}: {value!r}"[:100],
+        fix="pass a tuple instead of a list, or do not declare it static",
+        error=ArgumentError,
+    )
+
+
+def join_arguments(split_positions: Sequence[int], statics: Any, dynamic: Any) -> tuple[list, dict]:
+    """Undoes :func:`split_arguments`: puts static values back at their places."""
+    args, kwargs = dynamic
+    placed = dict(zip(split_positions, args, strict=True))
+    kwargs = dict(kwargs)
+    for where, static in statics:
+        (kwargs if isinstance(where, str) else placed)[where] = static.value
+    return [placed[i] for i in sorted(placed)], kwargs
+
+
+def argument_names(params: Parameters, positions: Sequence[int], tree: Any) -> tuple[str, ...]:
+    """How the user calls each leaf: ``batch['x']``.
+
+    Args:
+        params: The parameters.
+        positions: Original position of each positional argument in `tree`.
+        tree: Structure of ``(args, kwargs)``.
+    """
+    dummy = jtu.tree_unflatten(tree, range(tree.num_leaves))
+    names = []
+    for path, _ in jtu.tree_flatten_with_path(dummy)[0]:
+        side, key, *rest = path
+        top = params.position_name(positions[key.idx]) if side.idx == 0 else str(key.key)
+        names.append(top + jtu.keystr(tuple(rest)))
+    return tuple(names)
+
+
+def donated_leaves(params: Parameters, positions: Sequence[int], tree: Any) -> tuple[bool, ...]:
+    """Whether each leaf of ``(args, kwargs)`` is donated."""
+    args, kwargs = tree.children()
+    flags: list[bool] = []
+    for position, sub in zip(positions, args.children(), strict=True):
+        flags += [position in params.donate_nums] * sub.num_leaves
+    for name, sub in zip(kwargs.node_data()[1], kwargs.children(), strict=True):
+        flags += [name in params.donate_names] * sub.num_leaves
+    return tuple(flags)
+
+
+# Specs of arguments
+
+
+def argument_specs(
+    specs: SpecTree, params: Parameters, positions: Sequence[int], tree: Any, subject: str
+) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """Returns the spec of each leaf of ``(args, kwargs)``, and where it was given.
+
+    Args:
+        specs: The parsed `in_axis_resources`: one leaf for all, one entry per parameter, or a
+            dict by parameter name.
+        params: The parameters.
+        positions: Original position of each positional argument in `tree`.
+        tree: Structure of ``(args, kwargs)``.
+        subject: The user's thing, for an error.
+
+    Raises:
+        ValueError: The specs are no pytree prefix of the arguments.
+    """
+    args, kwargs = tree.children()
+    called = [
+        (params.position_name(p), p, t) for p, t in zip(positions, args.children(), strict=True)
+    ]
+    named = zip(kwargs.node_data()[1], kwargs.children(), strict=True)
+    called += [(str(n), str(n), t) for n, t in named]
+    order = _spec_order(params)
+    failures: list[Failure] = []
+    out: list[int] = []
+    used: set[Any] = set()
+    for name, where, sub in called:
+        entry, key = _entry_for(specs, where, order, positions)
+        used.add(key)
+        if entry is _MISSING:
+            failures.append(_arity_failure(specs, called, order))
+            break
+        found = broadcast_prefix(entry, sub, specs.name + key, name)
+        if isinstance(found, Failure):
+            failures.append(_with_hint(found, specs, len(called)))
+        else:
+            out += found
+    failures = failures or _unused_entries(specs, used, order, called, params)
+    if failures:
+        raise explain(subject, failures)
+    leaves = (*specs.leaves, UNSPECIFIED)
+    names = (*specs.names, specs.name)
+    return tuple(leaves[i] for i in out), tuple(names[i] for i in out)
+
+
+_MISSING = object()
+
+
+def _spec_order(params: Parameters) -> list[str]:
+    """Parameters that take a spec, in the order of the entries."""
+    if params.signature is None:
+        return []
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    all_names = [n for n, p in params.signature.parameters.items() if p.kind not in kinds]
+    return [n for n in all_names if n not in params.static_names]
+
+
+def _entry_for(
+    specs: SpecTree, where: Any, order: Sequence[str], positions: Sequence[int]
+) -> tuple[Any, str]:
+    """The entry of `specs` for one argument, and how it is written after the option's name."""
+    top = specs.indices()
+    kind = specs.treedef.node_data()
+    if kind is None:
+        return top, ""
+    if kind[0] is tuple:
+        index = _entry_index(where, order, positions)
+        return (
+            (top[index], f"[{index}]") if index is not None and index < len(top) else (_MISSING, "")
+        )
+    if kind[0] is dict and order and set(top) <= set(order):
+        name = (
+            where if isinstance(where, str) else order[_entry_index(where, order, positions) or 0]
+        )
+        # A parameter without an entry is left out, as if the option had not been given.
+        return (top[name], f"[{name!r}]") if name in top else (len(specs.leaves), "")
+    return _MISSING, ""
+
+
+def _entry_index(where: Any, order: Sequence[str], positions: Sequence[int]) -> int | None:
+    if isinstance(where, str):
+        return order.index(where) if where in order else None
+    return positions.index(where)
+
+
+def _unused_entries(
+    specs: SpecTree, used: set, order: Sequence[str], called: Sequence[Any], params: Parameters
+) -> list[Failure]:
+    """Entries beyond the parameters belong to nothing."""
+    kind = specs.treedef.node_data()
+    if kind is None or kind[0] is not tuple:
+        return []
+    n = len(specs.treedef.children())
+    most = (
+        len(called) if params.signature is None or params.variadic else max(len(order), len(called))
+    )
+    return [_arity_failure(specs, called, order)] if n > most else []
+
+
+def _arity_failure(specs: SpecTree, called: Sequence[Any], order: Sequence[str]) -> Failure:
+    kind = specs.treedef.node_data()[0]
+    n, m = len(specs.treedef.children()), len(called)
+    names = ", ".join(name for name, *_ in called) or "none"
+    if kind is tuple:
+        given = f"{specs.name} has {n} entr{'y' if n == 1 else 'ies'}"
+        fix = "give one entry per argument that is not static, or one spec for all of them"
+    else:
+        given = f"{specs.name} is a {kind.__name__}, not a tuple of one entry per argument"
+        fix = "write (spec,) around it" if m == 1 else "write one entry per argument: (spec, spec)"
+    return Failure(
+        what=f"cannot match {specs.name} with the arguments: it is not a pytree prefix",
+        given=given,
+        expected=f"one entry per argument: {names}",
+        got=f"{m} argument{'s' * (m != 1)}",
+        fix=fix,
+    )
+
+
+def _with_hint(failure: Failure, specs: SpecTree, count: int) -> Failure:
+    """A tuple that is meant for one tuple argument is read as one entry per argument."""
+    if count != 1 or specs.treedef.node_data() is None:
+        return failure
+    return Failure(
+        what=failure.what,
+        given=failure.given,
+        expected=failure.expected,
+        got=failure.got,
+        fix=f"{failure.fix}; for a function of one argument write (spec,)",
+        error=failure.error,
+    )

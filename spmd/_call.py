@@ -1,0 +1,144 @@
+"""PjitCall: the frozen record that a `pjit` equation carries, and what transformations do to it.
+
+A rule of the primitive is three moves: transform the jaxpr, transform the call, bind. Everything
+that a transformation means for specs, donation and names is here, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import compress
+from typing import Any
+
+from spmd._spec import BATCH, UNSPECIFIED, ParsedPartitionSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PjitCall:
+    """How one jaxpr is called over a mesh.
+
+    Attributes:
+        name: Name of the user's function.
+        mesh: The plain JAX mesh with Auto axes, or None where only the arguments say one.
+        in_axis_resources: Per flat input a ParsedPartitionSpec, ``UNSPECIFIED``, or a sharding
+            that no spec can say.
+        out_axis_resources: Likewise per flat output.
+        donated_invars: Per flat input, whether its buffers may be reused.
+        in_positional_semantics: Per flat input ``"global"`` or ``"local"``: what the caller
+            passed. The equation itself is always global.
+        arg_names: Per flat input, what the user calls it.
+        given: Per flat input, the option that its spec came from.
+        keep_unused: Whether unused inputs stay parameters of the program.
+        inline: Whether an outer program takes the equations over instead of a call.
+        implicit_reshard: ``"allow"``, ``"warn"``, ``"error"``, or None for the environment's.
+        compiler_options: Pairs for the compiler of an eager call.
+    """
+
+    name: str
+    mesh: Any
+    in_axis_resources: tuple[Any, ...]
+    out_axis_resources: tuple[Any, ...]
+    donated_invars: tuple[bool, ...]
+    in_positional_semantics: tuple[str, ...]
+    arg_names: tuple[str, ...]
+    given: tuple[str, ...]
+    keep_unused: bool = False
+    inline: bool = False
+    implicit_reshard: str | None = None
+    compiler_options: tuple[tuple[str, Any], ...] = ()
+
+    def keep(self, ins: Sequence[bool], outs: Sequence[bool]) -> PjitCall:
+        """The call of a jaxpr of which only some inputs and outputs are left."""
+        return replace(
+            self,
+            out_axis_resources=tuple(compress(self.out_axis_resources, outs)),
+            **{n: tuple(compress(getattr(self, n), ins)) for n in _PER_INPUT},
+        )
+
+    def add_inputs(self, names: Sequence[str], *, leading: bool = False) -> PjitCall:
+        """The call with further inputs that keep whatever sharding they have."""
+        new = {
+            "in_axis_resources": (UNSPECIFIED,) * len(names),
+            "donated_invars": (False,) * len(names),
+            "in_positional_semantics": ("global",) * len(names),
+            "arg_names": tuple(names),
+            "given": ("",) * len(names),
+        }
+        pairs = {n: (getattr(self, n), new[n]) for n in _PER_INPUT}
+        return replace(self, **{n: b + a if leading else a + b for n, (a, b) in pairs.items()})
+
+    def add_outputs(self, count: int) -> PjitCall:
+        """The call with further outputs whose sharding is the partitioner's choice."""
+        more = (UNSPECIFIED,) * count
+        return replace(self, out_axis_resources=self.out_axis_resources + more)
+
+    def batch(
+        self, in_dims: Sequence[Any], out_dims: Sequence[Any], axes: tuple[Any, ...]
+    ) -> PjitCall:
+        """The call of a jaxpr with a new dimension on some values.
+
+        Args:
+            in_dims: Per input the position of the new dimension, or None.
+            out_dims: Likewise per output.
+            axes: Mesh axes over which the new dimension is split; empty: not said.
+        """
+        return replace(
+            self,
+            in_axis_resources=_batch(self.in_axis_resources, in_dims, axes),
+            out_axis_resources=_batch(self.out_axis_resources, out_dims, axes),
+        )
+
+    def jvp(self, nz_in: Sequence[bool], nz_out: Sequence[bool]) -> PjitCall:
+        """The call of the JVP jaxpr: a tangent is placed and donated like its primal."""
+        names = tuple(f"the tangent of {n}" for n in compress(self.arg_names, nz_in))
+        per_input = {n: getattr(self, n) for n in _PER_INPUT}
+        doubled = {n: v + tuple(compress(v, nz_in)) for n, v in per_input.items()}
+        doubled["arg_names"] = self.arg_names + names
+        outs = self.out_axis_resources
+        return replace(self, out_axis_resources=outs + tuple(compress(outs, nz_out)), **doubled)
+
+    def transpose(
+        self, kept_in: Sequence[bool], nz_cts: Sequence[bool], ct_out: Sequence[bool]
+    ) -> PjitCall:
+        """The call of the transposed jaxpr: a cotangent is placed like its primal.
+
+        Args:
+            kept_in: Per input, whether it stays an input (it is not linear, or a reference).
+            nz_cts: Per output, whether it has a cotangent, which becomes an input.
+            ct_out: Per input, whether its cotangent becomes an output.
+        """
+        kept = self.keep(kept_in, ())
+        cts = tuple(compress(self.out_axis_resources, nz_cts))
+        names = tuple(f"cotangent {i} of {self.name}" for i, nz in enumerate(nz_cts) if nz)
+        call = kept.add_inputs(names)
+        return replace(
+            call,
+            in_axis_resources=kept.in_axis_resources + cts,
+            out_axis_resources=tuple(compress(self.in_axis_resources, ct_out)),
+            donated_invars=(False,) * len(call.donated_invars),
+            # Nobody placed a cotangent by hand: moving it is not the user's mistake.
+            implicit_reshard="allow",
+        )
+
+
+_PER_INPUT = (
+    "in_axis_resources",
+    "donated_invars",
+    "in_positional_semantics",
+    "arg_names",
+    "given",
+)
+
+
+def _batch(resources: Sequence[Any], dims: Sequence[Any], axes: tuple[Any, ...]) -> tuple:
+    return tuple(batch_resource(r, d, axes) for r, d in zip(resources, dims, strict=True))
+
+
+def batch_resource(resource: Any, dim: int | None, axes: tuple[Any, ...]) -> Any:
+    """A resource with a new dimension `dim`; a raw sharding has no dimension to insert."""
+    if dim is None:
+        return resource
+    if not isinstance(resource, ParsedPartitionSpec):
+        return UNSPECIFIED
+    return resource.insert_axis_partitions(dim, axes or BATCH)

@@ -1,0 +1,198 @@
+"""The primitive `sharding_constraint_p`, all its rules, and `with_sharding_constraint`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+import jax.tree_util as jtu
+
+from spmd import _jax
+from spmd._call import batch_resource
+from spmd._mesh import auto_mesh, current_mesh, enclosing_pjit, show_mesh
+from spmd._pjit import Text, check_spmd_axes, nested_mesh_failure, spmd_axes
+from spmd._resolve import (
+    canonical_leaf,
+    manual_failure,
+    mesh_of_leaves,
+    no_mesh,
+    spec_failure,
+    to_sharding,
+)
+from spmd._spec import UNCONSTRAINED, ParsedPartitionSpec, broadcast_prefix, parse_specs, show_spec
+from spmd.errors import ArgumentError, Failure, explain
+
+_SUBJECT = "with_sharding_constraint"
+
+
+def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
+    """Constrains how values are split over the mesh.
+
+    Inside of a traced function the partitioner has to place the value so; dimensions need not
+    divide evenly there (it pads). On concrete arrays it places them.
+
+    Args:
+        x: Pytree of arrays.
+        axis_resources: Pytree prefix of specs: a PartitionSpec, in which ``P.UNCONSTRAINED``
+            leaves a dimension to the partitioner, None (replicated) or a NamedSharding.
+
+    Returns:
+        `x` with the constraint.
+
+    Raises:
+        RuntimeError: There is no mesh.
+        ValueError: A spec does not fit its value; eagerly, a dimension does not divide evenly.
+        TypeError: A leaf of `axis_resources` is no spec, or one of `x` no array.
+    """
+    specs = parse_specs(axis_resources, "axis_resources", _SUBJECT, role="constraint")
+    paths, treedef = jtu.tree_flatten_with_path(x)
+    found = broadcast_prefix(specs.indices(), treedef, specs.name, "x")
+    if isinstance(found, Failure):
+        raise explain(_SUBJECT, [found])
+    mesh, failures = mesh_of_leaves(specs.leaves, specs.names)
+    mesh = mesh if mesh is not None else current_mesh()
+    if mesh is None:
+        failures = [no_mesh()]
+    if failures:
+        raise explain(_SUBJECT, failures)
+    mesh = auto_mesh(mesh)
+    leaves = [canonical_leaf(specs.leaves[i]) for i in found]
+    names = ["x" + jtu.keystr(path) for path, _ in paths]
+    values = [value for _, value in paths]
+    _check(values, leaves, mesh, names, [specs.names[i] for i in found])
+    out = [
+        sharding_constraint_p.bind(v, axis_resources=leaf, mesh=mesh)
+        for v, leaf in zip(values, leaves, strict=True)
+    ]
+    return jtu.tree_unflatten(treedef, out)
+
+
+def _check(values: list, leaves: list, mesh: Any, names: list[str], given: list[str]) -> None:
+    failures = []
+    for value, leaf, name, where in zip(values, leaves, names, given, strict=True):
+        try:
+            aval = _jax.abstractify(value)
+        except (TypeError, ValueError):
+            failures.append(_no_array(value, name))
+            continue
+        eager = not isinstance(value, _jax.Tracer) and _jax.trace_state_clean()
+        failures.append(spec_failure(leaf, aval, mesh, f"argument {name}", where, boundary=eager))
+        failures.append(manual_failure(leaf, f"argument {name}", where))
+    if failures := [f for f in failures if f]:
+        raise explain(_SUBJECT, failures)
+
+
+def _no_array(value: Any, name: str) -> Failure:
+    return Failure(
+        what=f"cannot constrain {name}: it is no array",
+        got=f"{type(value).__name__}: {value!r}"[:100],
+        expected="arrays and numbers",
+        error=ArgumentError,
+    )
+
+
+# Parameters
+#
+# axis_resources: ParsedPartitionSpec, or a raw sharding that no spec can say
+# mesh:           the plain mesh
+
+# Primitive
+
+sharding_constraint_p = _jax.Primitive("sharding_constraint")
+
+# Impl
+
+
+def _constraint_impl(x: Any, *, axis_resources: Any, mesh: Any) -> Any:
+    return jax.device_put(x, _eager_sharding(x, axis_resources, mesh))
+
+
+def _eager_sharding(x: Any, resource: Any, mesh: Any) -> Any:
+    """The sharding to place an array in; an unconstrained dimension stays as it is."""
+    if not isinstance(resource, ParsedPartitionSpec) or not resource.has_unconstrained:
+        return to_sharding(resource, mesh)
+    have = getattr(x, "sharding", None)
+    kept: tuple[Any, ...] = ()
+    if isinstance(have, NamedSharding) and auto_mesh(have.mesh) == mesh:
+        kept = ParsedPartitionSpec.from_user_input(have.spec, "spec").partitions
+    kept += ((),) * (len(resource) - len(kept))
+    parts = [
+        tuple(a for a in kept[i] if a not in resource.axes) if part is UNCONSTRAINED else part
+        for i, part in enumerate(resource)
+    ]
+    return to_sharding(ParsedPartitionSpec(None, parts), mesh)
+
+
+sharding_constraint_p.def_impl(_constraint_impl)
+
+# Abstract evaluation
+
+
+def _constraint_abstract_eval(x: Any, *, axis_resources: Any, mesh: Any) -> Any:
+    del axis_resources
+    outer = enclosing_pjit()
+    if outer is not None and outer[0] != mesh:
+        raise explain(_SUBJECT, [nested_mesh_failure(mesh, outer)])
+    return x
+
+
+sharding_constraint_p.def_abstract_eval(_constraint_abstract_eval)
+
+# Lowering
+
+
+def _constraint_lower(ctx: Any, x: Any, *, axis_resources: Any, mesh: Any) -> list[Any]:
+    sharding = to_sharding(axis_resources, mesh, inside=True)
+    return [_jax.wrap_with_sharding(ctx, x, ctx.avals_in[0], ctx.avals_out[0], sharding)]
+
+
+_jax.register_lowering(sharding_constraint_p, _constraint_lower)
+
+
+def _constraint_shardings(eqn: Any) -> list[Any]:
+    resource, mesh = eqn.params["axis_resources"], eqn.params["mesh"]
+    return [to_sharding(resource, mesh, inside=True)]
+
+
+_jax.declare_shardings(sharding_constraint_p, _constraint_shardings)
+
+# Batching
+
+
+def _constraint_batch(
+    axis_data: Any, vals: Any, dims: Any, *, axis_resources: Any, mesh: Any
+) -> Any:
+    (x,), (dim,) = vals, dims
+    axes = spmd_axes(axis_data)
+    check_spmd_axes(axes, [axis_resources], [dim], _SUBJECT)
+    batched = batch_resource(axis_resources, dim, axes)
+    if not isinstance(batched, ParsedPartitionSpec):
+        return x, dim  # a raw sharding has no meaning at another rank
+    return sharding_constraint_p.bind(x, axis_resources=batched, mesh=mesh), dim
+
+
+_jax.fancy_batchers[sharding_constraint_p] = _constraint_batch
+
+# JVP, Transpose
+
+
+def _constraint_transpose(ct: Any, _: Any, **params: Any) -> tuple[Any]:
+    return (sharding_constraint_p.bind(ct, **params),)
+
+
+_jax.deflinear(sharding_constraint_p, _constraint_transpose)
+
+# Printing
+
+
+def _constraint_pp(eqn: Any, context: Any, settings: Any) -> Any:
+    resource, mesh = eqn.params["axis_resources"], eqn.params["mesh"]
+    params = {
+        "spec": Text(show_spec(resource)),
+        "mesh": Text(show_mesh(mesh).removeprefix("mesh ")),
+    }
+    return _jax.pp_equation(eqn, context, settings, params)
+
+
+_jax.pp_eqn_rules[sharding_constraint_p] = _constraint_pp

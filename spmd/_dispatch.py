@@ -1,0 +1,309 @@
+"""Dispatch: compile once, place the arguments, execute, and hand repeated calls to C++.
+
+Everything here runs on a miss of the C++ dispatcher, or where that one must not be used: effects,
+an argument that has to move, a donating call on a JAX whose fast path does not notice a deleted
+array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+import logging
+import os
+from typing import Any
+import warnings
+
+import jax
+
+from spmd import _jax
+from spmd._call import PjitCall
+from spmd._counts import count
+from spmd._lower import lower
+from spmd._mesh import auto_mesh
+from spmd._resolve import (
+    device_failure,
+    input_sharding,
+    no_mesh,
+    placed_sharding,
+    reshard_failure,
+)
+from spmd.errors import DonatedArrayError, Failure, OptionError, explain
+
+logger = logging.getLogger(__name__)
+
+RESHARD_MODES = ("allow", "warn", "error")
+
+
+class ImplicitReshardWarning(UserWarning):
+    """An argument was placed otherwise than the call says, and is moved at every call."""
+
+    __module__ = "spmd"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A compiled call.
+
+    Attributes:
+        lowering: JAX's lowering.
+        executable: JAX's executable.
+        consts: Constants that it takes before the arguments, on its devices.
+    """
+
+    lowering: Any
+    executable: Any
+    consts: Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A program for arguments placed in one particular way.
+
+    Attributes:
+        program: The program.
+        shardings: Where each argument has to be.
+        moves: Indices of committed arguments that are elsewhere.
+    """
+
+    program: Program
+    shardings: tuple[Any, ...]
+    moves: tuple[int, ...]
+
+
+def run(*args: Any, jaxpr: Any, call: PjitCall) -> Sequence[Any]:
+    """Executes a call on concrete arguments: the impl rule of `pjit_p`."""
+    check_alive(args, call)
+    prepared = prepare(args, jaxpr, call)
+    if prepared.moves:
+        _govern(args, prepared, call)
+        args = _move(args, prepared, call)
+    program = prepared.program
+    outs = program.executable.unsafe_call(*program.consts, *args)
+    if not _jax.FAST_PATH_CHECKS_DELETED:
+        _mark_deleted(args, call)
+    return outs
+
+
+def prepare(args: Sequence[Any], jaxpr: Any, call: PjitCall) -> Prepared:
+    """Returns the compiled program for these arguments, from the cache after the first time."""
+    return _prepare(jaxpr, call, tuple(placed_sharding(a) for a in args))
+
+
+@_jax.weakref_lru_cache
+def _prepare(jaxpr: Any, call: PjitCall, placed: tuple[Any, ...]) -> Prepared:
+    mesh, shardings, moves = place(jaxpr, call, placed)
+    key = _jax.placement_key(shardings, jaxpr.in_avals)
+    program = _program(jaxpr, call, mesh, key)
+    return Prepared(program=program, shardings=shardings, moves=moves)
+
+
+def place(
+    jaxpr: Any, call: PjitCall, placed: Sequence[Any]
+) -> tuple[Any, tuple[Any, ...], tuple[int, ...]]:
+    """Decides mesh and input shardings of an eager call.
+
+    Args:
+        jaxpr: Closed jaxpr.
+        call: The call.
+        placed: Per input the sharding that it is committed to, or None.
+
+    Returns:
+        The mesh, the sharding of each input, and the inputs that have to move.
+
+    Raises:
+        RuntimeError: There is no mesh, or an argument lives on other devices.
+    """
+    mesh = call.mesh if call.mesh is not None else mesh_of(placed)
+    if mesh is None:
+        raise explain(subject_of(call), [no_mesh()])
+    names = call.arg_names
+    failures = [
+        device_failure(p, mesh, f"argument {n}") for p, n in zip(placed, names, strict=True)
+    ]
+    if failures := [f for f in failures if f]:
+        raise explain(subject_of(call), failures)
+    found = [
+        input_sharding(r, p, a.ndim, mesh)
+        for r, p, a in zip(call.in_axis_resources, placed, jaxpr.in_avals, strict=True)
+    ]
+    return mesh, tuple(s for s, _ in found), tuple(i for i, (_, m) in enumerate(found) if m)
+
+
+def mesh_of(shardings: Sequence[Any]) -> Any:
+    """Returns the mesh of the first NamedSharding, or None."""
+    for s in shardings:
+        if isinstance(s, jax.sharding.NamedSharding):
+            return auto_mesh(s.mesh)
+    return None
+
+
+@_jax.weakref_lru_cache
+def _program(jaxpr: Any, call: PjitCall, mesh: Any, in_key: Any) -> Program:
+    lowering = lower(jaxpr, call, mesh, in_key)
+    executable = lowering.compile()
+    count("compiles")
+    consts = _jax.const_args(lowering, executable)
+    return Program(lowering=lowering, executable=executable, consts=consts)
+
+
+def subject_of(call: PjitCall) -> str:
+    """The first words of a message about a call."""
+    return f"pjit of `{call.name}`"
+
+
+# Arguments
+
+
+def check_alive(args: Sequence[Any], call: PjitCall) -> None:
+    """Refuses arrays that were donated or deleted.
+
+    Raises:
+        RuntimeError: Names every argument that is gone.
+    """
+    gone = [
+        n
+        for a, n in zip(args, call.arg_names, strict=True)
+        if isinstance(a, jax.Array) and a.is_deleted()
+    ]
+    if gone:
+        raise explain(subject_of(call), [_deleted(n) for n in gone])
+
+
+def _deleted(name: str) -> Failure:
+    return Failure(
+        what=f"cannot use argument {name}: its buffers are gone",
+        expected="an array that was not donated to an earlier call and not deleted",
+        fix="use the result of the call that took it, or do not donate it",
+        error=DonatedArrayError,
+    )
+
+
+def reshard_mode(call: PjitCall) -> str:
+    """Returns what to do about an argument that is placed otherwise.
+
+    Raises:
+        ValueError: ``SPMD_IMPLICIT_RESHARD`` is none of the modes.
+    """
+    if call.implicit_reshard is not None:
+        return call.implicit_reshard
+    mode = os.environ.get("SPMD_IMPLICIT_RESHARD", "allow")
+    if mode not in RESHARD_MODES:
+        raise explain("SPMD_IMPLICIT_RESHARD", [bad_reshard_mode(mode)])
+    return mode
+
+
+def bad_reshard_mode(mode: Any) -> Failure:
+    """The failure of a mode that does not exist."""
+    return Failure(
+        what="is not a mode of implicit resharding",
+        expected="'allow', 'warn' or 'error'",
+        got=repr(mode),
+        error=OptionError,
+    )
+
+
+def _govern(args: Sequence[Any], prepared: Prepared, call: PjitCall) -> None:
+    mode = reshard_mode(call)
+    if mode == "allow":
+        logger.debug("%s reshards %d arguments", subject_of(call), len(prepared.moves))
+        return
+    failures = [
+        reshard_failure(
+            args[i].sharding,
+            prepared.shardings[i],
+            f"argument {call.arg_names[i]}",
+            call.given[i],
+        )
+        for i in prepared.moves
+    ]
+    error = explain(subject_of(call), failures)
+    if mode == "error":
+        raise error
+    warnings.warn(str(error), ImplicitReshardWarning, stacklevel=_user_level())
+
+
+def _user_level() -> int:
+    """How many frames up the user's call is."""
+    import sys
+
+    here = os.path.dirname(__file__)
+    level, frame = 1, sys._getframe(1)
+    while frame is not None and (
+        frame.f_code.co_filename.startswith(here)
+        or os.sep + "jax" + os.sep in frame.f_code.co_filename
+    ):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _move(args: Sequence[Any], prepared: Prepared, call: PjitCall) -> list[Any]:
+    args = list(args)
+    at = list(prepared.moves)
+    for i in at:
+        args[i] = jax.device_put(
+            args[i], prepared.shardings[i], donate=call.donated_invars[i], may_alias=None
+        )
+    return args
+
+
+def _mark_deleted(args: Sequence[Any], call: PjitCall) -> None:
+    """Makes the loss of a donated array visible to JAX's fast path, which would crash on it."""
+    for arg, donated in zip(args, call.donated_invars, strict=True):
+        if donated and isinstance(arg, jax.Array) and arg.is_deleted():
+            arg.delete()
+
+
+# The C++ fast path
+
+
+def fast_path_data(
+    args: Sequence[Any], jaxpr: Any, call: PjitCall, out_tree: Any, outs: Sequence[Any]
+) -> Any:
+    """What the C++ dispatcher may repeat for arguments of this kind, or None.
+
+    None whenever a repetition would be wrong: the C++ path moves no argument.
+    """
+    if any(isinstance(a, _jax.Tracer) for a in (*args, *outs)) or not _jax.trace_state_clean():
+        return None
+    if "local" in call.in_positional_semantics:
+        return None
+    if any(call.donated_invars) and not _jax.FAST_PATH_CHECKS_DELETED:
+        return None
+    prepared = prepare(args, jaxpr, call)
+    if prepared.moves:
+        return None
+    return _jax.fast_path_data(prepared.program.executable, prepared.program.consts, out_tree, outs)
+
+
+class PythonDispatcher:
+    """Stands in for the C++ dispatcher where JAX has none: every call is a miss."""
+
+    def __init__(self, cache_miss: Callable):
+        self._cache_miss = cache_miss
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._cache_miss(*args, **kwargs)[0]
+
+    def _clear_cache(self) -> None:
+        pass
+
+
+def dispatcher(
+    fun: Callable,
+    name: str,
+    cache_miss: Callable,
+    static_argnums: Sequence[int],
+    static_argnames: Sequence[str],
+    key: Any,
+) -> Any:
+    """Returns the callable that a user gets: JAX's C++ dispatcher, or ours in Python."""
+    fast = _jax.make_dispatcher(fun, name, cache_miss, static_argnums, static_argnames, key)
+    return PythonDispatcher(cache_miss) if fast is None else fast
+
+
+def clear_dispatch_caches() -> None:
+    """Forgets all programs."""
+    for cache in (_prepare, _program, lower):
+        cache.cache_clear()
+    _jax.clear_dispatch_cache()

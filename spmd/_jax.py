@@ -1,0 +1,589 @@
+"""The only file that imports `jax._src` or `jaxlib`: every private name, with its reason.
+
+It owns signatures, not only names: where two supported JAX releases spell a thing differently,
+the difference ends here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import functools
+import os
+from typing import Any
+
+import jax
+from jax._src import (
+    api_util,
+    config,
+    core,
+    dispatch,
+    dtypes,
+    effects,
+    linear_util,
+    mesh as mesh_lib,
+    op_shardings,
+    sharding_impls,
+    source_info_util,
+    stages,
+    traceback_util,
+    tree_util,
+    util,
+)
+from jax._src.interpreters import ad, batching, mlir, partial_eval as pe, pxla
+from jax._src.lib import _jax, xla_client
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import func as func_dialect
+import numpy as np
+
+# Version
+
+#: ClosedJaxpr and Jaxpr are one class; DCE rules take live inputs; transposes return logs.
+MERGED_JAXPR = not hasattr(core, "ClosedJaxpr") or core.ClosedJaxpr is core.Jaxpr
+
+#: The C++ fast path looks whether an array was deleted. Before, it crashes the process.
+FAST_PATH_CHECKS_DELETED = jax.__version_info__ >= (0, 12)
+
+# Caches
+
+#: Weak in its first argument, knows JAX's trace context, cleared by `jax.clear_caches`, and
+#: computes an entry once however many threads ask for it.
+weakref_lru_cache = util.weakref_lru_cache
+
+#: Registers an object with `cache_clear` to be cleared by `jax.clear_caches`.
+register_cache = util.register_cache
+
+# Core
+
+Primitive = core.Primitive
+Tracer = core.Tracer
+ShapedArray = core.ShapedArray
+Zero = ad.Zero
+jaxpr_as_fun = core.jaxpr_as_fun
+positional_effects = core.positional_effects
+trace_state_clean = core.trace_state_clean
+pp_eqn_rules = core.pp_eqn_rules
+custom_typechecks = core.custom_typechecks
+UNSPECIFIED = sharding_impls.UNSPECIFIED
+OpSharding = xla_client.OpSharding
+#: The proto class hides its `named_sharding` field and reads as REPLICATED then; this one sees it.
+HloSharding = xla_client.HloSharding
+are_hlo_shardings_equal = op_shardings.are_hlo_shardings_equal
+
+
+def abstractify(x: Any) -> Any:
+    """Returns the aval of an argument without its sharding, so that placement causes no retrace."""
+    aval = core.shaped_abstractify(x)
+    return _without_sharding(aval) if type(aval) is ShapedArray else aval
+
+
+@functools.lru_cache(maxsize=4096)
+def _without_sharding(aval: Any) -> Any:
+    # Inside shard_map the aval says over which manual axes the value varies: that must stay.
+    if aval.sharding.mesh.empty or aval.sharding.mesh._any_axis_manual:
+        return aval
+    return aval.update(sharding=None)
+
+
+def short_aval(aval: Any) -> str:
+    """Returns ``f32[30,512]``."""
+    return f"{dtypes.short_dtype_name(aval.dtype)}[{','.join(map(str, aval.shape))}]"
+
+
+def float0_like(aval: Any) -> bool:
+    """Whether values of this aval carry no data: the tangent of an integer."""
+    return aval.dtype == jax.dtypes.float0
+
+
+def inner_jaxpr(jaxpr: Any) -> Any:
+    """Returns the open jaxpr of a closed one; they are one object since JAX 0.11."""
+    return jaxpr if MERGED_JAXPR else jaxpr.jaxpr
+
+
+def close_jaxpr(jaxpr: Any, consts: Sequence[Any]) -> Any:
+    """Attaches the values of its constants to a jaxpr."""
+    return jaxpr.with_consts(consts) if MERGED_JAXPR else core.ClosedJaxpr(jaxpr, consts)
+
+
+def separate_tracer_consts(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """Turns constants into leading inputs if one of them is a tracer of an outer trace."""
+    if not any(isinstance(c, Tracer) for c in jaxpr.consts):
+        return jaxpr, []
+    jaxpr, consts = pe.separate_consts(jaxpr)
+    return jaxpr, list(consts)
+
+
+def trace_to_jaxpr(fun: Callable, avals: Sequence[Any], debug_info: Any) -> Any:
+    """Traces a function of flat arguments to a closed jaxpr."""
+    wrapped = linear_util.wrap_init(fun, debug_info=debug_info)
+    jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(wrapped, avals)
+    return close_jaxpr(jaxpr, consts)
+
+
+def debug_info(fun: Callable, arg_names: Sequence[str], result_paths: Any) -> Any:
+    """Names of the arguments and results, for jaxprs, StableHLO locations and messages."""
+    return core.DebugInfo(
+        "pjit", api_util.fun_sourceinfo(fun) or "<unknown>", tuple(arg_names), result_paths
+    )
+
+
+def result_paths(jaxpr: Any, paths: Sequence[str]) -> None:
+    """Records how the user calls each result; they are known only after the trace."""
+    inner = inner_jaxpr(jaxpr)
+    inner._debug_info = inner.debug_info._replace(result_paths=tuple(paths))
+
+
+def unknown_debug_info(jaxpr: Any) -> Any:
+    """The debug info of a jaxpr whose inputs were rearranged."""
+    return inner_jaxpr(jaxpr).debug_info.with_unknown_names()
+
+
+def fun_name(fun: Callable) -> str:
+    """The name of a function as JAX shows it; looks through partials and methods."""
+    return util.fun_name(fun)
+
+
+def subjaxprs(jaxpr: Any) -> Iterator[Any]:
+    """The jaxprs that the equations of a jaxpr hold."""
+    return core.subjaxprs(inner_jaxpr(jaxpr))
+
+
+def summarize(source_info: Any) -> str:
+    """``file:line (function)`` of an equation."""
+    return source_info_util.summarize(source_info)
+
+
+def current_source() -> str:
+    """``file:line (function)`` of the user's frame that is running."""
+    return source_info_util.summarize(source_info_util.current())
+
+
+def exclude_from_tracebacks(paths: Sequence[str]) -> None:
+    """Hides files from users' tracebacks and from source locations of operations."""
+    for path in paths:
+        traceback_util.register_exclusion(os.path.realpath(path))
+        source_info_util.register_exclusion(os.path.realpath(path))
+
+
+api_boundary = traceback_util.api_boundary
+
+# Timing events of JAX (`jax_log_compiles`)
+
+
+def log_elapsed(fmt: str, name: str) -> Any:
+    """A context that logs how long tracing took, as `jax_log_compiles` asks for."""
+    return dispatch.log_elapsed_time(fmt, name, event=dispatch.JAXPR_TRACE_EVENT)
+
+
+# Transformations
+
+batch_jaxpr = batching.batch_jaxpr2
+fancy_batchers = batching.fancy_primitive_batchers
+jvp_jaxpr = ad.jvp_jaxpr
+primitive_jvps = ad.primitive_jvps
+deflinear = ad.deflinear2
+custom_partial_eval_rules = pe.custom_partial_eval_rules
+fancy_transposes = ad.fancy_transposes
+partial_eval_jaxpr = pe.partial_eval_jaxpr_nounits_fwd
+inline_jaxpr_into_trace = pe.inline_jaxpr_into_trace
+custom_staging_rules = pe.custom_staging_rules
+
+
+def check_call(ctx_factory: Any, primitive: Any, in_atoms: Any, jaxpr: Any, params: Any) -> Any:
+    """Type-checks an equation that calls `jaxpr`."""
+    call = dict(params, call_jaxpr=inner_jaxpr(jaxpr))
+    return core._check_call(ctx_factory, primitive, in_atoms, call)
+
+
+def stage_unknown(
+    trace: Any, primitive: Any, tracers_in: Sequence[Any], params: Any, jaxpr: Any
+) -> list[Any]:
+    """Records an equation of the unknown half of a partial evaluation; returns its outputs."""
+    outs = [pe.JaxprTracer(trace, pe.PartialVal.unknown(a), None) for a in jaxpr.out_avals]
+    recipe = pe.new_eqn_recipe(
+        trace,
+        list(tracers_in),
+        outs,
+        primitive,
+        params,
+        positional_effects(jaxpr),
+        source_info_util.current(),
+    )
+    for out in outs:
+        out.recipe = recipe
+    if effects.partial_eval_kept_effects.filter_in(jaxpr.effects):
+        trace.effect_handles.append(pe.EffectHandle(list(tracers_in), recipe))
+    return outs
+
+
+def transpose_jaxpr(jaxpr: Any, cts_in: Sequence[Any], args: Sequence[Any]) -> Any:
+    """Builds the jaxpr that turns cotangents of the outputs into cotangents of the linear inputs.
+
+    Args:
+        jaxpr: Closed jaxpr, linear in the inputs that `args` has accumulators for.
+        cts_in: Cotangents of the outputs; Zeros stay symbolic.
+        args: Accumulators of the linear inputs, values of the others.
+
+    Returns:
+        The flat inputs, the transposed closed jaxpr, per argument whether it is still an input,
+        per argument whether it has a cotangent, and a function that takes the flat results:
+        it accumulates the cotangents and returns what JAX wants back from the rule.
+    """
+    primals, specs = ad.project_accums(args)
+    flat, in_tree = jax.tree_util.tree_flatten((primals, list(cts_in)))
+    transposed, out_tree = _transpose_jaxpr(
+        jaxpr, in_tree, tuple(core.typeof(x) for x in flat), specs
+    )
+    avals, logs = jax.tree_util.tree_unflatten(out_tree, transposed.out_avals)
+    kept = [kind is None or kind is ad.RefAccum for kind, _ in specs]
+    has_ct = [isinstance(a, core.AbstractValue) for a in avals]
+
+    def finish(results: Sequence[Any]) -> Any:
+        cts, logs = jax.tree_util.tree_unflatten(out_tree, results)
+        for arg, ct in zip(args, cts, strict=True):
+            if isinstance(arg, ad.ValAccum):
+                arg.accum(ct)
+        return logs
+
+    log_leaves = len(jax.tree_util.tree_leaves(logs))
+    return flat, transposed, kept, has_ct, log_leaves, finish
+
+
+@weakref_lru_cache
+def _transpose_jaxpr(jaxpr: Any, in_tree: Any, in_avals: tuple, specs: Any) -> tuple[Any, Any]:
+    out_tree = None
+
+    def transposed(*flat: Any) -> list[Any]:
+        nonlocal out_tree
+        primals, cts_in = jax.tree_util.tree_unflatten(in_tree, flat)
+        args = ad.unproject_accums(specs, primals)
+        logs = ad.backward_pass3(inner_jaxpr(jaxpr), False, jaxpr.consts, args, cts_in)
+        cts = [a.freeze() if isinstance(a, ad.ValAccum) else None for a in args]
+        outs, out_tree = jax.tree_util.tree_flatten((cts, logs))
+        return outs
+
+    wrapped = linear_util.wrap_init(transposed, debug_info=unknown_debug_info(jaxpr))
+    new_jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(wrapped, in_avals)
+    return close_jaxpr(new_jaxpr, consts), out_tree
+
+
+def pp_equation(eqn: Any, context: Any, settings: Any, params: dict[str, Any]) -> Any:
+    """Prints an equation with other parameters than it has."""
+    shown = eqn.replace(params=params)
+    names = [*(n for n in params if n != "jaxpr"), *(n for n in params if n == "jaxpr")]
+    return core._pp_eqn(shown, context, settings, params=names)
+
+
+# Mesh context
+
+#: Entries that tell our contexts from `with jax_mesh:` in the keys of JAX's caches.
+_ENTERED = mesh_lib.Mesh(np.array(["entered"], dtype=object), ("spmd.Mesh",))
+_TRACING = mesh_lib.Mesh(np.array(["tracing"], dtype=object), ("spmd.pjit",))
+
+
+def thread_mesh() -> Any:
+    """The mesh of `with jax_mesh:` in this thread; empty where there is none."""
+    return mesh_lib.thread_resources.env.physical_mesh
+
+
+def set_mesh_value() -> Any:
+    """The mesh of `jax.set_mesh` in this thread; empty where there is none."""
+    return mesh_lib.get_concrete_mesh()
+
+
+def push_mesh(mesh: Any) -> None:
+    """Enters a mesh as JAX's own context manager does, without its DeprecationWarning."""
+    resources = mesh_lib.thread_resources
+    for entry in (_ENTERED, mesh):
+        resources.stack.append(resources.stack[-1].with_mesh(entry))
+    _mesh_stack_changed()
+
+
+def pop_mesh() -> None:
+    """Undoes :func:`push_mesh`."""
+    del mesh_lib.thread_resources.stack[-2:]
+    _mesh_stack_changed()
+
+
+def _mesh_stack_changed() -> None:
+    resources = mesh_lib.thread_resources
+    resources.env = resources.stack[-1]
+    entered = tuple(e.physical_mesh for e in resources.stack if not e.physical_mesh.empty)
+    config.mesh_context_manager.set_local(entered)
+
+
+@contextlib.contextmanager
+def tracing_under(mesh: Any) -> Iterator[None]:
+    """Lets code that is traced find `mesh`, and nothing else, where JAX looks for one."""
+    manual = mesh_lib.get_abstract_mesh()._any_axis_manual
+    resources, outer = mesh_lib.thread_resources, mesh_lib.thread_resources.stack
+    with contextlib.ExitStack() as stack:
+        if not manual:
+            stack.enter_context(sharding_impls._internal_use_concrete_mesh(mesh))
+            stack.enter_context(mesh_lib.use_abstract_mesh(mesh.abstract_mesh))
+        # What was entered outside is not part of the key: the same mesh traces once.
+        resources.stack = [outer[0], *(outer[0].with_mesh(m) for m in (_TRACING, mesh))]
+        _mesh_stack_changed()
+        try:
+            yield
+        finally:
+            resources.stack = outer
+            _mesh_stack_changed()
+
+
+def manual_axes() -> frozenset[Any]:
+    """The mesh axes that an enclosing `shard_map` maps over."""
+    return frozenset(mesh_lib.get_abstract_mesh().manual_axes)
+
+
+def interned_mesh(mesh: Any) -> dict[str, Any]:
+    """The fields of a mesh, to build an equal one of a subclass."""
+    return vars(mesh)
+
+
+# Shardings inside of a program
+
+_sharding_sources: dict[Any, Callable[[Any], Sequence[Any]]] = {}
+
+
+def declare_shardings(primitive: Any, shardings_of: Callable[[Any], Sequence[Any]]) -> None:
+    """Tells JAX which shardings an equation of `primitive` holds.
+
+    An outer `jax.jit` derives the devices of its program from the shardings inside of it, and
+    looks only at its own primitives: without this, `jit(pjit(f))` would be built for one device.
+    """
+    _sharding_sources[primitive] = shardings_of
+
+
+def _intermediate_shardings(jaxpr: Any) -> list[Any]:
+    # JAX's function recurses through its module's global, so it finds us at every level.
+    found = list(_jax_intermediate_shardings(jaxpr))
+    for eqn in jaxpr.eqns:
+        if shardings_of := _sharding_sources.get(eqn.primitive):
+            source = dispatch.SourceInfo(eqn.source_info, eqn.primitive.name)
+            found += [(s, source) for s in shardings_of(eqn)]
+    return found
+
+
+_jax_intermediate_shardings = dispatch.get_intermediate_shardings
+dispatch.get_intermediate_shardings = _intermediate_shardings
+
+
+def wrap_with_sharding(ctx: Any, value: Any, aval_in: Any, aval_out: Any, sharding: Any) -> Any:
+    """Emits the operation that constrains a value, in the partitioner's own terms."""
+    ndim = aval_in.ndim
+    axis_ctx = ctx.module_context.axis_context
+    if isinstance(axis_ctx, sharding_impls.SPMDAxisContext) and axis_ctx.manual_axes:
+        sharding = mlir.add_manual_axes(axis_ctx, sharding, ndim)
+    if jax.dtypes.issubdtype(aval_in.dtype, jax.dtypes.extended):
+        ndim = core.physical_aval(aval_in).ndim
+    if not config.use_shardy_partitioner.value:
+        dims = {i for i, p in enumerate(sharding.spec) if p is jax.P.UNCONSTRAINED}
+        proto = sharding._to_xla_hlo_sharding(ndim).to_proto()
+        return mlir.wrap_with_sharding_op(ctx, value, aval_out, proto, unspecified_dims=dims)
+    sdy = sharding._to_sdy_sharding(ndim)
+    return mlir.wrap_with_sharding_op(ctx, value, aval_out, sdy)
+
+
+def lower_call(
+    ctx: Any,
+    args: Sequence[Any],
+    jaxpr: Any,
+    name: str,
+    in_shardings: Sequence[Any],
+    out_shardings: Sequence[Any],
+    key: Any,
+) -> Sequence[Any]:
+    """Emits a call of `jaxpr` as a function of the module, built once per `key`.
+
+    Args:
+        ctx: The lowering context of the equation.
+        args: MLIR values of the arguments.
+        jaxpr: Closed jaxpr.
+        name: Name of the function.
+        in_shardings: Per argument a sharding or None.
+        out_shardings: Per result a sharding or None.
+        key: Equal keys share one function.
+    """
+    module = ctx.module_context
+    built = module.cached_primitive_lowerings.get(key)
+    if built is None:
+        built = _build_function(ctx, jaxpr, name, in_shardings, out_shardings)
+        module.cached_primitive_lowerings[key] = built
+    func, ordered, const_args = built
+    consts = [
+        mlir.ir_constants(c, const_lowering=ctx.const_lowering, aval=a) for c, a in const_args
+    ]
+    tokens = [ctx.tokens_in.get(e) for e in ordered]
+    operands = mlir.flatten_ir_values((*ctx.dim_var_values, *tokens, *consts, *args))
+    out_types = [mlir.aval_to_ir_types(module, a) for a in ctx.avals_out]
+    types = [mlir.token_type()] * len(ordered) + mlir.flatten_ir_types(out_types)
+    stack = ctx.name_stack.extend(util.wrap_name("pjit", name))
+    with mlir.source_info_to_location(module, None, stack, ctx.traceback):
+        symbol = ir.FlatSymbolRefAttr.get(func.name.value)
+        call = func_dialect.CallOp(types, symbol, operands)
+    results = list(call.results)
+    if ordered:
+        out_tokens = dict(zip(ordered, results[: len(ordered)], strict=True))
+        ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet(out_tokens)))
+    return results[len(ordered) :]
+
+
+def _build_function(
+    ctx: Any, jaxpr: Any, name: str, in_shardings: Sequence[Any], out_shardings: Sequence[Any]
+) -> tuple[Any, tuple[Any, ...], Sequence[Any]]:
+    ordered = tuple(effects.ordered_effects.filter_in(jaxpr.effects))
+    const_args = core.jaxpr_const_args(inner_jaxpr(jaxpr))
+    more = {"out_avals": jaxpr.out_avals} if MERGED_JAXPR else {}
+    func = mlir.lower_jaxpr_to_fun(
+        ctx.module_context,
+        name,
+        jaxpr,
+        ordered,
+        num_const_args=len(const_args),
+        in_avals=(*(a for _, a in const_args), *jaxpr.in_avals),
+        arg_shardings=[*(None for _ in const_args), *in_shardings],
+        result_shardings=list(out_shardings),
+        # Shardings on the arguments of an inner function are lost on the way to HLO.
+        use_sharding_annotations=False,
+        **more,
+    )
+    return func, ordered, const_args
+
+
+register_lowering = mlir.register_lowering
+
+# Dispatch
+
+
+def lower_module(
+    jaxpr: Any,
+    name: str,
+    in_shardings: Sequence[Any],
+    out_shardings: Sequence[Any],
+    donated: Sequence[bool],
+    mesh: Any,
+    *,
+    keep_unused: bool,
+    compiler_options: tuple[tuple[str, Any], ...],
+) -> Any:
+    """Lowers a closed jaxpr to a StableHLO module with shardings on its inputs and outputs."""
+    return pxla.lower_sharding_computation(
+        jaxpr,
+        "pjit",
+        name,
+        tuple(in_shardings),
+        tuple(out_shardings),
+        (None,) * len(in_shardings),
+        (None,) * len(out_shardings),
+        tuple(donated),
+        keep_unused=keep_unused,
+        context_mesh=mesh,
+        compiler_options_kvs=compiler_options,
+        lowering_platforms=None,
+        lowering_parameters=mlir.LoweringParameters(),
+        pgle_profiler=None,
+    )
+
+
+def placement_key(shardings: Sequence[Any], avals: Sequence[Any]) -> Any:
+    """A key under which shardings that mean the same on these avals are equal."""
+    return pxla.SemanticallyEqualShardings(tuple(shardings), tuple(avals))
+
+
+def args_info(in_tree: Any, avals: Sequence[Any], donated: Sequence[bool]) -> Any:
+    """The tree of argument descriptions that JAX's stages hold."""
+    infos = [stages.ArgInfo(a, d) for a, d in zip(avals, donated, strict=True)]
+    return in_tree.unflatten(infos)
+
+
+def const_args(lowering: Any, executable: Any) -> Sequence[Any]:
+    """The constants that the program takes as leading arguments, placed on its devices."""
+    return executable.shard_const_args(lowering.const_args)
+
+
+def fast_path_data(executable: Any, consts: Sequence[Any], out_tree: Any, outs: Any) -> Any:
+    """What the C++ dispatcher needs to run a program again; None if it must not.
+
+    Args:
+        executable: The MeshExecutable.
+        consts: Its constant arguments.
+        out_tree: Tree of the results.
+        outs: Flat results of the first run.
+    """
+    call = executable.unsafe_call
+    if (
+        not isinstance(call, pxla.ExecuteReplicated)
+        or call.ordered_effects
+        or call.has_unordered_effects
+        or call.mut
+        or config.no_execution.value
+    ):
+        return None
+    outs, out_tree = pxla.reflatten_outputs_for_dispatch(out_tree, outs)
+    if not all(isinstance(o, xla_client.ArrayImpl) for o in outs):
+        return None
+    return pxla.MeshExecutableFastpathData(
+        executable.xla_executable,
+        out_tree,
+        _physical(executable._in_shardings, executable.in_avals),
+        _physical(executable._out_shardings, executable.out_avals),
+        [o.aval for o in outs],
+        [o._committed for o in outs],
+        [i in executable._kept_var_idx for i in range(len(executable._all_args_info.in_avals))],
+        executable._dispatch_in_layouts,
+        consts,
+    )
+
+
+def _physical(shardings: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
+    """Shardings of the arrays that back extended dtypes such as PRNG keys."""
+    return [
+        sharding_impls.physical_sharding(a, s)
+        if jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended)
+        else s
+        for s, a in zip(shardings, avals, strict=True)
+    ]
+
+
+def make_dispatcher(
+    fun: Callable,
+    name: str,
+    cache_miss: Callable,
+    static_argnums: Sequence[int],
+    static_argnames: Sequence[str],
+    key: Any,
+) -> Any:
+    """Returns a callable that answers repeated calls in C++, or None where JAX has no such thing.
+
+    Args:
+        fun: The user's function; held weakly by the cache.
+        name: Shown in profiles.
+        cache_miss: Called as `fun` is; returns results, fast-path data or None, and False.
+        static_argnums: Positions that are part of the key by value.
+        static_argnames: Likewise, by name.
+        key: What else tells two dispatchers of one function apart.
+    """
+    if not hasattr(_jax, "pjit"):
+        return None
+    return _jax.pjit(
+        name,
+        fun,
+        cache_miss,
+        list(static_argnums),
+        list(static_argnames),
+        key,
+        tree_util.dispatch_registry,
+        pxla.cc_shard_arg,
+        _dispatch_cache(),
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _dispatch_cache() -> Any:
+    return _jax.PjitFunctionCache(capacity=8192)
+
+
+def clear_dispatch_cache() -> None:
+    """Forgets what the C++ dispatchers learned."""
+    _dispatch_cache().clear()

@@ -1,0 +1,52 @@
+"""Lower: a jaxpr and its shardings become a StableHLO module, and a call inside of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from spmd import _jax
+from spmd._call import PjitCall
+from spmd._counts import count
+from spmd._resolve import to_sharding
+
+
+@_jax.weakref_lru_cache
+def lower(jaxpr: Any, call: PjitCall, mesh: Any, in_key: Any) -> Any:
+    """Lowers a call to a module of its own.
+
+    Args:
+        jaxpr: Closed jaxpr.
+        call: Says name, outputs and donation; what it says of inputs is already in `in_key`.
+        mesh: The mesh whose devices the module is for.
+        in_key: :func:`spmd._jax.placement_key` of the shardings of the inputs.
+
+    Returns:
+        JAX's lowering (a MeshComputation).
+    """
+    outs = [to_sharding(r, mesh) for r in call.out_axis_resources]
+    lowering = _jax.lower_module(
+        jaxpr,
+        call.name,
+        in_key.shardings,
+        outs,
+        call.donated_invars,
+        mesh,
+        keep_unused=call.keep_unused,
+        compiler_options=call.compiler_options,
+    )
+    count("lowerings")
+    return lowering
+
+
+def lower_inner_call(ctx: Any, args: Sequence[Any], jaxpr: Any, call: PjitCall) -> Sequence[Any]:
+    """Emits a call inside of another program, with its shardings as constraints."""
+    ins = _inside(call.in_axis_resources, call.mesh)
+    outs = _inside(call.out_axis_resources, call.mesh)
+    key = ("spmd.pjit", call.name, jaxpr, tuple(ins), tuple(outs))
+    return _jax.lower_call(ctx, args, jaxpr, call.name, ins, outs, key)
+
+
+def _inside(resources: Sequence[Any], mesh: Any) -> list[Any]:
+    shardings = [to_sharding(r, mesh, inside=True) for r in resources]
+    return [None if s is _jax.UNSPECIFIED else s for s in shardings]

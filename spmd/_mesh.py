@@ -1,0 +1,209 @@
+"""Which mesh a call runs on: the context of this thread, and the meshes JAX keeps.
+
+Precedence: ``pjit(mesh=...)``, then ``with spmd.Mesh(...)``, then JAX's own ``with mesh:`` and
+``jax.set_mesh``, which must agree where both are set (JAX keeps no record of which is inner).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+import math
+import threading
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+import numpy as np
+
+from spmd import _jax
+from spmd.errors import Failure, MeshError, explain
+
+
+class Mesh(jax.sharding.Mesh):
+    """A grid of devices with named axes, and a context in which `pjit` finds it.
+
+    It equals the `jax.sharding.Mesh` of the same devices and names, and is accepted wherever one
+    is; unlike that one it is entered without a deprecation warning. Shardings that `spmd` builds
+    carry the plain JAX mesh.
+
+    Args:
+        devices: Array of devices, one dimension per mesh axis.
+        axis_names: One name per dimension, or a single string for one dimension.
+        axis_types: As in JAX; axes of every type act as Auto inside of a `pjit` function.
+
+    Raises:
+        ValueError: The number of names is not the rank of `devices`.
+
+    Example:
+        >>> with Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model")):
+        ...     y = pjit(f, in_axis_resources=P("data"))(x)
+    """
+
+    __module__ = "spmd"
+
+    def __new__(cls, devices: Any, axis_names: Any, axis_types: Any = None) -> Mesh:
+        plain = jax.sharding.Mesh(np.asarray(devices), axis_names, axis_types)
+        # JAX interns its meshes and always builds the base class.
+        self = object.__new__(cls)
+        vars(self).update(_jax.interned_mesh(plain))
+        vars(self)["_plain"] = plain
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        del args, kwargs  # __new__ did it all
+
+    def __enter__(self) -> Mesh:
+        _context.meshes.append(self)
+        _jax.push_mesh(self._plain)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _context.meshes.pop()
+        _jax.pop_mesh()
+
+    def __eq__(self, other: object) -> bool:
+        return plain_mesh(other) is self._plain
+
+    def __hash__(self) -> int:
+        return hash(self._plain)
+
+    def __reduce__(self) -> Any:
+        return (Mesh, (self.devices, self.axis_names, self.axis_types))
+
+
+class _Context(threading.local):
+    """What this thread has entered.
+
+    Attributes:
+        meshes: Meshes entered with `with`, innermost last.
+        tracing: ``(mesh, function name)`` of the pjit functions being traced, innermost last.
+    """
+
+    def __init__(self) -> None:
+        self.meshes: list[Mesh] = []
+        self.tracing: list[tuple[Any, str]] = []
+
+
+_context = _Context()
+
+
+def plain_mesh(mesh: Any) -> Any:
+    """Returns the JAX mesh that a mesh stands for; other values unchanged."""
+    return mesh._plain if isinstance(mesh, Mesh) else mesh
+
+
+def auto_mesh(mesh: Any) -> Any:
+    """Returns the plain JAX mesh with all axes Auto: what shardings of ours carry."""
+    mesh = plain_mesh(mesh)
+    if all(t == AxisType.Auto for t in mesh.axis_types):
+        return mesh
+    return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) -> Mesh:
+    """Builds a mesh whose axes suit the interconnect.
+
+    Args:
+        axes: Size per axis name, in order from major to minor; one size may be -1: what is left.
+        devices: Devices to use; by default all, or the first ones if fewer are asked for.
+
+    Returns:
+        A mesh of shape `tuple(axes.values())`.
+
+    Raises:
+        RuntimeError: The sizes do not fit the devices.
+
+    Example:
+        >>> make_mesh({"data": 4, "model": 2})
+    """
+    pool = list(jax.devices() if devices is None else devices)
+    names, sizes = tuple(axes), [*axes.values()]
+    if sizes.count(-1) == 1:
+        sizes[sizes.index(-1)] = len(pool) // max(1, -math.prod(sizes))
+    size = math.prod(sizes)
+    whole = -1 not in axes.values() or size == len(pool)
+    if not names or any(n < 1 for n in sizes) or size > len(pool) or not whole:
+        raise explain("Mesh", [_size_failure(axes, len(pool))])
+    types = (AxisType.Auto,) * len(names)
+    plain = jax.make_mesh(tuple(sizes), names, axis_types=types, devices=pool[:size])
+    return Mesh(plain.devices, names)
+
+
+def _size_failure(axes: Mapping[str, int], available: int) -> Failure:
+    shown = ", ".join(f"{n}={s}" for n, s in axes.items()) or "no axes"
+    return Failure(
+        what="cannot be built",
+        given=shown,
+        expected="positive sizes whose product is at most the number of devices",
+        got=f"{available} device{'s' * (available != 1)}",
+        fix=f"choose sizes whose product is {available}, or pass other devices",
+        error=MeshError,
+    )
+
+
+def current_mesh() -> Any:
+    """Returns the mesh that a `pjit` call would use here, or None outside of any mesh.
+
+    Raises:
+        RuntimeError: JAX's ``with mesh:`` and ``jax.set_mesh`` are both active and differ.
+    """
+    if _context.meshes:
+        return _context.meshes[-1]
+    entered, was_set = _jax.thread_mesh(), _jax.set_mesh_value()
+    if entered.empty:
+        return None if was_set.empty else was_set
+    if not was_set.empty and was_set != entered:
+        raise explain("Mesh", [_ambiguous(entered, was_set)])
+    return entered
+
+
+def _ambiguous(entered: Any, was_set: Any) -> Failure:
+    return Failure(
+        what="is ambiguous here",
+        given=f"`with mesh:` on {show_mesh(entered)} and jax.set_mesh on {show_mesh(was_set)}",
+        expected="one mesh: JAX does not record which of the two is inner",
+        fix="enter one of them only, use `with spmd.Mesh(...)`, or pass pjit(..., mesh=...)",
+        error=MeshError,
+    )
+
+
+def show_mesh(mesh: Any) -> str:
+    """Returns ``mesh data=4, model=2``."""
+    if mesh is None or not mesh.axis_names:
+        return "an empty mesh"
+    return "mesh " + ", ".join(f"{n}={s}" for n, s in mesh.shape.items())
+
+
+def show_devices(devices: Sequence[Any]) -> str:
+    """Returns ``8 devices cpu:0..7`` for a run of ids, or the ids where they are few."""
+    ids = [d.id for d in devices]
+    platform = devices[0].platform if devices else "no"
+    if len(ids) == 1:
+        return f"device {platform}:{ids[0]}"
+    if ids == [*range(ids[0], ids[0] + len(ids))]:
+        return f"{len(ids)} devices {platform}:{ids[0]}..{ids[-1]}"
+    shown = ",".join(map(str, ids[:16])) + (",…" if len(ids) > 16 else "")
+    return f"{len(ids)} devices {platform}:{shown}"
+
+
+@contextlib.contextmanager
+def tracing(mesh: Any, name: str) -> Iterator[None]:
+    """Lets the body of a pjit function find the mesh of its call; `mesh` may be None."""
+    if mesh is None:
+        yield
+        return
+    ours = Mesh(mesh.devices, mesh.axis_names)
+    _context.meshes.append(ours)
+    _context.tracing.append((mesh, name))
+    try:
+        with _jax.tracing_under(mesh):
+            yield
+    finally:
+        _context.tracing.pop()
+        _context.meshes.pop()
+
+
+def enclosing_pjit() -> tuple[Any, str] | None:
+    """Returns mesh and name of the pjit function being traced in this thread, if any."""
+    return _context.tracing[-1] if _context.tracing else None

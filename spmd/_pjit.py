@@ -1,0 +1,255 @@
+"""The primitive `pjit_p` and all its rules.
+
+A rule is three moves: transform the jaxpr, transform the call, bind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import compress
+from typing import Any
+
+from spmd import _dispatch, _jax
+from spmd._call import PjitCall
+from spmd._lower import lower_inner_call
+from spmd._mesh import enclosing_pjit, show_mesh
+from spmd._resolve import to_sharding
+from spmd._spec import UNSPECIFIED, ParsedPartitionSpec, show_spec
+from spmd.errors import Failure, MeshError, ShardingError, explain
+
+# Parameters
+#
+# jaxpr: closed jaxpr of the body, where JAX looks for sub-jaxprs
+# call:  PjitCall, everything else
+
+# Primitive
+
+pjit_p = _jax.Primitive("pjit")
+pjit_p.multiple_results = True
+
+# Impl
+
+pjit_p.def_impl(_dispatch.run)
+
+# Abstract evaluation
+
+
+def _pjit_abstract_eval(*avals: Any, jaxpr: Any, call: PjitCall) -> tuple[Any, Any]:
+    del avals
+    _check_enclosing_mesh(call)
+    return jaxpr.out_avals, _jax.positional_effects(jaxpr)
+
+
+pjit_p.def_effectful_abstract_eval(_pjit_abstract_eval)
+
+
+def _check_enclosing_mesh(call: PjitCall) -> None:
+    outer = enclosing_pjit()
+    if outer is None or call.mesh is None or outer[0] == call.mesh:
+        return
+    raise explain(_dispatch.subject_of(call), [nested_mesh_failure(call.mesh, outer)])
+
+
+def nested_mesh_failure(mesh: Any, outer: tuple[Any, str]) -> Failure:
+    """A mesh was changed inside of a program, which runs on one."""
+    return Failure(
+        what=f"cannot change the mesh inside of pjit of `{outer[1]}`",
+        given=f"{show_mesh(mesh)}, used at {_jax.current_source()}",
+        expected=f"the mesh of the outer function: {show_mesh(outer[0])}",
+        fix="call it outside, or enter one mesh around both",
+        error=MeshError,
+    )
+
+
+# Type checking
+
+
+def _pjit_typecheck(ctx_factory: Any, *in_atoms: Any, jaxpr: Any, call: PjitCall) -> Any:
+    for what, given, avals in (
+        ("inputs", call.in_axis_resources, jaxpr.in_avals),
+        ("outputs", call.out_axis_resources, jaxpr.out_avals),
+    ):
+        if len(given) != len(avals):
+            raise TypeError(f"{call.name}: {len(given)} specs for {len(avals)} {what} of a jaxpr")
+    return _jax.check_call(ctx_factory, pjit_p, in_atoms, jaxpr, {"call": call})
+
+
+_jax.custom_typechecks[pjit_p] = _pjit_typecheck
+
+# Staging
+
+
+def _pjit_stage(trace: Any, source_info: Any, *args: Any, jaxpr: Any, call: PjitCall) -> Any:
+    resources = (*call.in_axis_resources, *call.out_axis_resources)
+    if call.inline and all(r is UNSPECIFIED for r in resources):
+        inner = _jax.inner_jaxpr(jaxpr)
+        out = _jax.inline_jaxpr_into_trace(trace, source_info, inner, jaxpr.consts, *args)
+        return [trace.to_jaxpr_tracer(x, source_info) for x in out]
+    params = {"jaxpr": jaxpr, "call": call}
+    return trace.default_process_primitive(pjit_p, args, params, source_info=source_info)
+
+
+_jax.custom_staging_rules[pjit_p] = _pjit_stage
+
+# Lowering
+
+
+def _pjit_lower(ctx: Any, *args: Any, jaxpr: Any, call: PjitCall) -> Sequence[Any]:
+    return lower_inner_call(ctx, args, jaxpr, call)
+
+
+# Not cacheable: the function has its own key, and a cached equation loses source locations.
+_jax.register_lowering(pjit_p, _pjit_lower, cacheable=False)
+
+
+def _pjit_shardings(eqn: Any) -> list[Any]:
+    call = eqn.params["call"]
+    resources = (*call.in_axis_resources, *call.out_axis_resources)
+    if call.mesh is not None:
+        # Even a call whose specs say nothing runs on all devices of its mesh.
+        resources = (*resources, ParsedPartitionSpec(None, ()))
+    return [to_sharding(r, call.mesh) for r in resources if r is not UNSPECIFIED]
+
+
+_jax.declare_shardings(pjit_p, _pjit_shardings)
+
+# Batching
+
+
+def _pjit_batch(axis_data: Any, vals: Any, dims: Any, *, jaxpr: Any, call: PjitCall) -> Any:
+    new_jaxpr, out_dims = _jax.batch_jaxpr(jaxpr, axis_data, tuple(dims))
+    axes = spmd_axes(axis_data)
+    check_spmd_axes(axes, call.in_axis_resources, dims, call.name)
+    check_spmd_axes(axes, call.out_axis_resources, out_dims, call.name)
+    outs = pjit_p.bind(*vals, jaxpr=new_jaxpr, call=call.batch(dims, out_dims, axes))
+    return outs, out_dims
+
+
+_jax.fancy_batchers[pjit_p] = _pjit_batch
+
+
+def spmd_axes(axis_data: Any) -> tuple[Any, ...]:
+    """The mesh axes of `vmap(..., spmd_axis_name=...)`."""
+    name = axis_data.spmd_name
+    return () if name is None else tuple(name) if isinstance(name, (tuple, list)) else (name,)
+
+
+def check_spmd_axes(
+    axes: Sequence[Any], resources: Sequence[Any], dims: Sequence[Any], name: str
+) -> None:
+    """A mesh axis that splits the mapped dimension cannot split another one too.
+
+    Raises:
+        ValueError: It does; names the function and the line that called it.
+    """
+    for resource, dim in zip(resources, dims, strict=True):
+        if dim is None or not isinstance(resource, ParsedPartitionSpec):
+            continue
+        if taken := [a for a in axes if a in resource.axes]:
+            raise explain(f"pjit of `{name}`", [_taken_failure(taken, resource)])
+
+
+def _taken_failure(taken: Sequence[Any], resource: ParsedPartitionSpec) -> Failure:
+    return Failure(
+        what=f"cannot be mapped over mesh axis {', '.join(map(repr, taken))}",
+        given=f"vmap(spmd_axis_name={taken[0]!r}), used at {_jax.current_source()}",
+        expected="a mesh axis that the mapped function does not use",
+        got=f"the spec {show_spec(resource)}",
+        fix=f"drop {taken[0]!r} from the spec, or map over another axis",
+        error=ShardingError,
+    )
+
+
+# JVP
+
+
+def _pjit_jvp(primals: Any, tangents: Any, *, jaxpr: Any, call: PjitCall) -> Any:
+    nz_in = [type(t) is not _jax.Zero for t in tangents]
+    jvp, nz_out = _jax.jvp_jaxpr(jaxpr, nz_in, instantiate=False)
+    nz_tangents = list(compress(tangents, nz_in))
+    outs = pjit_p.bind(*primals, *nz_tangents, jaxpr=jvp, call=call.jvp(nz_in, nz_out))
+    count = len(jaxpr.out_avals)
+    dense = iter(outs[count:])
+    tangents_out = [
+        next(dense) if nz else _jax.Zero(aval.to_tangent_aval())
+        for nz, aval in zip(nz_out, jaxpr.out_avals, strict=True)
+    ]
+    return outs[:count], tangents_out
+
+
+_jax.primitive_jvps[pjit_p] = _pjit_jvp
+
+# Partial evaluation
+
+
+def _pjit_partial_eval(trace: Any, *tracers: Any, jaxpr: Any, call: PjitCall) -> Any:
+    """Runs what is known now and stages the rest; what passes between are residuals.
+
+    A residual leaves the known half with the sharding that the compiler chose and enters the
+    unknown half with the sharding that it has: nothing is replicated, nothing compiled twice.
+    """
+    unk_in = [not t.pval.is_known() for t in tracers]
+    known_jaxpr, unk_jaxpr, unk_out, res_avals, forwarded = _jax.partial_eval_jaxpr(
+        jaxpr, unk_in, instantiate=False
+    )
+    known_in, known_out = [not u for u in unk_in], [not u for u in unk_out]
+    known_args = [t.pval.get_known() for t in compress(tracers, known_in)]
+    known_call = call.keep(known_in, known_out).add_outputs(len(res_avals))
+    known = pjit_p.bind(*known_args, jaxpr=known_jaxpr, call=known_call)
+    n_out = sum(known_out)
+    computed = iter(known[n_out:])
+    sources = [*jaxpr.consts, *known_args]
+    residuals = [next(computed) if f is None else sources[f] for f in forwarded]
+    names = [f"residual {i} of {call.name}" for i in range(len(residuals))]
+    unk_call = call.keep(unk_in, unk_out).add_inputs(names, leading=True)
+    unk_args = [*map(trace.new_instantiated_const, residuals), *compress(tracers, unk_in)]
+    staged = _jax.stage_unknown(
+        trace, pjit_p, unk_args, {"jaxpr": unk_jaxpr, "call": unk_call}, unk_jaxpr
+    )
+    known_iter, staged_iter = iter(known[:n_out]), iter(staged)
+    return [next(staged_iter) if u else next(known_iter) for u in unk_out]
+
+
+_jax.custom_partial_eval_rules[pjit_p] = _pjit_partial_eval
+
+# Transpose
+
+
+def _pjit_transpose(cts: Any, *args: Any, jaxpr: Any, call: PjitCall) -> Any:
+    flat, transposed, kept, has_ct, logs, finish = _jax.transpose_jaxpr(jaxpr, cts, args)
+    nz_cts = [type(ct) is not _jax.Zero for ct in cts]
+    new_call = call.transpose(kept, nz_cts, has_ct).add_outputs(logs)
+    return finish(pjit_p.bind(*flat, jaxpr=transposed, call=new_call))
+
+
+_jax.fancy_transposes[pjit_p] = _pjit_transpose
+
+# Printing
+
+
+def _pjit_pp(eqn: Any, context: Any, settings: Any) -> Any:
+    call = eqn.params["call"]
+    params: dict[str, Any] = {"name": call.name}
+    if call.mesh is not None:
+        params["mesh"] = Text(show_mesh(call.mesh).removeprefix("mesh "))
+    params["in"] = _specs_text(call.in_axis_resources)
+    params["out"] = _specs_text(call.out_axis_resources)
+    if any(call.donated_invars):
+        params["donated"] = Text(",".join(compress(call.arg_names, call.donated_invars)))
+    params["jaxpr"] = eqn.params["jaxpr"]
+    return _jax.pp_equation(eqn, context, settings, params)
+
+
+_jax.pp_eqn_rules[pjit_p] = _pjit_pp
+
+
+class Text(str):
+    """A parameter that prints without quotes."""
+
+    __slots__ = ()
+
+    __repr__ = str.__str__
+
+
+def _specs_text(resources: Sequence[Any]) -> Text:
+    return Text("(" + ", ".join("*" if r is UNSPECIFIED else show_spec(r) for r in resources) + ")")

@@ -1,0 +1,147 @@
+"""Trace: a Python function of pytrees becomes a jaxpr of flat values, once per signature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+import logging
+from typing import Any
+import weakref
+
+import jax
+import jax.tree_util as jtu
+
+from spmd import _jax
+from spmd._arguments import join_arguments
+from spmd._counts import count
+from spmd._mesh import show_mesh, tracing
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """What a trace depends on, besides the function and JAX's own context.
+
+    Attributes:
+        tree: Structure of ``(args, kwargs)`` without the static ones.
+        avals: One per leaf.
+        positions: Original position of each positional argument.
+        statics: Static arguments by position or name.
+        arg_names: What the user calls each leaf.
+    """
+
+    tree: Any
+    avals: tuple[Any, ...]
+    positions: tuple[int, ...]
+    statics: tuple[Any, ...]
+    arg_names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class Trace:
+    """A traced function.
+
+    Attributes:
+        jaxpr: Closed jaxpr; its inputs are `consts`, then the leaves of the arguments.
+        consts: Values of an outer trace that the function closes over.
+        out_tree: Structure of the results.
+        out_names: What to call each result, e.g. ``"result['loss']"``.
+    """
+
+    jaxpr: Any
+    consts: tuple[Any, ...]
+    out_tree: Any
+    out_names: tuple[str, ...]
+
+
+def trace(fun: Callable, signature: Signature, mesh: Any, name: str) -> Trace:
+    """Traces `fun`, or returns the trace of an equal function, signature and mesh.
+
+    Args:
+        fun: The user's function.
+        signature: Its arguments.
+        mesh: The mesh that its body sees, or None.
+        name: For messages.
+    """
+    with tracing(mesh, name):
+        return _trace(fun, signature, mesh, name)
+
+
+@_jax.weakref_lru_cache
+def _trace(fun: Callable, signature: Signature, mesh: Any, name: str) -> Trace:
+    if jax.config.jax_no_tracing:
+        raise RuntimeError(f"pjit of `{name}` would trace, and jax_no_tracing is set.")
+    if jax.config.jax_explain_cache_misses:
+        _explain_miss(fun, signature, mesh, name)
+    out_tree = out_names = None
+
+    def flat_fun(*leaves: Any) -> list[Any]:
+        nonlocal out_tree, out_names
+        dynamic = jtu.tree_unflatten(signature.tree, leaves)
+        args, kwargs = join_arguments(signature.positions, signature.statics, dynamic)
+        paths, out_tree = jtu.tree_flatten_with_path(fun(*args, **kwargs))
+        out_names = tuple("result" + jtu.keystr(path) for path, _ in paths)
+        return [value for _, value in paths]
+
+    info = _jax.debug_info(fun, signature.arg_names, lambda: out_names)
+    with _jax.log_elapsed("Finished tracing {fun_name} for pjit in {elapsed_time:.9f} sec", name):
+        jaxpr = _jax.trace_to_jaxpr(flat_fun, signature.avals, info)
+    count("traces")
+    _jax.result_paths(jaxpr, out_names or ())
+    jaxpr, consts = _jax.separate_tracer_consts(jaxpr)
+    return Trace(jaxpr=jaxpr, consts=tuple(consts), out_tree=out_tree, out_names=out_names or ())
+
+
+def evict_trace(fun: Callable) -> None:
+    """Forgets the traces of one function."""
+    _trace.evict_weakref(fun)
+
+
+def clear_trace_cache() -> None:
+    """Forgets all traces."""
+    _trace.cache_clear()
+    _seen.clear()
+
+
+# Explaining a miss (`jax_explain_cache_misses`)
+
+_seen: weakref.WeakKeyDictionary[Callable, list[tuple[Signature, Any]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _explain_miss(fun: Callable, signature: Signature, mesh: Any, name: str) -> None:
+    earlier = _seen.setdefault(fun, [])
+    reasons = _differences(earlier, signature, mesh) if earlier else ["it was never traced before"]
+    logger.warning(
+        "Trace cache miss of pjit of `%s` at %s: %s",
+        name,
+        _jax.current_source(),
+        "; ".join(reasons),
+    )
+    earlier[:] = [*earlier[-7:], (signature, mesh)]
+
+
+def _differences(
+    earlier: Sequence[tuple[Signature, Any]], signature: Signature, mesh: Any
+) -> list[str]:
+    """What separates a signature from the nearest earlier one."""
+    found = [_difference(old, old_mesh, signature, mesh) for old, old_mesh in earlier]
+    return min(found, key=len) or ["JAX's own context differs (x64, precision, ...)"]
+
+
+def _difference(old: Signature, old_mesh: Any, new: Signature, mesh: Any) -> list[str]:
+    reasons = []
+    if old_mesh != mesh:
+        reasons.append(f"now on {show_mesh(mesh)}, before on {show_mesh(old_mesh)}")
+    if old.statics != new.statics:
+        reasons.append("static arguments differ")
+    if old.tree != new.tree:
+        return [*reasons, f"now the structure {new.tree}, before {old.tree}"]
+    for arg, a, b in zip(new.arg_names, old.avals, new.avals, strict=True):
+        if a != b:
+            weak = " (weak type)" if a.weak_type != b.weak_type else ""
+            now, before = _jax.short_aval(b), _jax.short_aval(a)
+            reasons.append(f"{arg} is {now}, before {before}{weak}")
+    return reasons

@@ -1,0 +1,117 @@
+"""The exceptions that `spmd` raises, and the one place where their text is laid out.
+
+Inner layers collect what went wrong as :class:`Failure` records, which carry data and no prose
+about the caller. The outermost layer turns all of them into one exception with :func:`explain`.
+Every class subclasses the builtin that a caller already catches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+import difflib
+
+__all__ = [
+    "ArgumentError",
+    "DonatedArrayError",
+    "MeshError",
+    "OptionError",
+    "RecoveryError",
+    "ShardingError",
+    "SpecTypeError",
+    "SpmdError",
+]
+
+
+class SpmdError(Exception):
+    """Base of every exception that `spmd` raises by itself."""
+
+    __module__ = "spmd"
+
+
+class ShardingError(SpmdError, ValueError):
+    """A PartitionSpec or sharding does not fit the value that it is given for."""
+
+    __module__ = "spmd"
+
+
+class RecoveryError(SpmdError, ValueError):
+    """No PartitionSpec says what an OpSharding says."""
+
+    __module__ = "spmd"
+
+
+class MeshError(SpmdError, RuntimeError):
+    """There is no mesh, or the meshes or devices at hand do not agree."""
+
+    __module__ = "spmd"
+
+
+class SpecTypeError(SpmdError, TypeError):
+    """A leaf of a spec tree is not a spec."""
+
+    __module__ = "spmd"
+
+
+class ArgumentError(SpmdError, TypeError):
+    """An argument of a call, or an option of `pjit`, is of the wrong kind."""
+
+    __module__ = "spmd"
+
+
+class OptionError(SpmdError, ValueError):
+    """An option of `pjit` names an argument that is not there, or contradicts another."""
+
+    __module__ = "spmd"
+
+
+class DonatedArrayError(SpmdError, RuntimeError):
+    """An argument was donated to an earlier call, or deleted, and is gone."""
+
+    __module__ = "spmd"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """One thing that is wrong: what failed, and what was given, expected and got.
+
+    Attributes:
+        what: The failure after the subject, e.g. ``"cannot split argument x"``.
+        given: What the user wrote, as the user wrote it.
+        expected: What would have been right.
+        got: What was found instead.
+        fix: What to write or do instead.
+        error: The exception class to raise; the first failure decides.
+    """
+
+    what: str
+    given: str = ""
+    expected: str = ""
+    got: str = ""
+    fix: str = ""
+    error: type[SpmdError] = ShardingError
+
+
+def explain(subject: str, failures: Sequence[Failure]) -> SpmdError:
+    """Returns the one exception that tells all `failures` of `subject`.
+
+    Args:
+        subject: The user's thing, e.g. ``"pjit of `step`"``.
+        failures: At least one failure; the first decides the class.
+    """
+    return failures[0].error("\n".join(_layout(subject, f) for f in failures))
+
+
+def _layout(subject: str, failure: Failure) -> str:
+    rows = [(n, getattr(failure, n)) for n in ("given", "expected", "got", "fix")]
+    lines = [f"{subject} {failure.what}."]
+    for name, text in rows:
+        if text:
+            lines.append(f"  {name:<8}  " + text.replace("\n", "\n" + " " * 12))
+    return "\n".join(lines)
+
+
+def did_you_mean(name: object, known: Iterable[object]) -> str:
+    """Returns ``" (did you mean 'model'?)"`` for a near miss, else an empty string."""
+    close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""

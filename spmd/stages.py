@@ -1,0 +1,376 @@
+"""Traced, Lowered and Compiled: stops on the way from a function to a running program.
+
+Each holds the result of one more step of the same line that an eager call walks:
+``pjit(f).trace(*args).lower().compile()(*args)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+
+from spmd import _dispatch, _jax
+from spmd._arguments import Parameters, split_arguments
+from spmd._call import PjitCall
+from spmd._counts import count
+from spmd._lower import lower
+from spmd._recover import parse_op_sharding
+from spmd._resolve import is_equivalent, placed_sharding, show_aval, show_sharding
+from spmd.errors import ArgumentError, Failure, RecoveryError, ShardingError, explain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Signature:
+    """What all stages of one call have in common."""
+
+    params: Parameters
+    positions: tuple[int, ...]
+    statics: tuple[Any, ...]
+    in_tree: Any
+    out_tree: Any
+    out_names: tuple[str, ...]
+    consts: tuple[Any, ...]
+
+
+class _Stage:
+    """Names, trees and avals, which every stage knows."""
+
+    __slots__ = ("_call", "_jaxpr", "_placed", "_signature")
+
+    def __init__(self, jaxpr: Any, call: PjitCall, placed: tuple[Any, ...], sig: _Signature):
+        self._jaxpr = jaxpr
+        self._call = call
+        self._placed = placed
+        self._signature = sig
+
+    def __repr__(self) -> str:
+        return f"<spmd.{type(self).__name__} of `{self._call.name}`>"
+
+    @property
+    def name(self) -> str:
+        """Name of the function."""
+        return self._call.name
+
+    @property
+    def mesh(self) -> Any:
+        """The mesh that the program is for."""
+        mesh = self._call.mesh
+        return mesh if mesh is not None else _dispatch.mesh_of(self._placed)
+
+    @property
+    def in_tree(self) -> Any:
+        """Structure of ``(args, kwargs)``, static arguments left out."""
+        return self._signature.in_tree
+
+    @property
+    def out_tree(self) -> Any:
+        """Structure of the results."""
+        return self._signature.out_tree
+
+    @property
+    def in_avals(self) -> Any:
+        """Shapes and dtypes of the arguments, as a tree ``(args, kwargs)``."""
+        skip = len(self._signature.consts)
+        return jtu.tree_unflatten(self.in_tree, self._jaxpr.in_avals[skip:])
+
+    @property
+    def donate_argnums(self) -> tuple[int, ...]:
+        """Indices of the flat arguments whose buffers the program may reuse."""
+        skip = len(self._signature.consts)
+        return tuple(i for i, d in enumerate(self._call.donated_invars[skip:]) if d)
+
+    @property
+    def out_info(self) -> Any:
+        """Shape, dtype and, once compiled, sharding of each result."""
+        shardings = self._out_shardings()
+        infos = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type)
+            for a, s in zip(self._jaxpr.out_avals, shardings, strict=True)
+        ]
+        return jtu.tree_unflatten(self.out_tree, infos)
+
+    def _out_shardings(self) -> Sequence[Any]:
+        return (None,) * len(self._jaxpr.out_avals)
+
+
+class Traced(_Stage):
+    """A function traced to a jaxpr, with the specs of its inputs and outputs resolved."""
+
+    __module__ = "spmd"
+    __slots__ = ()
+
+    @property
+    def jaxpr(self) -> Any:
+        """The closed jaxpr of the function's body."""
+        return self._jaxpr
+
+    def lower(self) -> Lowered:
+        """Lowers to StableHLO with sharding annotations.
+
+        Raises:
+            RuntimeError: There is no mesh, or an argument lives on other devices.
+        """
+        mesh, shardings, _ = _dispatch.place(self._jaxpr, self._call, self._placed)
+        key = _jax.placement_key(shardings, self._jaxpr.in_avals)
+        lowering = lower(self._jaxpr, self._call, mesh, key)
+        return Lowered(self, lowering, shardings)
+
+
+class Lowered(_Stage):
+    """A StableHLO module: what the partitioner is given."""
+
+    __module__ = "spmd"
+    __slots__ = ("_lowering", "_shardings")
+
+    def __init__(self, traced: Traced, lowering: Any, shardings: tuple[Any, ...]):
+        super().__init__(traced._jaxpr, traced._call, traced._placed, traced._signature)
+        self._lowering = lowering
+        self._shardings = shardings
+
+    @property
+    def jax_stage(self) -> jax.stages.Lowered:
+        """The same lowering as JAX's own class, for tools that want that one."""
+        sig = self._signature
+        donated = self._call.donated_invars[len(sig.consts) :]
+        infos = _jax.args_info(sig.in_tree, jtu.tree_leaves(self.in_avals), donated)
+        return jax.stages.Lowered(self._lowering, infos, sig.out_tree)
+
+    def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
+        """Returns the module as text.
+
+        Args:
+            dialect: ``"stablehlo"`` (default) or ``"hlo"``.
+            debug_info: Whether to print source locations.
+
+        Raises:
+            ValueError: The dialect is unknown.
+        """
+        _check_dialect(dialect)
+        return self.jax_stage.as_text(dialect, debug_info=debug_info)
+
+    def compiler_ir(self, dialect: str | None = None) -> Any:
+        """Returns the module as an object: an MLIR module, or an XLA computation for ``"hlo"``."""
+        _check_dialect(dialect)
+        return self.jax_stage.compiler_ir(dialect)
+
+    def cost_analysis(self) -> Any:
+        """Returns the compiler's estimate of FLOPs and bytes before partitioning."""
+        return self.jax_stage.cost_analysis()
+
+    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
+        """Compiles for the devices of the mesh.
+
+        Args:
+            compiler_options: Options for the compiler, on top of those of `pjit`.
+        """
+        options = None if compiler_options is None else dict(compiler_options)
+        executable = self._lowering.compile(options)
+        count("compiles")
+        return Compiled(self, executable)
+
+
+def _check_dialect(dialect: str | None) -> None:
+    if dialect not in (None, "stablehlo", "hlo"):
+        failure = Failure(
+            what="cannot print this dialect",
+            given=f"dialect={dialect!r}",
+            expected="'stablehlo' or 'hlo'",
+            error=ShardingError,
+        )
+        raise explain("Lowered", [failure])
+
+
+class Compiled(_Stage):
+    """A program for the devices of a mesh; call it with arguments like those it was built for.
+
+    Calls refuse another structure, shape, dtype or sharding: a compiled program has one.
+    """
+
+    __module__ = "spmd"
+    __slots__ = ("_executable", "_lowering", "_shardings")
+
+    def __init__(self, lowered: Lowered, executable: Any):
+        super().__init__(lowered._jaxpr, lowered._call, lowered._placed, lowered._signature)
+        self._lowering = lowered._lowering
+        self._shardings = lowered._shardings
+        self._executable = executable
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program.
+
+        Raises:
+            TypeError: Another structure, shape or dtype than it was compiled for.
+            ValueError: An argument is committed to another sharding.
+        """
+        flat = self._flatten(args, kwargs)
+        consts = self._signature.consts
+        if any(isinstance(x, _jax.Tracer) for x in flat):
+            raise explain(_dispatch.subject_of(self._call), [_traced_call()])
+        self._check(flat)
+        _dispatch.check_alive((*consts, *flat), self._call)
+        hoisted = _jax.const_args(self._lowering, self._executable)
+        outs = self._executable.unsafe_call(*hoisted, *consts, *flat)
+        return jtu.tree_unflatten(self.out_tree, outs)
+
+    def _flatten(self, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
+        subject = _dispatch.subject_of(self._call)
+        sig = self._signature
+        split = split_arguments(sig.params, args, kwargs, subject)
+        flat, tree = jtu.tree_flatten(split.dynamic)
+        if split.statics != sig.statics:
+            raise explain(subject, [_static_mismatch(sig.statics, split.statics)])
+        if tree != self.in_tree:
+            raise explain(subject, [_tree_mismatch(self.in_tree, tree)])
+        return flat
+
+    def _check(self, flat: list[Any]) -> None:
+        skip = len(self._signature.consts)
+        rows = zip(
+            flat,
+            self._call.arg_names[skip:],
+            self._jaxpr.in_avals[skip:],
+            self._shardings[skip:],
+            strict=True,
+        )
+        failures = [_argument_mismatch(*row) for row in rows]
+        if failures := [f for f in failures if f]:
+            raise explain(_dispatch.subject_of(self._call), failures)
+
+    @property
+    def jax_stage(self) -> jax.stages.Compiled:
+        """The same program as JAX's own class, for tools that want that one."""
+        sig = self._signature
+        donated = self._call.donated_invars[len(sig.consts) :]
+        infos = _jax.args_info(sig.in_tree, jtu.tree_leaves(self.in_avals), donated)
+        consts = self._lowering.const_args
+        return jax.stages.Compiled(self._executable, consts, infos, sig.out_tree)
+
+    def as_text(self) -> str:
+        """Returns the partitioned and optimized HLO of one device."""
+        return self._executable.as_text()
+
+    def cost_analysis(self) -> Any:
+        """Returns the compiler's estimate of FLOPs and bytes per device."""
+        return self._executable.cost_analysis()
+
+    def memory_analysis(self) -> Any:
+        """Returns the compiler's memory statistics, in bytes per device."""
+        return self._executable.memory_analysis()
+
+    def runtime_executable(self) -> Any:
+        """Returns the runtime's own executable."""
+        return self._executable.runtime_executable()
+
+    @property
+    def in_shardings(self) -> Any:
+        """Sharding of each argument, as a tree ``(args, kwargs)``."""
+        return jtu.tree_unflatten(self.in_tree, self._shardings[len(self._signature.consts) :])
+
+    @property
+    def out_shardings(self) -> Any:
+        """Sharding of each result."""
+        return jtu.tree_unflatten(self.out_tree, self._out_shardings())
+
+    @property
+    def in_specs(self) -> Any:
+        """PartitionSpec of each argument, recovered from the executable, as ``(args, kwargs)``.
+
+        An argument that the program does not use is not part of it: its spec is None.
+        """
+        protos = self.runtime_executable().get_parameter_shardings()
+        hoisted = len(self._lowering.const_args)
+        kept = sorted(self._executable._kept_var_idx)
+        count_all = len(self._jaxpr.in_avals)
+        specs: list[Any] = [None] * (hoisted + count_all)
+        for i, spec in zip(kept, _specs(protos, self.mesh, len(kept)), strict=True):
+            specs[i] = spec
+        skip = hoisted + len(self._signature.consts)
+        return jtu.tree_unflatten(self.in_tree, specs[skip:])
+
+    @property
+    def out_specs(self) -> Any:
+        """PartitionSpec of each result, recovered from the executable."""
+        protos = self.runtime_executable().get_output_shardings()
+        count_all = len(self._jaxpr.out_avals)
+        return jtu.tree_unflatten(self.out_tree, _specs(protos, self.mesh, count_all))
+
+    def _out_shardings(self) -> Sequence[Any]:
+        return self._executable._out_shardings
+
+
+def _specs(protos: Any, mesh: Any, count_all: int) -> list[Any]:
+    """Specs of an executable's values; on one device the compiler reports no shardings."""
+    if protos is None:
+        return [jax.sharding.PartitionSpec()] * count_all
+    return [_spec_or_sharding(p, mesh) for p in protos]
+
+
+def _spec_or_sharding(proto: Any, mesh: Any) -> Any:
+    try:
+        return parse_op_sharding(proto, mesh).to_partition_spec()
+    except RecoveryError:
+        return proto  # no PartitionSpec says it: what the compiler said
+
+
+def _traced_call() -> Failure:
+    return Failure(
+        what="was compiled ahead of time and cannot be transformed",
+        expected="arrays",
+        got="values that are being traced by jit, grad or vmap",
+        fix="call the pjit function instead of its compiled form",
+        error=ArgumentError,
+    )
+
+
+def _static_mismatch(expected: Sequence[Any], got: Sequence[Any]) -> Failure:
+    def show(statics: Sequence[Any]) -> str:
+        return ", ".join(f"{where}: {s.value!r}" for where, s in statics) or "none"
+
+    return Failure(
+        what="was compiled for other static arguments",
+        expected=show(expected),
+        got=show(got),
+        fix="compile it again for these values",
+        error=ArgumentError,
+    )
+
+
+def _tree_mismatch(expected: Any, got: Any) -> Failure:
+    return Failure(
+        what="was compiled for another structure of arguments",
+        expected=str(expected),
+        got=str(got),
+        error=ArgumentError,
+    )
+
+
+def _argument_mismatch(value: Any, name: str, aval: Any, sharding: Any) -> Failure | None:
+    try:
+        have = _jax.abstractify(value)
+    except (TypeError, ValueError):
+        return Failure(
+            what=f"cannot take argument {name}: it is no array",
+            got=type(value).__name__,
+            expected=show_aval(aval),
+            error=ArgumentError,
+        )
+    if (have.shape, have.dtype) != (aval.shape, aval.dtype):
+        return Failure(
+            what=f"was compiled for another argument {name}",
+            expected=show_aval(aval),
+            got=show_aval(have),
+            error=ArgumentError,
+        )
+    placed = placed_sharding(value)
+    if placed is None or is_equivalent(placed, sharding, aval.ndim):
+        return None
+    return Failure(
+        what=f"was compiled for another sharding of argument {name}",
+        expected=show_sharding(sharding),
+        got=show_sharding(placed),
+        fix="jax.device_put it to the expected sharding, or call the pjit function, which does",
+    )
