@@ -1,8 +1,10 @@
 """SPMD partitioning for JAX: `pjit` over a device mesh, and an account of what it did."""
 
+from pathlib import Path
+
 from jax.sharding import NamedSharding as NamedSharding, PartitionSpec as PartitionSpec
 
-from spmd import _api, _constraint, _dispatch, _jax, _lower, _mesh, _pjit, _trace, stages
+from spmd import _jax
 from spmd._api import clear_caches as clear_caches, pjit as pjit
 from spmd._constraint import with_sharding_constraint as with_sharding_constraint
 from spmd._counts import Counts as Counts, counts as counts
@@ -21,23 +23,9 @@ from spmd.errors import (
 )
 from spmd.stages import Compiled as Compiled, Lowered as Lowered, Traced as Traced
 
-# Frames of these files are no user's: hidden from tracebacks and from source locations.
-_jax.exclude_from_tracebacks(
-    [
-        module.__file__
-        for module in (
-            _api,
-            _constraint,
-            _dispatch,
-            _jax,
-            _lower,
-            _mesh,
-            _pjit,
-            _trace,
-            stages,
-        )
-    ]
-)
+# Frames of the core are no user's: hidden from tracebacks and from source locations. The demo's
+# model, in a folder of its own, is user code.
+_jax.exclude_from_tracebacks([str(file) for file in Path(__file__).parent.glob("*.py")])
 
 P = PartitionSpec
 

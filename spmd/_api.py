@@ -29,7 +29,7 @@ from spmd._arguments import (
 )
 from spmd._call import PjitCall
 from spmd._constraint import sharding_constraint_p
-from spmd._mesh import auto_mesh, current_mesh, show_mesh
+from spmd._mesh import auto_mesh, current_mesh, plain_mesh, show_mesh
 from spmd._pjit import pjit_p
 from spmd._resolve import (
     canonical_leaf,
@@ -224,7 +224,7 @@ def parse(
     )
     failures += clash
     if mesh is not None and leaf_mesh is not None and not failures:
-        failures += _mesh_clash("mesh", auto_mesh(mesh), leaf_mesh)
+        failures += _mesh_clash("mesh", mesh, leaf_mesh)
     if failures:
         raise explain(subject, failures)
     return PjitOptions(
@@ -232,7 +232,7 @@ def parse(
         in_specs=specs[0],
         out_specs=specs[1],
         params=params,
-        mesh=None if mesh is None else auto_mesh(mesh),
+        mesh=plain_mesh(mesh),
         keep_unused=bool(keep_unused),
         inline=bool(inline),
         positional_semantics=positional_semantics,
@@ -282,7 +282,7 @@ def _choice_failures(mesh: Any, semantics: str, reshard: str | None) -> list[Fai
 
 
 def _mesh_clash(where: str, mesh: Any, leaf_mesh: Any) -> list[Failure]:
-    if mesh == leaf_mesh:
+    if auto_mesh(mesh) == auto_mesh(leaf_mesh):
         return []
     return [
         Failure(
@@ -375,10 +375,8 @@ def find_mesh(options: PjitOptions, flat: Flat) -> Any:
         RuntimeError: There is none, or the shardings are of another one.
     """
     leaves = (*options.in_specs.leaves, *options.out_specs.leaves)
-    leaf_mesh = next((auto_mesh(x.mesh) for x in leaves if isinstance(x, NamedSharding)), None)
-    mesh = options.mesh
-    if mesh is None and (active := current_mesh()) is not None:
-        mesh = auto_mesh(active)
+    leaf_mesh = next((x.mesh for x in leaves if isinstance(x, NamedSharding)), None)
+    mesh = options.mesh if options.mesh is not None else plain_mesh(current_mesh())
     if mesh is not None:
         if leaf_mesh is not None and (clash := _mesh_clash("the context", mesh, leaf_mesh)):
             raise explain(options.subject, clash)
@@ -415,8 +413,9 @@ def resolve_inputs(
     for leaf, where, aval, name, kind in rows:
         on = mesh.local_mesh if kind == "local" else mesh
         what = f"{'local ' if kind == 'local' else ''}argument {name}"
-        failure = spec_failure(leaf, aval, on, what, where, boundary=True)
-        failure = failure or manual_failure(leaf, what, where)
+        # What shard_map took away explains a shape that does not fit: it comes first.
+        failure = manual_failure(leaf, what, where)
+        failure = failure or spec_failure(leaf, aval, on, what, where, boundary=True)
         failures.append(failure)
         avals.append(aval if failure or kind == "global" else _global_aval(aval, leaf, mesh))
     if failures := [f for f in failures if f]:
@@ -464,8 +463,8 @@ def resolve_outputs(options: PjitOptions, traced: Trace, mesh: Any) -> tuple[Any
     avals = traced.jaxpr.out_avals
     for leaf, i, aval, name in zip(leaves, found, avals, traced.out_names, strict=True):
         where = specs.names[i]
-        failures.append(spec_failure(leaf, aval, mesh, name, where, boundary=True))
-        failures.append(manual_failure(leaf, name, where))
+        failure = manual_failure(leaf, name, where)
+        failures.append(failure or spec_failure(leaf, aval, mesh, name, where, boundary=True))
     if failures := [f for f in failures if f]:
         raise explain(options.subject, failures)
     return tuple(leaves)
@@ -481,7 +480,7 @@ def _constrain_outputs(jaxpr: Any, resources: Sequence[Any], mesh: Any) -> Any:
     def constrained(*args: Any) -> list[Any]:
         outs = _jax.jaxpr_as_fun(jaxpr)(*args)
         return [
-            sharding_constraint_p.bind(o, axis_resources=r, mesh=mesh)
+            sharding_constraint_p.bind(o, axis_resources=r, mesh=auto_mesh(mesh))
             if isinstance(r, ParsedPartitionSpec) and r.has_unconstrained
             else o
             for o, r in zip(outs, resources, strict=True)
@@ -524,7 +523,7 @@ def make_plan(
 ) -> Plan:
     """Resolves and traces a call: everything that depends on its signature only."""
     resources, given, avals = resolve_inputs(options, signature, semantics, mesh)
-    traced = trace(fun, replace(signature, avals=avals), mesh, options.name)
+    traced = trace(fun, replace(signature, avals=avals), auto_mesh(mesh), options.name)
     outs = resolve_outputs(options, traced, mesh)
     donated = donated_leaves(options.params, signature.positions, signature.tree)
     call = PjitCall(
@@ -654,11 +653,42 @@ def _call(line: _Line, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
     if "local" in flat.semantics:
         leaves = _to_global(leaves, flat, plan)
     values = [*plan.consts, *leaves]
-    outs = pjit_p.bind(*values, jaxpr=plan.jaxpr, call=plan.call)
+    try:
+        outs = _bind(values, plan, line.options)
+    except _jax.InternalFloatingPointError as e:
+        _jax.find_nan(e, line.fun, args, kwargs)
+        raise
     data = _dispatch.fast_path_data(values, plan.jaxpr, plan.call, plan.out_tree, outs)
     if line.options.positional_semantics == "local":
         outs, data = _to_local(outs, plan), None
     return jtu.tree_unflatten(plan.out_tree, outs), data, False
+
+
+def _bind(values: Sequence[Any], plan: Plan, options: PjitOptions) -> Sequence[Any]:
+    if not _jax.explicit_axes() or not any(isinstance(v, _jax.Tracer) for v in values):
+        return pjit_p.bind(*values, jaxpr=plan.jaxpr, call=plan.call)
+    # Where shardings are types, a traced result needs one: the boundary says it.
+    outs = plan.call.out_axis_resources
+    vague = [
+        n
+        for n, r in zip(plan.out_names, outs, strict=True)
+        if not isinstance(r, ParsedPartitionSpec) or r.has_unconstrained
+    ]
+    if vague:
+        raise explain(options.subject, [_vague_output(n) for n in vague])
+    specs = [r.to_partition_spec() for r in outs]
+    call = replace(plan.call, mesh=auto_mesh(plan.call.mesh))
+    inside = functools.partial(pjit_p.bind, jaxpr=plan.jaxpr, call=call)
+    return jax.sharding.auto_axes(lambda *v: inside(*v), out_sharding=specs)(*values)
+
+
+def _vague_output(name: str) -> Failure:
+    return Failure(
+        what=f"cannot tell the type of {name}",
+        given="a trace under jax.set_mesh with Explicit axes, where a type has a sharding",
+        expected="a full spec of every result in out_axis_resources",
+        fix="give out_axis_resources, or use a mesh with Auto axes",
+    )
 
 
 def _to_global(leaves: Sequence[Any], flat: Flat, plan: Plan) -> list[Any]:

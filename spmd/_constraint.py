@@ -77,8 +77,9 @@ def _check(values: list, leaves: list, mesh: Any, names: list[str], given: list[
             failures.append(_no_array(value, name))
             continue
         eager = not isinstance(value, _jax.Tracer) and _jax.trace_state_clean()
-        failures.append(spec_failure(leaf, aval, mesh, f"argument {name}", where, boundary=eager))
-        failures.append(manual_failure(leaf, f"argument {name}", where))
+        subject = f"argument {name}"
+        failure = manual_failure(leaf, subject, where)
+        failures.append(failure or spec_failure(leaf, aval, mesh, subject, where, boundary=eager))
     if failures := [f for f in failures if f]:
         raise explain(_SUBJECT, failures)
 

@@ -15,12 +15,12 @@ from typing import Any
 import warnings
 
 import jax
+from jax.sharding import AxisType, NamedSharding
 
 from spmd import _jax
 from spmd._call import PjitCall
 from spmd._counts import count
 from spmd._lower import lower
-from spmd._mesh import auto_mesh
 from spmd._resolve import (
     device_failure,
     input_sharding,
@@ -80,9 +80,23 @@ def run(*args: Any, jaxpr: Any, call: PjitCall) -> Sequence[Any]:
         args = _move(args, prepared, call)
     program = prepared.program
     outs = program.executable.unsafe_call(*program.consts, *args)
+    if call.mesh is not None and AxisType.Explicit in call.mesh.axis_types:
+        outs = [_typed(o, call.mesh) for o in outs]
     if not _jax.FAST_PATH_CHECKS_DELETED:
         _mark_deleted(args, call)
     return outs
+
+
+def _typed(out: Any, mesh: Any) -> Any:
+    """Gives a result the user's own mesh: with Explicit axes it is part of the array's type."""
+    sharding = out.sharding
+    if not isinstance(sharding, NamedSharding) or sharding.mesh == mesh:
+        return out
+    if jax.dtypes.issubdtype(out.dtype, jax.dtypes.extended):
+        return out
+    parts = [s.data for s in out.addressable_shards]
+    new = NamedSharding(mesh, sharding.spec)
+    return jax.make_array_from_single_device_arrays(out.shape, new, parts)
 
 
 def prepare(args: Sequence[Any], jaxpr: Any, call: PjitCall) -> Prepared:
@@ -133,8 +147,8 @@ def place(
 def mesh_of(shardings: Sequence[Any]) -> Any:
     """Returns the mesh of the first NamedSharding, or None."""
     for s in shardings:
-        if isinstance(s, jax.sharding.NamedSharding):
-            return auto_mesh(s.mesh)
+        if isinstance(s, NamedSharding):
+            return s.mesh
     return None
 
 
@@ -299,7 +313,24 @@ def dispatcher(
 ) -> Any:
     """Returns the callable that a user gets: JAX's C++ dispatcher, or ours in Python."""
     fast = _jax.make_dispatcher(fun, name, cache_miss, static_argnums, static_argnames, key)
-    return PythonDispatcher(cache_miss) if fast is None else fast
+    if fast is None:
+        return PythonDispatcher(cache_miss)
+    return _with_hash_errors(fast, cache_miss) if static_argnums or static_argnames else fast
+
+
+def _with_hash_errors(fast: Any, cache_miss: Callable) -> Callable:
+    """Answers an unhashable static argument ourselves: C++ does not say which one it is."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fast(*args, **kwargs)
+        except ValueError as e:
+            if str(e).startswith("Non-hashable static arguments"):
+                return cache_miss(*args, **kwargs)[0]
+            raise
+
+    call._clear_cache = fast._clear_cache
+    return call
 
 
 def clear_dispatch_caches() -> None:

@@ -189,6 +189,33 @@ inline_jaxpr_into_trace = pe.inline_jaxpr_into_trace
 custom_staging_rules = pe.custom_staging_rules
 
 
+def explicit_axes() -> bool:
+    """Whether `jax.set_mesh` is active with axes whose shardings are part of types."""
+    return mesh_lib.get_abstract_mesh()._any_axis_explicit
+
+
+def remat_rule(primitive: Any, update: Callable) -> None:
+    """Registers how an equation splits where a rematerialization policy or a loop splits it.
+
+    Args:
+        primitive: A primitive with a parameter `jaxpr`.
+        update: Given which inputs are unknown, which of them stay inputs of the staged half, which
+            outputs each half keeps, how many residuals leave and enter, and the parameters of
+            both halves; returns both parameters.
+    """
+    rule = functools.partial(pe.closed_call_partial_eval_custom_rule, "jaxpr", update)
+    pe.partial_eval_jaxpr_custom_rules[primitive] = rule
+
+
+#: What the runtime raises when `jax_debug_nans` finds one in a program.
+InternalFloatingPointError = api_util.InternalFloatingPointError
+
+
+def find_nan(error: Exception, fun: Callable, args: Any, kwargs: Any) -> None:
+    """Runs a function unjitted to find the operation that made a NaN; always raises."""
+    api_util.maybe_recursive_nan_check(error, fun, args, kwargs)
+
+
 def check_call(ctx_factory: Any, primitive: Any, in_atoms: Any, jaxpr: Any, params: Any) -> Any:
     """Type-checks an equation that calls `jaxpr`."""
     call = dict(params, call_jaxpr=inner_jaxpr(jaxpr))
@@ -415,9 +442,9 @@ def lower_call(
         mlir.ir_constants(c, const_lowering=ctx.const_lowering, aval=a) for c, a in const_args
     ]
     tokens = [ctx.tokens_in.get(e) for e in ordered]
-    operands = mlir.flatten_ir_values((*ctx.dim_var_values, *tokens, *consts, *args))
+    operands, _ = mlir.ir_tree_registry.flatten((*ctx.dim_var_values, *tokens, *consts, *args))
     out_types = [mlir.aval_to_ir_types(module, a) for a in ctx.avals_out]
-    types = [mlir.token_type()] * len(ordered) + mlir.flatten_ir_types(out_types)
+    types, _ = mlir.ir_tree_registry.flatten([mlir.token_type()] * len(ordered) + out_types)
     stack = ctx.name_stack.extend(util.wrap_name("pjit", name))
     with mlir.source_info_to_location(module, None, stack, ctx.traceback):
         symbol = ir.FlatSymbolRefAttr.get(func.name.value)
@@ -527,7 +554,7 @@ def fast_path_data(executable: Any, consts: Sequence[Any], out_tree: Any, outs: 
         executable.xla_executable,
         out_tree,
         _physical(executable._in_shardings, executable.in_avals),
-        _physical(executable._out_shardings, executable.out_avals),
+        [o.sharding for o in outs],
         [o.aval for o in outs],
         [o._committed for o in outs],
         [i in executable._kept_var_idx for i in range(len(executable._all_args_info.in_avals))],
@@ -566,7 +593,7 @@ def make_dispatcher(
     """
     if not hasattr(_jax, "pjit"):
         return None
-    return _jax.pjit(
+    dispatch = _jax.pjit(
         name,
         fun,
         cache_miss,
@@ -577,6 +604,8 @@ def make_dispatcher(
         pxla.cc_shard_arg,
         _dispatch_cache(),
     )
+    dispatch._fun = fun  # what JAX runs again, unjitted, when jax_debug_nans finds one
+    return dispatch
 
 
 @functools.lru_cache(maxsize=1)

@@ -12,7 +12,7 @@ from typing import Any
 from spmd import _dispatch, _jax
 from spmd._call import PjitCall
 from spmd._lower import lower_inner_call
-from spmd._mesh import enclosing_pjit, show_mesh
+from spmd._mesh import auto_mesh, enclosing_pjit, show_mesh
 from spmd._resolve import to_sharding
 from spmd._spec import UNSPECIFIED, ParsedPartitionSpec, show_spec
 from spmd.errors import Failure, MeshError, ShardingError, explain
@@ -45,7 +45,7 @@ pjit_p.def_effectful_abstract_eval(_pjit_abstract_eval)
 
 def _check_enclosing_mesh(call: PjitCall) -> None:
     outer = enclosing_pjit()
-    if outer is None or call.mesh is None or outer[0] == call.mesh:
+    if outer is None or call.mesh is None or outer[0] == auto_mesh(call.mesh):
         return
     raise explain(_dispatch.subject_of(call), [nested_mesh_failure(call.mesh, outer)])
 
@@ -211,6 +211,27 @@ def _pjit_partial_eval(trace: Any, *tracers: Any, jaxpr: Any, call: PjitCall) ->
 
 
 _jax.custom_partial_eval_rules[pjit_p] = _pjit_partial_eval
+
+
+def _pjit_remat(
+    unk_in: Sequence[bool],
+    inst_in: Sequence[bool],
+    known_out: Sequence[bool],
+    staged_out: Sequence[bool],
+    res_out: int,
+    res_in: int,
+    known: dict[str, Any],
+    staged: dict[str, Any],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The calls of both halves where a loop or a rematerialization policy splits the equation."""
+    call = known["call"]
+    names = [f"residual {i} of {call.name}" for i in range(res_in)]
+    known_call = call.keep([not u for u in unk_in], known_out).add_outputs(res_out)
+    staged_call = call.keep(inst_in, staged_out).add_inputs(names, leading=True)
+    return dict(known, call=known_call), dict(staged, call=staged_call)
+
+
+_jax.remat_rule(pjit_p, _pjit_remat)
 
 # Transpose
 

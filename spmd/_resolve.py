@@ -188,7 +188,9 @@ def to_sharding(resource: Any, mesh: Any, *, inside: bool = False) -> Any:
         return resource
     if resource.has_unconstrained and not inside:
         return _jax.UNSPECIFIED  # the jaxpr constrains it inside
-    return _named(mesh, resource.to_partition_spec(batch=UNCONSTRAINED if inside else None))
+    if inside:
+        return _named(auto_mesh(mesh), resource.to_partition_spec(batch=UNCONSTRAINED))
+    return _named(mesh, resource.to_partition_spec())
 
 
 def _named(mesh: Any, spec: PartitionSpec) -> NamedSharding:
@@ -292,8 +294,8 @@ def from_array_failure(arg: Any, mesh: Any, subject: str) -> Failure | None:
             got=kind,
             fix="write a PartitionSpec, or jax.device_put the array first",
         )
-    foreign = isinstance(placed, NamedSharding) and auto_mesh(placed.mesh) != mesh
-    if mesh is None or not foreign:
+    foreign = isinstance(placed, NamedSharding) and auto_mesh(placed.mesh) != auto_mesh(mesh)
+    if not foreign:
         return None
     return Failure(
         what=f"cannot take the sharding of {subject} from an array on another mesh",
