@@ -1,0 +1,51 @@
+"""The demo's text as numbers, and the batches drawn from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import dataclasses
+import importlib.resources
+
+import numpy as np
+
+_FILE = "genesis_exodus.txt"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    """A text as character numbers.
+
+    Args:
+        characters: the different characters, sorted; number ``i`` stands for ``characters[i]``.
+        numbers: the text, ``[length]``, int32.
+    """
+
+    characters: str
+    numbers: np.ndarray
+
+    def batches(self, seed: int, batch: int, seq_len: int) -> Iterator[np.ndarray]:
+        """Draw sequences at random, forever.
+
+        Args:
+            seed: equal seeds give equal batches.
+            batch: sequences in a batch.
+            seq_len: characters that the model sees; one more is drawn, as the last target.
+
+        Yields:
+            ``[batch, seq_len + 1]``, int32.
+        """
+        random = np.random.default_rng(seed)
+        offsets = np.arange(seq_len + 1)
+        while True:
+            starts = random.integers(0, len(self.numbers) - seq_len, size=batch)
+            yield self.numbers[starts[:, None] + offsets]
+
+
+def load() -> Corpus:
+    """Read the text that ships with the package."""
+    text = importlib.resources.files(__package__).joinpath(_FILE).read_text("ascii")
+    characters = "".join(sorted(set(text)))
+    numbers = {character: i for i, character in enumerate(characters)}
+    return Corpus(
+        characters=characters, numbers=np.array([numbers[c] for c in text], dtype=np.int32)
+    )

@@ -1,0 +1,151 @@
+"""What the demo is asked to do, checked before JAX is imported."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import math
+from pathlib import Path
+import re
+
+AXES = ("data", "model")
+BATCH = 32
+HEADS = 8
+DEVICES = 8
+DEFAULT_MESH = "data=4,model=2"
+
+
+class DemoError(Exception):
+    """A demo that cannot run as asked; the message is one sentence for its user."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """One run of the demo.
+
+    Args:
+        mesh: sizes of the mesh axes, in the order given; both of `AXES` are there.
+        devices: number of virtual CPU devices.
+        steps: optimizer steps.
+        seed: of the initial parameters and of the batches.
+        verify: train the same steps unsharded, and compare.
+        json: file to write the report to.
+    """
+
+    mesh: dict[str, int]
+    devices: int = DEVICES
+    steps: int = 400
+    seed: int = 0
+    verify: bool = False
+    json: Path | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the demo's options on a parser."""
+    parser.add_argument(
+        "--mesh",
+        metavar="AXES",
+        help=f"sizes of the axes data and model, such as data=8 (default: {DEFAULT_MESH})",
+    )
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help=f"virtual CPU devices (default: {DEVICES})"
+    )
+    parser.add_argument("--steps", type=int, default=400, metavar="N", help="default: 400")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="train the same steps unsharded on one device, and compare the loss curves",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to FILE too")
+
+
+def options_from(args: argparse.Namespace) -> Options:
+    """Check parsed arguments.
+
+    Raises:
+        DemoError: the mesh, a count or the seed cannot be used, or the file cannot be written.
+    """
+    devices = DEVICES if args.devices is None else args.devices
+    _at_least_one("--devices", devices)
+    _at_least_one("--steps", args.steps)
+    if not 0 <= args.seed < 2**31:
+        raise DemoError(f"--seed {args.seed} is not between 0 and 2147483647.")
+    mesh = parse_mesh(args.mesh) if args.mesh is not None else _default_mesh(devices)
+    check_mesh(mesh, devices)
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise DemoError(f"--json {args.json} is in a folder that does not exist.")
+    return Options(
+        mesh=mesh,
+        devices=devices,
+        steps=args.steps,
+        seed=args.seed,
+        verify=args.verify,
+        json=args.json,
+    )
+
+
+def _at_least_one(option: str, value: int) -> None:
+    if value < 1:
+        raise DemoError(f"{option} {value} is too few: it has to be at least 1.")
+
+
+def _default_mesh(devices: int) -> dict[str, int]:
+    model = 2 if devices % 2 == 0 else 1
+    return {"data": devices // model, "model": model}
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Read ``data=4,model=2``; an axis left out has size 1.
+
+    Raises:
+        DemoError: the text is no mesh, or not one of the axes `AXES`.
+    """
+    mesh: dict[str, int] = {}
+    for part in text.split(","):
+        name, size = _parse_axis(part.strip(), text)
+        if name in mesh:
+            raise DemoError(f"--mesh {text} names the axis '{name}' twice.")
+        mesh[name] = size
+    return mesh | {name: 1 for name in AXES if name not in mesh}
+
+
+def _parse_axis(part: str, text: str) -> tuple[str, int]:
+    found = re.fullmatch(r"([A-Za-z_]\w*) *= *(-?\d+)", part)
+    if not found:
+        raise DemoError(
+            f"--mesh {text} is not a mesh: write axis=size pairs, such as {DEFAULT_MESH}."
+        )
+    name, size = found[1], int(found[2])
+    if name not in AXES:
+        close = difflib.get_close_matches(name, AXES, n=1)
+        hint = f"; did you mean '{close[0]}'?" if close else "."
+        raise DemoError(
+            f"--mesh {text} names the axis '{name}', but the demo's are 'data' and 'model'{hint}"
+        )
+    if size < 1:
+        raise DemoError(f"--mesh {text} gives the axis '{name}' size {size}: at least 1 is needed.")
+    return name, size
+
+
+def check_mesh(mesh: dict[str, int], devices: int) -> None:
+    """See that the model fits a mesh of so many devices.
+
+    Raises:
+        DemoError: too many devices, or an axis that does not divide what it splits.
+    """
+    shown = ",".join(f"{name}={size}" for name, size in mesh.items() if size > 1) or "data=1"
+    needed = math.prod(mesh.values())
+    if needed > devices:
+        raise DemoError(
+            f"--mesh {shown} needs {needed} devices, but there are {devices}: "
+            f"add --devices {needed} or make the mesh smaller."
+        )
+    for axis, count, what in (("data", BATCH, "sequences of a batch"), ("model", HEADS, "heads")):
+        if count % mesh[axis]:
+            fits = [n for n in range(1, count + 1) if count % n == 0]
+            raise DemoError(
+                f"--mesh {shown} cannot split the {count} {what} over {axis}={mesh[axis]}: "
+                f"choose one of {', '.join(map(str, fits))}."
+            )

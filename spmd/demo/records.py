@@ -1,0 +1,238 @@
+"""What a run of the demo found, before anyone draws it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax import Array
+import numpy as np
+
+from spmd import PartitionSpec
+from spmd.demo.options import Options
+
+TOLERANCE = 1e-3
+_TAIL = 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One parameter as it lies on the mesh.
+
+    Args:
+        name: its name in the model.
+        dtype: element type.
+        shape: global shape.
+        spec: its PartitionSpec as one writes it.
+        bytes_total: size of the whole.
+        bytes_per_device: size of what one device holds.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    spec: str
+    bytes_total: int
+    bytes_per_device: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """What one device holds of an array.
+
+    Args:
+        device: its id.
+        coordinate: where it is on the mesh, one number per axis.
+        index: the slice it holds, ``(start, stop)`` per dimension.
+    """
+
+    device: int
+    coordinate: tuple[int, ...]
+    index: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """One array with the place of every shard."""
+
+    parameter: Parameter
+    placements: tuple[Placement, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveRow:
+    """Collectives of one kind over the same mesh axes.
+
+    Args:
+        kind: such as ``all-reduce``.
+        mesh_axes: the axes they cross.
+        sites: places in the program.
+        executions: how often they run in one step; None where that is unknown.
+        payload_bytes: bytes for each device in one step; None where that is unknown.
+    """
+
+    kind: str
+    mesh_axes: tuple[str, ...]
+    sites: int
+    executions: int | None
+    payload_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Memory that one step takes on each device, in bytes, as the compiler planned it.
+
+    Args:
+        arguments: what is passed in.
+        outputs: what comes back.
+        aliased: the part of the outputs that lies in donated arguments.
+        temporaries: what is allocated in between.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+
+    @property
+    def peak(self) -> int:
+        """All of it together.
+
+        The temporaries are one allocation that lives as long as the step. XLA's own
+        `peak_memory_in_bytes` leaves them out on CPU (seen on JAX 0.10.2 and 0.12.0.1).
+        """
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """The loss curve against that of the same training unsharded.
+
+    Args:
+        largest_difference: over all steps, in nats.
+        step: where it is, counted from one.
+    """
+
+    largest_difference: float
+    step: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether the curves are the same up to `TOLERANCE`."""
+        return self.largest_difference <= TOLERANCE
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DemoReport:
+    """Everything that a run of the demo found.
+
+    Args:
+        options: what was asked.
+        spmd_version: version of this package.
+        jax_version: version of JAX.
+        vocab: number of different characters.
+        tokens_per_step: characters predicted in a step.
+        compile_seconds: from the first trace to a program that can run.
+        train_seconds: all steps together.
+        losses: of every step, in nats per character.
+        parameters: all of them, in the model's order.
+        picture: one of them, on the mesh.
+        collectives: of one step.
+        memory: of one step, per device.
+        verification: with ``--verify``.
+    """
+
+    options: Options
+    spmd_version: str
+    jax_version: str
+    vocab: int
+    tokens_per_step: int
+    compile_seconds: float
+    train_seconds: float
+    losses: tuple[float, ...]
+    parameters: tuple[Parameter, ...]
+    picture: Picture
+    collectives: tuple[CollectiveRow, ...]
+    memory: Memory
+    verification: Verification | None
+
+    @property
+    def final_loss(self) -> float:
+        """Mean loss of the last steps, since one batch alone is noisy."""
+        tail = self.losses[-_TAIL:]
+        return sum(tail) / len(tail)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Characters predicted in a second of training, compilation not counted."""
+        return self.tokens_per_step * len(self.losses) / self.train_seconds
+
+    def to_json(self) -> dict[str, Any]:
+        """The report in types that JSON knows."""
+        data = dataclasses.asdict(self)
+        data["options"]["json"] = None if self.options.json is None else str(self.options.json)
+        return {
+            "schema": 1,
+            **data,
+            "first_loss": self.losses[0],
+            "final_loss": self.final_loss,
+            "uniform_loss": math.log(self.vocab),
+            "tokens_per_second": self.tokens_per_second,
+            "peak_bytes_per_device": self.memory.peak,
+        }
+
+
+def show_spec(spec: PartitionSpec) -> str:
+    """A PartitionSpec as one writes it: ``P(None, 'model')``."""
+    return f"P({', '.join(map(repr, spec))})"
+
+
+def parameter_of(name: str, array: Array) -> Parameter:
+    """Describe one sharded array, from the array itself."""
+    sharding: Any = array.sharding
+    return Parameter(
+        name=name,
+        dtype=array.dtype.name,
+        shape=array.shape,
+        spec=show_spec(sharding.spec),
+        bytes_total=array.nbytes,
+        bytes_per_device=math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize,
+    )
+
+
+def picture_of(name: str, array: Array, mesh: jax.sharding.Mesh) -> Picture:
+    """Say which device of a mesh holds which slice of an array, from the array itself."""
+    held = {shard.device.id: shard.index for shard in array.addressable_shards}
+    return Picture(
+        parameter=parameter_of(name, array),
+        placements=tuple(
+            Placement(
+                device=device.id,
+                coordinate=coordinate,
+                index=tuple(
+                    part.indices(size)[:2]
+                    for part, size in zip(held[device.id], array.shape, strict=True)
+                ),
+            )
+            for coordinate, device in np.ndenumerate(mesh.devices)
+        ),
+    )
+
+
+def memory_of(analysis: Any) -> Memory:
+    """Read what ``compiled.memory_analysis()`` gives."""
+    return Memory(
+        arguments=analysis.argument_size_in_bytes,
+        outputs=analysis.output_size_in_bytes,
+        aliased=analysis.alias_size_in_bytes,
+        temporaries=analysis.temp_size_in_bytes,
+    )
+
+
+def compare(losses: tuple[float, ...], reference: tuple[float, ...]) -> Verification:
+    """Find where two loss curves of equal length differ most."""
+    differences = [abs(a - b) for a, b in zip(losses, reference, strict=True)]
+    largest = max(differences)
+    return Verification(largest_difference=largest, step=differences.index(largest) + 1)

@@ -1,0 +1,287 @@
+"""Draws a run of the demo in the terminal. All figures come from the records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+import contextlib
+import itertools
+import math
+import time
+
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
+
+from spmd.demo.records import (
+    TOLERANCE,
+    CollectiveRow,
+    DemoReport,
+    Memory,
+    Parameter,
+    Picture,
+    Placement,
+    Verification,
+)
+
+# Pairs that stay apart for most colour-blind readers; the letters say the same without colour.
+_SHARD_STYLES = ("black on cyan", "black on yellow", "white on blue", "black on green")
+_PLAIN_LINES = 8
+
+
+def show_bytes(count: int) -> str:
+    """A size in the largest binary unit that leaves at least one: ``1.5 MiB``."""
+    if count < 1024:
+        return f"{count} B"
+    power = min(int(math.log(count, 1024)), 4)
+    return f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
+
+
+def show_axes(sizes: dict[str, int]) -> str:
+    """Mesh axes as one writes them for ``--mesh``."""
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def follow(
+    losses: Iterable[float], *, what: str, steps: int, tokens_per_step: int, console: Console
+) -> Iterator[float]:
+    """Pass losses through, with a progress bar in a terminal and a few plain lines elsewhere.
+
+    Args:
+        losses: one per step.
+        what: what is being trained, in a word.
+        steps: how many losses there will be.
+        tokens_per_step: tokens behind each of them.
+        console: where to draw.
+
+    Yields:
+        The losses, unchanged.
+    """
+    start = time.perf_counter()
+    with _step_printer(what, steps, console) as show:
+        for done, loss in enumerate(losses, 1):
+            show(done, loss, done * tokens_per_step / (time.perf_counter() - start))
+            yield loss
+
+
+@contextlib.contextmanager
+def _step_printer(what: str, steps: int, console: Console):
+    if not console.is_interactive:
+        yield _plain_printer(what, steps, console)
+        return
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+        TextColumn("{task.fields[speed]:,.0f} tokens/s"),
+        TimeElapsedColumn(),
+        console=console,
+        expand=True,
+    )
+    with bar:
+        task = bar.add_task(what, total=steps, loss=math.nan, speed=0.0)
+        yield lambda done, loss, speed: bar.update(task, completed=done, loss=loss, speed=speed)
+
+
+def _plain_printer(what: str, steps: int, console: Console):
+    every = max(1, steps // _PLAIN_LINES)
+
+    def show(done: int, loss: float, speed: float) -> None:
+        if done % every == 0 or done == steps:
+            console.print(f"{what} {done}/{steps}  loss {loss:.3f}  {speed:,.0f} tokens/s")
+
+    return show
+
+
+def print_header(
+    console: Console, *, versions: str, mesh: dict[str, int], devices: int, model: str
+) -> None:
+    """Say what is about to run, in two lines."""
+    console.print(f"[bold]{versions}[/]: mesh {show_axes(mesh)} of {devices} virtual CPU devices")
+    console.print(model)
+
+
+def print_report(console: Console, report: DemoReport) -> None:
+    """Draw everything that is known after training."""
+    sections = [
+        ("Loss", _loss(report, console)),
+        ("Parameters", _parameters(report.parameters)),
+        ("One parameter on the mesh", _picture(report.picture, report.options.mesh, console)),
+        ("Collectives of one step", _collectives(report.collectives)),
+        ("Memory of one step, on each device", _memory(report.memory)),
+    ]
+    if report.verification:
+        sections.append(("Verification", _verification(report.verification)))
+    for title, body in sections:
+        console.print()
+        console.print(Text(title, style="bold"))
+        console.print(_Indented(body))
+
+
+class _Indented:
+    """Two blanks before each line and none after it: a log keeps no trailing blanks."""
+
+    def __init__(self, body: RenderableType):
+        self.body = body
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        inner = options.update(width=options.max_width - 2)
+        for line in console.render_lines(self.body, inner, pad=False):
+            while line and not line[-1].text.strip() and not _has_background(line[-1]):
+                line.pop()
+            if line and not _has_background(line[-1]):
+                line[-1] = Segment(line[-1].text.rstrip(), line[-1].style)
+            yield from (Segment("  "), *line, Segment.line()) if line else (Segment.line(),)
+
+
+def _has_background(segment: Segment) -> bool:
+    return segment.style is not None and segment.style.bgcolor is not None
+
+
+def _table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", no_wrap=True)
+    return table
+
+
+def _loss(report: DemoReport, console: Console) -> RenderableType:
+    first, last = report.losses[0], report.final_loss
+    summary = Text.assemble(
+        (f"{first:.3f}", "bold"),
+        " at the first step, ",
+        (f"{last:.3f}", "bold green"),
+        f" over the last ones; chance is ln({report.vocab}) = {math.log(report.vocab):.3f}",
+    )
+    times = (
+        f"{report.compile_seconds:.1f} s to compile, {report.train_seconds:.1f} s for "
+        f"{len(report.losses)} steps, {report.tokens_per_second:,.0f} tokens/s"
+    )
+    if console.options.ascii_only:
+        return Group(summary, times)
+    return Group(sparkline(report.losses, min(60, console.width - 4)), summary, times)
+
+
+def sparkline(values: tuple[float, ...], width: int) -> str:
+    """A curve in one line of block characters, each the mean of an equal share of the values."""
+    width = min(width, len(values))
+    edges = [i * len(values) // width for i in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    levels = "▁▂▃▄▅▆▇█"
+    scale = (len(levels) - 1) / (high - low) if high > low else 0.0
+    return "".join(levels[round((mean - low) * scale)] for mean in means)
+
+
+def _parameters(rows: tuple[Parameter, ...]) -> RenderableType:
+    table = _table(
+        "name", "shape", "PartitionSpec", "whole", "per device", right=("whole", "per device")
+    )
+    for row in rows:
+        style = "dim" if row.bytes_per_device == row.bytes_total else ""
+        table.add_row(
+            row.name,
+            ",".join(map(str, row.shape)),
+            Text(row.spec, style="" if style else "cyan"),
+            show_bytes(row.bytes_total),
+            show_bytes(row.bytes_per_device),
+        )
+    count = sum(math.prod(row.shape) for row in rows)
+    whole = show_bytes(sum(row.bytes_total for row in rows))
+    part = show_bytes(sum(row.bytes_per_device for row in rows))
+    table.add_section()
+    table.add_row("all", f"{count:,}", "", whole, part, style="bold")
+    return table
+
+
+def shard_letters(placements: tuple[Placement, ...]) -> dict[tuple[tuple[int, int], ...], str]:
+    """Name the different shards of an array A, B, C and so on, in the order of their slices."""
+    slices = sorted({placement.index for placement in placements})
+    return {index: chr(ord("A") + i) if i < 26 else str(i) for i, index in enumerate(slices)}
+
+
+def _picture(picture: Picture, mesh: dict[str, int], console: Console) -> RenderableType:
+    letters = shard_letters(picture.placements)
+    styles = {index: _SHARD_STYLES[i % len(_SHARD_STYLES)] for i, index in enumerate(letters)}
+    parameter = picture.parameter
+    copies = len(picture.placements) // len(letters)
+    title = (
+        f"{parameter.name} {parameter.dtype}{list(parameter.shape)} as {parameter.spec}:\n"
+        f"{len(letters)} shard{'s' * (len(letters) > 1)} of "
+        f"{show_bytes(parameter.bytes_per_device)}, each on {copies} "
+        f"device{'s' * (copies > 1)} (device: shard)"
+    )
+    legend = Table.grid(padding=(0, 1))
+    for index, letter in letters.items():
+        slices = ", ".join(f"{start}:{stop}" for start, stop in index)
+        bar = "" if console.options.ascii_only else _bar(index, parameter.shape)
+        legend.add_row(Text(f" {letter} ", style=styles[index]), Text(f"[{slices}]"), bar)
+    return Group(title, _grid(picture, mesh, letters, styles), legend)
+
+
+def _grid(picture: Picture, mesh: dict[str, int], letters: dict, styles: dict) -> Table:
+    (row_axis, rows), (column_axis, columns) = mesh.items()
+    cells = {placement.coordinate: placement for placement in picture.placements}
+    grid = Table(box=box.SQUARE, show_lines=True, padding=(0, 1))
+    grid.add_column("", no_wrap=True)
+    for column in range(columns):
+        grid.add_column(f"{column_axis}={column}", justify="center", no_wrap=True)
+    for row in range(rows):
+        line = [cells[row, column] for column in range(columns)]
+        grid.add_row(
+            f"{row_axis}={row}",
+            *(Text(f"{c.device}: {letters[c.index]}", style=styles[c.index]) for c in line),
+        )
+    return grid
+
+
+def _bar(index: tuple[tuple[int, int], ...], shape: tuple[int, ...], width: int = 16) -> str:
+    """The part of the first split dimension that a slice covers."""
+    for (start, stop), size in zip(index, shape, strict=True):
+        if (start, stop) != (0, size):
+            a, b = start * width // size, stop * width // size
+            return "░" * a + "█" * (b - a) + "░" * (width - b)
+    return "█" * width
+
+
+def _collectives(rows: tuple[CollectiveRow, ...]) -> RenderableType:
+    if not rows:
+        return "none: nothing is sharded over an axis of more than one device"
+    columns = ("kind", "mesh axes", "in the program", "runs", "bytes per device")
+    table = _table(*columns, right=columns[2:])
+    for row in rows:
+        table.add_row(
+            row.kind,
+            Text(", ".join(row.mesh_axes) or "none", style="cyan"),
+            str(row.sites),
+            "unknown" if row.executions is None else str(row.executions),
+            "unknown" if row.payload_bytes is None else show_bytes(row.payload_bytes),
+        )
+    return table
+
+
+def _memory(memory: Memory) -> RenderableType:
+    table = _table("class", "bytes", "", right=("bytes",))
+    rows = (
+        ("arguments", memory.arguments, "state and batch"),
+        ("outputs", memory.outputs, f"{show_bytes(memory.aliased)} of it in donated arguments"),
+        ("temporaries", memory.temporaries, "activations, gradients, communication"),
+    )
+    for name, count, note in rows:
+        table.add_row(name, show_bytes(count), Text(note, style="dim"))
+    table.add_section()
+    table.add_row("peak", show_bytes(memory.peak), "", style="bold")
+    return table
+
+
+def _verification(verification: Verification) -> RenderableType:
+    verdict = ("the same", "bold green") if verification.passed else ("NOT the same", "bold red")
+    return Text.assemble(
+        "trained unsharded on one device, the loss curve is ",
+        verdict,
+        f":\nlargest difference {verification.largest_difference:.1e} at step "
+        f"{verification.step}, allowed {TOLERANCE:.0e}",
+    )

@@ -1,0 +1,148 @@
+"""Runs the demo: train, measure, then draw."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import jax
+from rich.console import Console
+
+import spmd
+from spmd import inspection
+from spmd.demo import corpus, records, render, train
+from spmd.demo.options import BATCH, DemoError, Options
+
+_PICTURED = "block.up"
+
+
+def run(options: Options, console: Console) -> records.DemoReport:
+    """Train the demo's model, print what the partitioner did, and give it as records.
+
+    Args:
+        options: what to run.
+        console: where to print.
+
+    Returns:
+        The report that was printed.
+
+    Raises:
+        DemoError: JAX has fewer devices than asked for, or the JSON file cannot be written.
+    """
+    text = corpus.load()
+    config = train.config_of(text)
+    _print_start(options, text, config, console)
+    report = _train(options, text, console)
+    render.print_report(console, report)
+    if options.json:
+        _write_json(options, report)
+        console.print(f"\nreport written to {options.json}", highlight=False)
+    return report
+
+
+def _mesh(options: Options) -> spmd.Mesh:
+    available = len(jax.devices())
+    if available < options.devices:
+        raise DemoError(
+            f"JAX has already started with {available} devices, and {options.devices} are needed: "
+            f"start the demo in a process of its own."
+        )
+    return spmd.make_mesh(options.mesh)
+
+
+def _print_start(
+    options: Options, text: corpus.Corpus, config: train.model.Config, console: Console
+):
+    render.print_header(
+        console,
+        versions=f"spmd {spmd.__version__} on JAX {jax.__version__}",
+        mesh=options.mesh,
+        devices=options.devices,
+        model=(
+            f"{config.layers} layers, {train.model.count_parameters(config):,} parameters; "
+            f"{len(text.numbers):,} characters of text, {config.vocab} kinds"
+        ),
+    )
+
+
+def _train(options: Options, text: corpus.Corpus, console: Console) -> records.DemoReport:
+    start = time.perf_counter()
+    mesh = _mesh(options)
+    with mesh:
+        trainer = train.Trainer(text, options.steps, options.seed)
+        with console.status("compiling the training step"):
+            compiled = trainer.step.lower(trainer.state, trainer.sample_batch()).compile()
+        compiled_at = time.perf_counter()
+        tokens = BATCH * trainer.config.seq_len
+        losses = tuple(
+            render.follow(
+                trainer.losses(),
+                what="training",
+                steps=options.steps,
+                tokens_per_step=tokens,
+                console=console,
+            )
+        )
+        trained_at = time.perf_counter()
+    return records.DemoReport(
+        options=options,
+        spmd_version=spmd.__version__,
+        jax_version=jax.__version__,
+        vocab=len(text.characters),
+        tokens_per_step=tokens,
+        compile_seconds=compiled_at - start,
+        train_seconds=trained_at - compiled_at,
+        losses=losses,
+        parameters=tuple(
+            records.parameter_of(name, array) for name, array in _params(trainer).items()
+        ),
+        picture=records.picture_of(_PICTURED, _params(trainer)[_PICTURED], mesh),
+        collectives=_collective_rows(compiled.as_text(), options.mesh),
+        memory=records.memory_of(compiled.memory_analysis()),
+        verification=_verify(options, text, losses, tokens, console) if options.verify else None,
+    )
+
+
+def _params(trainer: train.Trainer) -> dict[str, jax.Array]:
+    # The dict of a pytree comes back sorted; show it in the order of the forward pass.
+    params, _ = trainer.state
+    return {name: params[name] for name in train.model.param_specs()}
+
+
+def _collective_rows(hlo_text: str, mesh: dict[str, int]) -> tuple[records.CollectiveRow, ...]:
+    found = inspection.totals(inspection.collectives(hlo_text, mesh))
+    return tuple(
+        records.CollectiveRow(
+            kind=kind,
+            mesh_axes=axes,
+            sites=total.sites,
+            executions=total.executions,
+            payload_bytes=total.payload_bytes,
+        )
+        for (kind, axes), total in found.items()
+    )
+
+
+def _verify(
+    options: Options,
+    text: corpus.Corpus,
+    losses: tuple[float, ...],
+    tokens: int,
+    console: Console,
+) -> records.Verification:
+    reference = render.follow(
+        train.unsharded_losses(text, options.steps, options.seed),
+        what="unsharded",
+        steps=options.steps,
+        tokens_per_step=tokens,
+        console=console,
+    )
+    return records.compare(losses, tuple(reference))
+
+
+def _write_json(options: Options, report: records.DemoReport) -> None:
+    assert options.json is not None
+    try:
+        options.json.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise DemoError(f"--json {options.json} cannot be written: {error.strerror}.") from None

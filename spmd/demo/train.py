@@ -1,0 +1,131 @@
+"""The demo's training step, its state, and the loop that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+import functools
+import itertools
+from typing import Any
+
+import jax
+from jax import Array
+import numpy as np
+import optax
+
+from spmd import PartitionSpec as P, pjit
+from spmd.demo import model
+from spmd.demo.corpus import Corpus
+from spmd.demo.options import BATCH, HEADS
+
+State = tuple[model.Params, Any]
+OnStep = Callable[[int, float], None]
+
+
+def config_of(corpus: Corpus) -> model.Config:
+    """The model's shape for a text."""
+    return model.Config(vocab=len(corpus.characters), heads=HEADS)
+
+
+def optimizer(steps: int) -> optax.GradientTransformation:
+    """Adam with clipped gradients, a short warm-up and a cosine decay over ``steps``."""
+    warmup = min(30, steps // 4)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, warmup, max(steps, warmup + 1), 1.5e-4)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule, b2=0.99))
+
+
+def state_specs(adam: optax.GradientTransformation, config: model.Config) -> tuple[Any, Any]:
+    """PartitionSpecs of parameters and optimizer state: a moment lies as its parameter does."""
+    specs = model.param_specs()
+    shapes = jax.eval_shape(functools.partial(model.init, config=config), jax.random.key(0))
+    moments = optax.tree_utils.tree_map_params(
+        adam,
+        lambda _, spec: spec,
+        jax.eval_shape(adam.init, shapes),
+        specs,
+        transform_non_params=lambda _: P(),
+    )
+    return specs, moments
+
+
+def init_state(seed: Any, adam: optax.GradientTransformation, config: model.Config) -> State:
+    """Draw the parameters and start the optimizer."""
+    params = model.init(jax.random.key(seed), config)
+    return params, adam.init(params)
+
+
+def train_step(
+    state: State,
+    tokens: Array,
+    adam: optax.GradientTransformation,
+    constrain: model.Constrain = model.shard_residual,
+) -> tuple[State, Array]:
+    """One step of training.
+
+    Args:
+        state: parameters and optimizer state.
+        tokens: ``[batch, seq_len + 1]``, int32.
+        adam: what `optimizer` gives.
+        constrain: applied to the residual stream at the end of every block.
+
+    Returns:
+        The next state, and the loss before the step.
+    """
+    params, moments = state
+    loss, gradients = jax.value_and_grad(model.loss)(params, tokens, constrain)
+    updates, moments = adam.update(gradients, moments, params)
+    return (optax.apply_updates(params, updates), moments), loss
+
+
+class Trainer:
+    """Training partitioned over the current mesh with `spmd.pjit`.
+
+    Args:
+        corpus: the text.
+        steps: how many steps the learning rate is planned for.
+        seed: of the parameters and the batches.
+
+    Attributes:
+        step: the partitioned training step; it donates its state.
+        state: parameters and optimizer state, sharded.
+    """
+
+    def __init__(self, corpus: Corpus, steps: int, seed: int):
+        self.config = config_of(corpus)
+        adam = optimizer(steps)
+        specs = state_specs(adam, self.config)
+        self.batches = corpus.batches(seed, BATCH, self.config.seq_len)
+        self.steps = steps
+        self.step = pjit(
+            functools.partial(train_step, adam=adam),
+            in_axis_resources=(specs, P("data")),
+            out_axis_resources=(specs, P()),
+            donate_argnums=(0,),
+        )
+        # Born sharded: no device ever holds the whole state.
+        init = functools.partial(init_state, adam=adam, config=self.config)
+        self.state = pjit(init, in_axis_resources=None, out_axis_resources=specs)(np.uint32(seed))
+
+    def sample_batch(self) -> np.ndarray:
+        """A batch of the right shape, for compiling."""
+        return np.zeros((BATCH, self.config.seq_len + 1), dtype=np.int32)
+
+    def losses(self) -> Iterator[float]:
+        """Train, giving the loss of each step."""
+        for tokens in itertools.islice(self.batches, self.steps):
+            self.state, loss = self.step(self.state, tokens)
+            # Waiting here keeps one program in flight: many at once can starve the few cores that
+            # all virtual devices share, and deadlock in a collective.
+            yield float(loss)
+
+
+def unsharded_losses(corpus: Corpus, steps: int, seed: int) -> Iterator[float]:
+    """The same training by plain `jax.jit` on one device, without a mesh or a constraint."""
+    config, adam = config_of(corpus), optimizer(steps)
+    step = jax.jit(
+        functools.partial(train_step, adam=adam, constrain=lambda x: x), donate_argnums=0
+    )
+    init = functools.partial(init_state, adam=adam, config=config)
+    state = jax.jit(init)(np.uint32(seed))
+    for tokens in itertools.islice(corpus.batches(seed, BATCH, config.seq_len), steps):
+        state, loss = step(state, tokens)
+        yield float(loss)
