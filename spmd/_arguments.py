@@ -377,7 +377,7 @@ def argument_specs(
             break
         found = broadcast_prefix(entry, sub, specs.name + key, name)
         if isinstance(found, Failure):
-            failures.append(_with_hint(found, specs, len(called)))
+            failures.append(found)
         else:
             out += found
     failures = failures or _unused_entries(specs, used, order, called, params)
@@ -449,6 +449,8 @@ def _arity_failure(specs: SpecTree, called: Sequence[Any], order: Sequence[str])
     if kind is tuple:
         given = f"{specs.name} has {n} entr{'y' if n == 1 else 'ies'}"
         fix = "give one entry per argument that is not static, or one spec for all of them"
+        if m == 1:
+            fix = "write (spec,) around what is meant for the one argument"
     else:
         given = f"{specs.name} is a {kind.__name__}, not a tuple of one entry per argument"
         fix = "write (spec,) around it" if m == 1 else "write one entry per argument: (spec, spec)"
@@ -460,16 +462,3 @@ def _arity_failure(specs: SpecTree, called: Sequence[Any], order: Sequence[str])
         fix=fix,
     )
 
-
-def _with_hint(failure: Failure, specs: SpecTree, count: int) -> Failure:
-    """A tuple that is meant for one tuple argument is read as one entry per argument."""
-    if count != 1 or specs.treedef.node_data() is None:
-        return failure
-    return Failure(
-        what=failure.what,
-        given=failure.given,
-        expected=failure.expected,
-        got=failure.got,
-        fix=f"{failure.fix}; for a function of one argument write (spec,)",
-        error=failure.error,
-    )
