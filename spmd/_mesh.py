@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 import numpy as np
 
 from spmd import _jax
-from spmd.errors import Failure, MeshError, explain
+from spmd.errors import ArgumentError, Failure, MeshError, explain
 
 
 class Mesh(jax.sharding.Mesh):
@@ -113,31 +113,46 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) 
 
     Raises:
         RuntimeError: The sizes do not fit the devices.
+        TypeError: `axes` maps no names to whole numbers.
 
     Example:
         >>> make_mesh({"data": 4, "model": 2})
     """
     pool = list(jax.devices() if devices is None else devices)
+    if failure := _axes_failure(axes):
+        raise explain("Mesh", [failure])
     names, sizes = tuple(axes), [*axes.values()]
-    if sizes.count(-1) == 1:
-        sizes[sizes.index(-1)] = len(pool) // max(1, -math.prod(sizes))
+    if -1 in sizes:
+        sizes[sizes.index(-1)] = len(pool) // -math.prod(sizes)
     size = math.prod(sizes)
-    whole = -1 not in axes.values() or size == len(pool)
-    if not names or any(n < 1 for n in sizes) or size > len(pool) or not whole:
+    if not 0 < size <= len(pool) or (-1 in axes.values() and size != len(pool)):
         raise explain("Mesh", [_size_failure(axes, len(pool))])
     types = (AxisType.Auto,) * len(names)
     plain = jax.make_mesh(tuple(sizes), names, axis_types=types, devices=pool[:size])
     return Mesh(plain.devices, names)
 
 
+def _axes_failure(axes: Any) -> Failure | None:
+    """What is wrong with the axes whatever the devices are."""
+    expected, error = "a dict of sizes by name, such as {'data': 4, 'model': 2}", ArgumentError
+    if isinstance(axes, Mapping) and all(isinstance(s, (int, np.integer)) for s in axes.values()):
+        sizes = list(axes.values())
+        if sizes and sizes.count(-1) < 2 and all(s > 0 or s == -1 for s in sizes):
+            return None
+        expected, error = "one axis or more of positive sizes, of which one may be -1", MeshError
+    return Failure(what="cannot be built", given=f"{axes!r}", expected=expected, error=error)
+
+
 def _size_failure(axes: Mapping[str, int], available: int) -> Failure:
-    shown = ", ".join(f"{n}={s}" for n, s in axes.items()) or "no axes"
+    fixed = [s for s in axes.values() if s != -1]
+    product = "*".join(map(str, fixed)) + (f" = {math.prod(fixed)}" if len(fixed) > 1 else "")
+    fits = "divides" if -1 in axes.values() else "is at most"
     return Failure(
         what="cannot be built",
-        given=shown,
-        expected="positive sizes whose product is at most the number of devices",
-        got=f"{available} device{'s' * (available != 1)}",
-        fix=f"choose sizes whose product is {available}, or pass other devices",
+        given=", ".join(f"{n}={s}" for n, s in axes.items()),
+        expected=f"sizes whose product {fits} the number of devices",
+        got=f"{product} on {available} device{'s' * (available != 1)}",
+        fix="choose other sizes, or pass other devices",
         error=MeshError,
     )
 

@@ -92,14 +92,21 @@ class Failure:
     error: type[SpmdError] = ShardingError
 
 
+#: A model has thousands of leaves; one mistake in a prefix concerns all of them.
+_MOST_SHOWN = 20
+
+
 def explain(subject: str, failures: Sequence[Failure]) -> SpmdError:
     """Returns the one exception that tells all `failures` of `subject`.
 
     Args:
         subject: The user's thing, e.g. ``"pjit of `step`"``.
-        failures: At least one failure; the first decides the class.
+        failures: At least one failure; the first decides the class. Twenty are told in full.
     """
-    return failures[0].error("\n".join(_layout(subject, f) for f in failures))
+    parts = [_layout(subject, f) for f in failures[:_MOST_SHOWN]]
+    if more := len(failures) - len(parts):
+        parts.append(f"{subject} has {more} more such failure{'s' * (more != 1)}.")
+    return failures[0].error("\n".join(parts))
 
 
 def _layout(subject: str, failure: Failure) -> str:
