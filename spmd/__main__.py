@@ -57,8 +57,8 @@ def _parser() -> argparse.ArgumentParser:
         "demo",
         help="train a small transformer on virtual devices and show what the partitioner did",
         description=(
-            "Train a character transformer with spmd.pjit on virtual CPU devices, then show its "
-            "parameters, one of them on the mesh, the collectives of a step, and its memory."
+            "Train a character transformer with spmd.pjit on virtual CPU devices, then show\n"
+            "its parameters, one of them on the mesh, the collectives of a step, its memory."
         ),
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,0 +1,145 @@
+"""The reader of HLO text."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from spmd.inspection import _hlo
+
+MODULE = """\
+HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}, \
+num_partitions=8
+
+FileNames
+1 "/home/user/all-reduce(train.py"
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+ENTRY %main.1_spmd (param: f32[8]) -> (f32[8], s32[]) {
+  %param = f32[8]{0} parameter(0), sharding={devices=[8]<=[8]}
+  %all-reduce.1 = f32[8]{0:T(128)} all-reduce(%param), channel_id=1, \
+replica_groups=mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_1'}, \
+to_apply=%add, metadata={op_name="jit(step)/all-gather(x), to_apply=%other" stack_frame_id=1}
+  ROOT %tuple = (f32[8]{0:T(8,128)(2,1)}, /*index=1*/s32[]) tuple(%all-reduce.1, %param)
+}
+"""
+
+
+@pytest.fixture(name="module")
+def _module():
+    return _hlo.parse_module(MODULE)
+
+
+def test_module_header_and_computations(module):
+    """The name, the counts and every computation are read, and the tables are not taken for any."""
+    assert (module.name, module.entry) == ("jit_step", "main.1_spmd")
+    assert (module.num_replicas, module.num_partitions) == (1, 8)
+    assert list(module.computations) == ["add", "main.1_spmd"]
+
+
+def test_instructions_are_cut_at_the_opcode(module):
+    """Layouts and tuple types with parentheses and blanks do not hide the opcode."""
+    entry = module.computations["main.1_spmd"].instructions
+    assert [(i.name, i.opcode) for i in entry] == [
+        ("param", "parameter"),
+        ("all-reduce.1", "all-reduce"),
+        ("tuple", "tuple"),
+    ]
+    assert entry[2].operand_names == ("all-reduce.1", "param")
+    assert [str(s) for s in _hlo.parse_shapes(entry[2].type)] == ["f32[8]", "s32[]"]
+
+
+def test_attributes_end_at_their_own_comma(module):
+    """An attribute's value keeps commas inside brackets, and that of a mesh with a device order."""
+    reduce = module.computations["main.1_spmd"].instructions[1]
+    assert reduce.attribute("channel_id") == "1"
+    assert reduce.attribute("replica_groups") == (
+        "mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_1'}"
+    )
+    assert reduce.attribute("dimensions") is None
+
+
+def test_names_inside_strings_are_no_callees(module):
+    """An op name may hold anything without adding a call."""
+    reduce = module.computations["main.1_spmd"].instructions[1]
+    assert reduce.callees() == {"to_apply": ("add",)}
+    assert reduce.op_name == "jit(step)/all-gather(x), to_apply=%other"
+
+
+@pytest.mark.parametrize("text", ["", "\n", "HloModule empty\n"])
+def test_a_module_without_computations_is_empty(text):
+    """No text is too short to read."""
+    module = _hlo.parse_module(text)
+    assert (module.entry, module.computations, module.num_partitions) == ("", {}, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("f32[4,8]{1,0}", 128),
+        ("bf16[3]", 6),
+        ("pred[]", 1),
+        ("s4[3]", 2),
+        ("c128[2]", 32),
+        ("f8e4m3fn[5]", 5),
+        ("f32[<=8,2]", 64),
+        ("f32[0,7]", 0),
+        ("token[]", 0),
+    ],
+)
+def test_bytes_of_a_shape(text, nbytes):
+    """Sizes follow the element type, packed below a byte, and a dynamic dimension's bound."""
+    (shape,) = _hlo.parse_shapes(text)
+    assert shape.nbytes == nbytes
+
+
+DTYPES = (
+    *("bool_", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("bfloat16", "float16", "float32", "float64", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz"),
+)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_jax_dtype_has_the_size_that_numpy_gives_it(name):
+    """No element type that JAX can hold is missing, or of another size than its array's."""
+    with jax.enable_x64(True):
+        struct = jax.ShapeDtypeStruct((3,), getattr(jnp, name))
+        text = jax.jit(lambda x: x).lower(struct).as_text("hlo")
+    module = _hlo.parse_module(text)
+    (parameter,) = (
+        i for i in module.computations[module.entry].instructions if i.opcode == "parameter"
+    )
+    (shape,) = _hlo.parse_shapes(parameter.type)
+    assert shape.nbytes == 3 * struct.dtype.itemsize
+
+
+def test_tuple_elements_are_one_level_deep():
+    """The type of a start splits into operand, result and contexts."""
+    text = "((f32[4]{0}, f32[2]{0:T(8,128)}), /*index=1*/f32[8]{0}, u32[])"
+    assert _hlo.tuple_elements(text) == ("(f32[4]{0}, f32[2]{0:T(8,128)})", "f32[8]{0}", "u32[]")
+    assert _hlo.tuple_elements("f32[4]{0}") == ("f32[4]{0}",)
+
+
+LOOPS = """\
+HloModule loops
+
+ENTRY %e (t: s32[]) -> s32[] {
+  %w = s32[] while(%t), condition=%c, body=%b, backend_config={"known_trip_count":{"n":"12"}}
+  %v = s32[] while(%t), condition=%c, body=%b
+}
+"""
+
+
+def test_trip_count_is_read_where_it_is_printed():
+    """A while loop says how often it runs, or nothing."""
+    known, unknown = _hlo.parse_module(LOOPS).computations["e"].instructions
+    assert (known.trip_count, unknown.trip_count) == (12, None)
+    assert known.callees() == {"condition": ("c",), "body": ("b",)}
