@@ -471,8 +471,9 @@ def resolve_outputs(options: PjitOptions, traced: Trace, mesh: Any) -> tuple[Any
 
 
 def _constrain_outputs(jaxpr: Any, resources: Sequence[Any], mesh: Any) -> Any:
-    """Constrains partly unconstrained results inside of the jaxpr: at the boundary of a program
-    a sharding is all or nothing.
+    """Constrains partly unconstrained results inside of the jaxpr.
+
+    At the boundary of a program a sharding is all or nothing.
     """
     if not any(isinstance(r, ParsedPartitionSpec) and r.has_unconstrained for r in resources):
         return jaxpr

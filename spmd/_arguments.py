@@ -295,7 +295,7 @@ def _unhashable(params: Parameters, where: Any, value: Any) -> Failure:
     name = where if isinstance(where, str) else params.position_name(where)
     return Failure(
         what=f"cannot hash static argument {name}",
-        expected="a static argument with __hash__ and __eq__: it is part of the compile cache's key",
+        expected="a value with __hash__ and __eq__: it is part of the key of the compile cache",
         got=f"{type(value).__name__}: {value!r}"[:100],
         fix="pass a tuple instead of a list, or do not declare it static",
         error=ArgumentError,
@@ -461,4 +461,3 @@ def _arity_failure(specs: SpecTree, called: Sequence[Any], order: Sequence[str])
         got=f"{m} argument{'s' * (m != 1)}",
         fix=fix,
     )
-

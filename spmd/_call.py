@@ -6,7 +6,7 @@ that a transformation means for specs, donation and names is here, once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
@@ -72,6 +72,12 @@ class PjitCall:
         """The call with further outputs whose sharding is the partitioner's choice."""
         more = (UNSPECIFIED,) * count
         return replace(self, out_axis_resources=self.out_axis_resources + more)
+
+    def keep_alive(self, inputs: Iterable[int]) -> PjitCall:
+        """The call that does not donate these inputs: someone still needs them."""
+        needed = set(inputs)
+        donated = tuple(d and i not in needed for i, d in enumerate(self.donated_invars))
+        return self if donated == self.donated_invars else replace(self, donated_invars=donated)
 
     def batch(
         self, in_dims: Sequence[Any], out_dims: Sequence[Any], axes: tuple[Any, ...]

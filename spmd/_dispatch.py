@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 from spmd import _jax
 from spmd._call import PjitCall
 from spmd._counts import count
-from spmd._lower import lower
+from spmd._lower import clear_lower_cache, lower
 from spmd._resolve import (
     device_failure,
     input_sharding,
@@ -108,7 +108,9 @@ def prepare(args: Sequence[Any], jaxpr: Any, call: PjitCall) -> Prepared:
 def _prepare(jaxpr: Any, call: PjitCall, placed: tuple[Any, ...]) -> Prepared:
     mesh, shardings, moves = place(jaxpr, call, placed)
     key = _jax.placement_key(shardings, jaxpr.in_avals)
-    program = _program(jaxpr, call, mesh, key)
+    # However the mesh was entered outside, an equal one is one program.
+    with _jax.tracing_under(mesh):
+        program = _program(jaxpr, call, mesh, key)
     return Prepared(program=program, shardings=shardings, moves=moves)
 
 
@@ -173,7 +175,7 @@ def check_alive(args: Sequence[Any], call: PjitCall) -> None:
     """Refuses arrays that were donated or deleted.
 
     Raises:
-        RuntimeError: Names every argument that is gone.
+        RuntimeError: Names every argument that is gone, or donated beside another use.
     """
     gone = [
         n
@@ -182,6 +184,24 @@ def check_alive(args: Sequence[Any], call: PjitCall) -> None:
     ]
     if gone:
         raise explain(subject_of(call), [_deleted(n) for n in gone])
+    if any(call.donated_invars) and (failures := _donated_twice(args, call)):
+        raise explain(subject_of(call), failures)
+
+
+def _donated_twice(args: Sequence[Any], call: PjitCall) -> list[Failure]:
+    """One array as a donated and as another argument: the runtime may crash on it."""
+    rows = list(zip(args, call.arg_names, call.donated_invars, strict=True))
+    given = {id(a): n for a, n, donated in rows if donated and isinstance(a, jax.Array)}
+    return [
+        Failure(
+            what=f"cannot donate argument {given[id(a)]} and use it as argument {n} too",
+            expected="a donated array to be one argument only: its buffers are given away",
+            fix="do not donate it, or pass a copy",
+            error=DonatedArrayError,
+        )
+        for a, n, _ in rows
+        if id(a) in given and given[id(a)] != n
+    ]
 
 
 def _deleted(name: str) -> Failure:
@@ -253,11 +273,11 @@ def _user_level() -> int:
 
 def _move(args: Sequence[Any], prepared: Prepared, call: PjitCall) -> list[Any]:
     args = list(args)
-    at = list(prepared.moves)
-    for i in at:
-        args[i] = jax.device_put(
-            args[i], prepared.shardings[i], donate=call.donated_invars[i], may_alias=None
-        )
+    for i in prepared.moves:
+        original, donated = args[i], call.donated_invars[i]
+        args[i] = jax.device_put(original, prepared.shardings[i], may_alias=not donated and None)
+        if donated:
+            original.delete()  # device_put(donate=True) frees only what it can reuse
     return args
 
 
@@ -335,6 +355,7 @@ def _with_hash_errors(fast: Any, cache_miss: Callable) -> Callable:
 
 def clear_dispatch_caches() -> None:
     """Forgets all programs."""
-    for cache in (_prepare, _program, lower):
-        cache.cache_clear()
+    _prepare.cache_clear()
+    _program.cache_clear()
+    clear_lower_cache()
     _jax.clear_dispatch_cache()

@@ -11,7 +11,6 @@ from spmd._counts import count
 from spmd._resolve import to_sharding
 
 
-@_jax.weakref_lru_cache
 def lower(jaxpr: Any, call: PjitCall, mesh: Any, in_key: Any) -> Any:
     """Lowers a call to a module of its own.
 
@@ -24,6 +23,13 @@ def lower(jaxpr: Any, call: PjitCall, mesh: Any, in_key: Any) -> Any:
     Returns:
         JAX's lowering (a MeshComputation).
     """
+    # However the mesh was entered outside, an equal one is one module.
+    with _jax.tracing_under(mesh):
+        return _lower(jaxpr, call, mesh, in_key)
+
+
+@_jax.weakref_lru_cache
+def _lower(jaxpr: Any, call: PjitCall, mesh: Any, in_key: Any) -> Any:
     outs = [to_sharding(r, mesh) for r in call.out_axis_resources]
     lowering = _jax.lower_module(
         jaxpr,
@@ -37,6 +43,11 @@ def lower(jaxpr: Any, call: PjitCall, mesh: Any, in_key: Any) -> Any:
     )
     count("lowerings")
     return lowering
+
+
+def clear_lower_cache() -> None:
+    """Forgets all modules."""
+    _lower.cache_clear()
 
 
 def lower_inner_call(ctx: Any, args: Sequence[Any], jaxpr: Any, call: PjitCall) -> Sequence[Any]:

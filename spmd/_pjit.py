@@ -15,7 +15,7 @@ from spmd._lower import lower_inner_call
 from spmd._mesh import auto_mesh, enclosing_pjit, show_mesh
 from spmd._resolve import to_sharding
 from spmd._spec import UNSPECIFIED, ParsedPartitionSpec, show_spec
-from spmd.errors import Failure, MeshError, ShardingError, explain
+from spmd.errors import Failure, MeshError, OptionError, ShardingError, explain
 
 # Parameters
 #
@@ -80,6 +80,8 @@ _jax.custom_typechecks[pjit_p] = _pjit_typecheck
 
 
 def _pjit_stage(trace: Any, source_info: Any, *args: Any, jaxpr: Any, call: PjitCall) -> Any:
+    if call.compiler_options:
+        raise explain(_dispatch.subject_of(call), [_nested_options(call)])
     resources = (*call.in_axis_resources, *call.out_axis_resources)
     if call.inline and all(r is UNSPECIFIED for r in resources):
         inner = _jax.inner_jaxpr(jaxpr)
@@ -90,6 +92,17 @@ def _pjit_stage(trace: Any, source_info: Any, *args: Any, jaxpr: Any, call: Pjit
 
 
 _jax.custom_staging_rules[pjit_p] = _pjit_stage
+
+
+def _nested_options(call: PjitCall) -> Failure:
+    return Failure(
+        what="cannot have compiler_options inside of another program",
+        given=f"compiler_options={dict(call.compiler_options)}, used at {_jax.current_source()}",
+        expected="options on the outermost function: a program is compiled as a whole",
+        fix="move them to the outer pjit or jit",
+        error=OptionError,
+    )
+
 
 # Lowering
 
@@ -195,6 +208,7 @@ def _pjit_partial_eval(trace: Any, *tracers: Any, jaxpr: Any, call: PjitCall) ->
     known_in, known_out = [not u for u in unk_in], [not u for u in unk_out]
     known_args = [t.pval.get_known() for t in compress(tracers, known_in)]
     known_call = call.keep(known_in, known_out).add_outputs(len(res_avals))
+    known_call = known_call.keep_alive(f - len(jaxpr.consts) for f in forwarded if f is not None)
     known = pjit_p.bind(*known_args, jaxpr=known_jaxpr, call=known_call)
     n_out = sum(known_out)
     computed = iter(known[n_out:])

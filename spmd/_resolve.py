@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import math
 from typing import Any
 
+import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 import numpy as np
 
@@ -280,13 +281,13 @@ def from_array_failure(arg: Any, mesh: Any, subject: str) -> Failure | None:
     """FROM_ARRAY was given for something that has no sharding, or one of another mesh."""
     placed = placed_sharding(arg)
     if placed is None:
-        kind = (
-            "an array that is not committed to devices"
-            if hasattr(arg, "sharding")
-            else (
-                "a host array" if isinstance(arg, (np.ndarray, np.generic)) else type(arg).__name__
-            )
-        )
+        kind = f"a {type(arg).__name__}"
+        if isinstance(arg, jax.ShapeDtypeStruct):
+            kind = "a ShapeDtypeStruct without a sharding"
+        elif isinstance(arg, jax.Array):
+            kind = "an array that is not committed to devices"
+        elif isinstance(arg, (np.ndarray, np.generic)):
+            kind = "a host array"
         return Failure(
             what=f"cannot take the sharding of {subject} from the array",
             given="FROM_ARRAY",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Any
 
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 import jax.tree_util as jtu
 
 from spmd.errors import Failure, SpecTypeError, explain
@@ -213,6 +213,12 @@ def show_spec(spec: Any) -> str:
     return str(spec) if isinstance(spec, ParsedPartitionSpec) else repr(spec)
 
 
+def show_origin(spec: ParsedPartitionSpec) -> str:
+    """Returns what the user wrote, and what became of it where that is something else."""
+    wrote = show_spec(spec.unsafe_user_spec)
+    return wrote if spec.sync == SpecSync.IN_SYNC else f"{wrote}, which vmap made {spec}"
+
+
 def _show_entry(entry: Any) -> str:
     return "P.UNCONSTRAINED" if entry is UNCONSTRAINED else repr(entry)
 
@@ -222,6 +228,13 @@ def _spec_failure(entry: Any, arg_name: str, allow_unconstrained: bool) -> Failu
         return None
     if not isinstance(entry, PartitionSpec):
         return _type_failure(entry, arg_name)
+    if entry.unreduced or entry.reduced:
+        return Failure(
+            what=f"cannot use unreduced axes in {arg_name}",
+            given=f"{entry!r}",
+            expected="mesh axes that split dimensions; sums are left to the partitioner",
+            fix="drop unreduced= and reduced= from the spec",
+        )
     parts = _partitions(entry)
     if UNCONSTRAINED in parts and not allow_unconstrained:
         return Failure(
@@ -232,11 +245,12 @@ def _spec_failure(entry: Any, arg_name: str, allow_unconstrained: bool) -> Failu
         )
     axes = [a for part in parts if part is not UNCONSTRAINED for a in part]
     if twice := sorted({repr(a) for a in axes if axes.count(a) > 1}):
+        axis, each = ("axis", twice[0]) if len(twice) == 1 else ("axes", "each")
         return Failure(
-            what=f"uses mesh axis {', '.join(twice)} twice in {arg_name}",
+            what=f"uses mesh {axis} {', '.join(twice)} twice in {arg_name}",
             given=show_spec(entry),
             expected="every mesh axis to split at most one dimension",
-            fix=f"keep {twice[0]} in one place",
+            fix=f"keep {each} in one place",
         )
     return None
 
@@ -247,11 +261,15 @@ def _type_failure(entry: Any, arg_name: str) -> Failure:
         fix = f"write P({entry!r})"
     elif entry is UNCONSTRAINED:
         fix = "write P(P.UNCONSTRAINED), with one entry per dimension"
+    elif isinstance(entry, Sharding):
+        fix = "write the PartitionSpec, or a NamedSharding"
+    elif isinstance(entry, Mesh):
+        fix = "pass it as mesh=..., or enter it, and write a PartitionSpec here"
     return Failure(
         what=f"cannot read {arg_name}",
-        given=f"{entry!r}",
+        given=f"{entry!r}"[:100],
         expected="a PartitionSpec, None, a NamedSharding, or FROM_ARRAY for an input",
-        got=f"{type(entry).__module__}.{type(entry).__qualname__}".removeprefix("builtins."),
+        got=type(entry).__qualname__,
         fix=fix,
         error=SpecTypeError,
     )
@@ -321,8 +339,9 @@ def _leaf_failure(entry: Any, leaf_name: str, role: str) -> Failure | None:
         return Failure(
             what=f"cannot take {leaf_name} from an array",
             given="FROM_ARRAY",
-            expected="a spec: only an input exists before the call",
-            fix="write the PartitionSpec, or leave the outputs to the partitioner",
+            expected="a spec: FROM_ARRAY is for inputs, which exist before the call",
+            fix="write the PartitionSpec"
+            + (", or leave the option out: the partitioner chooses" if role == "output" else ""),
         )
     return _spec_failure(entry, leaf_name, allow_unconstrained=role != "input")
 
@@ -434,5 +453,6 @@ __all__ = [
     "SpecTree",
     "broadcast_prefix",
     "parse_specs",
+    "show_origin",
     "show_spec",
 ]
