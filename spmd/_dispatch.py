@@ -275,7 +275,8 @@ def _move(args: Sequence[Any], prepared: Prepared, call: PjitCall) -> list[Any]:
     args = list(args)
     for i in prepared.moves:
         original, donated = args[i], call.donated_invars[i]
-        args[i] = jax.device_put(original, prepared.shardings[i], may_alias=not donated and None)
+        alias = False if donated else None
+        args[i] = jax.device_put(original, prepared.shardings[i], may_alias=alias)
         if donated:
             original.delete()  # device_put(donate=True) frees only what it can reuse
     return args

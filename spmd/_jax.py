@@ -165,6 +165,12 @@ def exclude_from_tracebacks(paths: Sequence[str]) -> None:
         source_info_util.register_exclusion(os.path.realpath(path))
 
 
+def used_at() -> str:
+    """``", used at file:line (function)"``, or nothing where JAX itself is the caller."""
+    source = current_source()
+    return f", used at {source}" if source else ""
+
+
 api_boundary = traceback_util.api_boundary
 
 # Timing events of JAX (`jax_log_compiles`)

@@ -54,7 +54,7 @@ def nested_mesh_failure(mesh: Any, outer: tuple[Any, str]) -> Failure:
     """A mesh was changed inside of a program, which runs on one."""
     return Failure(
         what=f"cannot change the mesh inside of pjit of `{outer[1]}`",
-        given=f"{show_mesh(mesh)}, used at {_jax.current_source()}",
+        given=f"{show_mesh(mesh)}{_jax.used_at()}",
         expected=f"the mesh of the outer function: {show_mesh(outer[0])}",
         fix="call it outside, or enter one mesh around both",
         error=MeshError,
@@ -97,7 +97,7 @@ _jax.custom_staging_rules[pjit_p] = _pjit_stage
 def _nested_options(call: PjitCall) -> Failure:
     return Failure(
         what="cannot have compiler_options inside of another program",
-        given=f"compiler_options={dict(call.compiler_options)}, used at {_jax.current_source()}",
+        given=f"compiler_options={dict(call.compiler_options)}{_jax.used_at()}",
         expected="options on the outermost function: a program is compiled as a whole",
         fix="move them to the outer pjit or jit",
         error=OptionError,
@@ -165,7 +165,7 @@ def check_spmd_axes(
 def _taken_failure(taken: Sequence[Any], resource: ParsedPartitionSpec) -> Failure:
     return Failure(
         what=f"cannot be mapped over mesh axis {', '.join(map(repr, taken))}",
-        given=f"vmap(spmd_axis_name={taken[0]!r}), used at {_jax.current_source()}",
+        given=f"vmap(spmd_axis_name={taken[0]!r}){_jax.used_at()}",
         expected="a mesh axis that the mapped function does not use",
         got=f"the spec {show_spec(resource)}",
         fix=f"drop {taken[0]!r} from the spec, or map over another axis",

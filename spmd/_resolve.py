@@ -165,7 +165,7 @@ def manual_failure(spec: Any, subject: str, given: str) -> Failure | None:
         return None
     return Failure(
         what=f"cannot split {subject} over mesh axis {', '.join(taken)}",
-        given=f"{given} = {show_spec(spec)}, used at {_jax.current_source()}",
+        given=f"{given} = {show_spec(spec)}{_jax.used_at()}",
         expected="axes that no enclosing shard_map maps over: inside of it they are gone",
         fix=f"drop {taken[0]} from the spec, or from the shard_map's axis_names",
     )

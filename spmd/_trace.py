@@ -115,9 +115,9 @@ def _explain_miss(fun: Callable, signature: Signature, mesh: Any, name: str) -> 
     earlier = _seen.setdefault(fun, [])
     reasons = _differences(earlier, signature, mesh) if earlier else ["it was never traced before"]
     logger.warning(
-        "Trace cache miss of pjit of `%s` at %s: %s",
+        "Trace cache miss of pjit of `%s`%s: %s",
         name,
-        _jax.current_source(),
+        _jax.used_at(),
         "; ".join(reasons),
     )
     earlier[:] = [*earlier[-7:], (signature, mesh)]
