@@ -246,6 +246,7 @@ def _govern(args: Sequence[Any], prepared: Prepared, call: PjitCall) -> None:
         reshard_failure(
             args[i].sharding,
             prepared.shardings[i],
+            call.in_axis_resources[i],
             f"argument {call.arg_names[i]}",
             call.given[i],
         )

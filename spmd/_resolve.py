@@ -19,6 +19,7 @@ from spmd._spec import (
     UNCONSTRAINED,
     UNSPECIFIED,
     ParsedPartitionSpec,
+    show_origin,
     show_spec,
 )
 from spmd.errors import Failure, MeshError, did_you_mean
@@ -45,28 +46,33 @@ def mesh_of_leaves(leaves: Sequence[Any], names: Sequence[str]) -> tuple[Any, li
             found.setdefault(auto_mesh(leaf.mesh), name)
     if len(found) < 2:
         return next(iter(found), None), []
-    (m1, n1), (m2, n2) = list(found.items())[:2]
-    return m1, [
+    return next(iter(found)), [
         Failure(
             what="got shardings on different meshes",
-            given=f"{n1} on {show_mesh(m1)}\n{n2} on {show_mesh(m2)}",
-            expected="one mesh for all arguments and results",
-            got=f"{show_devices(list(m1.devices.flat))} and {show_devices(list(m2.devices.flat))}",
+            given="\n".join(
+                f"{name} on {show_mesh(m)}, {show_devices(list(m.devices.flat))}"
+                for m, name in found.items()
+            ),
+            expected="one mesh for all of them",
             fix="build all NamedShardings from the same mesh",
             error=MeshError,
         )
     ]
 
 
-def no_mesh() -> Failure:
-    """The failure of a call that needs a mesh and has none."""
+def no_mesh(*, constraint: bool = False) -> Failure:
+    """The failure of a call that needs a mesh and has none.
+
+    Args:
+        constraint: Whether it is `with_sharding_constraint` that needs it.
+    """
+    otherwise = "pjit(..., mesh=mesh), or a NamedSharding for every argument"
+    if constraint:
+        otherwise = "a NamedSharding instead of the PartitionSpec"
     return Failure(
         what="needs a mesh, and there is none here",
         expected="a mesh that is active where the function is called",
-        fix=(
-            'with spmd.make_mesh({"data": jax.device_count()}): ...\n'
-            "or pjit(..., mesh=mesh), or a NamedSharding for every argument"
-        ),
+        fix=f'with spmd.make_mesh({{"data": jax.device_count()}}): ...\nor {otherwise}',
         error=MeshError,
     )
 
@@ -89,7 +95,7 @@ def spec_failure(
     """
     if not isinstance(spec, ParsedPartitionSpec):
         return None
-    shown = f"{given} = {show_spec(spec)} on {show_mesh(mesh)}"
+    shown = f"{given} = {show_origin(spec)} on {show_mesh(mesh)}"
     unknown = [a for a in spec.axes if a not in mesh.shape]
     if unknown:
         return _unknown_axis(unknown, mesh, subject, shown)
@@ -116,7 +122,8 @@ def _too_long(spec: Any, aval: Any, subject: str, given: str) -> Failure:
         what=f"cannot split {subject}",
         given=given,
         expected=f"a spec of at most {n} entr{'y' if n == 1 else 'ies'}",
-        got=f"{show_aval(aval)}, which has rank {n}; the spec has {len(spec)} entries",
+        got=f"{show_aval(aval)}, which has rank {n}; "
+        f"the spec has {len(spec)} entr{'y' if len(spec) == 1 else 'ies'}",
         fix=f"shorten the spec to {n} entr{'y' if n == 1 else 'ies'}" if n else "write P()",
     )
 
@@ -165,7 +172,7 @@ def manual_failure(spec: Any, subject: str, given: str) -> Failure | None:
         return None
     return Failure(
         what=f"cannot split {subject} over mesh axis {', '.join(taken)}",
-        given=f"{given} = {show_spec(spec)}{_jax.used_at()}",
+        given=f"{given} = {show_origin(spec)}{_jax.used_at()}",
         expected="axes that no enclosing shard_map maps over: inside of it they are gone",
         fix=f"drop {taken[0]} from the spec, or from the shard_map's axis_names",
     )
@@ -270,7 +277,7 @@ def device_failure(placed: Sharding | None, mesh: Any, subject: str) -> Failure 
     return Failure(
         what=f"cannot take {subject} from other devices",
         given=f"{show_sharding(placed)}",
-        expected=show_devices(list(mesh.devices.flat)),
+        expected=f"{show_devices(list(mesh.devices.flat))} of {show_mesh(mesh)}",
         got=show_devices(have),
         fix="jax.device_put(x, NamedSharding(mesh, spec)), or leave the array uncommitted",
         error=MeshError,
@@ -281,9 +288,9 @@ def from_array_failure(arg: Any, mesh: Any, subject: str) -> Failure | None:
     """FROM_ARRAY was given for something that has no sharding, or one of another mesh."""
     placed = placed_sharding(arg)
     if placed is None:
-        kind = f"a {type(arg).__name__}"
+        kind, place = f"a {type(arg).__name__}", "jax.device_put the array first"
         if isinstance(arg, jax.ShapeDtypeStruct):
-            kind = "a ShapeDtypeStruct without a sharding"
+            kind, place = "a ShapeDtypeStruct without a sharding", "give the struct a sharding"
         elif isinstance(arg, jax.Array):
             kind = "an array that is not committed to devices"
         elif isinstance(arg, (np.ndarray, np.generic)):
@@ -293,7 +300,7 @@ def from_array_failure(arg: Any, mesh: Any, subject: str) -> Failure | None:
             given="FROM_ARRAY",
             expected="a jax.Array (or struct) with a sharding",
             got=kind,
-            fix="write a PartitionSpec, or jax.device_put the array first",
+            fix=f"write a PartitionSpec, or {place}",
         )
     foreign = isinstance(placed, NamedSharding) and auto_mesh(placed.mesh) != auto_mesh(mesh)
     if not foreign:
@@ -307,11 +314,26 @@ def from_array_failure(arg: Any, mesh: Any, subject: str) -> Failure | None:
     )
 
 
-def reshard_failure(placed: Sharding, wanted: Sharding, subject: str, given: str) -> Failure:
-    """An argument is placed otherwise than the call says."""
+def reshard_failure(
+    placed: Sharding, wanted: Any, resource: Any, subject: str, given: str
+) -> Failure:
+    """An argument is placed otherwise than the call says.
+
+    Args:
+        placed: Where the argument is.
+        wanted: Where it has to be.
+        resource: What the call says of it, which tells how much of `wanted` the user wrote.
+        subject: The argument.
+        given: Where the spec was given.
+    """
+    said = f"{given} = {show_sharding(wanted)}"
+    if isinstance(resource, ParsedPartitionSpec):
+        said = f"{given} = {show_origin(resource)} on {show_mesh(wanted.mesh)}"
+    elif resource is UNSPECIFIED:
+        said = f"no spec, which means {show_sharding(wanted)}"
     return Failure(
         what=f"has to reshard {subject}",
-        given=f"{given} = {show_sharding(wanted)}",
+        given=said,
         expected="the argument to be there already",
         got=show_sharding(placed),
         fix="place it so before the call, or take what it has with FROM_ARRAY",
