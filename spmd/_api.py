@@ -29,8 +29,8 @@ from spmd._arguments import (
 )
 from spmd._call import PjitCall
 from spmd._constraint import sharding_constraint_p
-from spmd._mesh import auto_mesh, current_mesh, plain_mesh, show_mesh
-from spmd._pjit import pjit_p
+from spmd._mesh import auto_mesh, current_mesh, enclosing_pjit, plain_mesh, show_mesh
+from spmd._pjit import nested_mesh_failure, pjit_p
 from spmd._resolve import (
     canonical_leaf,
     from_array_failure,
@@ -46,6 +46,7 @@ from spmd._spec import (
     SpecTree,
     broadcast_prefix,
     parse_specs,
+    show_spec,
 )
 from spmd._trace import Signature, Trace, clear_trace_cache, evict_trace, trace
 from spmd.errors import ArgumentError, Failure, MeshError, OptionError, explain
@@ -224,7 +225,7 @@ def parse(
     )
     failures += clash
     if mesh is not None and leaf_mesh is not None and not failures:
-        failures += _mesh_clash("mesh", mesh, leaf_mesh)
+        failures += _mesh_clash("the option mesh", mesh, specs)
     if failures:
         raise explain(subject, failures)
     return PjitOptions(
@@ -281,17 +282,18 @@ def _choice_failures(mesh: Any, semantics: str, reshard: str | None) -> list[Fai
     return failures
 
 
-def _mesh_clash(where: str, mesh: Any, leaf_mesh: Any) -> list[Failure]:
-    if auto_mesh(mesh) == auto_mesh(leaf_mesh):
-        return []
+def _mesh_clash(where: str, mesh: Any, specs: Sequence[SpecTree]) -> list[Failure]:
+    rows = [(n, x) for s in specs for n, x in zip(s.names, s.leaves, strict=True)]
     return [
         Failure(
-            what="got shardings on another mesh than it runs on",
-            given=f"a NamedSharding on {show_mesh(leaf_mesh)}",
+            what=f"cannot use {name}: it is on another mesh",
+            given=f"{show_spec(leaf)} on {show_mesh(leaf.mesh)}",
             expected=f"{show_mesh(mesh)}, from {where}",
             fix="use PartitionSpecs, or build the NamedShardings from this mesh",
             error=MeshError,
         )
+        for name, leaf in rows
+        if isinstance(leaf, NamedSharding) and auto_mesh(leaf.mesh) != auto_mesh(mesh)
     ]
 
 
@@ -378,7 +380,10 @@ def find_mesh(options: PjitOptions, flat: Flat) -> Any:
     leaf_mesh = next((x.mesh for x in leaves if isinstance(x, NamedSharding)), None)
     mesh = options.mesh if options.mesh is not None else plain_mesh(current_mesh())
     if mesh is not None:
-        if leaf_mesh is not None and (clash := _mesh_clash("the context", mesh, leaf_mesh)):
+        clash = _mesh_clash("the context", mesh, (options.in_specs, options.out_specs))
+        if clash and (outer := enclosing_pjit()) and options.mesh is None:
+            clash = [nested_mesh_failure(leaf_mesh, outer)]
+        if clash:
             raise explain(options.subject, clash)
         return mesh
     mesh = leaf_mesh

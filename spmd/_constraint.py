@@ -10,6 +10,7 @@ import jax.tree_util as jtu
 
 from spmd import _jax
 from spmd._call import batch_resource
+from spmd._dispatch import gone_failure
 from spmd._mesh import auto_mesh, current_mesh, enclosing_pjit, show_mesh
 from spmd._pjit import Text, check_spmd_axes, nested_mesh_failure, spmd_axes
 from spmd._resolve import (
@@ -20,7 +21,14 @@ from spmd._resolve import (
     spec_failure,
     to_sharding,
 )
-from spmd._spec import UNCONSTRAINED, ParsedPartitionSpec, broadcast_prefix, parse_specs, show_spec
+from spmd._spec import (
+    UNCONSTRAINED,
+    ParsedPartitionSpec,
+    SpecSync,
+    broadcast_prefix,
+    parse_specs,
+    show_spec,
+)
 from spmd.errors import ArgumentError, Failure, explain
 
 _SUBJECT = "with_sharding_constraint"
@@ -53,7 +61,7 @@ def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
     mesh, failures = mesh_of_leaves(specs.leaves, specs.names)
     mesh = mesh if mesh is not None else current_mesh()
     if mesh is None:
-        failures = [no_mesh()]
+        failures = [no_mesh(constraint=True)]
     if failures:
         raise explain(_SUBJECT, failures)
     mesh = auto_mesh(mesh)
@@ -75,6 +83,9 @@ def _check(values: list, leaves: list, mesh: Any, names: list[str], given: list[
             aval = _jax.abstractify(value)
         except (TypeError, ValueError):
             failures.append(_no_array(value, name))
+            continue
+        if not isinstance(value, _jax.Tracer) and getattr(value, "is_deleted", bool)():
+            failures.append(gone_failure(name))
             continue
         eager = not isinstance(value, _jax.Tracer) and _jax.trace_state_clean()
         subject = f"argument {name}"
@@ -122,7 +133,7 @@ def _eager_sharding(x: Any, resource: Any, mesh: Any) -> Any:
         tuple(a for a in kept[i] if a not in resource.axes) if part is UNCONSTRAINED else part
         for i, part in enumerate(resource)
     ]
-    return to_sharding(ParsedPartitionSpec(None, parts), mesh)
+    return to_sharding(ParsedPartitionSpec(None, parts, SpecSync.OUT_OF_SYNC), mesh)
 
 
 sharding_constraint_p.def_impl(_constraint_impl)
@@ -166,7 +177,7 @@ def _constraint_batch(
 ) -> Any:
     (x,), (dim,) = vals, dims
     axes = spmd_axes(axis_data)
-    check_spmd_axes(axes, [axis_resources], [dim], _SUBJECT)
+    check_spmd_axes(axes, mesh, [axis_resources], [dim], _SUBJECT)
     batched = batch_resource(axis_resources, dim, axes)
     if not isinstance(batched, ParsedPartitionSpec):
         return x, dim  # a raw sharding has no meaning at another rank

@@ -27,7 +27,9 @@ from spmd._resolve import (
     no_mesh,
     placed_sharding,
     reshard_failure,
+    spec_failure,
 )
+from spmd._spec import ParsedPartitionSpec, SpecSync
 from spmd.errors import DonatedArrayError, Failure, OptionError, explain
 
 logger = logging.getLogger(__name__)
@@ -79,11 +81,24 @@ def run(*args: Any, jaxpr: Any, call: PjitCall) -> Sequence[Any]:
         _govern(args, prepared, call)
         args = _move(args, prepared, call)
     program = prepared.program
-    outs = program.executable.unsafe_call(*program.consts, *args)
+    return execute(program.executable, program.consts, args, call)
+
+
+def execute(
+    executable: Any, consts: Sequence[Any], args: Sequence[Any], call: PjitCall
+) -> Sequence[Any]:
+    """Runs a program on arguments that lie where it expects them.
+
+    Args:
+        executable: JAX's executable.
+        consts: Constants that it takes before the arguments.
+        args: The arguments of `call`, all of them.
+        call: What the program was built for.
+    """
+    outs = executable.unsafe_call(*consts, *args)
     if call.mesh is not None and AxisType.Explicit in call.mesh.axis_types:
         outs = [_typed(o, call.mesh) for o in outs]
-    if not _jax.FAST_PATH_CHECKS_DELETED:
-        _mark_deleted(args, call)
+    mark_deleted(args, call)
     return outs
 
 
@@ -137,6 +152,7 @@ def place(
     failures = [
         device_failure(p, mesh, f"argument {n}") for p, n in zip(placed, names, strict=True)
     ]
+    failures += _batch_failures(jaxpr, call, mesh)
     if failures := [f for f in failures if f]:
         raise explain(subject_of(call), failures)
     found = [
@@ -144,6 +160,23 @@ def place(
         for r, p, a in zip(call.in_axis_resources, placed, jaxpr.in_avals, strict=True)
     ]
     return mesh, tuple(s for s, _ in found), tuple(i for i, (_, m) in enumerate(found) if m)
+
+
+def _batch_failures(jaxpr: Any, call: PjitCall, mesh: Any) -> list[Failure | None]:
+    """Checks the specs that vmap changed; all others were checked against the user's values."""
+    outs = [f"result {i}" for i in range(len(jaxpr.out_avals))]
+    rows = zip(
+        (*call.in_axis_resources, *call.out_axis_resources),
+        (*jaxpr.in_avals, *jaxpr.out_avals),
+        (*(f"argument {n}" for n in call.arg_names), *outs),
+        (*call.given, *outs),
+        strict=True,
+    )
+    return [
+        spec_failure(spec, aval, mesh, subject, given, boundary=True)
+        for spec, aval, subject, given in rows
+        if isinstance(spec, ParsedPartitionSpec) and spec.sync == SpecSync.OUT_OF_SYNC
+    ]
 
 
 def mesh_of(shardings: Sequence[Any]) -> Any:
@@ -183,7 +216,7 @@ def check_alive(args: Sequence[Any], call: PjitCall) -> None:
         if isinstance(a, jax.Array) and a.is_deleted()
     ]
     if gone:
-        raise explain(subject_of(call), [_deleted(n) for n in gone])
+        raise explain(subject_of(call), [gone_failure(n) for n in gone])
     if any(call.donated_invars) and (failures := _donated_twice(args, call)):
         raise explain(subject_of(call), failures)
 
@@ -204,7 +237,8 @@ def _donated_twice(args: Sequence[Any], call: PjitCall) -> list[Failure]:
     ]
 
 
-def _deleted(name: str) -> Failure:
+def gone_failure(name: str) -> Failure:
+    """The failure of an array that was donated or deleted."""
     return Failure(
         what=f"cannot use argument {name}: its buffers are gone",
         expected="an array that was not donated to an earlier call and not deleted",
@@ -283,8 +317,10 @@ def _move(args: Sequence[Any], prepared: Prepared, call: PjitCall) -> list[Any]:
     return args
 
 
-def _mark_deleted(args: Sequence[Any], call: PjitCall) -> None:
+def mark_deleted(args: Sequence[Any], call: PjitCall) -> None:
     """Makes the loss of a donated array visible to JAX's fast path, which would crash on it."""
+    if _jax.FAST_PATH_CHECKS_DELETED:
+        return
     for arg, donated in zip(args, call.donated_invars, strict=True):
         if donated and isinstance(arg, jax.Array) and arg.is_deleted():
             arg.delete()

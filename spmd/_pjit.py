@@ -14,8 +14,8 @@ from spmd._call import PjitCall
 from spmd._lower import lower_inner_call
 from spmd._mesh import auto_mesh, enclosing_pjit, show_mesh
 from spmd._resolve import to_sharding
-from spmd._spec import UNSPECIFIED, ParsedPartitionSpec, show_spec
-from spmd.errors import Failure, MeshError, OptionError, ShardingError, explain
+from spmd._spec import UNSPECIFIED, ParsedPartitionSpec, show_origin, show_spec
+from spmd.errors import Failure, MeshError, OptionError, ShardingError, did_you_mean, explain
 
 # Parameters
 #
@@ -132,8 +132,9 @@ _jax.declare_shardings(pjit_p, _pjit_shardings)
 def _pjit_batch(axis_data: Any, vals: Any, dims: Any, *, jaxpr: Any, call: PjitCall) -> Any:
     new_jaxpr, out_dims = _jax.batch_jaxpr(jaxpr, axis_data, tuple(dims))
     axes = spmd_axes(axis_data)
-    check_spmd_axes(axes, call.in_axis_resources, dims, call.name)
-    check_spmd_axes(axes, call.out_axis_resources, out_dims, call.name)
+    subject = _dispatch.subject_of(call)
+    check_spmd_axes(axes, call.mesh, call.in_axis_resources, dims, subject)
+    check_spmd_axes(axes, call.mesh, call.out_axis_resources, out_dims, subject)
     outs = pjit_p.bind(*vals, jaxpr=new_jaxpr, call=call.batch(dims, out_dims, axes))
     return outs, out_dims
 
@@ -148,18 +149,30 @@ def spmd_axes(axis_data: Any) -> tuple[Any, ...]:
 
 
 def check_spmd_axes(
-    axes: Sequence[Any], resources: Sequence[Any], dims: Sequence[Any], name: str
+    axes: Sequence[Any], mesh: Any, resources: Sequence[Any], dims: Sequence[Any], subject: str
 ) -> None:
-    """A mesh axis that splits the mapped dimension cannot split another one too.
+    """A mesh axis that splits the mapped dimension exists, and splits no other one too.
 
     Raises:
-        ValueError: It does; names the function and the line that called it.
+        ValueError: It does not, or does; names the function and the line that called it.
     """
+    if unknown := [a for a in axes if mesh is not None and a not in mesh.shape]:
+        raise explain(subject, [_unknown_failure(unknown, mesh)])
     for resource, dim in zip(resources, dims, strict=True):
         if dim is None or not isinstance(resource, ParsedPartitionSpec):
             continue
         if taken := [a for a in axes if a in resource.axes]:
-            raise explain(f"pjit of `{name}`", [_taken_failure(taken, resource)])
+            raise explain(subject, [_taken_failure(taken, resource)])
+
+
+def _unknown_failure(unknown: Sequence[Any], mesh: Any) -> Failure:
+    return Failure(
+        what=f"cannot be mapped over mesh axis {', '.join(map(repr, unknown))}",
+        given=f"vmap(spmd_axis_name={unknown[0]!r}){_jax.used_at()}",
+        expected=f"mesh axes out of {', '.join(map(repr, mesh.axis_names))}",
+        got=f"an unknown axis{did_you_mean(unknown[0], mesh.axis_names)}",
+        fix="use an axis of the mesh, or enter the mesh that has it",
+    )
 
 
 def _taken_failure(taken: Sequence[Any], resource: ParsedPartitionSpec) -> Failure:
@@ -167,7 +180,7 @@ def _taken_failure(taken: Sequence[Any], resource: ParsedPartitionSpec) -> Failu
         what=f"cannot be mapped over mesh axis {', '.join(map(repr, taken))}",
         given=f"vmap(spmd_axis_name={taken[0]!r}){_jax.used_at()}",
         expected="a mesh axis that the mapped function does not use",
-        got=f"the spec {show_spec(resource)}",
+        got=f"the spec {show_origin(resource)}",
         fix=f"drop {taken[0]!r} from the spec, or map over another axis",
         error=ShardingError,
     )
