@@ -213,7 +213,7 @@ class Compiled(_Stage):
         self._check(flat)
         _dispatch.check_alive((*consts, *flat), self._call)
         hoisted = _jax.const_args(self._lowering, self._executable)
-        outs = self._executable.unsafe_call(*hoisted, *consts, *flat)
+        outs = _dispatch.execute(self._executable, hoisted, (*consts, *flat), self._call)
         return jtu.tree_unflatten(self.out_tree, outs)
 
     def _flatten(self, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
@@ -311,9 +311,12 @@ def _specs(protos: Any, mesh: Any, count_all: int) -> list[Any]:
 
 def _spec_or_sharding(proto: Any, mesh: Any) -> Any:
     try:
-        return parse_op_sharding(proto, mesh).to_partition_spec()
+        parts = list(parse_op_sharding(proto, mesh).to_partition_spec())
     except RecoveryError:
         return proto  # no PartitionSpec says it: what the compiler said
+    while parts and parts[-1] is None:
+        parts.pop()  # P('x') rather than P('x', None), as in JAX's own shardings
+    return jax.sharding.PartitionSpec(*parts)
 
 
 def _traced_call() -> Failure:
