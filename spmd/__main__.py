@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+import contextlib
 import importlib.util
 import os
 import sys
@@ -99,8 +100,10 @@ def set_device_count(count: int) -> None:
     os.environ["JAX_NUM_CPU_DEVICES"] = str(count)
     if "jax" in sys.modules:
         # It has read the environment already, but not necessarily started.
-        sys.modules["jax"].config.update("jax_platforms", "cpu")
-        sys.modules["jax"].config.update("jax_num_cpu_devices", count)
+        config = sys.modules["jax"].config
+        with contextlib.suppress(RuntimeError):  # it has started: `run` counts the devices
+            config.update("jax_platforms", "cpu")
+            config.update("jax_num_cpu_devices", count)
 
 
 def _fail(message: str, code: int) -> int:

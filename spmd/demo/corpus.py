@@ -43,7 +43,7 @@ class Corpus:
 
 def load() -> Corpus:
     """Read the text that ships with the package."""
-    text = importlib.resources.files(__package__).joinpath(_FILE).read_text("ascii")
+    text = importlib.resources.files("spmd.demo").joinpath(_FILE).read_text("ascii")
     characters = "".join(sorted(set(text)))
     numbers = {character: i for i, character in enumerate(characters)}
     return Corpus(

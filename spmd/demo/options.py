@@ -115,7 +115,8 @@ def _parse_axis(part: str, text: str) -> tuple[str, int]:
     found = re.fullmatch(r"([A-Za-z_]\w*) *= *(-?\d+)", part)
     if not found:
         raise DemoError(
-            f"--mesh {text} is not a mesh: write axis=size pairs, such as {DEFAULT_MESH}."
+            f"--mesh {text or repr(text)} is not a mesh: "
+            f"write axis=size pairs, such as {DEFAULT_MESH}."
         )
     name, size = found[1], int(found[2])
     if name not in AXES:

@@ -17,7 +17,7 @@ from spmd.demo import model
 from spmd.demo.corpus import Corpus
 from spmd.demo.options import BATCH, HEADS
 
-State = tuple[model.Params, Any]
+State = tuple[Any, Any]  # parameters and optimizer state, two pytrees
 OnStep = Callable[[int, float], None]
 
 

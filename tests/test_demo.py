@@ -1,0 +1,412 @@
+"""The main job: its text, its model, its training, and what it reports."""
+
+import io
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+import spmd
+from spmd.demo import corpus, model, records, render, run, train
+from spmd.demo.options import Options
+
+CONFIG = model.Config(vocab=62)
+MESH = {"data": 4, "model": 2}
+
+
+@pytest.fixture(name="text", scope="module")
+def _text():
+    return corpus.load()
+
+
+# Text
+
+
+def test_the_text_is_english_and_long_enough(text):
+    """At least 300 KB of plain text ship with the package, and begin where Genesis does."""
+    start = "".join(text.characters[i] for i in text.numbers[:54])
+    assert start == "In the beginning God created the heaven and the earth."
+    assert len(text.numbers) >= 300_000
+    assert text.numbers.dtype == np.int32
+
+
+def test_batches_are_pieces_of_the_text_and_follow_the_seed(text):
+    """Each row is a piece of the text; a seed gives the same batches, another seed others."""
+    first, again = text.batches(1, 4, 16), text.batches(1, 4, 16)
+    batch = next(first)
+    whole = text.numbers.tobytes()
+    assert batch.shape == (4, 17)
+    assert all(row.tobytes() in whole for row in batch)
+    np.testing.assert_array_equal(batch, next(again))
+    np.testing.assert_array_equal(next(first), next(again))
+    assert not np.array_equal(batch, next(text.batches(2, 4, 16)))
+
+
+# Model
+
+
+@pytest.fixture(name="params", scope="module")
+def _params():
+    return model.init(jax.random.key(0), CONFIG)
+
+
+def test_the_model_is_as_large_as_promised(params):
+    """Four layers and at least 0.8 million parameters, counted from the arrays."""
+    assert CONFIG.layers == 4
+    assert params["block.up"].shape[0] == 4
+    assert sum(p.size for p in params.values()) == model.count_parameters(CONFIG) >= 800_000
+
+
+def test_every_parameter_has_a_spec(params):
+    """Specs and parameters have the same names, and no spec is longer than its array."""
+    specs = model.param_specs()
+    assert specs.keys() == params.keys()
+    assert all(len(specs[name]) <= params[name].ndim for name in specs)
+
+
+def _plain(x):
+    return x
+
+
+def test_no_character_sees_the_next(params):
+    """Changing one character leaves the scores of every place before it as they were."""
+    tokens = np.arange(32, dtype=np.int32)[None] % 62
+    changed = tokens.copy()
+    changed[0, 20] = 61
+    a = model.logits(params, jnp.array(tokens), _plain)
+    b = model.logits(params, jnp.array(changed), _plain)
+    np.testing.assert_allclose(a[0, :20], b[0, :20], atol=1e-6)
+    assert float(jnp.abs(a[0, 20:] - b[0, 20:]).max()) > 1e-3
+
+
+def test_the_first_loss_is_that_of_guessing(params):
+    """An untrained model knows nothing: its loss is ln(vocabulary)."""
+    tokens = np.random.default_rng(0).integers(0, 62, (8, 33), dtype=np.int32)
+    loss = model.loss(params, jnp.array(tokens), _plain)
+    assert float(loss) == pytest.approx(math.log(62), abs=0.05)
+
+
+def _equations(jaxpr, name):
+    return [equation for equation in jaxpr.eqns if equation.primitive.name == name]
+
+
+def test_blocks_are_scanned_and_constrained(params, mesh):
+    """The forward pass is one scan of 4 iterations with a sharding constraint in its body."""
+    with mesh:
+        jaxpr = jax.make_jaxpr(model.loss)(params, jnp.zeros((8, 33), jnp.int32)).jaxpr
+    (scan,) = _equations(jaxpr, "scan")
+    assert scan.params["length"] == 4
+    body = getattr(scan.params["jaxpr"], "jaxpr", scan.params["jaxpr"])
+    (constraint,) = _equations(body, "sharding_constraint")
+    assert constraint.invars[0].aval.shape == (8, 32, 128)
+
+
+# Training
+
+
+@pytest.fixture(name="trained", scope="module")
+def _trained(text):
+    """A trainer after 4 steps, its losses, its first state, and its mesh."""
+    mesh = spmd.make_mesh(MESH)
+    with mesh, jax.numpy_dtype_promotion("standard"):
+        trainer = train.Trainer(text, steps=4, seed=3)
+        first = trainer.state
+        losses = tuple(trainer.losses())
+    return trainer, losses, first, mesh
+
+
+def test_sharded_and_unsharded_training_agree(trained, text):
+    """The loss curve on the mesh is that of plain `jax.jit` on one device."""
+    _, losses, _, _ = trained
+    with jax.numpy_dtype_promotion("standard"):
+        reference = tuple(train.unsharded_losses(text, steps=4, seed=3))
+    assert len(losses) == 4
+    np.testing.assert_allclose(losses, reference, atol=1e-5)
+    assert losses[-1] < losses[0]
+
+
+def test_state_is_donated(trained):
+    """A step takes over the memory of the state that it was given."""
+    _, _, first, _ = trained
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first))
+
+
+def test_state_lies_as_its_specs_say(trained):
+    """Parameters and both Adam moments have the shard shapes that the specs give on 4 x 2."""
+    trainer, _, _, _ = trained
+    params, moments = trainer.state
+    halves = {
+        "block.qkv": (4, 128, 4, 3, 16),
+        "block.out": (4, 4, 16, 128),
+        "block.up": (4, 128, 256),
+        "block.down": (4, 256, 128),
+    }
+    seen = dict.fromkeys(params, 0)
+    for path, leaf in jax.tree_util.tree_leaves_with_path((params, moments)):
+        name = next((k.key for k in path if isinstance(k, jax.tree_util.DictKey)), None)
+        if name is not None:
+            seen[name] += 1
+            wanted = halves.get(name, leaf.shape)
+            assert leaf.addressable_shards[0].data.shape == wanted, path
+    assert set(seen.values()) == {3}
+
+
+# Report
+
+
+@pytest.fixture(name="report", scope="module")
+def _report():
+    """The report of two steps, and what was printed."""
+    out = io.StringIO()
+    with jax.numpy_dtype_promotion("standard"):
+        report = run.run(Options(mesh=MESH, steps=2), Console(file=out, width=80))
+    return report, out.getvalue()
+
+
+def test_parameters_are_reported_as_they_lie(report):
+    """Specs are the model's own, and bytes are four for each element, halved where split."""
+    rows = {row.name: row for row in report[0].parameters}
+    assert list(rows) == list(model.param_specs())
+    assert {name: row.spec for name, row in rows.items()} == {
+        name: records.show_spec(spec) for name, spec in model.param_specs().items()
+    }
+    assert (rows["block.up"].bytes_total, rows["block.up"].bytes_per_device) == (1 << 20, 1 << 19)
+    assert (rows["embed"].bytes_total, rows["embed"].bytes_per_device) == (62 * 512, 62 * 512)
+
+
+def test_the_picture_says_which_device_holds_what(report):
+    """Device 2i + j holds the columns of half j of block.up, whatever its row i."""
+    for placement in report[0].picture.placements:
+        i, j = placement.coordinate
+        assert placement.device == jax.devices()[2 * i + j].id
+        assert placement.index == ((0, 4), (0, 128), (256 * j, 256 * (j + 1)))
+    assert len(report[0].picture.placements) == 8
+
+
+def test_collectives_equal_a_hand_count(report):
+    """Gradients are summed over data, and four activations a layer over model, as in Megatron.
+
+    Over data go all gradients of a device and the loss. Over model goes, in each of 4 layers, one
+    f32[8,32,128] after attention and one after the MLP, forward and backward; then the norm of
+    the clipped gradients, whose four split parameters give four numbers.
+    """
+    rows = {(row.kind, row.mesh_axes): row for row in report[0].collectives}
+    assert set(rows) == {("all-reduce", ("data",)), ("all-reduce", ("model",))}
+    gradients = sum(row.bytes_per_device for row in report[0].parameters)
+    assert rows["all-reduce", ("data",)].payload_bytes == gradients + 4
+    assert rows["all-reduce", ("model",)].executions == 4 * 4 + 1
+    assert rows["all-reduce", ("model",)].payload_bytes == 4 * 4 * 8 * 32 * 128 * 4 + 4 * 4
+
+
+def test_memory_is_that_of_the_state_and_the_temporaries(report):
+    """Arguments are parameters, two moments, two counters and a batch; outputs reuse the state."""
+    memory = report[0].memory
+    state = 3 * sum(row.bytes_per_device for row in report[0].parameters) + 2 * 4
+    assert memory.arguments == state + 8 * 33 * 4
+    assert memory.aliased == state
+    assert memory.peak == memory.arguments + memory.outputs - state + memory.temporaries
+
+
+def test_the_report_is_json(report):
+    """The JSON form survives a round trip and says the losses and the totals."""
+    data = json.loads(json.dumps(report[0].to_json()))
+    assert data["schema"] == 1
+    assert data["losses"] == list(report[0].losses)
+    assert data["final_loss"] == report[0].final_loss == sum(data["losses"]) / 2
+    assert data["options"]["mesh"] == MESH
+    assert data["peak_bytes_per_device"] == report[0].memory.peak
+
+
+def test_output_in_a_pipe_is_plain(report):
+    """What is not a terminal gets no control characters, no long lines and no trailing blanks."""
+    lines = report[1].split("\n")
+    assert all(line.isprintable() and len(line) <= 80 for line in lines)
+    assert all(line == line.rstrip() for line in lines)
+    assert any(line.startswith("training 2/2  loss ") for line in lines)
+
+
+def _example() -> records.DemoReport:
+    """A report with figures made up for drawing."""
+    up = records.Parameter(
+        name="up",
+        dtype="float32",
+        shape=(4, 8),
+        spec="P(None, 'model')",
+        bytes_total=128,
+        bytes_per_device=64,
+    )
+    whole = records.Parameter(
+        name="norm", dtype="float32", shape=(1024,), spec="P()", bytes_total=4096,
+        bytes_per_device=4096,
+    )  # fmt: skip
+    return records.DemoReport(
+        options=Options(mesh={"data": 2, "model": 2}, devices=4, steps=4),
+        spmd_version="1",
+        jax_version="2",
+        vocab=62,
+        tokens_per_step=100,
+        compile_seconds=1.5,
+        train_seconds=2.0,
+        losses=(4.0, 3.0, 2.0, 1.0),
+        parameters=(up, whole),
+        picture=records.Picture(
+            parameter=up,
+            placements=tuple(
+                records.Placement(
+                    device=2 * i + j, coordinate=(i, j), index=((0, 4), (4 * j, 4 * j + 4))
+                )
+                for i, j in itertools.product(range(2), range(2))
+            ),
+        ),
+        collectives=(
+            records.CollectiveRow(
+                kind="all-gather",
+                mesh_axes=("data", "model"),
+                sites=1,
+                executions=None,
+                payload_bytes=None,
+            ),
+            records.CollectiveRow(
+                kind="all-reduce", mesh_axes=("data",), sites=2, executions=5, payload_bytes=1536
+            ),
+        ),
+        memory=records.Memory(arguments=2048, outputs=1024, aliased=1000, temporaries=3 << 20),
+        verification=records.Verification(largest_difference=2.5e-6, step=3),
+    )
+
+
+GOLDEN = """
+Loss
+  █▆▃▁
+  4.000 at the first step, 2.500 over the last ones; chance is ln(62) = 4.127
+  1.5 s to compile, 2.0 s for 4 steps, 200 tokens/s
+
+Parameters
+  name   shape   PartitionSpec        whole   per device
+  ──────────────────────────────────────────────────────
+  up     4,8     P(None, 'model')     128 B         64 B
+  norm   1024    P()                4.0 KiB      4.0 KiB
+
+  all    1,056                      4.1 KiB      4.1 KiB
+
+One parameter on the mesh
+  up float32[4, 8] as P(None, 'model'):
+  2 shards of 64 B, each on 2 devices (device: shard)
+  ┌────────┬─────────┬─────────┐
+  │        │ model=0 │ model=1 │
+  ├────────┼─────────┼─────────┤
+  │ data=0 │  0: A   │  1: B   │
+  ├────────┼─────────┼─────────┤
+  │ data=1 │  2: A   │  3: B   │
+  └────────┴─────────┴─────────┘
+   A  [0:4, 0:4] ████████░░░░░░░░
+   B  [0:4, 4:8] ░░░░░░░░████████
+
+Collectives of one step
+  kind         mesh axes     in the program      runs   bytes per device
+  ──────────────────────────────────────────────────────────────────────
+  all-gather   data, model                1   unknown            unknown
+  all-reduce   data                       2         5            1.5 KiB
+
+Memory of one step, on each device
+  class           bytes
+  ─────────────────────────────────────────────────────────────
+  arguments     2.0 KiB   state and batch
+  outputs       1.0 KiB   1000 B of it in donated arguments
+  temporaries   3.0 MiB   activations, gradients, communication
+
+  peak          3.0 MiB
+
+Verification
+  trained unsharded on one device, the loss curve is the same:
+  largest difference 2.5e-06 at step 3, allowed 1e-03
+"""
+
+
+def _draw(report, encoding="utf-8", **options) -> str:
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    render.print_report(Console(file=out, **options), report)
+    out.flush()
+    return out.buffer.getvalue().decode(encoding)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_drawing_is_the_same_at_any_width(width):
+    """The drawing equals the golden text, at 80 columns and at 120."""
+    assert _draw(_example(), width=width, highlight=False) == GOLDEN
+
+
+def test_drawing_without_unicode():
+    """An ASCII terminal gets ASCII."""
+    text = _draw(_example(), encoding="ascii", width=80)
+    assert "0: A" in text
+    assert "[0:4, 4:8]" in text
+
+
+def test_drawing_in_colour_has_the_same_text():
+    """Colour adds styles and nothing else."""
+    coloured = _draw(_example(), width=80, force_terminal=True, color_system="truecolor")
+    stripped = re.sub(r"\x1b\[[0-9;]*m", "", coloured)
+    assert "\x1b[" in coloured
+    assert stripped == GOLDEN
+
+
+def test_curves_that_differ_are_said_to():
+    """The largest difference and its step are found, and one above the tolerance fails."""
+    found = records.compare((4.0, 3.0, 2.0), (4.0, 3.5, 2.25))
+    assert (found.largest_difference, found.step, found.passed) == (0.5, 2, False)
+    assert records.compare((1.0,), (1.0005,)).passed
+
+
+# The whole
+
+
+def _demo(*args: str) -> subprocess.CompletedProcess:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    return subprocess.run(
+        [sys.executable, "-m", "spmd", "demo", *args],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=600,
+    )
+
+
+@pytest.mark.slow
+def test_the_demo_learns_and_agrees_with_the_unsharded_run(tmp_path):
+    """`spmd demo --verify` goes from ln(vocabulary) below 2.2, equals the unsharded run to 1e-3."""
+    done = _demo("--verify", "--json", str(tmp_path / "r.json"))
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    data = json.loads((tmp_path / "r.json").read_text())
+    assert data["losses"][0] == pytest.approx(math.log(data["vocab"]), abs=0.1)
+    assert data["final_loss"] < 2.2
+    assert data["verification"]["largest_difference"] <= 1e-3
+    assert "the loss curve is the same" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--mesh", "data=8"),
+        ("--mesh", "model=8"),
+        ("--mesh", "model=2,data=2"),
+        ("--mesh", "data=2,model=8", "--devices", "16"),
+        ("--devices", "1"),
+        ("--devices", "4", "--seed", "7"),
+    ],
+)
+def test_the_demo_on_other_meshes(args):
+    """Every mesh that is accepted trains as one device does."""
+    done = _demo(*args, "--steps", "8", "--verify")
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert "the loss curve is the same" in done.stdout
