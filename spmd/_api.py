@@ -17,6 +17,7 @@ import weakref
 import jax
 from jax.sharding import NamedSharding
 import jax.tree_util as jtu
+import numpy as np
 
 from spmd import _dispatch, _jax
 from spmd._arguments import (
@@ -356,14 +357,20 @@ def _no_array(value: Any, name: str) -> Failure | None:
     try:
         _jax.abstractify(value)
     except (TypeError, ValueError, OverflowError) as e:
-        return Failure(
-            what=f"cannot take argument {name}: it is no array",
-            expected="arrays, numbers, and containers of them",
-            got=f"{type(value).__name__}: {value!r}"[:100]
-            + (f" ({e})" if isinstance(e, OverflowError) else ""),
-            fix="declare it static with static_argnames, or convert it with jnp.asarray",
-            error=ArgumentError,
-        )
+        what = f"cannot take argument {name}: it is no array"
+        expected = "arrays, numbers, and containers of them"
+        got = f"{type(value).__name__}: {value!r}"
+        fix = "declare it static with static_argnames, or convert it with jnp.asarray"
+        if isinstance(e, OverflowError):
+            what = f"cannot take argument {name}: the number is too large"
+            expected = f"a number that fits into {jax.dtypes.canonicalize_dtype(int)}"
+            fix = "pass a float, or enable jax_enable_x64"
+        elif isinstance(value, (np.ndarray, np.generic)):
+            what = f"cannot take argument {name}: JAX has no dtype for it"
+            expected = "an array of numbers or booleans"
+            got = f"an array of dtype {value.dtype}"
+            fix = "convert it with astype, or declare it static with static_argnames"
+        return Failure(what=what, expected=expected, got=got[:100], fix=fix, error=ArgumentError)
     return None
 
 
@@ -589,7 +596,8 @@ class PjitFunction:
     __slots__ = ("__dict__", "__weakref__", "_line")
 
     def __get__(self, obj: Any, kind: Any = None) -> Any:
-        return self if obj is None else types.MethodType(self, obj)
+        method: Any = self
+        return self if obj is None else types.MethodType(method, obj)
 
     def __repr__(self) -> str:
         return f"<spmd.pjit of `{self._line.options.name}`>"
@@ -628,7 +636,8 @@ class PjitFunction:
 
     def clear_cache(self) -> None:
         """Forgets the traces and programs of this function."""
-        type(self).__call__._clear_cache()
+        dispatch: Any = type(self).__call__
+        dispatch._clear_cache()
         make_plan.evict_weakref(self._line.fun)
         evict_trace(self._line.fun)
 
@@ -646,7 +655,7 @@ def pjit_function(fun: Callable, options: PjitOptions) -> PjitFunction:
         options,
     )
     body = {"__call__": staticmethod(dispatch), "__slots__": (), "__module__": "spmd"}
-    wrapped = type("PjitFunction", (PjitFunction,), body)()
+    wrapped: Any = type("PjitFunction", (PjitFunction,), body)()
     wrapped._line = line
     return functools.update_wrapper(wrapped, fun)
 
@@ -685,7 +694,8 @@ def _bind(values: Sequence[Any], plan: Plan, options: PjitOptions) -> Sequence[A
     specs = [r.to_partition_spec() for r in outs]
     call = replace(plan.call, mesh=auto_mesh(plan.call.mesh))
     inside = functools.partial(pjit_p.bind, jaxpr=plan.jaxpr, call=call)
-    return jax.sharding.auto_axes(lambda *v: inside(*v), out_sharding=specs)(*values)
+    boundary: Any = jax.sharding.auto_axes(lambda *v: inside(*v), out_sharding=specs)
+    return boundary(*values)
 
 
 def _vague_output(name: str) -> Failure:

@@ -76,12 +76,12 @@ def parse_parameters(
     names, variadic, more = _positional(signature)
     options = {
         "static": (
-            _ints("static_argnums", static_argnums),
-            _strs("static_argnames", static_argnames),
+            _ints(subject, "static_argnums", static_argnums),
+            _strs(subject, "static_argnames", static_argnames),
         ),
         "donate": (
-            _ints("donate_argnums", donate_argnums),
-            _strs("donate_argnames", donate_argnames),
+            _ints(subject, "donate_argnums", donate_argnums),
+            _strs(subject, "donate_argnames", donate_argnames),
         ),
     }
     failures, resolved = [], {}
@@ -129,21 +129,22 @@ def _positional(
     return tuple(names), (variadic or [None])[0], tuple(keyword)
 
 
-def _ints(option: str, value: Any) -> tuple[int, ...]:
+def _ints(subject: str, option: str, value: Any) -> tuple[int, ...]:
     try:
         values = value if isinstance(value, Iterable) else (() if value is None else (value,))
         return tuple(operator.index(v) for v in values)
     except TypeError:
-        raise explain(
-            "pjit", [_option_type(option, value, "an int or a sequence of ints")]
-        ) from None
+        failure = _option_type(option, value, "an int or a sequence of ints")
+        raise explain(subject, [failure]) from None
 
 
-def _strs(option: str, value: Any) -> tuple[str, ...]:
-    values = (value,) if isinstance(value, str) else () if value is None else tuple(value)
-    if not all(isinstance(v, str) for v in values):
-        raise explain("pjit", [_option_type(option, value, "a str or a sequence of strs")])
-    return values
+def _strs(subject: str, option: str, value: Any) -> tuple[str, ...]:
+    if value is None or isinstance(value, str):
+        return (value,) if value is not None else ()
+    if not isinstance(value, Iterable) or not all(isinstance(v, str) for v in value):
+        failure = _option_type(option, value, "a str or a sequence of strs")
+        raise explain(subject, [failure])
+    return tuple(value)
 
 
 def _option_type(option: str, value: Any, expected: str) -> Failure:
@@ -156,6 +157,10 @@ def _option_type(option: str, value: Any, expected: str) -> Failure:
     )
 
 
+def _one_or_all(values: Sequence[Any]) -> str:
+    return repr(values[0] if len(values) == 1 else tuple(values))
+
+
 def _range_failures(
     option: str, nums: Sequence[int], names: Sequence[str], variadic: str | None
 ) -> list[Failure]:
@@ -166,7 +171,7 @@ def _range_failures(
     return [
         Failure(
             what=f"has no argument {', '.join(map(str, bad))}",
-            given=f"{option}={tuple(nums)}",
+            given=f"{option}={_one_or_all(nums)}",
             expected=f"positions from {-n} to {n - 1}" if n else "no positions",
             got=f"{n} positional argument{'s' * (n != 1)}: {', '.join(names) or 'none'}",
             error=OptionError,
@@ -185,8 +190,8 @@ def _name_failures(
     return [
         Failure(
             what=f"has no argument {', '.join(map(repr, bad))}{did_you_mean(bad[0], names)}",
-            given=f"{option}={tuple(given)}",
-            expected=f"names out of {', '.join(names)}",
+            given=f"{option}={_one_or_all(given)}",
+            expected=f"names out of {', '.join(names) or 'none: it takes no arguments'}",
             error=OptionError,
         )
     ]
@@ -249,7 +254,10 @@ def split_arguments(params: Parameters, args: tuple, kwargs: Mapping, subject: s
         TypeError: A static argument is not hashable, or the arguments do not fit the signature.
         ValueError: A static or donated position does not exist in this call.
     """
-    args, kwargs = params.bind(args, kwargs)
+    try:
+        args, kwargs = params.bind(args, kwargs)
+    except TypeError as e:
+        raise explain(subject, [_unbindable(params, e)]) from None
     _check_positions(params, len(args), subject)
     if not params.static_nums and not params.static_names:
         return Split(dynamic=(args, kwargs), positions=tuple(range(len(args))), statics=())
@@ -268,6 +276,15 @@ def split_arguments(params: Parameters, args: tuple, kwargs: Mapping, subject: s
     )
 
 
+def _unbindable(params: Parameters, error: TypeError) -> Failure:
+    return Failure(
+        what="cannot be called like this",
+        expected=f"arguments for the parameters {params.signature}"[:200],
+        got=str(error),
+        error=ArgumentError,
+    )
+
+
 def _check_positions(params: Parameters, count: int, subject: str) -> None:
     if params.signature is not None and params.variadic is None:
         return
@@ -276,7 +293,7 @@ def _check_positions(params: Parameters, count: int, subject: str) -> None:
         if bad := [i for i in nums if i >= count]:
             failure = Failure(
                 what=f"has no argument {', '.join(map(str, bad))}",
-                given=f"{option}_argnums={nums}",
+                given=f"{option}_argnums={_one_or_all(nums)}",
                 got=f"a call with {count} positional argument{'s' * (count != 1)}",
                 error=OptionError,
             )
@@ -297,7 +314,7 @@ def _unhashable(params: Parameters, where: Any, value: Any) -> Failure:
         what=f"cannot hash static argument {name}",
         expected="a value with __hash__ and __eq__: it is part of the key of the compile cache",
         got=f"{type(value).__name__}: {value!r}"[:100],
-        fix="pass a tuple instead of a list, or do not declare it static",
+        fix="pass something hashable such as a tuple, or do not declare it static",
         error=ArgumentError,
     )
 
@@ -305,7 +322,7 @@ def _unhashable(params: Parameters, where: Any, value: Any) -> Failure:
 def join_arguments(split_positions: Sequence[int], statics: Any, dynamic: Any) -> tuple[list, dict]:
     """Undoes :func:`split_arguments`: puts static values back at their places."""
     args, kwargs = dynamic
-    placed = dict(zip(split_positions, args, strict=True))
+    placed: dict[Any, Any] = dict(zip(split_positions, args, strict=True))
     kwargs = dict(kwargs)
     for where, static in statics:
         (kwargs if isinstance(where, str) else placed)[where] = static.value

@@ -306,7 +306,7 @@ def _user_level() -> int:
     return level
 
 
-def _move(args: Sequence[Any], prepared: Prepared, call: PjitCall) -> list[Any]:
+def _move(args: Sequence[Any], prepared: Prepared, call: PjitCall) -> tuple[Any, ...]:
     args = list(args)
     for i in prepared.moves:
         original, donated = args[i], call.donated_invars[i]
@@ -379,14 +379,15 @@ def dispatcher(
 def _with_hash_errors(fast: Any, cache_miss: Callable) -> Callable:
     """Answers an unhashable static argument ourselves: C++ does not say which one it is."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def guarded(*args: Any, **kwargs: Any) -> Any:
         try:
             return fast(*args, **kwargs)
         except ValueError as e:
-            if str(e).startswith("Non-hashable static arguments"):
-                return cache_miss(*args, **kwargs)[0]
-            raise
+            if not str(e).startswith("Non-hashable static arguments"):
+                raise
+        return cache_miss(*args, **kwargs)[0]
 
+    call: Any = guarded
     call._clear_cache = fast._clear_cache
     return call
 
