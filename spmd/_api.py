@@ -657,7 +657,8 @@ def pjit_function(fun: Callable, options: PjitOptions) -> PjitFunction:
     body = {"__call__": staticmethod(dispatch), "__slots__": (), "__module__": "spmd"}
     wrapped: Any = type("PjitFunction", (PjitFunction,), body)()
     wrapped._line = line
-    return functools.update_wrapper(wrapped, fun)
+    functools.update_wrapper(wrapped, fun)
+    return wrapped
 
 
 @_jax.api_boundary

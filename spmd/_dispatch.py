@@ -307,14 +307,14 @@ def _user_level() -> int:
 
 
 def _move(args: Sequence[Any], prepared: Prepared, call: PjitCall) -> tuple[Any, ...]:
-    args = list(args)
+    moved = list(args)
     for i in prepared.moves:
         original, donated = args[i], call.donated_invars[i]
         alias = False if donated else None
-        args[i] = jax.device_put(original, prepared.shardings[i], may_alias=alias)
+        moved[i] = jax.device_put(original, prepared.shardings[i], may_alias=alias)
         if donated:
             original.delete()  # device_put(donate=True) frees only what it can reuse
-    return args
+    return tuple(moved)
 
 
 def mark_deleted(args: Sequence[Any], call: PjitCall) -> None:

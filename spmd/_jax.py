@@ -48,7 +48,7 @@ FAST_PATH_CHECKS_DELETED = jax.__version_info__ >= (0, 12)
 
 #: Weak in its first argument, knows JAX's trace context, cleared by `jax.clear_caches`, and
 #: computes an entry once however many threads ask for it.
-weakref_lru_cache = util.weakref_lru_cache
+weakref_lru_cache: Any = util.weakref_lru_cache
 
 #: Registers an object with `cache_clear` to be cleared by `jax.clear_caches`.
 register_cache = util.register_cache
@@ -171,9 +171,19 @@ def used_at() -> str:
     return f", used at {source}" if source else ""
 
 
-api_boundary = traceback_util.api_boundary
+api_boundary: Any = traceback_util.api_boundary
 
 # Timing events of JAX (`jax_log_compiles`)
+
+
+def no_tracing() -> bool:
+    """Whether `jax_no_tracing` forbids to trace."""
+    return config.no_tracing.value
+
+
+def explain_cache_misses() -> bool:
+    """Whether `jax_explain_cache_misses` asks for the reason of every trace."""
+    return config.explain_cache_misses.value
 
 
 def log_elapsed(fmt: str, name: str) -> Any:
@@ -209,7 +219,7 @@ def remat_rule(primitive: Any, update: Callable) -> None:
             outputs each half keeps, how many residuals leave and enter, and the parameters of
             both halves; returns both parameters.
     """
-    rule = functools.partial(pe.closed_call_partial_eval_custom_rule, "jaxpr", update)
+    rule: Any = functools.partial(pe.closed_call_partial_eval_custom_rule, "jaxpr", update)
     pe.partial_eval_jaxpr_custom_rules[primitive] = rule
 
 
@@ -409,7 +419,8 @@ def wrap_with_sharding(ctx: Any, value: Any, aval_in: Any, aval_out: Any, shardi
     if isinstance(axis_ctx, sharding_impls.SPMDAxisContext) and axis_ctx.manual_axes:
         sharding = mlir.add_manual_axes(axis_ctx, sharding, ndim)
     if jax.dtypes.issubdtype(aval_in.dtype, jax.dtypes.extended):
-        ndim = core.physical_aval(aval_in).ndim
+        physical: Any = core.physical_aval(aval_in)
+        ndim = physical.ndim
     if not config.use_shardy_partitioner.value:
         dims = {i for i, p in enumerate(sharding.spec) if p is jax.P.UNCONSTRAINED}
         proto = sharding._to_xla_hlo_sharding(ndim).to_proto()

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import math
 import threading
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import AxisType
@@ -42,12 +42,13 @@ class Mesh(jax.sharding.Mesh):
 
     __module__ = "spmd"
 
+    _plain: Any
+
     def __new__(cls, devices: Any, axis_names: Any, axis_types: Any = None) -> Mesh:
         plain = jax.sharding.Mesh(np.asarray(devices), axis_names, axis_types)
         # JAX interns its meshes and always builds the base class.
         self = object.__new__(cls)
-        vars(self).update(_jax.interned_mesh(plain))
-        vars(self)["_plain"] = plain
+        self.__dict__.update(_jax.interned_mesh(plain), _plain=plain)
         return self
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -58,9 +59,10 @@ class Mesh(jax.sharding.Mesh):
         _jax.push_mesh(self._plain)
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> Literal[False]:
         _context.meshes.pop()
         _jax.pop_mesh()
+        return False
 
     def __eq__(self, other: object) -> bool:
         return plain_mesh(other) is self._plain

@@ -35,7 +35,8 @@ def canonical_leaf(leaf: Any) -> Any:
 
 
 def _default_memory(sharding: NamedSharding) -> str | None:
-    return sharding.mesh.devices.flat[0].default_memory().kind
+    devices: Any = sharding.mesh.devices
+    return devices.flat[0].default_memory().kind
 
 
 def mesh_of_leaves(leaves: Sequence[Any], names: Sequence[str]) -> tuple[Any, list[Failure]]:
@@ -302,8 +303,7 @@ def from_array_failure(arg: Any, mesh: Any, subject: str) -> Failure | None:
             got=kind,
             fix=f"write a PartitionSpec, or {place}",
         )
-    foreign = isinstance(placed, NamedSharding) and auto_mesh(placed.mesh) != auto_mesh(mesh)
-    if not foreign:
+    if not isinstance(placed, NamedSharding) or auto_mesh(placed.mesh) == auto_mesh(mesh):
         return None
     return Failure(
         what=f"cannot take the sharding of {subject} from an array on another mesh",

@@ -8,7 +8,6 @@ import logging
 from typing import Any
 import weakref
 
-import jax
 import jax.tree_util as jtu
 
 from spmd import _jax
@@ -70,9 +69,9 @@ def trace(fun: Callable, signature: Signature, mesh: Any, name: str) -> Trace:
 
 @_jax.weakref_lru_cache
 def _trace(fun: Callable, signature: Signature, mesh: Any, name: str) -> Trace:
-    if jax.config.jax_no_tracing:
+    if _jax.no_tracing():
         raise RuntimeError(f"pjit of `{name}` would trace, and jax_no_tracing is set.")
-    if jax.config.jax_explain_cache_misses:
+    if _jax.explain_cache_misses():
         _explain_miss(fun, signature, mesh, name)
     out_tree = out_names = None
 

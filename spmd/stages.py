@@ -311,7 +311,8 @@ def _specs(protos: Any, mesh: Any, count_all: int) -> list[Any]:
 
 def _spec_or_sharding(proto: Any, mesh: Any) -> Any:
     try:
-        parts = list(parse_op_sharding(proto, mesh).to_partition_spec())
+        parsed: Any = parse_op_sharding(proto, mesh)
+        parts = list(parsed.to_partition_spec())
     except RecoveryError:
         return proto  # no PartitionSpec says it: what the compiler said
     while parts and parts[-1] is None:
