@@ -1,17 +1,20 @@
 """What a compiled program does between devices, as records.
 
->>> from spmd import inspection
->>> found = inspection.collectives(compiled.as_text(), mesh.shape)  # doctest: +SKIP
->>> inspection.totals(found)  # doctest: +SKIP
+    found = inspection.collectives(compiled.as_text(), mesh.shape)
+    inspection.totals(found)
 """
 
-from spmd.inspection._hlo import Computation as Computation
-from spmd.inspection._hlo import Instruction as Instruction
-from spmd.inspection._hlo import Module as Module
-from spmd.inspection._hlo import Shape as Shape
-from spmd.inspection._hlo import parse_module as parse_module
-from spmd.inspection._ledger import KINDS as KINDS
-from spmd.inspection._ledger import Collective as Collective
-from spmd.inspection._ledger import Total as Total
-from spmd.inspection._ledger import collectives as collectives
-from spmd.inspection._ledger import totals as totals
+from spmd.inspection._hlo import (
+    Computation as Computation,
+    Instruction as Instruction,
+    Module as Module,
+    Shape as Shape,
+    parse_module as parse_module,
+)
+from spmd.inspection._ledger import (
+    KINDS as KINDS,
+    Collective as Collective,
+    Total as Total,
+    collectives as collectives,
+    totals as totals,
+)

@@ -7,10 +7,10 @@ is ``mesh.devices.flat[i]``, whatever ids the devices have.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 

@@ -10,10 +10,10 @@ the opcode's own place in the line: fusions, metadata and operands name collecti
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator
 
 # Sizes in bits, from XLA's primitive types; sub-byte elements are packed.
 _BITS = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
+import dataclasses
 
 from spmd.inspection import _groups, _hlo
 from spmd.inspection._hlo import Computation, Instruction, Module, Shape
