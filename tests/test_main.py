@@ -138,13 +138,14 @@ def test_the_device_count_is_that_of_the_arguments(flags):
 
 
 def test_other_xla_flags_are_kept(monkeypatch):
-    """Only the flag of the device count is replaced."""
+    """Only the flag of the device count, which JAX would count against ours, is taken away."""
     monkeypatch.setenv("XLA_FLAGS", "--a=1 --xla_force_host_platform_device_count=3 --b=2")
     for name in ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES"):
         monkeypatch.setenv(name, "")
     monkeypatch.delitem(sys.modules, "jax")
     cli.set_device_count(6)
-    assert os.environ["XLA_FLAGS"] == "--a=1 --b=2 --xla_force_host_platform_device_count=6"
+    assert os.environ["XLA_FLAGS"] == "--a=1 --b=2"
+    assert os.environ["JAX_NUM_CPU_DEVICES"] == "6"
 
 
 def test_too_few_devices_in_a_started_process(monkeypatch, capsys):
