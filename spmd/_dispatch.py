@@ -224,7 +224,7 @@ def check_alive(args: Sequence[Any], call: PjitCall) -> None:
 def _donated_twice(args: Sequence[Any], call: PjitCall) -> list[Failure]:
     """One array as a donated and as another argument: the runtime may crash on it."""
     rows = list(zip(args, call.arg_names, call.donated_invars, strict=True))
-    given = {id(a): n for a, n, donated in rows if donated and isinstance(a, jax.Array)}
+    given = {id(a): n for a, n, donated in rows[::-1] if donated and isinstance(a, jax.Array)}
     return [
         Failure(
             what=f"cannot donate argument {given[id(a)]} and use it as argument {n} too",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import functools
 import os
+import sys
 from typing import Any
 
 import jax
@@ -155,7 +156,15 @@ def summarize(source_info: Any) -> str:
 
 def current_source() -> str:
     """``file:line (function)`` of the user's frame that is running."""
-    return source_info_util.summarize(source_info_util.current())
+    if found := source_info_util.summarize(source_info_util.current()):
+        return found
+    # JAX looks no further up than the trace that is running; `jit` of our function has no line.
+    frame = sys._getframe(1)
+    while frame and not source_info_util.is_user_filename(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
 def exclude_from_tracebacks(paths: Sequence[str]) -> None:
