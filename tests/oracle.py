@@ -141,7 +141,9 @@ def sample(seed, function, mesh):
     return Case(fun, reference, args, on, tuple(specs[:-1]), specs[-1])
 
 
+# Every other pair: each function on several meshes, each mesh with some function.
 SAMPLES = [
     (seed, function, mesh)
     for seed, (function, mesh) in enumerate((f, m) for m in MESHES for f in FUNCTIONS)
+    if seed % 2 == 0
 ]
