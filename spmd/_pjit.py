@@ -130,10 +130,11 @@ _jax.declare_shardings(pjit_p, _pjit_shardings)
 
 
 def _pjit_batch(axis_data: Any, vals: Any, dims: Any, *, jaxpr: Any, call: PjitCall) -> Any:
-    new_jaxpr, out_dims = _jax.batch_jaxpr(jaxpr, axis_data, tuple(dims))
     axes = spmd_axes(axis_data)
     subject = _dispatch.subject_of(call)
+    # Before the body: a conflict of the function's own specs names the function.
     check_spmd_axes(axes, call.mesh, call.in_axis_resources, dims, subject)
+    new_jaxpr, out_dims = _jax.batch_jaxpr(jaxpr, axis_data, tuple(dims))
     check_spmd_axes(axes, call.mesh, call.out_axis_resources, out_dims, subject)
     outs = pjit_p.bind(*vals, jaxpr=new_jaxpr, call=call.batch(dims, out_dims, axes))
     return outs, out_dims
