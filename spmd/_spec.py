@@ -331,8 +331,10 @@ def parse_specs(tree: Any, name: str, subject: str, *, role: str) -> SpecTree:
 
 
 def _leaf_failure(entry: Any, leaf_name: str, role: str) -> Failure | None:
-    if entry is UNSPECIFIED or isinstance(entry, NamedSharding):
+    if entry is UNSPECIFIED:
         return None
+    if isinstance(entry, NamedSharding):
+        return _spec_failure(entry.spec, leaf_name, allow_unconstrained=role != "input")
     if entry is FROM_ARRAY:
         if role == "input":
             return None
