@@ -375,7 +375,7 @@ def broadcast_prefix(tree: Any, treedef: Any, name: str, value: str) -> list[Any
 
 def _prefix_failure(prefix: Any, full: Any, name: str, value: str) -> Failure | None:
     """Walks both structures together and names the first place where they part."""
-    if jtu.treedef_is_leaf(prefix):
+    if prefix.node_data() is None:
         return None
     spec_node, value_node = prefix.node_data(), full.node_data()
     if value_node is None or spec_node[0] is not value_node[0]:
