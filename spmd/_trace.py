@@ -14,6 +14,7 @@ from spmd import _jax
 from spmd._arguments import join_arguments
 from spmd._counts import count
 from spmd._mesh import show_mesh, tracing
+from spmd.errors import ArgumentError, Failure, explain
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,11 @@ def _trace(fun: Callable, signature: Signature, mesh: Any, name: str) -> Trace:
         args, kwargs = join_arguments(signature.positions, signature.statics, dynamic)
         paths, out_tree = jtu.tree_flatten_with_path(fun(*args, **kwargs))
         out_names = tuple("result" + jtu.keystr(path) for path, _ in paths)
-        return [value for _, value in paths]
+        values = [value for _, value in paths]
+        found = [_no_array(v, n) for v, n in zip(values, out_names, strict=True)]
+        if failures := [f for f in found if f]:
+            raise explain(f"pjit of `{name}`", failures)
+        return values
 
     info = _jax.debug_info(fun, signature.arg_names, lambda: out_names)
     with _jax.log_elapsed("Finished tracing {fun_name} for pjit in {elapsed_time:.9f} sec", name):
@@ -90,6 +95,21 @@ def _trace(fun: Callable, signature: Signature, mesh: Any, name: str) -> Trace:
     _jax.result_paths(jaxpr, out_names or ())
     jaxpr, consts = _jax.separate_tracer_consts(jaxpr)
     return Trace(jaxpr=jaxpr, consts=tuple(consts), out_tree=out_tree, out_names=out_names or ())
+
+
+def _no_array(value: Any, name: str) -> Failure | None:
+    if isinstance(value, _jax.Tracer):
+        return None
+    try:
+        _jax.abstractify(value)
+    except (TypeError, ValueError, OverflowError):
+        return Failure(
+            what=f"cannot return {name}: it is no array",
+            expected="arrays, numbers, None, and containers of them",
+            got=f"{type(value).__name__}: {value!r}"[:100],
+            error=ArgumentError,
+        )
+    return None
 
 
 def evict_trace(fun: Callable) -> None:
