@@ -603,7 +603,7 @@ class PjitFunction:
         return f"<spmd.pjit of `{self._line.options.name}`>"
 
     @_jax.api_boundary
-    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+    def trace(self, /, *args: Any, **kwargs: Any) -> Traced:
         """Traces for these arguments.
 
         Args:
@@ -625,12 +625,12 @@ class PjitFunction:
         return Traced(plan.jaxpr, plan.call, placed, signature)
 
     @_jax.api_boundary
-    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+    def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
         """Traces and lowers for these arguments; see :meth:`trace`."""
         return self.trace(*args, **kwargs).lower()
 
     @_jax.api_boundary
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+    def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """Returns shapes and dtypes of the results, as ``jax.ShapeDtypeStruct``."""
         return self.trace(*args, **kwargs).out_info
 
@@ -662,7 +662,7 @@ def pjit_function(fun: Callable, options: PjitOptions) -> PjitFunction:
 
 
 @_jax.api_boundary
-def _call(line: _Line, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
+def _call(line: _Line, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
     """Calls once; returns results, data for the C++ dispatcher or None, and False (keep it)."""
     flat, plan = line.plan(args, kwargs)
     leaves = flat.leaves

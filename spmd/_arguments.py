@@ -7,7 +7,7 @@ options follow the parameter however it was passed, and both spellings are one p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 import inspect
 import operator
 from typing import Any
@@ -32,7 +32,8 @@ class Parameters:
         donate_names: Names of donated arguments.
     """
 
-    signature: inspect.Signature | None
+    # Not compared: it belongs to the function, and its defaults may have no hash.
+    signature: inspect.Signature | None = field(compare=False)
     names: tuple[str, ...]
     variadic: str | None
     static_nums: tuple[int, ...]
@@ -377,27 +378,30 @@ def argument_specs(
         ValueError: The specs are no pytree prefix of the arguments.
     """
     args, kwargs = tree.children()
+    order = _spec_order(params)
+    # What *args takes has its entries before those of the keyword-only parameters.
+    extra = sum(p >= len(params.names) for p in positions)
+    entries = {n: i if n in params.names else i + extra for i, n in enumerate(order)}
     called = [
-        (params.position_name(p), p, t) for p, t in zip(positions, args.children(), strict=True)
+        (params.position_name(p), i, t)
+        for i, (p, t) in enumerate(zip(positions, args.children(), strict=True))
     ]
     named = zip(kwargs.node_data()[1], kwargs.children(), strict=True)
-    called += [(str(n), str(n), t) for n, t in named]
-    order = _spec_order(params)
-    failures: list[Failure] = []
+    called += [(str(n), entries.get(n), t) for n, t in named]
+    known = {*order, *(name for name, *_ in called)}
+    most = max(len(order) + extra, len(called))
+    failures = _too_many_entries(specs, called, most)
     out: list[int] = []
-    used: set[Any] = set()
-    for name, where, sub in called:
-        entry, key = _entry_for(specs, where, order, positions)
-        used.add(key)
+    for name, index, sub in called:
+        entry, key = _entry_for(specs, name, index, known)
         if entry is _MISSING:
-            failures.append(_arity_failure(specs, called, order))
+            failures = [_arity_failure(specs, called)]
             break
         found = broadcast_prefix(entry, sub, specs.name + key, name)
         if isinstance(found, Failure):
             failures.append(found)
         else:
             out += found
-    failures = failures or _unused_entries(specs, used, order, called, params)
     if failures:
         raise explain(subject, failures)
     leaves = (*specs.leaves, UNSPECIFIED)
@@ -417,49 +421,36 @@ def _spec_order(params: Parameters) -> list[str]:
     return [n for n in all_names if n not in params.static_names]
 
 
-def _entry_for(
-    specs: SpecTree, where: Any, order: Sequence[str], positions: Sequence[int]
-) -> tuple[Any, str]:
-    """The entry of `specs` for one argument, and how it is written after the option's name."""
+def _entry_for(specs: SpecTree, name: str, index: int | None, known: set[str]) -> tuple[Any, str]:
+    """The entry of `specs` for one argument, and how it is written after the option's name.
+
+    Args:
+        specs: The parsed `in_axis_resources`.
+        name: What the user calls the argument.
+        index: Its place among the entries; None for what ``**kwargs`` takes.
+        known: The names that a dict of entries may have.
+    """
     top = specs.indices()
     kind = specs.treedef.node_data()
     if kind is None:
         return top, ""
-    if kind[0] is tuple:
-        index = _entry_index(where, order, positions)
-        return (
-            (top[index], f"[{index}]") if index is not None and index < len(top) else (_MISSING, "")
-        )
-    if kind[0] is dict and order and set(top) <= set(order):
-        name = (
-            where if isinstance(where, str) else order[_entry_index(where, order, positions) or 0]
-        )
+    if kind[0] is tuple and index is not None and index < len(top):
+        return top[index], f"[{index}]"
+    if kind[0] is dict and set(top) <= known:
         # A parameter without an entry is left out, as if the option had not been given.
         return (top[name], f"[{name!r}]") if name in top else (len(specs.leaves), "")
     return _MISSING, ""
 
 
-def _entry_index(where: Any, order: Sequence[str], positions: Sequence[int]) -> int | None:
-    if isinstance(where, str):
-        return order.index(where) if where in order else None
-    return positions.index(where)
-
-
-def _unused_entries(
-    specs: SpecTree, used: set, order: Sequence[str], called: Sequence[Any], params: Parameters
-) -> list[Failure]:
+def _too_many_entries(specs: SpecTree, called: Sequence[Any], most: int) -> list[Failure]:
     """Entries beyond the parameters belong to nothing."""
     kind = specs.treedef.node_data()
-    if kind is None or kind[0] is not tuple:
+    if kind is None or kind[0] is not tuple or len(specs.treedef.children()) <= most:
         return []
-    n = len(specs.treedef.children())
-    most = (
-        len(called) if params.signature is None or params.variadic else max(len(order), len(called))
-    )
-    return [_arity_failure(specs, called, order)] if n > most else []
+    return [_arity_failure(specs, called)]
 
 
-def _arity_failure(specs: SpecTree, called: Sequence[Any], order: Sequence[str]) -> Failure:
+def _arity_failure(specs: SpecTree, called: Sequence[Any]) -> Failure:
     kind = specs.treedef.node_data()[0]
     n, m = len(specs.treedef.children()), len(called)
     names = ", ".join(name for name, *_ in called) or "none"
@@ -468,9 +459,15 @@ def _arity_failure(specs: SpecTree, called: Sequence[Any], order: Sequence[str])
         fix = "give one entry per argument that is not static, or one spec for all of them"
         if m == 1:
             fix = "write (spec,) around what is meant for the one argument"
+        elif any(index is None for _, index, _ in called):
+            fix = "give a dict of entries by name: what **kwargs takes has no position"
     else:
         given = f"{specs.name} is a {kind.__name__}, not a tuple of one entry per argument"
         fix = "write (spec,) around it" if m == 1 else "write one entry per argument: (spec, spec)"
+        if kind is dict:
+            keys = ", ".join(map(repr, specs.treedef.node_data()[1]))
+            given = f"{specs.name} is a dict with keys {keys}"
+            fix += ", or a dict of entries by name"
     return Failure(
         what=f"cannot match {specs.name} with the arguments: it is not a pytree prefix",
         given=given,

@@ -354,7 +354,7 @@ class PythonDispatcher:
     def __init__(self, cache_miss: Callable):
         self._cache_miss = cache_miss
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._cache_miss(*args, **kwargs)[0]
 
     def _clear_cache(self) -> None:

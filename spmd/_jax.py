@@ -141,7 +141,7 @@ def unknown_debug_info(jaxpr: Any) -> Any:
 
 def fun_name(fun: Callable) -> str:
     """The name of a function as JAX shows it; looks through partials and methods."""
-    return util.fun_name(fun)
+    return util.fun_name(fun, type(fun).__name__)
 
 
 def subjaxprs(jaxpr: Any) -> Iterator[Any]:

@@ -199,7 +199,7 @@ class Compiled(_Stage):
         self._shardings = lowered._shardings
         self._executable = executable
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Runs the program.
 
         Raises:

@@ -606,10 +606,10 @@ def test_dict_for_one_dict_argument(in_mesh):
         spmd.ShardingError,
         """
         pjit of `step` cannot match in_axis_resources with the arguments: it is not a pytree prefix.
-          given     in_axis_resources is a dict, not a tuple of one entry per argument
+          given     in_axis_resources is a dict with keys 'x'
           expected  one entry per argument: batch
           got       1 argument
-          fix       write (spec,) around it
+          fix       write (spec,) around it, or a dict of entries by name
         """,
     )
 
