@@ -1,0 +1,102 @@
+"""A repeated call with rightly placed arguments, against `jax.jit` and `jax.pmap`."""
+
+from collections.abc import Callable, Iterator
+
+import jax
+from jax.sharding import NamedSharding
+import numpy as np
+
+from spmd import P, pjit
+
+from .paired import Result, compare
+
+
+def _mesh(n: int) -> jax.sharding.Mesh:
+    return jax.sharding.Mesh(np.array(jax.devices()[:n]), ("x",))
+
+
+def _add(*args):
+    return jax.tree.map(lambda x: x + 1, args)
+
+
+def _repeat(f: Callable, args: tuple) -> Callable[[int], None]:
+    def run(calls: int) -> None:
+        for _ in range(calls):
+            out = f(*args)
+        jax.block_until_ready(out)
+
+    return run
+
+
+def _versus_jit(name: str, devices: int, values: tuple, turns: int, calls: int) -> Result:
+    sharding = NamedSharding(_mesh(devices), P("x"))
+    args = jax.device_put(values, sharding)
+    ours = pjit(_add, in_axis_resources=P("x"), out_axis_resources=P("x"), mesh=_mesh(devices))
+    peer = jax.jit(_add, in_shardings=sharding, out_shardings=sharding)
+    return compare(
+        f"call, {name}, vs jax.jit",
+        _repeat(ours, args),
+        _repeat(peer, args),
+        target=1.05,
+        turns=turns,
+        calls=calls,
+    )
+
+
+def _versus_pmap(name: str, values: tuple, turns: int, calls: int) -> Result:
+    ours = pjit(_add, in_axis_resources=P("x"), out_axis_resources=P("x"), mesh=_mesh(8))
+    peer = jax.pmap(_add)
+    placed = jax.device_put(values, NamedSharding(_mesh(8), P("x")))
+    peers = peer(*values)  # its own results lie as it wants its arguments
+    return compare(
+        f"call, {name}, vs jax.pmap",
+        _repeat(ours, placed),
+        _repeat(peer, peers),
+        target=1.00,
+        turns=turns,
+        calls=calls,
+    )
+
+
+def _donating(name: str, values: tuple, turns: int, calls: int) -> Result:
+    """A state that is donated and fed back, as in a training loop."""
+    sharding = NamedSharding(_mesh(8), P("x"))
+    options = {"in_shardings": sharding, "out_shardings": sharding, "donate_argnums": 0}
+
+    def loop(f: Callable) -> Callable[[int], None]:
+        state = jax.jit(_add, out_shardings=sharding)(*values)
+
+        def run(calls: int) -> None:
+            nonlocal state
+            for _ in range(calls):
+                state = f(state)
+            jax.block_until_ready(state)
+
+        return run
+
+    def step(state):
+        return _add(*state)
+
+    return compare(
+        f"call, donated {name}, vs jax.jit",
+        loop(pjit(step, **options)),
+        loop(jax.jit(step, **options)),
+        target=None,
+        turns=turns,
+        calls=calls,
+    )
+
+
+def run(turns: int) -> Iterator[Result]:
+    """All comparisons of calls."""
+    x = np.zeros((8, 4), np.float32)
+    hundred = tuple(x + i for i in range(100))
+    tree = ({f"layer{i}": {f"w{j}": x for j in range(10)} for i in range(100)},)
+    yield _versus_jit("1 argument on 1 device", 1, (x,), turns, 500)
+    yield _versus_jit("1 argument on 8 devices", 8, (x,), turns, 100)
+    yield _versus_jit("100 arguments on 8 devices", 8, hundred, turns, 10)
+    yield _versus_jit("1,000 leaves on 8 devices", 8, tree, turns, 2)
+    yield _donating("1 leaf", (x,), turns, 100)
+    yield _donating("100 leaves", hundred, turns, 10)
+    yield _versus_pmap("1 argument on 8 devices", (x,), turns, 100)
+    yield _versus_pmap("100 arguments on 8 devices", hundred, turns, 10)
