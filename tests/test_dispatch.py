@@ -237,7 +237,7 @@ def test_hit_runs_no_python(case):
         ran = python_calls(lambda: f(*args))
         # C++ does not say which static argument has no hash: one frame of ours is around it.
         assert ran == [] or (
-            options and [r.rpartition("/")[2] for r in ran] == ["_dispatch.py:call"]
+            options and [r.rpartition("/")[2] for r in ran] == ["_dispatch.py:guarded"]
         )
         # The instrument itself sees Python where there is some.
         misplaced = jax.tree.map(lambda x: x if isinstance(x, str) else np.asarray(x), args)
