@@ -1,5 +1,6 @@
 """What a compiled program does between devices, as records.
 
+Example:
     found = inspection.collectives(compiled.as_text(), mesh.shape)
     inspection.totals(found)
 """
