@@ -71,7 +71,31 @@ class Mesh(jax.sharding.Mesh):
         return hash(self._plain)
 
     def __reduce__(self) -> Any:
-        return (Mesh, (self.devices, self.axis_names, self.axis_types))
+        # Devices do not pickle; the process that reads this has its own of the same ids.
+        ids = [(d.platform, d.id) for d in self.devices.flat]
+        return (_unpickle, (ids, self.devices.shape, self.axis_names, self.axis_types))
+
+    def __copy__(self) -> Mesh:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Mesh:
+        return self
+
+
+def _unpickle(ids: Any, shape: Any, axis_names: Any, axis_types: Any) -> Mesh:
+    platforms = {platform for platform, _ in ids}
+    here = {(d.platform, d.id): d for p in platforms for d in jax.devices(p)}
+    if missing := [f"{p}:{i}" for p, i in ids if (p, i) not in here]:
+        failure = Failure(
+            what="cannot be unpickled: this process lacks its devices",
+            expected=", ".join(f"{p}:{i}" for p, i in ids),
+            got=f"no {', '.join(missing)}",
+            error=MeshError,
+        )
+        raise explain("Mesh", [failure])
+    devices = np.empty(len(ids), dtype=object)
+    devices[:] = [here[key] for key in ids]
+    return Mesh(devices.reshape(shape), axis_names, axis_types)
 
 
 class _Context(threading.local):
