@@ -1,0 +1,269 @@
+"""Imports point one way, JAX's internals stay in one file, and public names are documented."""
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import spmd
+
+PACKAGE = Path(spmd.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+#: The core in the order of design.md: a module imports only modules before it.
+CORE = (
+    "_jax",
+    "errors",
+    "_counts",
+    "_mesh",
+    "_spec",
+    "_resolve",
+    "_recover",
+    "_arguments",
+    "_trace",
+    "_call",
+    "_lower",
+    "_dispatch",
+    "_pjit",
+    "_constraint",
+    "stages",
+    "_api",
+)
+#: Public doors: they hold no code of their own.
+DOORS = ("primitives", "partition_spec", "op_sharding")
+#: A method of the core that opens a feature imports it when it is called; no other may.
+LAZY = {
+    ("_api", "_global_aval", "distributed"),
+    ("_api", "_to_global", "distributed"),
+    ("_api", "_to_local", "distributed"),
+}
+
+
+def module_name(path):
+    """``inspection._hlo`` for a file of the package."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(p for p in parts if p != "__init__") or "spmd"
+
+
+def top(name):
+    """The part of the package that a module belongs to."""
+    return name.split(".")[0]
+
+
+def names_in(node):
+    """Full names that an import statement may load; relative imports are refused elsewhere."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return []
+
+
+def imports(path):
+    """``(function or None, imported name)`` for all imports of a file."""
+    return list(_imports(ast.parse(path.read_text()), None))
+
+
+def _imports(node, function):
+    # What only a type checker imports is never loaded.
+    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        return
+    for name in names_in(node):
+        yield function, name
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        function = function or node.name
+    for child in ast.iter_child_nodes(node):
+        yield from _imports(child, function)
+
+
+def own_imports(path):
+    """``(function or None, part of the package)`` for what a file imports of the package."""
+    parts = {p.stem if p.is_file() else p.name for p in PACKAGE.iterdir()} - {"__init__"}
+    found = {
+        (function, top(name.removeprefix("spmd.")))
+        for function, name in imports(path)
+        if name.startswith("spmd.")
+    }
+    return {(function, part) for function, part in found if part in parts}
+
+
+def test_the_order_is_complete():
+    """Every private module of the core stands in the order, and every name in it is a file."""
+    private = {p.stem for p in PACKAGE.glob("_*.py")} - {"__init__", "__main__"}
+    assert private <= set(CORE)
+    assert {f"{name}.py" for name in (*CORE, *DOORS)} <= {p.name for p in PACKAGE.glob("*.py")}
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_core_imports_point_one_way(name):
+    """A core module imports only what stands before it, and features only where allowed."""
+    found = own_imports(PACKAGE / f"{name}.py")
+    now = {part for function, part in found if function is None}
+    assert now <= set(CORE[: CORE.index(name)])
+    later = {(name, function, part) for function, part in found if function is not None}
+    assert later <= LAZY
+
+
+def test_lazy_imports_exist():
+    """Each import that is allowed late is made: the list does not outlive them."""
+    made = {
+        (name, function, part)
+        for name in CORE
+        for function, part in own_imports(PACKAGE / f"{name}.py")
+        if function is not None
+    }
+    assert made == LAZY
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_doors_only_re_export(name):
+    """A public door is a docstring and re-exports of the core, each name spelled as public."""
+    docstring, *statements = ast.parse((PACKAGE / f"{name}.py").read_text()).body
+    assert isinstance(docstring.value.value, str)
+    for statement in statements:
+        assert isinstance(statement, ast.ImportFrom)
+        assert statement.module.removeprefix("spmd.") in CORE
+        assert all(alias.name == alias.asname for alias in statement.names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_nothing_imports_the_command_line(path):
+    """`spmd.__main__` is the end of the line."""
+    assert "spmd.__main__" not in {name for _, name in imports(path)}
+
+
+@pytest.mark.parametrize("name", [*CORE, *DOORS])
+def test_core_imports_modules_not_the_package(name):
+    """`from spmd import x` in the core names a module: public names do not exist yet there."""
+    taken = {n.removeprefix("spmd.") for _, n in imports(PACKAGE / f"{name}.py") if "spmd." in n}
+    assert {top(n) for n in taken} <= {*CORE, *{part for *_, part in LAZY}}
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_internals_of_jax(path):
+    """`jax._src` and `jaxlib` are named in one file, in no way that an import statement has."""
+    if path.name == "_jax.py":
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        for name in names_in(node):
+            assert not name.startswith(("jax._src", "jaxlib")), name
+        if isinstance(node, ast.Attribute):
+            assert node.attr != "_src", ast.unparse(node)
+        if isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+            assert "jax" not in ast.unparse(node), ast.unparse(node)
+
+
+def test_the_adapter_imports_nothing_of_ours():
+    """The adapter stands on JAX alone."""
+    assert own_imports(PACKAGE / "_jax.py") == set()
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_no_relative_imports(path):
+    """Imports are absolute, so that this file sees all of them."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    assert not [n for n in nodes if isinstance(n, ast.ImportFrom) and n.level]
+
+
+def test_import_is_light():
+    """`import spmd` loads neither the demo nor what only features need, and starts no backend."""
+    code = (
+        "import sys, spmd\n"
+        "from jax._src import xla_bridge\n"
+        "assert not xla_bridge._backends, 'a backend was started'\n"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent
+    )
+    loaded = set(done.stdout.split())
+    assert "spmd._api" in loaded
+    for unwanted in ("optax", "rich", "hypothesis", "pytest", "libtpu"):
+        assert unwanted not in loaded
+    ours = {top(m.removeprefix("spmd.")) for m in loaded if m.startswith("spmd.")}
+    assert not ours & {"demo", "inspection", "testing", "_plan", "host_callback", "__main__"}
+
+
+def test_names_of_the_issue():
+    """Everything that the issue promises is where it promises it."""
+    promised = {
+        "spmd": """Mesh PartitionSpec NamedSharding P pjit with_sharding_constraint make_mesh
+            current_mesh clear_caches FROM_ARRAY counts Counts""",
+        "spmd.partition_spec": "ParsedPartitionSpec SpecSync REPLICATED",
+        "spmd.op_sharding": """parse_op_sharding unflatten_array unflatten_superdims
+            explode_superdims strides_for_sizes get_array_mapping get_aval_sharding_proto""",
+        "spmd.primitives": "pjit_p sharding_constraint_p",
+        "spmd.stages": "Traced Lowered Compiled",
+    }
+    for module, names in promised.items():
+        for name in names.split():
+            assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
+
+
+PUBLIC = [
+    "spmd",
+    *(
+        f"spmd.{m.name}"
+        for m in pkgutil.iter_modules(spmd.__path__)
+        if not m.name.startswith("_") and m.name != "demo"
+    ),
+]
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_names_are_documented(module):
+    """Every public function, class, method and property has a docstring of whole sentences."""
+    module = importlib.import_module(module)
+    assert module.__doc__
+    bare = []
+    for name, value in vars(module).items():
+        if name.startswith("_") or not getattr(value, "__module__", "").startswith("spmd"):
+            continue
+        if inspect.isfunction(value) or inspect.isclass(value):
+            bare += [name] * (not _documented(value))
+        if inspect.isclass(value):
+            bare += [f"{name}.{m}" for m in _members(value) if not _documented(vars(value)[m])]
+    assert not bare
+
+
+def _members(cls):
+    """Public methods and properties that a class defines itself."""
+    kinds = (property, classmethod, staticmethod)
+    return [
+        name
+        for name, value in vars(cls).items()
+        if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, kinds))
+    ]
+
+
+def _documented(value):
+    text = inspect.getdoc(value)
+    return bool(text) and text.splitlines()[0].rstrip("`").endswith((".", ":"))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [spmd.pjit, spmd.with_sharding_constraint, spmd.make_mesh, spmd.current_mesh],
+    ids=lambda f: f.__name__,
+)
+def test_entry_points_say_what_they_take_and_raise(function):
+    """Each way in documents every parameter, the result and the errors."""
+    text = inspect.getdoc(function)
+    for parameter in inspect.signature(function).parameters:
+        assert f"    {parameter}: " in text, parameter
+    assert "Returns" in text
+    assert "Raises:" in text
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=module_name)
+def test_all_names_exist(path):
+    """What `__all__` lists is there."""
+    if path.name == "__main__.py":
+        return
+    module = importlib.import_module(f"spmd.{module_name(path)}".removesuffix(".spmd"))
+    assert set(getattr(module, "__all__", ())) <= set(vars(module))
