@@ -669,12 +669,16 @@ def _call(line: _Line, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
     if "local" in flat.semantics:
         leaves = _to_global(leaves, flat, plan)
     values = [*plan.consts, *leaves]
+    # Asked before the call: a donated array has no layout after it.
+    rewritten = any(map(_jax.has_own_layout, values))
     try:
         outs = _bind(values, plan, line.options)
     except _jax.InternalFloatingPointError as e:
         _jax.find_nan(e, line.fun, args, kwargs)
         raise
-    data = _dispatch.fast_path_data(values, plan.jaxpr, plan.call, plan.out_tree, outs)
+    data = None
+    if not rewritten:
+        data = _dispatch.fast_path_data(values, plan.jaxpr, plan.call, plan.out_tree, outs)
     if line.options.positional_semantics == "local":
         outs, data = _to_local(outs, plan), None
     return jtu.tree_unflatten(plan.out_tree, outs), data, False

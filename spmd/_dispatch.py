@@ -95,6 +95,7 @@ def execute(
         args: The arguments of `call`, all of them.
         call: What the program was built for.
     """
+    args = _in_default_layout(args, call)
     outs = executable.unsafe_call(*consts, *args)
     if call.mesh is not None and AxisType.Explicit in call.mesh.axis_types:
         outs = [_typed(o, call.mesh) for o in outs]
@@ -307,13 +308,24 @@ def _user_level() -> int:
 
 
 def _move(args: Sequence[Any], prepared: Prepared, call: PjitCall) -> tuple[Any, ...]:
+    return _replaced(args, prepared.moves, [prepared.shardings[i] for i in prepared.moves], call)
+
+
+def _in_default_layout(args: Sequence[Any], call: PjitCall) -> Sequence[Any]:
+    """Rewrites arrays that lie in memory otherwise than a program reads its arguments."""
+    at = [i for i, a in enumerate(args) if _jax.has_own_layout(a)]
+    return _replaced(args, at, [args[i].sharding for i in at], call) if at else args
+
+
+def _replaced(
+    args: Sequence[Any], at: Sequence[int], shardings: Sequence[Any], call: PjitCall
+) -> tuple[Any, ...]:
+    """Copies the arguments `at` to other shardings; a donated original is gone then."""
     moved = list(args)
-    for i in prepared.moves:
-        original, donated = args[i], call.donated_invars[i]
-        alias = False if donated else None
-        moved[i] = jax.device_put(original, prepared.shardings[i], may_alias=alias)
-        if donated:
-            original.delete()  # device_put(donate=True) frees only what it can reuse
+    for i, new in zip(at, _jax.reshard([args[i] for i in at], shardings), strict=True):
+        moved[i] = new
+        if call.donated_invars[i]:
+            args[i].delete()
     return tuple(moved)
 
 

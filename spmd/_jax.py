@@ -35,6 +35,7 @@ from jax._src.interpreters import ad, batching, mlir, partial_eval as pe, pxla
 from jax._src.lib import _jax, xla_client
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import func as func_dialect
+from jax.experimental.layout import Layout
 import numpy as np
 
 # Version
@@ -506,6 +507,60 @@ def _build_function(
 
 register_lowering = mlir.register_lowering
 
+# Moving arrays
+
+
+def has_own_layout(x: Any) -> bool:
+    """Whether an array's elements lie in another order than programs read their arguments in."""
+    # Asking a deleted array crashes JAX 0.10.
+    if not isinstance(x, xla_client.ArrayImpl) or x.is_deleted():
+        return False
+    try:
+        layout = x._pjrt_layout
+    except RuntimeError:
+        return False  # a backend that knows no layouts
+    return not _is_default_layout(layout, x.sharding, x.shape, x.dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_default_layout(layout: Any, sharding: Any, shape: tuple[int, ...], dtype: Any) -> bool:
+    layout = Layout.from_pjrt_layout(layout)
+    return pxla.is_default_layout(layout, sharding, ShapedArray(shape, dtype))
+
+
+def reshard(arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+    """Copies arrays to other shardings over the same devices, without the host.
+
+    `jax.device_put` alone copies to the host and back, except where the order of devices differs.
+    """
+    moved = list(arrays)
+    pairs = enumerate(zip(arrays, shardings, strict=True))
+    here = [i for i, (a, s) in pairs if a.sharding._device_assignment == s._device_assignment]
+    if here:
+        program = _resharder(tuple(shardings[i] for i in here))
+        # What a user switched on or off for the call is not meant for this program.
+        off = (config.disable_jit, config.debug_nans, config.debug_infs, config.no_tracing)
+        with contextlib.ExitStack() as stack:
+            for state in off:
+                stack.enter_context(state(False))
+            for i, new in zip(here, program([arrays[i] for i in here]), strict=True):
+                moved[i] = new
+    for i in set(range(len(moved))) - set(here):
+        moved[i] = jax.device_put(arrays[i], shardings[i], may_alias=False)
+    if moved and next(iter(shardings[0].device_set)).platform == "cpu":
+        # Virtual devices share few threads: collectives of many pending programs can deadlock.
+        jax.block_until_ready(moved)
+    return moved
+
+
+@functools.lru_cache(maxsize=1024)
+def _resharder(shardings: tuple[Any, ...]) -> Any:
+    def reshard(arrays: list[Any]) -> list[Any]:
+        return arrays
+
+    return jax.jit(reshard, out_shardings=list(shardings))
+
+
 # Dispatch
 
 
@@ -640,5 +695,6 @@ def _dispatch_cache() -> Any:
 
 
 def clear_dispatch_cache() -> None:
-    """Forgets what the C++ dispatchers learned."""
+    """Forgets what the C++ dispatchers learned, and how to move arrays."""
+    _resharder.cache_clear()
     _dispatch_cache().clear()
