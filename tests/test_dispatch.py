@@ -15,6 +15,7 @@ import weakref
 
 import jax
 from jax.experimental import io_callback
+from jax.experimental.layout import Format, Layout
 import jax.numpy as jnp
 import numpy as np
 from oracle import assert_sharded, counted, mesh_of, put
@@ -178,6 +179,53 @@ def test_replacing_static_values_never_mixes_programs(mesh):
     for n in (1, 2, 1.0, True, False, 2, True, 1):
         want = X * 5 - int(n) if isinstance(n, bool) else X + n
         np.testing.assert_array_equal(f(x, n), want)
+
+
+@pytest.mark.parametrize("spec", [P("data"), None], ids=["given", "left out"])
+def test_argument_in_another_memory_layout_is_right_at_every_call(mesh, spec):
+    """An array whose elements lie column by column gives the right numbers, fast path or not."""
+    options = {} if spec is None else {"in_axis_resources": spec}
+    f = pjit(weigh, mesh=mesh, **options)
+    good = put(X, mesh, P("data"))
+    odd = jax.device_put(X, Format(Layout((1, 0)), good.sharding))
+    elsewhere = jax.device_put(X, Format(Layout((1, 0)), put(X, mesh, P(None, "data")).sharding))
+    for arg in (odd, odd, good, good, odd, odd, elsewhere, elsewhere, good, odd):
+        np.testing.assert_array_equal(f(arg), weighed(X))
+    compiled = f.lower(good).compile()
+    for arg in (odd, good, odd):
+        np.testing.assert_array_equal(compiled(arg), weighed(X))
+
+
+def test_donated_argument_in_another_memory_layout(mesh):
+    """Donation of such an array works too: right numbers, and it is gone."""
+    f = donating(mesh)
+    for _ in range(2):
+        x = jax.device_put(X, Format(Layout((1, 0)), put(X, mesh, P("data")).sharding))
+        assert_sharded(f(x, X), 2 * X, P("data"), mesh)
+        assert x.is_deleted()
+
+
+@pytest.mark.parametrize("case", ELSEWHERE)
+def test_moving_happens_on_the_devices(mesh, case):
+    """A misplaced argument is resharded by the devices: its value never visits the host."""
+    shape, permuted, spec = ELSEWHERE[case]
+    f = pjit(weigh, in_axis_resources=P(("data", "model")), mesh=mesh)
+    x = put(X, mesh_of(shape, permuted), spec)
+    f(x).block_until_ready()
+    assert x._npy_value is None  # where JAX keeps the host's copy
+    np.testing.assert_array_equal(f(x), weighed(X))
+
+
+def test_moving_under_settings_that_stop_programs(mesh, monkeypatch):
+    """Moving an argument is not the user's program: settings for that one do not touch it."""
+    monkeypatch.setattr("spmd._jax.make_dispatcher", lambda *args: None)
+    f = pjit(lambda x: jnp.where(jnp.isnan(x), 0, x), in_axis_resources=P("data"), mesh=mesh)
+    x = put(np.where(X > 50, np.nan, X), mesh, P(None, "model"))
+    want = np.where(X > 50, 0, X)
+    with jax.debug_nans(True):
+        np.testing.assert_array_equal(f(x), want)
+    with jax.disable_jit():
+        np.testing.assert_array_equal(f(x), want)
 
 
 # A hit runs no Python
