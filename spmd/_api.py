@@ -157,8 +157,10 @@ def pjit(
 def _pjit(options: dict[str, Any], fun: Callable) -> Any:
     if not callable(fun):
         raise explain("pjit", [_not_callable(fun)])
-    fun = _weakly_referable(fun)
-    return pjit_function(fun, parse(fun, **options))
+    held = _weakly_referable(fun)
+    wrapped = pjit_function(held, parse(held, **options))
+    wrapped.__wrapped__ = fun
+    return wrapped
 
 
 def _not_callable(fun: Any) -> Failure:
@@ -173,11 +175,16 @@ def _not_callable(fun: Any) -> Failure:
 
 
 def _weakly_referable(fun: Callable) -> Callable:
-    """Caches hold functions weakly; a few builtins do not allow that."""
+    """Caches hold functions weakly, by hash; a few builtins and mutable objects refuse that."""
     try:
-        weakref.ref(fun)
+        hash(weakref.ref(fun))
     except TypeError:
-        return functools.wraps(fun)(lambda *args, **kwargs: fun(*args, **kwargs))
+
+        def stand_in(*args: Any, **kwargs: Any) -> Any:
+            return fun(*args, **kwargs)
+
+        stand_in.__name__ = stand_in.__qualname__ = _jax.fun_name(fun)
+        return functools.wraps(fun)(stand_in)
     return fun
 
 

@@ -1,6 +1,7 @@
 """What `pjit` takes and what it gives back, written from its description."""
 
 import copy
+import dataclasses
 import functools
 import inspect
 import operator
@@ -121,6 +122,30 @@ def test_functions_of_every_kind(in_mesh):
         f = pjit(fun, in_axis_resources=P("data"), out_axis_resources=P("data"))
         for _ in range(2):
             assert_sharded(f(X), want, P("data"), in_mesh, rtol=1e-6)
+
+
+def test_functions_that_caches_cannot_hold(in_mesh):
+    """An object without hash or weak reference works, and is still what `__wrapped__` says."""
+
+    @dataclasses.dataclass
+    class Mutable:
+        by: float
+
+        def __call__(self, x):
+            return x * self.by
+
+    class Slotted:
+        __slots__ = ()
+
+        def __call__(self, x):
+            return x * 3
+
+    for fun, want in ((Mutable(2.0), 2 * X), (Slotted(), 3 * X)):
+        f = pjit(fun, in_axis_resources=P("data"))
+        np.testing.assert_array_equal(f(X), want)
+        assert counted(f, X)[1] == spmd.Counts()
+        assert f.__wrapped__ is fun
+        assert type(fun).__name__ in repr(f)
 
 
 def test_method_decorated_in_the_class(in_mesh):
