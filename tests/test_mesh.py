@@ -248,6 +248,8 @@ CONTEXTS = {
     "other ours in set_mesh": (["set a", "ours b"], "b"),
     "set_mesh in other ours": (["ours b", "set a"], "b"),
     "ours in ours": (["ours a", "ours b"], "b"),
+    "jax in jax": (["jax a", "jax b"], "b"),
+    "set_mesh in set_mesh": (["set a", "set b"], "b"),
     "jax and set_mesh agree": (["jax a", "set a"], "a"),
     "set_mesh and jax agree": (["set b", "jax b"], "b"),
     "ours in both": (["jax a", "set a", "ours b"], "b"),
