@@ -34,6 +34,7 @@ class Mesh(jax.sharding.Mesh):
 
     Raises:
         ValueError: The number of names is not the rank of `devices`.
+        RuntimeError: Two axes have one name.
 
     Example:
         >>> with Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model")):
@@ -46,6 +47,8 @@ class Mesh(jax.sharding.Mesh):
 
     def __new__(cls, devices: Any, axis_names: Any, axis_types: Any = None) -> Mesh:
         plain = jax.sharding.Mesh(np.asarray(devices), axis_names, axis_types)
+        if len(plain.shape) < len(plain.axis_names):
+            raise explain("Mesh", [_same_names(plain.axis_names)])
         # JAX interns its meshes and always builds the base class.
         self = object.__new__(cls)
         self.__dict__.update(_jax.interned_mesh(plain), _plain=plain)
@@ -80,6 +83,16 @@ class Mesh(jax.sharding.Mesh):
 
     def __deepcopy__(self, memo: Any) -> Mesh:
         return self
+
+
+def _same_names(names: Sequence[Any]) -> Failure:
+    return Failure(
+        what="cannot be built",
+        given=f"axis_names={tuple(names)}",
+        expected="a name of its own for each axis",
+        fix="rename one of them: a PartitionSpec could not tell them apart",
+        error=MeshError,
+    )
 
 
 def _unpickle(ids: Any, shape: Any, axis_names: Any, axis_types: Any) -> Mesh:

@@ -1162,6 +1162,20 @@ def test_axes_of_another_type(axes):
     )
 
 
+def test_axes_of_one_name(mesh):
+    """Two axes of one name are refused by Mesh, where JAX fails much later."""
+    told(
+        lambda: spmd.Mesh(mesh.devices, ("data", "data")),
+        spmd.MeshError,
+        """
+        Mesh cannot be built.
+          given     axis_names=('data', 'data')
+          expected  a name of its own for each axis
+          fix       rename one of them: a PartitionSpec could not tell them apart
+        """,
+    )
+
+
 # FROM_ARRAY
 
 
