@@ -222,7 +222,7 @@ class Compiled(_Stage):
         split = split_arguments(sig.params, args, kwargs, subject)
         flat, tree = jtu.tree_flatten(split.dynamic)
         if split.statics != sig.statics:
-            raise explain(subject, [_static_mismatch(sig.statics, split.statics)])
+            raise explain(subject, [_static_mismatch(sig, split.statics)])
         if tree != self.in_tree:
             raise explain(subject, [_tree_mismatch(self.in_tree, tree)])
         return flat
@@ -330,13 +330,16 @@ def _traced_call() -> Failure:
     )
 
 
-def _static_mismatch(expected: Sequence[Any], got: Sequence[Any]) -> Failure:
+def _static_mismatch(sig: _Signature, got: Sequence[Any]) -> Failure:
+    def name(where: Any) -> str:
+        return where if isinstance(where, str) else sig.params.position_name(where)
+
     def show(statics: Sequence[Any]) -> str:
-        return ", ".join(f"{where}: {s.value!r}" for where, s in statics) or "none"
+        return ", ".join(f"{name(where)}={s.value!r}" for where, s in statics) or "none"
 
     return Failure(
         what="was compiled for other static arguments",
-        expected=show(expected),
+        expected=show(sig.statics),
         got=show(got),
         fix="compile it again for these values",
         error=ArgumentError,
