@@ -130,8 +130,10 @@ def _verify(
     tokens: int,
     console: Console,
 ) -> records.Verification:
+    with console.status("compiling the unsharded step"):
+        losses_of_one = train.unsharded_losses(text, options.steps, options.seed)
     reference = render.follow(
-        train.unsharded_losses(text, options.steps, options.seed),
+        losses_of_one,
         what="unsharded",
         steps=options.steps,
         tokens_per_step=tokens,
