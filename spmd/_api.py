@@ -676,15 +676,14 @@ def _call(line: _Line, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
     if "local" in flat.semantics:
         leaves = _to_global(leaves, flat, plan)
     values = [*plan.consts, *leaves]
-    # Asked before the call: a donated array has no layout after it.
-    rewritten = any(map(_jax.has_own_layout, values))
+    repeatable = _dispatch.may_repeat(values, plan.call)
     try:
         outs = _bind(values, plan, line.options)
     except _jax.InternalFloatingPointError as e:
         _jax.find_nan(e, line.fun, args, kwargs)
         raise
     data = None
-    if not rewritten:
+    if repeatable:
         data = _dispatch.fast_path_data(values, plan.jaxpr, plan.call, plan.out_tree, outs)
     if line.options.positional_semantics == "local":
         outs, data = _to_local(outs, plan), None

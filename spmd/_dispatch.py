@@ -341,6 +341,17 @@ def mark_deleted(args: Sequence[Any], call: PjitCall) -> None:
 # The C++ fast path
 
 
+def may_repeat(args: Sequence[Any], call: PjitCall) -> bool:
+    """Whether the C++ dispatcher may be taught this call; asked before the call.
+
+    It does not see that an argument has its elements in another order, nor, in older releases,
+    that one was donated. After the call a donated array has no layout to ask for.
+    """
+    if any(call.donated_invars) and not _jax.FAST_PATH_CHECKS_DELETED:
+        return False
+    return not any(map(_jax.has_own_layout, args))
+
+
 def fast_path_data(
     args: Sequence[Any], jaxpr: Any, call: PjitCall, out_tree: Any, outs: Sequence[Any]
 ) -> Any:
@@ -351,8 +362,6 @@ def fast_path_data(
     if any(isinstance(a, _jax.Tracer) for a in (*args, *outs)) or not _jax.trace_state_clean():
         return None
     if "local" in call.in_positional_semantics:
-        return None
-    if any(call.donated_invars) and not _jax.FAST_PATH_CHECKS_DELETED:
         return None
     prepared = prepare(args, jaxpr, call)
     if prepared.moves:
