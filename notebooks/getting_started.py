@@ -67,9 +67,7 @@ y.sharding.spec, [shard.data.shape for shard in y.addressable_shards][:2]
 # The result equals what one device computes:
 
 # %%
-np.testing.assert_allclose(
-    y, np.tanh(x @ params["w1"]) @ params["w2"][:, 0], rtol=1e-4, atol=1e-4
-)
+np.testing.assert_allclose(y, np.tanh(x @ params["w1"]) @ params["w2"][:, 0], rtol=1e-4, atol=1e-4)
 
 # %% [markdown]
 # ## What the partitioner is given, and what it made of it

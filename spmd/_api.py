@@ -402,7 +402,7 @@ def find_mesh(options: PjitOptions, flat: Flat) -> Any:
         return mesh
     mesh = leaf_mesh
     if mesh is None and not any(isinstance(x, ParsedPartitionSpec) for x in leaves):
-        mesh = _dispatch.mesh_of([getattr(x, "sharding", None) for x in _concrete(flat.leaves)])
+        mesh = _dispatch.mesh_of([_dispatch.placed_sharding(x) for x in _concrete(flat.leaves)])
     if mesh is None:
         raise explain(options.subject, [no_mesh()])
     return mesh

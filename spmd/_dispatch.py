@@ -16,6 +16,7 @@ import warnings
 
 import jax
 from jax.sharding import AxisType, NamedSharding
+import numpy as np
 
 from spmd import _jax
 from spmd._call import PjitCall
@@ -180,12 +181,16 @@ def _batch_failures(jaxpr: Any, call: PjitCall, mesh: Any) -> list[Failure | Non
     ]
 
 
-def mesh_of(shardings: Sequence[Any]) -> Any:
-    """Returns the mesh of the first NamedSharding, or None."""
-    for s in shardings:
-        if isinstance(s, NamedSharding):
-            return s.mesh
-    return None
+def mesh_of(placed: Sequence[Any]) -> Any:
+    """Returns the mesh that committed arguments are on, or None where none is committed.
+
+    Arrays that know devices and no mesh get one with a single axis over those devices.
+    """
+    known = [s for s in placed if s is not None]
+    named = [s.mesh for s in known if isinstance(s, NamedSharding)]
+    if named or not known:
+        return named[0] if named else None
+    return jax.sharding.Mesh(np.array(known[0]._device_assignment), ("device",))
 
 
 @_jax.weakref_lru_cache

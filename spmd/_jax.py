@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import functools
-import os
+import pathlib
 import sys
 from typing import Any
 
@@ -168,11 +168,14 @@ def current_source() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
-def exclude_from_tracebacks(paths: Sequence[str]) -> None:
-    """Hides files from users' tracebacks and from source locations of operations."""
-    for path in paths:
-        traceback_util.register_exclusion(os.path.realpath(path))
-        source_info_util.register_exclusion(os.path.realpath(path))
+def hide_core_frames() -> None:
+    """Hides our files from users' tracebacks and from source locations of operations.
+
+    Only files right in this folder: the demo's model, in a folder of its own, is user code.
+    """
+    for path in map(str, pathlib.Path(__file__).parent.glob("*.py")):
+        traceback_util.register_exclusion(path)
+        source_info_util.register_exclusion(path)
 
 
 def used_at() -> str:

@@ -33,6 +33,7 @@ CORE = (
     "_constraint",
     "stages",
     "_api",
+    "_public",
 )
 #: Public doors: they hold no code of their own.
 DOORS = ("primitives", "partition_spec", "op_sharding")
@@ -171,9 +172,11 @@ def test_no_relative_imports(path):
 
 
 def test_import_is_light():
-    """`import spmd` loads neither the demo nor what only features need, and starts no backend."""
+    """`import spmd` loads no JAX; its names load no demo, no other feature, and no backend."""
     code = (
         "import sys, spmd\n"
+        "assert 'jax' not in sys.modules, 'JAX was imported'\n"
+        "assert spmd.pjit is sys.modules['spmd._api'].pjit\n"
         "from jax._src import xla_bridge\n"
         "assert not xla_bridge._backends, 'a backend was started'\n"
         "print(*sys.modules)"
@@ -267,3 +270,12 @@ def test_all_names_exist(path):
         return
     module = importlib.import_module(f"spmd.{module_name(path)}".removesuffix(".spmd"))
     assert set(getattr(module, "__all__", ())) <= set(vars(module))
+
+
+def test_public_names_are_those_of_public():
+    """`spmd` has exactly the public names of `spmd._public`, and an unknown one is an error."""
+    listed = {n for n in vars(spmd._public) if not n.startswith("_")}
+    assert set(dir(spmd)) == listed | {"__version__"}
+    assert all(getattr(spmd, n) is getattr(spmd._public, n) for n in listed)
+    with pytest.raises(AttributeError, match="module 'spmd' has no attribute 'pjitt'"):
+        _ = spmd.pjitt

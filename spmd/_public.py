@@ -1,0 +1,26 @@
+"""The public names of `spmd`, each from the file that it lives in."""
+
+from jax.sharding import NamedSharding as NamedSharding, PartitionSpec as PartitionSpec
+
+from spmd import _jax
+from spmd._api import clear_caches as clear_caches, pjit as pjit
+from spmd._constraint import with_sharding_constraint as with_sharding_constraint
+from spmd._counts import Counts as Counts, counts as counts
+from spmd._dispatch import ImplicitReshardWarning as ImplicitReshardWarning
+from spmd._mesh import Mesh as Mesh, current_mesh as current_mesh, make_mesh as make_mesh
+from spmd._spec import FROM_ARRAY as FROM_ARRAY
+from spmd.errors import (
+    ArgumentError as ArgumentError,
+    DonatedArrayError as DonatedArrayError,
+    MeshError as MeshError,
+    OptionError as OptionError,
+    RecoveryError as RecoveryError,
+    ShardingError as ShardingError,
+    SpecTypeError as SpecTypeError,
+    SpmdError as SpmdError,
+)
+from spmd.stages import Compiled as Compiled, Lowered as Lowered, Traced as Traced
+
+_jax.hide_core_frames()
+
+P = PartitionSpec
