@@ -1,4 +1,4 @@
-"""What `import spmd` adds to `import jax`, each time in a fresh process."""
+"""What `import spmd` adds to `import jax` in CPU time, each time in a fresh process."""
 
 import statistics
 import subprocess
@@ -7,9 +7,9 @@ import sys
 SCRIPT = """
 import time
 import jax
-start = time.perf_counter()
-import spmd
-print(time.perf_counter() - start)
+start = time.process_time()
+import spmd; spmd.pjit
+print(time.process_time() - start)
 """
 TARGET = 0.060
 
@@ -23,6 +23,6 @@ def run(turns: int) -> str:
     median = statistics.median(times[1:])
     verdict = "ok" if median <= TARGET else "MISSED"
     return (
-        f"{'import spmd, after import jax':<44} {median * 1e3:>7.1f} ms "
+        f"{'import spmd, spmd.pjit; after import jax':<44} {median * 1e3:>7.1f} ms "
         f"{'':>10} {'':>7} {'':>13}  <= {TARGET * 1e3:.0f} ms  {verdict}"
     )
