@@ -602,6 +602,8 @@ class PjitFunction:
     __module__ = "spmd"
     __slots__ = ("__dict__", "__weakref__", "_line")
 
+    __wrapped__: Any
+
     def __get__(self, obj: Any, kind: Any = None) -> Any:
         method: Any = self
         return self if obj is None else types.MethodType(method, obj)

@@ -15,9 +15,11 @@ from spmd._mesh import auto_mesh, current_mesh, enclosing_pjit, show_mesh
 from spmd._pjit import Text, check_spmd_axes, nested_mesh_failure, spmd_axes
 from spmd._resolve import (
     canonical_leaf,
+    is_equivalent,
     manual_failure,
     mesh_of_leaves,
     no_mesh,
+    placed_sharding,
     spec_failure,
     to_sharding,
 )
@@ -117,7 +119,11 @@ sharding_constraint_p = _jax.Primitive("sharding_constraint")
 
 
 def _constraint_impl(x: Any, *, axis_resources: Any, mesh: Any) -> Any:
-    return jax.device_put(x, _eager_sharding(x, axis_resources, mesh))
+    wanted, placed = _eager_sharding(x, axis_resources, mesh), placed_sharding(x)
+    in_place = placed is None or is_equivalent(placed, wanted, x.ndim)
+    if in_place or not isinstance(axis_resources, ParsedPartitionSpec):
+        return jax.device_put(x, wanted)
+    return _jax.reshard([x], [wanted])[0]
 
 
 def _eager_sharding(x: Any, resource: Any, mesh: Any) -> Any:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+import logging
 from typing import Any
 
 from spmd import _jax
 from spmd._call import PjitCall
 from spmd._counts import count
 from spmd._resolve import to_sharding
+
+logger = logging.getLogger(__name__)
 
 
 def lower(jaxpr: Any, call: PjitCall, mesh: Any, in_key: Any) -> Any:
@@ -42,6 +45,7 @@ def _lower(jaxpr: Any, call: PjitCall, mesh: Any, in_key: Any) -> Any:
         compiler_options=call.compiler_options,
     )
     count("lowerings")
+    logger.debug("Lowered pjit of `%s`", call.name)
     return lowering
 
 
