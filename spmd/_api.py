@@ -174,10 +174,25 @@ def _not_callable(fun: Any) -> Failure:
     )
 
 
+def _unhashable_function(fun: Any) -> Failure:
+    return Failure(
+        what="cannot hash the function: its programs are kept under it",
+        given=f"{fun!r}"[:100],
+        expected="a function whose result depends on its arguments alone",
+        got=f"a {type(fun).__name__} without __hash__",
+        fix="freeze its class (@dataclass(frozen=True)), or pass what changes as an argument",
+        error=ArgumentError,
+    )
+
+
 def _weakly_referable(fun: Callable) -> Callable:
-    """Caches hold functions weakly, by hash; a few builtins and mutable objects refuse that."""
+    """Caches hold functions weakly, by hash; a few builtins allow no weak reference."""
     try:
-        hash(weakref.ref(fun))
+        hash(fun)
+    except TypeError:
+        raise explain("pjit", [_unhashable_function(fun)]) from None
+    try:
+        weakref.ref(fun)
     except TypeError:
 
         def stand_in(*args: Any, **kwargs: Any) -> Any:
@@ -402,7 +417,10 @@ def find_mesh(options: PjitOptions, flat: Flat) -> Any:
         return mesh
     mesh = leaf_mesh
     if mesh is None and not any(isinstance(x, ParsedPartitionSpec) for x in leaves):
-        mesh = _dispatch.mesh_of([_dispatch.placed_sharding(x) for x in _concrete(flat.leaves)])
+        concrete = _concrete(flat.leaves)
+        mesh = _dispatch.mesh_of([_dispatch.placed_sharding(x) for x in concrete])
+        if mesh is None and len(concrete) < len(flat.leaves):
+            return None  # under a transformation only the impl rule sees what the arrays have
     if mesh is None:
         raise explain(options.subject, [no_mesh()])
     return mesh
@@ -430,7 +448,7 @@ def resolve_inputs(
     failures, avals = [], []
     rows = zip(leaves, given, signature.avals, signature.arg_names, semantics, strict=True)
     for leaf, where, aval, name, kind in rows:
-        on = mesh.local_mesh if kind == "local" else mesh
+        on = mesh.local_mesh if kind == "local" and mesh is not None else mesh
         what = f"{'local ' if kind == 'local' else ''}argument {name}"
         # What shard_map took away explains a shape that does not fit: it comes first.
         failure = manual_failure(leaf, what, where)
@@ -685,7 +703,7 @@ def _call(line: _Line, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
         _jax.find_nan(e, line.fun, args, kwargs)
         raise
     data = None
-    if repeatable:
+    if repeatable and line.options.params.keeps_order(args, kwargs):
         data = _dispatch.fast_path_data(values, plan.jaxpr, plan.call, plan.out_tree, outs)
     if line.options.positional_semantics == "local":
         outs, data = _to_local(outs, plan), None
@@ -705,7 +723,9 @@ def _bind(values: Sequence[Any], plan: Plan, options: PjitOptions) -> Sequence[A
     if vague:
         raise explain(options.subject, [_vague_output(n) for n in vague])
     specs = [r.to_partition_spec() for r in outs]
-    call = replace(plan.call, mesh=auto_mesh(plan.call.mesh))
+    call = plan.call
+    if call.mesh is not None:
+        call = replace(call, mesh=auto_mesh(call.mesh))
     inside = functools.partial(pjit_p.bind, jaxpr=plan.jaxpr, call=call)
     boundary: Any = jax.sharding.auto_axes(lambda *v: inside(*v), out_sharding=specs)
     return boundary(*values)

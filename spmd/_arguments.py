@@ -23,7 +23,9 @@ class Parameters:
     """The parameters of a function, and which are static or donated.
 
     Attributes:
-        signature: None where Python knows none, as for some builtins.
+        signature: What the function looks like, decorators looked through; None where Python
+            knows none, as for some builtins.
+        own: What the outermost decorator really takes, for binding.
         names: Parameters that can be passed by position, in order.
         variadic: Name of ``*args``, or None.
         static_nums: Positions of static arguments.
@@ -34,6 +36,7 @@ class Parameters:
 
     # Not compared: it belongs to the function, and its defaults may have no hash.
     signature: inspect.Signature | None = field(compare=False)
+    own: inspect.Signature | None = field(compare=False)
     names: tuple[str, ...]
     variadic: str | None
     static_nums: tuple[int, ...]
@@ -47,10 +50,25 @@ class Parameters:
         Raises:
             TypeError: The arguments do not fit the signature.
         """
-        if not kwargs or self.signature is None:
+        if not kwargs or self.own is None:
             return args, dict(kwargs)
-        bound = self.signature.bind(*args, **kwargs)
+        bound = self.own.bind(*args, **kwargs)
         return bound.args, bound.kwargs
+
+    def keeps_order(self, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+        """Whether binding leaves the arguments in the order in which the C++ dispatcher has them.
+
+        That one takes positional arguments, then keyword arguments by name. A program that it may
+        repeat must not expect another order.
+        """
+        if not kwargs:
+            return True
+        positional, by_name = self.bind(tuple(range(len(args))), {k: k for k in kwargs})
+        bound = [t for i, t in enumerate(positional) if i not in self.static_nums]
+        bound += [k for k in sorted(by_name) if k not in self.static_names]
+        given: list[Any] = [i for i in range(len(args)) if i not in self.static_nums]
+        given += [k for k in sorted(kwargs) if k not in self.static_names]
+        return bound == given
 
     def position_name(self, i: int) -> str:
         """What the user calls the positional argument `i`."""
@@ -90,7 +108,7 @@ def parse_parameters(
         if signature is not None:
             failures += _range_failures(f"{kind}_argnums", nums, names, variadic)
             failures += _name_failures(f"{kind}_argnames", by_name, (*names, *more), signature)
-        resolved[kind] = _both_ways(nums, by_name, names)
+        resolved[kind] = _both_ways(nums, by_name, names, _positional_only(signature))
     if failures:
         raise explain(subject, failures)
     both = _overlap(resolved["static"], resolved["donate"], names)
@@ -99,6 +117,7 @@ def parse_parameters(
     (sn, ss), (dn, ds) = resolved["static"], resolved["donate"]
     return Parameters(
         signature=signature,
+        own=_signature(fun, follow_wrapped=False) or signature,
         names=names,
         variadic=variadic,
         static_nums=sn,
@@ -108,9 +127,9 @@ def parse_parameters(
     )
 
 
-def _signature(fun: Callable) -> inspect.Signature | None:
+def _signature(fun: Callable, *, follow_wrapped: bool = True) -> inspect.Signature | None:
     try:
-        return inspect.signature(fun)
+        return inspect.signature(fun, follow_wrapped=follow_wrapped)
     except (ValueError, TypeError):
         return None
 
@@ -199,13 +218,25 @@ def _name_failures(
 
 
 def _both_ways(
-    nums: Sequence[int], by_name: Sequence[str], names: Sequence[str]
+    nums: Sequence[int], by_name: Sequence[str], names: Sequence[str], unnamed: set[str]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Completes positions by names and names by positions, so either way of passing is known."""
+    """Completes positions by names and names by positions, so either way of passing is known.
+
+    Args:
+        nums: Positions given.
+        by_name: Names given.
+        names: Parameters that can be passed by position.
+        unnamed: Those of them that cannot be passed by name; ``**kwargs`` may hold their names.
+    """
     at = {i + len(names) if i < 0 else i for i in nums}
-    at |= {names.index(n) for n in by_name if n in names}
-    called = {*by_name, *(names[i] for i in at if i < len(names))}
+    at |= {names.index(n) for n in by_name if n in names and n not in unnamed}
+    called = {*by_name, *(names[i] for i in at if i < len(names) and names[i] not in unnamed)}
     return tuple(sorted(at)), tuple(sorted(called))
+
+
+def _positional_only(signature: inspect.Signature | None) -> set[str]:
+    params = signature.parameters.values() if signature else ()
+    return {p.name for p in params if p.kind is p.POSITIONAL_ONLY}
 
 
 def _overlap(static: Any, donate: Any, names: Sequence[str]) -> Failure | None:

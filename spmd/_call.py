@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
 
-from spmd._spec import BATCH, UNSPECIFIED, ParsedPartitionSpec
+from jax.sharding import NamedSharding
+
+from spmd._spec import BATCH, UNSPECIFIED, ParsedPartitionSpec, spec_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +22,7 @@ class PjitCall:
 
     Attributes:
         name: Name of the user's function.
-        mesh: The plain JAX mesh with Auto axes, or None where only the arguments say one.
+        mesh: The plain JAX mesh, or None where only the arguments say one.
         in_axis_resources: Per flat input a ParsedPartitionSpec, ``UNSPECIFIED``, or a sharding
             that no spec can say.
         out_axis_resources: Likewise per flat output.
@@ -142,9 +144,12 @@ def _batch(resources: Sequence[Any], dims: Sequence[Any], axes: tuple[Any, ...])
 
 
 def batch_resource(resource: Any, dim: int | None, axes: tuple[Any, ...]) -> Any:
-    """A resource with a new dimension `dim`; a raw sharding has no dimension to insert."""
+    """A resource with a new dimension `dim`, split over `axes`; None: no new dimension."""
     if dim is None:
         return resource
-    if not isinstance(resource, ParsedPartitionSpec):
+    if isinstance(resource, ParsedPartitionSpec):
+        return resource.insert_axis_partitions(dim, axes or BATCH)
+    if (spec := spec_of(resource)) is None:
         return UNSPECIFIED
-    return resource.insert_axis_partitions(dim, axes or BATCH)
+    moved = spec.insert_axis_partitions(dim, axes).to_partition_spec()
+    return NamedSharding(resource.mesh, moved, memory_kind=resource.memory_kind)

@@ -119,6 +119,10 @@ sharding_constraint_p = _jax.Primitive("sharding_constraint")
 
 
 def _constraint_impl(x: Any, *, axis_resources: Any, mesh: Any) -> Any:
+    if failure := spec_failure(
+        axis_resources, x, mesh, "argument x", "axis_resources", boundary=True
+    ):
+        raise explain(_SUBJECT, [failure])  # under eager grad or vmap: the user's call saw a tracer
     wanted, placed = _eager_sharding(x, axis_resources, mesh), placed_sharding(x)
     in_place = placed is None or is_equivalent(placed, wanted, x.ndim)
     if in_place or not isinstance(axis_resources, ParsedPartitionSpec):

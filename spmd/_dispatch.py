@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 import logging
 import os
+import sys
 from typing import Any
 import warnings
 
@@ -196,8 +197,9 @@ def mesh_of(placed: Sequence[Any]) -> Any:
 @_jax.weakref_lru_cache
 def _program(jaxpr: Any, call: PjitCall, mesh: Any, in_key: Any) -> Program:
     lowering = lower(jaxpr, call, mesh, in_key)
+    if not _jax.is_compiled(lowering):
+        count("compiles")
     executable = lowering.compile()
-    count("compiles")
     consts = _jax.const_args(lowering, executable)
     return Program(lowering=lowering, executable=executable, consts=consts)
 
@@ -300,14 +302,8 @@ def _govern(args: Sequence[Any], prepared: Prepared, call: PjitCall) -> None:
 
 def _user_level() -> int:
     """How many frames up the user's call is."""
-    import sys
-
-    here = os.path.dirname(__file__)
     level, frame = 1, sys._getframe(1)
-    while frame is not None and (
-        frame.f_code.co_filename.startswith(here)
-        or os.sep + "jax" + os.sep in frame.f_code.co_filename
-    ):
+    while frame is not None and not _jax.is_user_file(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
     return level
 

@@ -178,6 +178,11 @@ def hide_core_frames() -> None:
         source_info_util.register_exclusion(path)
 
 
+def is_user_file(name: str) -> bool:
+    """Whether a file is neither JAX's nor ours."""
+    return source_info_util.is_user_filename(name)
+
+
 def used_at() -> str:
     """``", used at file:line (function)"``, or nothing where JAX itself is the caller."""
     source = current_source()
@@ -595,6 +600,11 @@ def lower_module(
         lowering_parameters=mlir.LoweringParameters(),
         pgle_profiler=None,
     )
+
+
+def is_compiled(lowering: Any) -> bool:
+    """Whether JAX keeps an executable with this lowering: compiling again costs nothing."""
+    return lowering._executable is not None
 
 
 def placement_key(shardings: Sequence[Any], avals: Sequence[Any]) -> Any:

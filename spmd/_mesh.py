@@ -133,9 +133,9 @@ def plain_mesh(mesh: Any) -> Any:
 
 
 def auto_mesh(mesh: Any) -> Any:
-    """Returns the plain JAX mesh with all axes Auto: what shardings of ours carry."""
+    """Returns the plain JAX mesh with all axes Auto; None stays None."""
     mesh = plain_mesh(mesh)
-    if all(t == AxisType.Auto for t in mesh.axis_types):
+    if mesh is None or all(t == AxisType.Auto for t in mesh.axis_types):
         return mesh
     return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 

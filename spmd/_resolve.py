@@ -21,6 +21,7 @@ from spmd._spec import (
     ParsedPartitionSpec,
     show_origin,
     show_spec,
+    spec_of,
 )
 from spmd.errors import Failure, MeshError, did_you_mean
 
@@ -87,14 +88,14 @@ def spec_failure(
     """Checks one spec against a mesh and the shape it is for.
 
     Args:
-        spec: ParsedPartitionSpec; anything else passes.
+        spec: ParsedPartitionSpec or NamedSharding; anything else passes.
         aval: What has a `shape` and a `dtype`.
         mesh: The mesh of the call.
         subject: The value, e.g. ``"argument batch['x']"``.
         given: Where the spec was given, e.g. ``"in_axis_resources['batch']"``.
         boundary: Whether dimensions must divide evenly.
     """
-    if not isinstance(spec, ParsedPartitionSpec):
+    if (spec := spec_of(spec)) is None:
         return None
     shown = f"{given} = {show_origin(spec)} on {show_mesh(mesh)}"
     unknown = [a for a in spec.axes if a not in mesh.shape]
@@ -166,7 +167,7 @@ def show_aval(aval: Any) -> str:
 
 def manual_failure(spec: Any, subject: str, given: str) -> Failure | None:
     """An enclosing `shard_map` maps over an axis that the spec uses."""
-    if not isinstance(spec, ParsedPartitionSpec):
+    if (spec := spec_of(spec)) is None:
         return None
     taken = sorted(repr(a) for a in _jax.manual_axes() & set(spec.axes))
     if not taken:

@@ -189,6 +189,13 @@ class ParsedPartitionSpec:
 REPLICATED = ParsedPartitionSpec(None, ())
 
 
+def spec_of(resource: Any) -> ParsedPartitionSpec | None:
+    """Returns what a spec or a NamedSharding says of the mesh axes; None for anything else."""
+    if isinstance(resource, NamedSharding):
+        return ParsedPartitionSpec(resource.spec, _partitions(resource.spec))
+    return resource if isinstance(resource, ParsedPartitionSpec) else None
+
+
 def _partitions(entry: PartitionSpec) -> list[Any]:
     return [
         () if e is None else e if e is UNCONSTRAINED or isinstance(e, tuple) else (e,)
@@ -457,4 +464,5 @@ __all__ = [
     "parse_specs",
     "show_origin",
     "show_spec",
+    "spec_of",
 ]

@@ -168,8 +168,9 @@ class Lowered(_Stage):
             compiler_options: Options for the compiler, on top of those of `pjit`.
         """
         options = None if compiler_options is None else dict(compiler_options)
+        if options is not None or not _jax.is_compiled(self._lowering):
+            count("compiles")
         executable = self._lowering.compile(options)
-        count("compiles")
         return Compiled(self, executable)
 
 

@@ -1245,3 +1245,29 @@ def test_counts_are_public_and_subtract():
     assert a - spmd.Counts(traces=1, lowerings=1, compiles=1) == spmd.Counts(traces=2, lowerings=1)
     with pytest.raises(AttributeError):
         a.traces = 5
+
+
+@pytest.mark.parametrize("same", [False, True], ids=["other arrays first", "one array twice first"])
+def test_keywords_in_any_order(mesh, same):
+    """Keyword arguments reach their parameters at every call, whatever taught the fast path."""
+    one, three = put(X, mesh, P("data")), put(3 * X, mesh, P("data"))
+
+    # By name the arguments come as a, b: not the order of the parameters.
+    def minus(b, a, scale=1):
+        return (b - a) * scale
+
+    f = pjit(minus, in_axis_resources=P("data"), static_argnames="scale")
+    with mesh:
+        if same:
+            f(b=one, a=one), f(b=one, a=one)
+        for _ in range(3):
+            for got in (
+                f(one, three),
+                f(one, a=three),
+                f(b=one, a=three),
+                f(a=three, b=one),
+                f(a=three, b=one, scale=1),
+            ):
+                np.testing.assert_array_equal(got, -2 * X)
+            np.testing.assert_array_equal(f(a=one, b=three), 2 * X)
+            np.testing.assert_array_equal(f(a=one, scale=2, b=three), 4 * X)
