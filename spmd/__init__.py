@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return __dir__()
     # The core's own `from spmd import _x` asks here first, before it imports the file.
     if not name.startswith("_"):
         from spmd import _public

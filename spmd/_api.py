@@ -51,7 +51,7 @@ from spmd._spec import (
 )
 from spmd._trace import Signature, Trace, clear_trace_cache, evict_trace, trace
 from spmd.errors import ArgumentError, Failure, MeshError, OptionError, explain
-from spmd.stages import Compiled, Lowered, Traced, _Signature
+from spmd.stages import Compiled, Lowered, Traced, _Origin
 
 _MISSING: Any = object()
 
@@ -427,7 +427,7 @@ def find_mesh(options: PjitOptions, flat: Flat) -> Any:
 
 
 def _concrete(leaves: Sequence[Any]) -> list[Any]:
-    return [x for x in leaves if not isinstance(x, _jax.Tracer)]
+    return [v for x in leaves if not isinstance(v := _jax.underlying(x), _jax.Tracer)]
 
 
 def resolve_inputs(
@@ -474,10 +474,11 @@ def check_from_array(flat: Flat, plan: Plan, options: PjitOptions) -> None:
     """
     failures = []
     for i in plan.from_array:
-        if isinstance(flat.leaves[i], _jax.Tracer):
-            continue  # inside a trace, what the argument has is what the partitioner gives it
+        value = _jax.underlying(flat.leaves[i])
+        if isinstance(value, _jax.Tracer):
+            continue  # inside a program the partitioner decides what a value has
         name = f"argument {flat.signature.arg_names[i]}"
-        failures.append(from_array_failure(flat.leaves[i], plan.call.mesh, name))
+        failures.append(from_array_failure(value, plan.call.mesh, name))
     if failures := [f for f in failures if f]:
         raise explain(options.subject, failures)
 
@@ -639,7 +640,7 @@ class PjitFunction:
         """
         line = self._line
         flat, plan = line.plan(args, kwargs)
-        signature = _Signature(
+        signature = _Origin(
             params=line.options.params,
             positions=flat.signature.positions,
             statics=flat.signature.statics,

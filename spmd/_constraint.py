@@ -120,7 +120,7 @@ sharding_constraint_p = _jax.Primitive("sharding_constraint")
 
 def _constraint_impl(x: Any, *, axis_resources: Any, mesh: Any) -> Any:
     if failure := spec_failure(
-        axis_resources, x, mesh, "argument x", "axis_resources", boundary=True
+        axis_resources, _jax.abstractify(x), mesh, "argument x", "axis_resources", boundary=True
     ):
         raise explain(_SUBJECT, [failure])  # under eager grad or vmap: the user's call saw a tracer
     wanted, placed = _eager_sharding(x, axis_resources, mesh), placed_sharding(x)

@@ -26,7 +26,6 @@ from spmd._lower import clear_lower_cache, lower
 from spmd._resolve import (
     device_failure,
     input_sharding,
-    no_mesh,
     placed_sharding,
     reshard_failure,
     spec_failure,
@@ -146,11 +145,12 @@ def place(
         The mesh, the sharding of each input, and the inputs that have to move.
 
     Raises:
-        RuntimeError: There is no mesh, or an argument lives on other devices.
+        RuntimeError: An argument lives on other devices than the mesh has.
     """
     mesh = call.mesh if call.mesh is not None else mesh_of(placed)
     if mesh is None:
-        raise explain(subject_of(call), [no_mesh()])
+        # Nothing here is placed anywhere, as a cotangent of ones: where JAX puts such values.
+        mesh = jax.sharding.Mesh(np.array([_jax.default_device()]), ("device",))
     names = call.arg_names
     failures = [
         device_failure(p, mesh, f"argument {n}") for p, n in zip(placed, names, strict=True)
@@ -368,6 +368,18 @@ def fast_path_data(
     if prepared.moves:
         return None
     return _jax.fast_path_data(prepared.program.executable, prepared.program.consts, out_tree, outs)
+
+
+def compiled_dispatcher(name: str, cache_miss: Callable, params: Any) -> Callable:
+    """Returns what calls a compiled program: it asks `cache_miss` about arguments of a new kind."""
+    statics = params.static_nums, params.static_names
+    fast = _jax.make_dispatcher(None, name, cache_miss, *statics, ("spmd.Compiled",))
+    return PythonDispatcher(cache_miss) if fast is None else _guarded(fast, cache_miss, params)
+
+
+def _guarded(fast: Any, cache_miss: Callable, params: Any) -> Callable:
+    statics = params.static_nums or params.static_names
+    return _with_hash_errors(fast, cache_miss) if statics else fast
 
 
 class PythonDispatcher:

@@ -23,7 +23,6 @@ from jax._src import (
     effects,
     linear_util,
     mesh as mesh_lib,
-    op_shardings,
     sharding_impls,
     source_info_util,
     stages,
@@ -70,7 +69,6 @@ UNSPECIFIED = sharding_impls.UNSPECIFIED
 OpSharding = xla_client.OpSharding
 #: The proto class hides its `named_sharding` field and reads as REPLICATED then; this one sees it.
 HloSharding = xla_client.HloSharding
-are_hlo_shardings_equal = op_shardings.are_hlo_shardings_equal
 
 
 def abstractify(x: Any) -> Any:
@@ -92,9 +90,15 @@ def short_aval(aval: Any) -> str:
     return f"{dtypes.short_dtype_name(aval.dtype)}[{','.join(map(str, aval.shape))}]"
 
 
-def float0_like(aval: Any) -> bool:
-    """Whether values of this aval carry no data: the tangent of an integer."""
-    return aval.dtype == jax.dtypes.float0
+def underlying(x: Any) -> Any:
+    """Returns the value that eager `grad` or `vmap` works on; a staged tracer has none: itself."""
+    while True:
+        if isinstance(x, (ad.JVPTracer, ad.LinearizeTracer)):
+            x = x.primal
+        elif isinstance(x, batching.BatchTracer):
+            x = x.val
+        else:
+            return x
 
 
 def inner_jaxpr(jaxpr: Any) -> Any:
@@ -143,16 +147,6 @@ def unknown_debug_info(jaxpr: Any) -> Any:
 def fun_name(fun: Callable) -> str:
     """The name of a function as JAX shows it; looks through partials and methods."""
     return util.fun_name(fun, type(fun).__name__)
-
-
-def subjaxprs(jaxpr: Any) -> Iterator[Any]:
-    """The jaxprs that the equations of a jaxpr hold."""
-    return core.subjaxprs(inner_jaxpr(jaxpr))
-
-
-def summarize(source_info: Any) -> str:
-    """``file:line (function)`` of an equation."""
-    return source_info_util.summarize(source_info)
 
 
 def current_source() -> str:
@@ -287,8 +281,9 @@ def transpose_jaxpr(jaxpr: Any, cts_in: Sequence[Any], args: Sequence[Any]) -> A
 
     Returns:
         The flat inputs, the transposed closed jaxpr, per argument whether it is still an input,
-        per argument whether it has a cotangent, and a function that takes the flat results:
-        it accumulates the cotangents and returns what JAX wants back from the rule.
+        per argument whether it has a cotangent, how many outputs follow the cotangents, and a
+        function that takes the flat results: it accumulates the cotangents and returns what JAX
+        wants back from the rule.
     """
     primals, specs = ad.project_accums(args)
     flat, in_tree = jax.tree_util.tree_flatten((primals, list(cts_in)))
@@ -340,6 +335,11 @@ def pp_equation(eqn: Any, context: Any, settings: Any, params: dict[str, Any]) -
 #: Entries that tell our contexts from `with jax_mesh:` in the keys of JAX's caches.
 _ENTERED = mesh_lib.Mesh(np.array(["entered"], dtype=object), ("spmd.Mesh",))
 _TRACING = mesh_lib.Mesh(np.array(["tracing"], dtype=object), ("spmd.pjit",))
+
+
+def default_device() -> Any:
+    """The device of values that nobody placed."""
+    return config.default_device.value or jax.local_devices()[0]
 
 
 def thread_mesh() -> Any:
@@ -397,7 +397,7 @@ def manual_axes() -> frozenset[Any]:
     return frozenset(mesh_lib.get_abstract_mesh().manual_axes)
 
 
-def interned_mesh(mesh: Any) -> dict[str, Any]:
+def mesh_fields(mesh: Any) -> dict[str, Any]:
     """The fields of a mesh, to build an equal one of a subclass."""
     return vars(mesh)
 
@@ -668,7 +668,7 @@ def _physical(shardings: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
 
 
 def make_dispatcher(
-    fun: Callable,
+    fun: Callable | None,
     name: str,
     cache_miss: Callable,
     static_argnums: Sequence[int],
@@ -678,7 +678,7 @@ def make_dispatcher(
     """Returns a callable that answers repeated calls in C++, or None where JAX has no such thing.
 
     Args:
-        fun: The user's function; held weakly by the cache.
+        fun: The user's function, held weakly by the cache; None for a dispatcher with its own.
         name: Shown in profiles.
         cache_miss: Called as `fun` is; returns results, fast-path data or None, and False.
         static_argnums: Positions that are part of the key by value.
@@ -687,6 +687,7 @@ def make_dispatcher(
     """
     if not hasattr(_jax, "pjit"):
         return None
+    shared = () if fun is None else (_dispatch_cache(),)
     dispatch = _jax.pjit(
         name,
         fun,
@@ -696,9 +697,10 @@ def make_dispatcher(
         key,
         tree_util.dispatch_registry,
         pxla.cc_shard_arg,
-        _dispatch_cache(),
+        *shared,
     )
-    dispatch._fun = fun  # what JAX runs again, unjitted, when jax_debug_nans finds one
+    if fun is not None:
+        dispatch._fun = fun  # what JAX runs again, unjitted, when jax_debug_nans finds one
     return dispatch
 
 

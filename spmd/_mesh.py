@@ -51,7 +51,7 @@ class Mesh(jax.sharding.Mesh):
             raise explain("Mesh", [_same_names(plain.axis_names)])
         # JAX interns its meshes and always builds the base class.
         self = object.__new__(cls)
-        self.__dict__.update(_jax.interned_mesh(plain), _plain=plain)
+        self.__dict__.update(_jax.mesh_fields(plain), _plain=plain)
         return self
 
     def __init__(self, *args: Any, **kwargs: Any):

@@ -24,8 +24,8 @@ from spmd.errors import ArgumentError, Failure, RecoveryError, ShardingError, ex
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Signature:
-    """What all stages of one call have in common."""
+class _Origin:
+    """Where the stages of one call come from: what all of them have in common."""
 
     params: Parameters
     positions: tuple[int, ...]
@@ -41,7 +41,7 @@ class _Stage:
 
     __slots__ = ("_call", "_jaxpr", "_placed", "_signature")
 
-    def __init__(self, jaxpr: Any, call: PjitCall, placed: tuple[Any, ...], sig: _Signature):
+    def __init__(self, jaxpr: Any, call: PjitCall, placed: tuple[Any, ...], sig: _Origin):
         self._jaxpr = jaxpr
         self._call = call
         self._placed = placed
@@ -192,13 +192,15 @@ class Compiled(_Stage):
     """
 
     __module__ = "spmd"
-    __slots__ = ("_executable", "_lowering", "_shardings")
+    __slots__ = ("_consts", "_dispatch", "_executable", "_lowering", "_shardings")
 
     def __init__(self, lowered: Lowered, executable: Any):
         super().__init__(lowered._jaxpr, lowered._call, lowered._placed, lowered._signature)
         self._lowering = lowered._lowering
         self._shardings = lowered._shardings
         self._executable = executable
+        self._consts = _jax.const_args(self._lowering, executable)
+        self._dispatch = _dispatch.compiled_dispatcher(self.name, self._run, self._signature.params)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Runs the program.
@@ -207,15 +209,22 @@ class Compiled(_Stage):
             TypeError: Another structure, shape or dtype than it was compiled for.
             ValueError: An argument is committed to another sharding.
         """
+        return self._dispatch(*args, **kwargs)
+
+    def _run(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
+        """Checks the arguments and runs; the C++ dispatcher repeats it for arguments like them."""
         flat = self._flatten(args, kwargs)
-        consts = self._signature.consts
+        values = (*self._signature.consts, *flat)
         if any(isinstance(x, _jax.Tracer) for x in flat):
             raise explain(_dispatch.subject_of(self._call), [_traced_call()])
         self._check(flat)
-        _dispatch.check_alive((*consts, *flat), self._call)
-        hoisted = _jax.const_args(self._lowering, self._executable)
-        outs = _dispatch.execute(self._executable, hoisted, (*consts, *flat), self._call)
-        return jtu.tree_unflatten(self.out_tree, outs)
+        _dispatch.check_alive(values, self._call)
+        repeatable = _dispatch.may_repeat(values, self._call) and not self._signature.consts
+        outs = _dispatch.execute(self._executable, self._consts, values, self._call)
+        data = None
+        if repeatable and self._signature.params.keeps_order(args, kwargs):
+            data = _jax.fast_path_data(self._executable, self._consts, self.out_tree, outs)
+        return jtu.tree_unflatten(self.out_tree, outs), data, False
 
     def _flatten(self, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
         subject = _dispatch.subject_of(self._call)
@@ -331,7 +340,7 @@ def _traced_call() -> Failure:
     )
 
 
-def _static_mismatch(sig: _Signature, got: Sequence[Any]) -> Failure:
+def _static_mismatch(sig: _Origin, got: Sequence[Any]) -> Failure:
     def name(where: Any) -> str:
         return where if isinstance(where, str) else sig.params.position_name(where)
 

@@ -7,6 +7,8 @@ import inspect
 import operator
 import pickle
 import re
+import subprocess
+import sys
 import traceback
 
 import jax
@@ -125,14 +127,7 @@ def test_functions_of_every_kind(in_mesh):
 
 
 def test_functions_that_caches_cannot_hold(in_mesh):
-    """An object without hash or weak reference works, and is still what `__wrapped__` says."""
-
-    @dataclasses.dataclass
-    class Mutable:
-        by: float
-
-        def __call__(self, x):
-            return x * self.by
+    """An object without weak reference works, and is still what `__wrapped__` says."""
 
     class Slotted:
         __slots__ = ()
@@ -140,12 +135,127 @@ def test_functions_that_caches_cannot_hold(in_mesh):
         def __call__(self, x):
             return x * 3
 
-    for fun, want in ((Mutable(2.0), 2 * X), (Slotted(), 3 * X)):
-        f = pjit(fun, in_axis_resources=P("data"))
-        np.testing.assert_array_equal(f(X), want)
-        assert counted(f, X)[1] == spmd.Counts()
-        assert f.__wrapped__ is fun
-        assert type(fun).__name__ in repr(f)
+    fun = Slotted()
+    f = pjit(fun, in_axis_resources=P("data"))
+    np.testing.assert_array_equal(f(X), 3 * X)
+    assert counted(f, X)[1] == spmd.Counts()
+    assert f.__wrapped__ is fun
+    assert "Slotted" in repr(f)
+
+
+def test_mutable_functions_are_refused():
+    """An object without hash may change between calls: a program kept under it would be stale."""
+
+    @dataclasses.dataclass
+    class Scale:
+        by: float
+
+        def __call__(self, x):
+            return x * self.by
+
+    with pytest.raises(spmd.ArgumentError, match="cannot hash the function") as e:
+        pjit(Scale(2.0))
+    assert "got       a Scale without __hash__" in str(e.value)
+
+
+def _plain(a, scale=1.0):
+    return a * scale
+
+
+@functools.wraps(_plain)
+def _more_positions(a, *extra, scale=2.0):
+    return a * scale + sum(extra)
+
+
+@functools.wraps(_plain)
+def _keywords_only(**kwargs):
+    return _plain(**kwargs)
+
+
+@functools.wraps(_plain)
+def _other_keyword(*args, offset=0.0, **kwargs):
+    return _plain(*args, **kwargs) + offset
+
+
+@pytest.mark.parametrize(
+    ("fun", "kwargs", "want"),
+    [
+        (_more_positions, {"scale": 5.0}, 5 * X),
+        (_keywords_only, {"scale": 5.0}, 5 * X),
+        (_other_keyword, {"offset": 1.0, "scale": 5.0}, 5 * X + 1),
+    ],
+)
+def test_decorators_are_called_by_their_own_signature(fun, kwargs, want, in_mesh):
+    """A decorator that takes other arguments than what it wraps gets them as they were passed."""
+    f = pjit(fun)
+    args = () if fun is _keywords_only else (X,)
+    kwargs = {"a": X, **kwargs} if fun is _keywords_only else kwargs
+    for _ in range(3):
+        np.testing.assert_allclose(f(*args, **kwargs), want, rtol=1e-6)
+
+
+def test_specs_reach_through_decorators(in_mesh):
+    """Behind a decorator of ``*args, **kwargs`` a spec still follows its parameter's name."""
+
+    @functools.wraps(np.add)
+    def add(*args, **kwargs):
+        return add.__wrapped__(*args, **kwargs)
+
+    add.__wrapped__ = lambda x, y: x + y
+    f = pjit(add, in_axis_resources=(P("data"), P("model")))
+    lowered = f.lower(X, y=X)
+    assert lowered.compile().in_specs == ((P("data"),), {"y": P("model")})
+
+
+def test_positional_only_static(in_mesh):
+    """A static positional-only parameter leaves its name free for ``**kwargs``."""
+
+    def f(n, /, **kwargs):
+        return kwargs["n"] * n
+
+    np.testing.assert_array_equal(pjit(f, static_argnums=0)(2, n=X), 2 * X)
+
+
+def test_no_mesh_under_transformations(mesh):
+    """Where every spec is open the arrays bring the mesh, under a transformation too."""
+    x = jax.device_put(X, NamedSharding(mesh._plain, P("data")))
+    for f in (pjit(lambda v: v * 2, in_axis_resources=FROM_ARRAY), pjit(lambda v: v * 2)):
+        assert spmd.current_mesh() is None
+        for transformed in (f, jax.jit(f), jax.vmap(f)):
+            np.testing.assert_array_equal(transformed(x), 2 * X)
+        assert f(x).sharding.is_equivalent_to(x.sharding, x.ndim)
+        for grad in (jax.grad, lambda g: jax.jit(jax.grad(g))):
+            np.testing.assert_array_equal(grad(lambda v, f=f: f(v).sum())(x), np.full_like(X, 2))
+    with pytest.raises(spmd.ShardingError, match="got       a host array"), mesh:
+        jax.vmap(pjit(lambda v: v * 2, in_axis_resources=FROM_ARRAY))(X)
+
+
+def test_from_array_of_an_array_on_one_device():
+    """An array that is committed to one device needs no mesh either."""
+    device = jax.devices()[3]
+    f = pjit(lambda v: v * 2, in_axis_resources=FROM_ARRAY)
+    for _ in range(2):
+        y = f(jax.device_put(X, device))
+        assert y.devices() == {device}
+        np.testing.assert_array_equal(y, 2 * X)
+
+
+def test_memory_kind_is_kept_and_checked(mesh):
+    """A NamedSharding with a memory kind is batched and checked like the spec it holds."""
+    pinned = NamedSharding(mesh._plain, P("data"), memory_kind="pinned_host")
+    f = pjit(lambda v: v * 2, out_axis_resources=pinned)
+    out = jax.vmap(f)(np.ones((2, 8), np.float32))
+    assert out.sharding.memory_kind == "pinned_host"
+    assert out.sharding.spec == P(None, "data")
+    with pytest.raises(spmd.ShardingError, match="dimension 0 to be divisible by 4"):
+        pjit(lambda v: v, in_axis_resources=pinned)(np.ones(6, np.float32))
+
+
+def test_star_import():
+    """`from spmd import *` brings the public names, in a process that used none before."""
+    code = "from spmd import *; print(pjit.__module__, P.__name__, FROM_ARRAY)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["spmd._api", P.__name__, "FROM_ARRAY"]
 
 
 def test_method_decorated_in_the_class(in_mesh):

@@ -398,3 +398,17 @@ def test_one_trace_for_equal_constraints(in_mesh):
         np.testing.assert_array_equal(f(X), X + 3)
     done = spmd.counts() - before
     assert (done.traces, done.lowerings, done.compiles) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: jax.grad(lambda v: f(v).sum()),
+        lambda f: lambda v: jax.vmap(f)(np.stack([v, v])),
+    ],
+    ids=["grad", "vmap"],
+)
+def test_uneven_under_an_eager_transformation(transform, in_mesh):
+    """Eagerly a dimension has to divide evenly, also where grad or vmap stands between."""
+    with pytest.raises(spmd.ShardingError, match="to be divisible by 4"):
+        transform(lambda v: with_sharding_constraint(v, P("data")))(np.ones(6, np.float32))

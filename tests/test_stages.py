@@ -1,5 +1,7 @@
 """Traced, Lowered and Compiled: what they hold, what they say, and what they refuse."""
 
+import sys
+
 import jax
 from jax.extend.core import jaxpr_as_fun
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ from oracle import assert_sharded, counted, mesh_of, put
 import pytest
 
 import spmd
-from spmd import NamedSharding, P, pjit
+from spmd import NamedSharding, P, pjit, with_sharding_constraint
 
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
 
@@ -342,3 +344,32 @@ def test_compiled_in_another_context(mesh):
     np.testing.assert_array_equal(compiled(X), X + 1)
     with mesh_of({"x": 8}):
         np.testing.assert_array_equal(compiled(X), X + 1)
+
+
+def test_compiling_again_is_not_counted(in_mesh):
+    """The executable of a lowering is made once; with other options it is made again."""
+    lowered = pjit(lambda v: v * 3, in_axis_resources=P("data")).lower(X)
+    before = spmd.counts()
+    lowered.compile(), lowered.compile()
+    assert (spmd.counts() - before).compiles == 1
+    lowered.compile({"xla_embed_ir_in_executable": True})
+    assert (spmd.counts() - before).compiles == 2
+
+
+def test_compiled_hit_runs_one_frame(in_mesh):
+    """A repeated call of a compiled program leaves the checks to C++; another kind is refused."""
+    compiled = pjit(lambda v: v * 3, in_axis_resources=P("data")).lower(X).compile()
+    x = with_sharding_constraint(X, P("data"))
+    compiled(x), compiled(x)
+    frames = []
+    sys.setprofile(lambda frame, event, _: event == "call" and frames.append(frame.f_code.co_name))
+    try:
+        y = compiled(x)
+    finally:
+        sys.setprofile(None)
+    assert frames == ["__call__"]
+    np.testing.assert_array_equal(y, 3 * X)
+    for _ in range(2):
+        with pytest.raises(spmd.ShardingError, match="another sharding of argument v"):
+            compiled(with_sharding_constraint(X, P("model")))
+    np.testing.assert_array_equal(compiled(x), 3 * X)
