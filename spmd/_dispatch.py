@@ -22,7 +22,7 @@ import numpy as np
 from spmd import _jax
 from spmd._call import PjitCall
 from spmd._counts import count
-from spmd._lower import clear_lower_cache, lower
+from spmd._lower import clear_lower_cache, lower, program_of
 from spmd._resolve import (
     device_failure,
     input_sharding,
@@ -127,7 +127,7 @@ def _prepare(jaxpr: Any, call: PjitCall, placed: tuple[Any, ...]) -> Prepared:
     key = _jax.placement_key(shardings, jaxpr.in_avals)
     # However the mesh was entered outside, an equal one is one program.
     with _jax.tracing_under(mesh):
-        program = _program(jaxpr, call, mesh, key)
+        program = _program(jaxpr, program_of(call, mesh), mesh, key)
     return Prepared(program=program, shardings=shardings, moves=moves)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 import logging
 from typing import Any
 
@@ -10,8 +11,29 @@ from spmd import _jax
 from spmd._call import PjitCall
 from spmd._counts import count
 from spmd._resolve import to_sharding
+from spmd._spec import UNSPECIFIED
 
 logger = logging.getLogger(__name__)
+
+
+def program_of(call: PjitCall, mesh: Any) -> PjitCall:
+    """Returns what of a call a program depends on: equal programs are made once.
+
+    How a spec was spelled, what an argument is called and what a message would show are left out;
+    inputs are left to the key of their shardings.
+    """
+    outs = [to_sharding(r, mesh) for r in call.out_axis_resources]
+    return replace(
+        call,
+        mesh=mesh,
+        in_axis_resources=(),
+        out_axis_resources=tuple(UNSPECIFIED if s is _jax.UNSPECIFIED else s for s in outs),
+        in_positional_semantics=(),
+        arg_names=(),
+        given=(),
+        inline=False,
+        implicit_reshard=None,
+    )
 
 
 def lower(jaxpr: Any, call: PjitCall, mesh: Any, in_key: Any) -> Any:
@@ -19,7 +41,7 @@ def lower(jaxpr: Any, call: PjitCall, mesh: Any, in_key: Any) -> Any:
 
     Args:
         jaxpr: Closed jaxpr.
-        call: Says name, outputs and donation; what it says of inputs is already in `in_key`.
+        call: From :func:`program_of`.
         mesh: The mesh whose devices the module is for.
         in_key: :func:`spmd._jax.placement_key` of the shardings of the inputs.
 

@@ -17,7 +17,7 @@ from spmd import _dispatch, _jax
 from spmd._arguments import Parameters, split_arguments
 from spmd._call import PjitCall
 from spmd._counts import count
-from spmd._lower import lower
+from spmd._lower import lower, program_of
 from spmd._recover import parse_op_sharding
 from spmd._resolve import is_equivalent, placed_sharding, show_aval, show_sharding
 from spmd.errors import ArgumentError, Failure, RecoveryError, ShardingError, explain
@@ -116,7 +116,7 @@ class Traced(_Stage):
         """
         mesh, shardings, _ = _dispatch.place(self._jaxpr, self._call, self._placed)
         key = _jax.placement_key(shardings, self._jaxpr.in_avals)
-        lowering = lower(self._jaxpr, self._call, mesh, key)
+        lowering = lower(self._jaxpr, program_of(self._call, mesh), mesh, key)
         return Lowered(self, lowering, shardings)
 
 

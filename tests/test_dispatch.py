@@ -1271,3 +1271,26 @@ def test_keywords_in_any_order(mesh, same):
                 np.testing.assert_array_equal(got, -2 * X)
             np.testing.assert_array_equal(f(a=one, b=three), 2 * X)
             np.testing.assert_array_equal(f(a=one, scale=2, b=three), 4 * X)
+
+
+def test_spelling_makes_no_other_program(in_mesh):
+    """Specs that mean the same, however written, trace once and compile once."""
+
+    def fun(v):
+        return v * 5
+
+    spellings = [
+        {"in_axis_resources": P("data")},
+        {"in_axis_resources": P("data", None)},
+        {"in_axis_resources": (P("data"),)},
+        {"in_shardings": {"v": P(("data",))}},
+        {"in_axis_resources": NamedSharding(in_mesh._plain, P("data"))},
+        {"in_axis_resources": P("data"), "implicit_reshard": "warn"},
+    ]
+    before = spmd.counts()
+    for options in spellings:
+        np.testing.assert_array_equal(pjit(fun, **options)(X), 5 * X)
+    assert spmd.counts() - before == spmd.Counts(traces=1, lowerings=1, compiles=1)
+    pjit(fun, in_axis_resources=P("model"))(X)
+    pjit(fun, in_axis_resources=P("data"), donate_argnums=0)(X)
+    assert (spmd.counts() - before).compiles == 3
