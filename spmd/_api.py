@@ -461,6 +461,7 @@ def resolve_inputs(
 
 
 def _global_aval(aval: Any, leaf: Any, mesh: Any) -> Any:
+    # A feature: only calls with host-local arguments need it, here and below.
     from spmd.distributed import global_shape
 
     return aval.update(shape=global_shape(aval.shape, leaf, mesh))
@@ -673,15 +674,8 @@ class PjitFunction:
 def pjit_function(fun: Callable, options: PjitOptions) -> PjitFunction:
     """Builds the callable for a function and its options."""
     line = _Line(fun=fun, options=options)
-    params = options.params
-    dispatch = _dispatch.dispatcher(
-        fun,
-        options.name,
-        functools.partial(_call, line),
-        params.static_nums,
-        params.static_names,
-        options,
-    )
+    miss = functools.partial(_call, line)
+    dispatch = _dispatch.dispatcher(fun, options.name, miss, options.params, options)
     body = {"__call__": staticmethod(dispatch), "__slots__": (), "__module__": "spmd"}
     wrapped: Any = type("PjitFunction", (PjitFunction,), body)()
     wrapped._line = line

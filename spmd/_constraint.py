@@ -83,7 +83,7 @@ def _check(values: list, leaves: list, mesh: Any, names: list[str], given: list[
     for value, leaf, name, where in zip(values, leaves, names, given, strict=True):
         try:
             aval = _jax.abstractify(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             failures.append(_no_array(value, name))
             continue
         if not isinstance(value, _jax.Tracer) and getattr(value, "is_deleted", bool)():

@@ -1,8 +1,7 @@
 """Dispatch: compile once, place the arguments, execute, and hand repeated calls to C++.
 
-Everything here runs on a miss of the C++ dispatcher, or where that one must not be used: effects,
-an argument that has to move, a donating call on a JAX whose fast path does not notice a deleted
-array.
+Everything here runs on a miss of the C++ dispatcher, or where that one must not be used: see
+:func:`may_repeat`, :func:`fast_path_data` and `docs/design/dispatch.md`.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 import numpy as np
 
 from spmd import _jax
+from spmd._arguments import Parameters
 from spmd._call import PjitCall
 from spmd._counts import count
 from spmd._lower import clear_lower_cache, lower, program_of
@@ -370,18 +370,6 @@ def fast_path_data(
     return _jax.fast_path_data(prepared.program.executable, prepared.program.consts, out_tree, outs)
 
 
-def compiled_dispatcher(name: str, cache_miss: Callable, params: Any) -> Callable:
-    """Returns what calls a compiled program: it asks `cache_miss` about arguments of a new kind."""
-    statics = params.static_nums, params.static_names
-    fast = _jax.make_dispatcher(None, name, cache_miss, *statics, ("spmd.Compiled",))
-    return PythonDispatcher(cache_miss) if fast is None else _guarded(fast, cache_miss, params)
-
-
-def _guarded(fast: Any, cache_miss: Callable, params: Any) -> Callable:
-    statics = params.static_nums or params.static_names
-    return _with_hash_errors(fast, cache_miss) if statics else fast
-
-
 class PythonDispatcher:
     """Stands in for the C++ dispatcher where JAX has none: every call is a miss."""
 
@@ -392,22 +380,26 @@ class PythonDispatcher:
         return self._cache_miss(*args, **kwargs)[0]
 
     def _clear_cache(self) -> None:
-        pass
+        """Does nothing: it learns nothing, every call asks the caches behind it."""
 
 
 def dispatcher(
-    fun: Callable,
-    name: str,
-    cache_miss: Callable,
-    static_argnums: Sequence[int],
-    static_argnames: Sequence[str],
-    key: Any,
+    fun: Callable | None, name: str, cache_miss: Callable, params: Parameters, key: Any
 ) -> Any:
-    """Returns the callable that a user gets: JAX's C++ dispatcher, or ours in Python."""
-    fast = _jax.make_dispatcher(fun, name, cache_miss, static_argnums, static_argnames, key)
+    """Returns the callable that a user gets: JAX's C++ dispatcher, or ours in Python.
+
+    Args:
+        fun: The function whose programs it repeats; None for one compiled program.
+        name: Shown in profiles.
+        cache_miss: Asked about arguments of a new kind; see :func:`spmd._jax.make_dispatcher`.
+        params: Which arguments are static.
+        key: What else tells two dispatchers of one function apart.
+    """
+    nums, names = params.static_nums, params.static_names
+    fast = _jax.make_dispatcher(fun, name, cache_miss, nums, names, key)
     if fast is None:
         return PythonDispatcher(cache_miss)
-    return _with_hash_errors(fast, cache_miss) if static_argnums or static_argnames else fast
+    return _with_hash_errors(fast, cache_miss) if nums or names else fast
 
 
 def _with_hash_errors(fast: Any, cache_miss: Callable) -> Callable:

@@ -200,7 +200,9 @@ class Compiled(_Stage):
         self._shardings = lowered._shardings
         self._executable = executable
         self._consts = _jax.const_args(self._lowering, executable)
-        self._dispatch = _dispatch.compiled_dispatcher(self.name, self._run, self._signature.params)
+        self._dispatch = _dispatch.dispatcher(
+            None, self.name, self._run, self._signature.params, "spmd.Compiled"
+        )
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Runs the program.
@@ -368,7 +370,7 @@ def _tree_mismatch(expected: Any, got: Any) -> Failure:
 def _argument_mismatch(value: Any, name: str, aval: Any, sharding: Any) -> Failure | None:
     try:
         have = _jax.abstractify(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return Failure(
             what=f"cannot take argument {name}: it is no array",
             got=type(value).__name__,

@@ -350,7 +350,7 @@ def test_function_without_signature(in_mesh):
 def test_defaults_without_hash(in_mesh):
     """A default may be a list, a dict or an array."""
 
-    def fun(x, y=X[0], options={}, *, names=[]):  # noqa: B006
+    def fun(x, y=X[0], options={}, *, names=[]):  # noqa: B006 defaults without a hash are the point
         return x + y[None] + len(options) + len(names)
 
     f = pjit(fun, {"x": A}, static_argnames=())

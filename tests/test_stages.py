@@ -373,3 +373,10 @@ def test_compiled_hit_runs_one_frame(in_mesh):
         with pytest.raises(spmd.ShardingError, match="another sharding of argument v"):
             compiled(with_sharding_constraint(X, P("model")))
     np.testing.assert_array_equal(compiled(x), 3 * X)
+
+
+def test_compiled_refuses_a_number_that_is_too_large(in_mesh):
+    """A number beyond the dtype of ints is told like any other argument that does not fit."""
+    compiled = pjit(lambda n: n + 1).lower(1).compile()
+    with pytest.raises(spmd.ArgumentError, match="cannot take argument n"):
+        compiled(2**70)
