@@ -1,0 +1,44 @@
+"""Numbers of bytes as people write and read them."""
+
+from __future__ import annotations
+
+import math
+import re
+
+_UNITS = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:_\d+)*(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*$")
+
+
+def parse_bytes(size: int | float | str) -> int:
+    """Reads a number of bytes.
+
+    Args:
+        size: a number, or text such as ``"16GB"`` (10^9) or ``"15.75 GiB"`` (2^30); upper and
+            lower case are the same.
+
+    Returns:
+        Whole bytes, rounded down.
+
+    Raises:
+        ValueError: the text is no size, the unit is unknown, or the number is negative.
+    """
+    if isinstance(size, (int, float)) and not isinstance(size, bool):
+        if not 0 <= size < math.inf:
+            raise ValueError(f"a number of bytes is at least 0 and finite, not {size}")
+        return int(size)
+    found = _SIZE.match(size) if isinstance(size, str) else None
+    if not found or found[2].upper() not in _UNITS:
+        raise ValueError(f"{size!r} is no number of bytes: write 4096, '16GB' or '15.75GiB'")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def show_bytes(count: int) -> str:
+    """A size in the largest binary unit that leaves at least one: ``1.5 MiB``."""
+    if count < 1024:
+        return f"{count} B"
+    power = min(int(math.log(count, 1024)), 4)
+    return f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"

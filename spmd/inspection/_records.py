@@ -1,0 +1,374 @@
+"""What a report consists of: frozen records, before anyone draws or stores them.
+
+All bytes are per device. Nothing here reads HLO, knows JAX or prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+import dataclasses
+import math
+from typing import NamedTuple
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+    "send",
+    "recv",
+)
+"""The opcodes that move data between devices, in the order in which reports name them."""
+
+DIRECTIONS = ("forward", "backward", "other")
+"""Which half of a gradient a collective belongs to; ``other`` is everything outside of one."""
+
+# Sizes in bits, from XLA's primitive types; sub-byte elements are packed.
+_BITS = {
+    "pred": 8, "token": 0, "opaque": 0,
+    "s1": 1, "s2": 2, "s4": 4, "s8": 8, "s16": 16, "s32": 32, "s64": 64,
+    "u1": 1, "u2": 2, "u4": 4, "u8": 8, "u16": 16, "u32": 32, "u64": 64,
+    "f16": 16, "bf16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128,
+    "f4e2m1fn": 4, "f8e3m4": 8, "f8e4m3": 8, "f8e4m3b11fnuz": 8, "f8e4m3fn": 8,
+    "f8e4m3fnuz": 8, "f8e5m2": 8, "f8e5m2fnuz": 8, "f8e8m0fnu": 8,
+}  # fmt: skip
+DTYPES = frozenset(_BITS)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The element type and the dimensions of one array in a program.
+
+    Args:
+        dtype: XLA's name of the element type, such as ``f32`` or ``bf16``.
+        dims: sizes per device.
+    """
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes on one device, with elements below a byte packed."""
+        return -(-math.prod(self.dims) * _BITS[self.dtype] // 8)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+class Shapes(NamedTuple):
+    """Shapes on each device before and after a collective."""
+
+    operands: tuple[Shape, ...]
+    results: tuple[Shape, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A place in Python code.
+
+    Args:
+        file: path as Python knows it.
+        line: counted from one.
+        column: counted from one; 0 where it is not known.
+        function: qualified name of the function that the line is in.
+    """
+
+    file: str
+    line: int
+    column: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One place in a compiled program where devices exchange data.
+
+    Args:
+        kind: one of `KINDS`.
+        mesh_axes: axes of the mesh, in mesh order, that the exchange crosses. A part of an axis is
+            named as Shardy does: ``data:(2)2`` takes 2 devices at a time where ``data`` has split
+            in 2 already; ``data:part`` is a part that no such name describes.
+        shapes: of operands and results, per device.
+        dtype: element type of the data, or several joined by a comma.
+        payload_bytes: the larger of operands and results, in bytes, per device and execution.
+        wire_bytes: bytes that each device sends, per execution, by the ring formula of
+            `spmd.inspection.wire_bytes`.
+        group_size: devices in the largest group that exchange with each other.
+        executions: how often it runs in one call of the program: the product of the trip counts of
+            the loops around it; None where one of them is unknown.
+        source: the user's line that it comes from: the innermost frame outside of libraries; None
+            where the compiler gives none.
+        source_is_consumer: True where the compiler gave the exchange itself no line, and `source`
+            is the line of the first operation that uses its result.
+        frames: all frames, innermost first, libraries included.
+        direction: one of `DIRECTIONS`, as the name stack tells.
+        op_name: the name-stack path that JAX gave the operation; for a resharded argument, the
+            argument's path.
+        is_async: True for a pair of start and done instructions, which is one record.
+        combined: how many exchanges of the program the compiler combined into this one.
+        conditional: True inside a branch, which may not run at all.
+        in_loop: True inside the body or condition of a loop.
+        name: the instruction's name in the HLO text.
+        groups: the logical devices that exchange with each other; device ``i`` is
+            ``mesh.devices.flat[i]``.
+    """
+
+    kind: str
+    mesh_axes: tuple[str, ...]
+    shapes: Shapes
+    dtype: str
+    payload_bytes: int
+    wire_bytes: int
+    group_size: int
+    executions: int | None
+    source: Source | None
+    direction: str
+    op_name: str
+    is_async: bool
+    combined: int
+    source_is_consumer: bool = False
+    frames: tuple[Source, ...] = ()
+    conditional: bool = False
+    in_loop: bool = False
+    name: str = ""
+    groups: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """The mesh axes without the suffix that names a part."""
+        return tuple(axis.partition(":")[0] for axis in self.mesh_axes)
+
+    @property
+    def total_payload_bytes(self) -> int | None:
+        """Payload of all executions in one call; None where their number is unknown."""
+        return None if self.executions is None else self.executions * self.payload_bytes
+
+    @property
+    def total_wire_bytes(self) -> int | None:
+        """Wire bytes of all executions in one call; None where their number is unknown."""
+        return None if self.executions is None else self.executions * self.wire_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Total:
+    """A sum over collectives, for one device and one call of the program.
+
+    Args:
+        sites: places in the program.
+        unknown: how many of them run an unknown number of times. They count in `sites` only, so
+            the other figures are lower bounds where this is not 0.
+        executions: how often they run, all together.
+        payload_bytes: bytes of data.
+        wire_bytes: bytes that a device sends.
+    """
+
+    sites: int
+    unknown: int
+    executions: int
+    payload_bytes: int
+    wire_bytes: int
+
+    @classmethod
+    def zeros(cls) -> Total:
+        """The sum over nothing."""
+        return cls(sites=0, unknown=0, executions=0, payload_bytes=0, wire_bytes=0)
+
+    @classmethod
+    def of(cls, one: Collective) -> Total:
+        """The sum over one collective."""
+        times = one.executions or 0
+        return cls(
+            sites=1,
+            unknown=int(one.executions is None),
+            executions=times,
+            payload_bytes=times * one.payload_bytes,
+            wire_bytes=times * one.wire_bytes,
+        )
+
+    def __add__(self, other: Total) -> Total:
+        return Total(
+            sites=self.sites + other.sites,
+            unknown=self.unknown + other.unknown,
+            executions=self.executions + other.executions,
+            payload_bytes=self.payload_bytes + other.payload_bytes,
+            wire_bytes=self.wire_bytes + other.wire_bytes,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What one device computes in one call of the program.
+
+    Args:
+        flops: floating-point operations of matrix products and convolutions, two for each
+            multiplication with its addition, over all executions.
+        hbm_bytes: bytes read from and written to the device's main memory by the operations of the
+            compiled program, each operand and result once per execution: an estimate from above,
+            since caches are not modelled.
+        unknown_loops: loops of unknown trip count; what runs in them is not in the figures.
+        opaque_calls: custom calls whose work is not in `flops`, such as hand-written kernels.
+    """
+
+    flops: int
+    hbm_bytes: int
+    unknown_loops: int = 0
+    opaque_calls: int = 0
+
+    @classmethod
+    def zeros(cls) -> Cost:
+        """The cost of nothing."""
+        return cls(flops=0, hbm_bytes=0)
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            flops=self.flops + other.flops,
+            hbm_bytes=self.hbm_bytes + other.hbm_bytes,
+            unknown_loops=self.unknown_loops + other.unknown_loops,
+            opaque_calls=self.opaque_calls + other.opaque_calls,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """One array that the program keeps in a device's memory.
+
+    Args:
+        name: of the instruction that makes it, in the HLO text.
+        shape: per device.
+        nbytes: its size in bytes.
+        kind: ``argument``, ``output`` or ``temporary``.
+        source: the user's line that it comes from, or None.
+        op_name: its name-stack path; for an argument, the argument's path.
+        at_peak: True where it is alive when the program needs most memory.
+    """
+
+    name: str
+    shape: Shape
+    nbytes: int
+    kind: str
+    source: Source | None
+    op_name: str
+    at_peak: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Memory that one call takes on each device, in bytes, as the compiler planned it.
+
+    Args:
+        arguments: what is passed in.
+        outputs: what comes back.
+        temporaries: what is allocated in between.
+        aliased: the part of the outputs that lies in donated arguments.
+        code: the program itself.
+        peak: the most that is in use at one time, arguments and outputs included.
+        buffers: the largest arrays, largest first.
+    """
+
+    arguments: int
+    outputs: int
+    temporaries: int
+    aliased: int
+    code: int
+    peak: int
+    buffers: tuple[Buffer, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Reshard:
+    """An argument that a call moves before the program starts, because it lies elsewhere.
+
+    Args:
+        argument: its path, such as ``batch['x']``.
+        given: the sharding that it has.
+        wanted: the sharding that the program takes.
+        nbytes: bytes of the argument that each device needs and does not hold, the most of any.
+    """
+
+    argument: str
+    given: str
+    wanted: str
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What one compiled program does between and on its devices.
+
+    Args:
+        name: of the function.
+        backend: platform that it was compiled for: ``cpu``, ``gpu`` or ``tpu``.
+        device_kind: the devices' own name, such as ``TPU v5 lite``.
+        stand_in: True where CPU devices stand in for the hardware: the partitioner's decisions
+            are real, but another backend fuses, combines and widens differently.
+        mesh: size by axis name, major to minor; empty for a program of one device without a mesh.
+        num_devices: that the program runs on.
+        versions: of ``spmd``, ``jax`` and ``jaxlib``, by name.
+        collectives: every exchange, in program order.
+        cost: FLOPs and bytes of main memory.
+        memory: per device; None where the backend tells nothing.
+        reshards: arguments that the call moves first.
+    """
+
+    name: str
+    backend: str
+    device_kind: str
+    stand_in: bool
+    mesh: Mapping[str, int]
+    num_devices: int
+    versions: Mapping[str, str]
+    collectives: tuple[Collective, ...]
+    cost: Cost
+    memory: Memory | None
+    reshards: tuple[Reshard, ...] = ()
+
+    @property
+    def total(self) -> Total:
+        """The sum over all collectives."""
+        return sum(map(Total.of, self.collectives), Total.zeros())
+
+    def totals(self, *by: str) -> dict:
+        """Sums the collectives by one or several of their properties.
+
+        Args:
+            by: of ``kind``, ``axis`` (the mesh axes), ``line`` (the source) and ``direction``.
+
+        Returns:
+            A `Total` by the value of the property, or by a tuple of the values of several; the
+            most wire bytes first.
+
+        Raises:
+            ValueError: there is no such property.
+
+        Example:
+            report.totals("kind", "axis")["all-reduce", ("data",)].wire_bytes
+        """
+        return totals(self.collectives, *by)
+
+
+_KEYS: dict[str, Callable[[Collective], object]] = {
+    "kind": lambda one: one.kind,
+    "axis": lambda one: one.mesh_axes,
+    "line": lambda one: one.source and str(one.source),
+    "direction": lambda one: one.direction,
+}
+
+
+def totals(found: Iterable[Collective], *by: str) -> dict:
+    """Sums collectives by one or several properties, as `Report.totals` does."""
+    unknown = [key for key in by if key not in _KEYS]
+    if unknown or not by:
+        raise ValueError(f"totals by {', '.join(_KEYS)} are known, not by {unknown}")
+    sums: dict = {}
+    for one in found:
+        values = tuple(_KEYS[name](one) for name in by)
+        key = values[0] if len(by) == 1 else values
+        sums[key] = sums.get(key, Total.zeros()) + Total.of(one)
+    return dict(sorted(sums.items(), key=lambda item: -item[1].wire_bytes))
