@@ -116,8 +116,8 @@ class Collective:
         conditional: True inside a branch, which may not run at all.
         in_loop: True inside the body or condition of a loop.
         name: the instruction's name in the HLO text.
-        groups: the logical devices that exchange with each other; device ``i`` is
-            ``mesh.devices.flat[i]``.
+        groups: which devices exchange with each other, or send to each other, as XLA prints it;
+            `spmd.inspection.expand_replica_groups` reads it.
     """
 
     kind: str
@@ -138,7 +138,7 @@ class Collective:
     conditional: bool = False
     in_loop: bool = False
     name: str = ""
-    groups: tuple[tuple[int, ...], ...] = ()
+    groups: str = ""
 
     @property
     def axis_names(self) -> tuple[str, ...]:
