@@ -110,7 +110,7 @@ def _params(trainer: train.Trainer) -> dict[str, jax.Array]:
 
 
 def _collective_rows(hlo_text: str, mesh: dict[str, int]) -> tuple[records.CollectiveRow, ...]:
-    found = inspection.totals(inspection.collectives(hlo_text, mesh))
+    found = inspection.totals(inspection.collectives(hlo_text, mesh), "kind", "axis")
     return tuple(
         records.CollectiveRow(
             kind=kind,

@@ -121,36 +121,49 @@ def logical_groups(instruction: Instruction, module: Module) -> Groups:
     Returns:
         Every group as numbers of logical devices.
     """
-    pairs = instruction.attribute("source_target_pairs")
-    text = instruction.attribute("replica_groups")
-    groups = (
-        connected(expand_replica_groups(pairs)) if pairs else expand_replica_groups(text or "{}")
-    )
+    text = written_groups(instruction)
+    groups = expand_replica_groups(text)
+    if instruction.attribute("source_target_pairs"):
+        groups = connected(groups)
     replicas, partitions = range(module.num_replicas), range(module.num_partitions)
-    flat = {(r, p): r * module.num_partitions + p for r in replicas for p in partitions}
-    if instruction.attribute("use_global_device_ids") == "true":
-        return groups or (tuple(flat.values()),)
-    if instruction.attribute("channel_id") is None:
-        groups = groups or (tuple(replicas),)
-        return tuple(tuple(flat[r, p] for r in group) for p in partitions for group in groups)
-    if _names_replicas(instruction.opcode):
-        groups = groups or (tuple(replicas),)
-        return tuple(tuple(flat[r, p] for r in group for p in partitions) for group in groups)
+
+    def flat(r: int, p: int) -> int:
+        return r * module.num_partitions + p
+
+    match numbering(instruction):
+        case "both":
+            return groups or (tuple(flat(r, p) for r in replicas for p in partitions),)
+        case "replicas":
+            groups = groups or (tuple(replicas),)
+            return tuple(tuple(flat(r, p) for r in group) for p in partitions for group in groups)
+        case "replicas, all partitions":
+            groups = groups or (tuple(replicas),)
+            return tuple(tuple(flat(r, p) for r in group for p in partitions) for group in groups)
     groups = groups or (tuple(partitions),)
-    return tuple(tuple(flat[r, p] for p in group) for r in replicas for group in groups)
+    return tuple(tuple(flat(r, p) for p in group) for r in replicas for group in groups)
 
 
-def _written_groups(instruction: Instruction) -> Groups:
+def written_groups(instruction: Instruction) -> str:
+    """The groups, or the pairs of a permute, as XLA prints them."""
     pairs = instruction.attribute("source_target_pairs")
-    if pairs:
-        return connected(expand_replica_groups(pairs))
-    return expand_replica_groups(instruction.attribute("replica_groups") or "{}")
+    return pairs or instruction.attribute("replica_groups") or "{}"
 
 
-def _names_replicas(opcode: str) -> bool:
-    # These take `use_global_device_ids`; where a channel is given and that flag is not, their
-    # groups name replicas and every partition joins in. The others then name partitions.
-    return opcode.removesuffix("-start") in ("all-reduce", "all-gather", "reduce-scatter")
+def numbering(instruction: Instruction) -> str:
+    """What the numbers in the groups of a collective count.
+
+    Where a channel is given and `use_global_device_ids` is not, the groups of a reduction or a
+    gather, which know that flag, name replicas, and every partition joins in. Those of the others
+    name partitions.
+    """
+    if instruction.attribute("use_global_device_ids") == "true":
+        return "both"
+    if instruction.attribute("channel_id") is None:
+        return "replicas"
+    kind = instruction.opcode.removesuffix("-start")
+    if kind in ("all-reduce", "all-gather", "reduce-scatter"):
+        return "replicas, all partitions"
+    return "partitions"
 
 
 def connected(pairs: Iterable[Sequence[int]]) -> Groups:
@@ -162,7 +175,7 @@ def connected(pairs: Iterable[Sequence[int]]) -> Groups:
     return tuple(sorted({tuple(sorted(group)) for group in group_of.values()}))
 
 
-def mesh_axes_of(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[tuple[str, ...], bool]:
+def mesh_axes_of(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Match groups of logical devices against the axes of a mesh.
 
     Args:
@@ -170,22 +183,73 @@ def mesh_axes_of(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[tuple[s
         axis_sizes: the mesh's axes in order, major to minor.
 
     Returns:
-        The axes, in mesh order, along which the members of a group differ, and whether each group
-        spans all of these axes (False where it takes a part of one, or differs from the others).
+        The axes, in mesh order, along which the members of a group differ. Where groups take only
+        a part of an axis, its name says which part, as `Collective.mesh_axes` explains.
     """
     names, sizes = tuple(axis_sizes), tuple(axis_sizes.values())
-    total = math.prod(sizes)
-    if any(not 0 <= device < total for group in groups for device in group):
-        return (), False
-    varying = [_varying(group, sizes) for group in groups if len(group) > 1]
-    if not varying:
-        return (), True
-    axes = sorted(set().union(*varying))
-    spanned = math.prod(sizes[i] for i in axes)
-    whole = all(set(axes) == v for v in varying) and all(len(g) == spanned for g in groups)
-    return tuple(names[i] for i in axes), whole
+    by_size: dict[int, list[tuple[int, ...]]] = {}
+    for group in groups:
+        by_size.setdefault(len(group), []).append(group)
+    by_size.pop(1, None)
+    rows = [np.sort(np.array(equal), axis=1) for equal in by_size.values()]
+    if any(row.min() < 0 or row.max() >= math.prod(sizes) for row in rows):
+        return ()
+    found = [_parts(row, sizes) for row in rows]
+    axes = sorted(set().union(*found))
+    return tuple(_part_name(names[i], sizes[i], {parts.get(i) for parts in found}) for i in axes)
 
 
-def _varying(group: Sequence[int], sizes: Sequence[int]) -> set[int]:
-    coordinates = np.unravel_index(np.array(group), sizes)
-    return {i for i, axis in enumerate(coordinates) if (axis != axis[0]).any()}
+_Part = tuple[int, int] | None
+"""Sizes before and of the part of an axis that groups take; None where it is no such part."""
+
+
+def _parts(rows: np.ndarray, sizes: Sequence[int]) -> dict[int, _Part]:
+    """The axes along which groups of one size vary, and the part of each that they take."""
+    coordinates = np.unravel_index(rows, sizes)
+    axes = [i for i, axis in enumerate(coordinates) if (axis != axis[:, :1]).any()]
+    parts = {i: _part(np.unique(coordinates[i][0]), sizes[i]) for i in axes}
+    whole = {i: part for i, part in parts.items() if part}
+    return (
+        parts
+        if len(whole) == len(axes) and _are_blocks(rows, whole, sizes)
+        else (dict.fromkeys(axes))
+    )
+
+
+def _part(values: np.ndarray, size: int) -> _Part:
+    """The part of an axis that evenly spaced coordinates of one group may be."""
+    if len(values) == 1:
+        return None
+    count, stride = len(values), int(values[1] - values[0])
+    return None if size % (count * stride) else (size // (count * stride), count)
+
+
+def _are_blocks(
+    rows: np.ndarray, parts: Mapping[int, tuple[int, int]], sizes: Sequence[int]
+) -> bool:
+    """Whether every row is a group that one gets by going through just these parts of the axes."""
+    split = [_split(size, parts.get(i)) for i, size in enumerate(sizes)]
+    inside = [3 * i + 1 for i in range(len(sizes))]
+    outside = [i for i in range(3 * len(sizes)) if i not in inside]
+    grid = np.arange(math.prod(sizes)).reshape([n for three in split for n in three])
+    blocks = grid.transpose(outside + inside).reshape(-1, math.prod(n for _, n, _ in split))
+    if blocks.shape[1] != rows.shape[1]:
+        return False
+    blocks = np.sort(blocks, axis=1)
+    starting = np.full(grid.size, -1)
+    starting[blocks[:, 0]] = np.arange(len(blocks))
+    wanted = starting[rows[:, 0]]
+    return bool((wanted >= 0).all() and (blocks[wanted] == rows).all())
+
+
+def _split(size: int, part: _Part) -> tuple[int, int, int]:
+    """An axis as sizes before, of and after a part."""
+    before, count = part or (size, 1)
+    return before, count, size // (before * count)
+
+
+def _part_name(axis: str, size: int, parts: set[_Part]) -> str:
+    (only, *others) = parts
+    if others or only is None:
+        return f"{axis}:part"
+    return axis if only == (1, size) else f"{axis}:({only[0]}){only[1]}"

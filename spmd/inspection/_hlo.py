@@ -1,8 +1,8 @@
 """Reads the text of a compiled HLO module into records.
 
 This is syntax only: which computations there are, which instructions they hold, which computation
-calls which. What a collective costs and which mesh axis it crosses is worked out in `_groups.py`
-and `_ledger.py`.
+calls which, and the table of Python frames at the head of the module. What a collective costs,
+which mesh axis it crosses and how often a loop runs is worked out in the files beside this one.
 
 XLA prints one instruction a line, so the reader goes line by line, and every match is anchored at
 the opcode's own place in the line: fusions, metadata and operands name collectives too.
@@ -10,20 +10,12 @@ the opcode's own place in the line: fusions, metadata and operands name collecti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 import dataclasses
-import math
+import itertools
 import re
 
-# Sizes in bits, from XLA's primitive types; sub-byte elements are packed.
-_BITS = {
-    "pred": 8, "token": 0, "opaque": 0,
-    "s1": 1, "s2": 2, "s4": 4, "s8": 8, "s16": 16, "s32": 32, "s64": 64,
-    "u1": 1, "u2": 2, "u4": 4, "u8": 8, "u16": 16, "u32": 32, "u64": 64,
-    "f16": 16, "bf16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128,
-    "f4e2m1fn": 4, "f8e3m4": 8, "f8e4m3": 8, "f8e4m3b11fnuz": 8, "f8e4m3fn": 8,
-    "f8e4m3fnuz": 8, "f8e5m2": 8, "f8e5m2fnuz": 8, "f8e8m0fnu": 8,
-}  # fmt: skip
+from spmd.inspection._records import DTYPES, Shape, Source
 
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=? ]*)\]")
 # The type of a tuple ends at the first ")" that a blank and an opcode follow: inside a tuple a ")"
@@ -39,28 +31,9 @@ _CALLEE = re.compile(
     r"(\{[^}]*\}|%?[\w.\-]+)"
 )
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+_FRAME_ID = re.compile(r"\bstack_frame_id=(\d+)")
+_TABLE_ROW = re.compile(r"(\d+) (.*)")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """The element type and the dimensions of one array in a program.
-
-    Args:
-        dtype: XLA's name of the element type, such as ``f32`` or ``bf16``.
-        dims: sizes per device.
-    """
-
-    dtype: str
-    dims: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes on one device, with elements below a byte packed."""
-        return -(-math.prod(self.dims) * _BITS[self.dtype] // 8)
-
-    def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +46,7 @@ class Instruction:
         type: the text of its result type.
         operands: the text between the parentheses after the opcode.
         attributes: the text after them.
+        is_root: True where its result is that of the computation.
     """
 
     name: str
@@ -80,6 +54,7 @@ class Instruction:
     type: str
     operands: str
     attributes: str
+    is_root: bool = False
 
     @property
     def operand_names(self) -> tuple[str, ...]:
@@ -91,6 +66,12 @@ class Instruction:
         """The name stack that JAX gave the operation, or an empty string."""
         found = _OP_NAME.search(self.attributes)
         return found[1] if found else ""
+
+    @property
+    def frame_id(self) -> int:
+        """Its row in the module's table of stack frames; 0 where it has none."""
+        found = _FRAME_ID.search(self.attributes)
+        return int(found[1]) if found else 0
 
     @property
     def trip_count(self) -> int | None:
@@ -131,6 +112,13 @@ class Computation:
     name: str
     instructions: tuple[Instruction, ...]
 
+    @property
+    def root(self) -> Instruction | None:
+        """The instruction whose result is that of the computation: the last one without a mark."""
+        return next((i for i in self.instructions if i.is_root), None) or (
+            self.instructions[-1] if self.instructions else None
+        )
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Module:
@@ -142,6 +130,8 @@ class Module:
         computations: all of them, by name.
         num_replicas: how many replicas run it.
         num_partitions: over how many devices each replica is partitioned.
+        frames: the table of stack frames: by number, the place and the number of the caller's
+            frame, which is 0 for the outermost.
     """
 
     name: str
@@ -149,6 +139,7 @@ class Module:
     computations: dict[str, Computation]
     num_replicas: int
     num_partitions: int
+    frames: dict[int, tuple[Source, int]] = dataclasses.field(default_factory=dict)
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
@@ -159,7 +150,7 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
     return tuple(
         Shape(dtype=dtype, dims=tuple(int(d.strip("<= ")) for d in dims.split(",") if d.strip()))
         for dtype, dims in _SHAPE.findall(text)
-        if dtype in _BITS
+        if dtype in DTYPES and dtype not in ("token", "opaque")
     )
 
 
@@ -176,11 +167,25 @@ def tuple_elements(text: str) -> tuple[str, ...]:
     return tuple(elements)
 
 
-def parse_module(text: str) -> Module:
-    """Read the text that ``compiled.as_text()`` gives.
+def parse_modules(text: str) -> tuple[Module, ...]:
+    """Read the text that ``compiled.as_text()`` gives: one module, or several after each other.
 
     Args:
-        text: one HLO module.
+        text: HLO modules.
+
+    Returns:
+        The modules in order; none for an empty text.
+    """
+    starts = [found.start() for found in re.finditer(r"^HloModule ", text, re.MULTILINE)]
+    edges = [*starts, len(text)]
+    return tuple(parse_module(text[a:b]) for a, b in itertools.pairwise(edges))
+
+
+def parse_module(text: str) -> Module:
+    """Read one HLO module.
+
+    Args:
+        text: the module, as ``compiled.as_text()`` gives it.
 
     Returns:
         The module; one without computations for an empty text.
@@ -189,7 +194,8 @@ def parse_module(text: str) -> Module:
     header = next((line for line in lines if line.startswith("HloModule ")), "")
     found = _HEADER.match(header)
     entry, computations = "", {}
-    for name, is_entry, body in _computations(lines):
+    tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
+    for name, is_entry, body in _computations(lines, tables):
         computations[name] = Computation(name=name, instructions=tuple(body))
         entry = name if is_entry else entry
     return Module(
@@ -198,16 +204,67 @@ def parse_module(text: str) -> Module:
         computations=computations,
         num_replicas=_header_count(header, "replica_count"),
         num_partitions=_header_count(header, "num_partitions"),
+        frames=_frames(tables),
     )
 
 
-def _computations(lines: Iterable[str]) -> Iterator[tuple[str, bool, list[Instruction]]]:
-    lines = iter(lines)
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+
+
+def _computations(
+    lines: Iterator[str], tables: dict[str, dict[int, str]]
+) -> Iterator[tuple[str, bool, list[Instruction]]]:
+    """Give every computation; on the way, fill the tables at the head of the module."""
     for line in lines:
-        # The tables at the head of a module, such as FileLocations, have lines that end in "}".
-        found = _COMPUTATION.match(line)
-        if found:
+        if line in tables:
+            tables[line].update(_table(lines))
+        # A row of a table may end in "}", too.
+        elif found := _COMPUTATION.match(line):
             yield found["name"], bool(found["entry"]), list(_instructions(lines))
+
+
+def _table(lines: Iterator[str]) -> Iterator[tuple[int, str]]:
+    for line in lines:
+        found = _TABLE_ROW.match(line)
+        if not found:
+            return
+        yield int(found[1]), found[2]
+
+
+def _frames(tables: dict[str, dict[int, str]]) -> dict[int, tuple[Source, int]]:
+    places = {
+        number: _place(row, tables["FileNames"], tables["FunctionNames"])
+        for number, row in tables["FileLocations"].items()
+    }
+    frames = {}
+    for number, row in tables["StackFrames"].items():
+        # The printed number of the caller is one too high: the outermost frame names itself.
+        place, caller = places.get(_field(row, "file_location_id")), _field(row, "parent_frame_id")
+        if place:
+            frames[number] = place, caller - 1
+    return frames
+
+
+def _place(row: str, files: dict[int, str], functions: dict[int, str]) -> Source:
+    return Source(
+        file=_unquoted(files.get(_field(row, "file_name_id"), "")),
+        line=_field(row, "line"),
+        column=_field(row, "column") + 1,
+        function=_unquoted(functions.get(_field(row, "function_name_id"), "")),
+    )
+
+
+def _field(row: str, name: str) -> int:
+    found = re.search(rf"\b{name}=(\d+)", row)
+    return int(found[1]) if found else 0
+
+
+def _unquoted(text: str) -> str:
+    """A string as XLA writes it: in quotes, with C escapes for what is not printable ASCII."""
+    inner = text[1:-1] if text.startswith('"') else text
+    if "\\" not in inner:
+        return inner
+    return inner.encode().decode("unicode_escape").encode("latin-1").decode("utf-8", "replace")
 
 
 def _instructions(lines: Iterator[str]) -> Iterator[Instruction]:
@@ -223,6 +280,7 @@ def _instructions(lines: Iterator[str]) -> Iterator[Instruction]:
                 type=found["type"],
                 operands=line[found.end() : end],
                 attributes=line[end + 1 :].removeprefix(", "),
+                is_root=bool(found["root"]),
             )
 
 

@@ -1,89 +1,14 @@
-"""Every collective of a compiled program as a record, with how often it runs."""
+"""Every collective of a compiled program as a record: its data, its axes, its line, its count."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 import dataclasses
 
-from spmd.inspection import _groups, _hlo
-from spmd.inspection._hlo import Computation, Instruction, Module, Shape
-
-KINDS = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-    "send",
-    "recv",
-)
-"""The opcodes that move data between devices, in the order in which reports name them."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Collective:
-    """One place in a compiled program where devices exchange data.
-
-    Args:
-        name: the instruction's name in the HLO text.
-        kind: one of `KINDS`.
-        mesh_axes: axes of the mesh, in mesh order, that the exchange crosses.
-        whole_axes: False where a group takes only a part of one of them.
-        groups: the logical devices that exchange with each other; device ``i`` is
-            ``mesh.devices.flat[i]``.
-        group_size: devices in the largest group.
-        operands: shapes on each device before the exchange.
-        results: shapes on each device after it.
-        payload_bytes: the larger of operands and results, in bytes, for each device and execution.
-        executions: how often it runs in one call of the program; None where that is unknown
-            because a loop around it prints no trip count.
-        conditional: True inside a branch, which may not run at all.
-        is_async: True for a pair of start and done instructions, which is one record.
-        op_name: the name stack that JAX gave the operation.
-    """
-
-    name: str
-    kind: str
-    mesh_axes: tuple[str, ...]
-    whole_axes: bool
-    groups: tuple[tuple[int, ...], ...]
-    group_size: int
-    operands: tuple[Shape, ...]
-    results: tuple[Shape, ...]
-    payload_bytes: int
-    executions: int | None
-    conditional: bool
-    is_async: bool
-    op_name: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Total:
-    """A sum over collectives.
-
-    Args:
-        sites: places in the program.
-        executions: how often they run in one call, all together; None where one is unknown.
-        payload_bytes: bytes for each device in one call; None where a count is unknown.
-    """
-
-    sites: int
-    executions: int | None
-    payload_bytes: int | None
-
-    @classmethod
-    def zeros(cls) -> Total:
-        """The sum over nothing."""
-        return cls(sites=0, executions=0, payload_bytes=0)
-
-    def __add__(self, other: Total) -> Total:
-        return Total(
-            sites=self.sites + other.sites,
-            executions=_add(self.executions, other.executions),
-            payload_bytes=_add(self.payload_bytes, other.payload_bytes),
-        )
+from spmd.inspection import _groups, _hlo, _source
+from spmd.inspection._hlo import Computation, Instruction, Module
+from spmd.inspection._records import KINDS, Collective, Shape, Shapes, Source
+from spmd.inspection._walk import Visit, visits
 
 
 def collectives(hlo_text: str, axis_sizes: Mapping[str, int]) -> tuple[Collective, ...]:
@@ -97,150 +22,221 @@ def collectives(hlo_text: str, axis_sizes: Mapping[str, int]) -> tuple[Collectiv
     Returns:
         One record per place in the program, in the order in which the program reaches them.
     """
-    module = _hlo.parse_module(hlo_text)
-    return tuple(_walk(module, module.entry, axis_sizes, executions=1, conditional=False))
+    return tuple(
+        one
+        for module in _hlo.parse_modules(hlo_text)
+        for one in ledger(module, visits(module), axis_sizes)
+    )
 
 
-def totals(found: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], Total]:
-    """Sum collectives by kind and mesh axes.
+def ledger(
+    module: Module, visited: Mapping[str, Visit], axis_sizes: Mapping[str, int]
+) -> Iterator[Collective]:
+    """List the collectives of a module whose computations run as `visited` says."""
+    reader = _Reader(module, axis_sizes)
+    started = _started_channels(module)
+    for name, visit in visited.items():
+        computation = module.computations[name]
+        for one in computation.instructions:
+            if is_collective(one) and not _goes_on(one, computation, started):
+                yield reader.record(one, computation, visit)
+
+
+def wire_bytes(kind: str, operand: int, result: int, group_size: int) -> int:
+    """Bytes that one device sends in one collective when devices form a ring.
+
+    With S bytes of payload and n devices in a group: an all-reduce sends 2(n-1)/n S, the reduce-
+    scatter, all-gather and all-to-all (n-1)/n S, where S is the larger of operand and result; a
+    permute, a broadcast and a send S, and a recv nothing, since its bytes are counted where they
+    are sent. The first two are lower bounds of any algorithm, and a ring reaches them: P. Patarasuk
+    and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", J. Parallel
+    Distrib. Comput. 69 (2009). NCCL's documentation calls them bus bandwidth factors. How much a
+    ragged all-to-all sends is known only at run time: this is the most that its operand allows.
 
     Args:
-        found: what `collectives` gives.
+        kind: one of `KINDS`.
+        operand: bytes on one device before it.
+        result: bytes on one device after it.
+        group_size: devices in a group.
 
     Returns:
-        A total by ``(kind, mesh_axes)``, kinds in the order of `KINDS`.
+        Bytes, rounded up.
     """
-    sums: dict[tuple[str, tuple[str, ...]], Total] = {}
-    for one in sorted(found, key=lambda c: (KINDS.index(c.kind), c.mesh_axes)):
-        key = one.kind, one.mesh_axes
-        sums[key] = sums.get(key, Total.zeros()) + _total(one)
-    return sums
-
-
-def _total(one: Collective) -> Total:
-    payload = None if one.executions is None else one.executions * one.payload_bytes
-    return Total(sites=1, executions=one.executions, payload_bytes=payload)
-
-
-def _add(a: int | None, b: int | None) -> int | None:
-    return None if a is None or b is None else a + b
-
-
-def _walk(
-    module: Module,
-    name: str,
-    axis_sizes: Mapping[str, int],
-    *,
-    executions: int | None,
-    conditional: bool,
-) -> Iterator[Collective]:
-    computation = module.computations.get(name)
-    if computation is None:
-        return
-    types = _types(computation)
-    for instruction in computation.instructions:
-        if _kind(instruction):
-            yield _record(instruction, types, module, axis_sizes, executions, conditional)
-        for callee, times, in_branch in _calls(instruction):
-            yield from _walk(
-                module,
-                callee,
-                axis_sizes,
-                executions=_times(executions, times),
-                conditional=conditional or in_branch,
-            )
-
-
-def _times(a: int | None, b: int | None) -> int | None:
-    if a == 0 or b == 0:
+    others = group_size - 1
+    if others < 1 or kind == "recv":
         return 0
-    return None if a is None or b is None else a * b
+    match kind:
+        case "all-reduce":
+            return -(-2 * others * operand // group_size)
+        case "all-gather" | "reduce-scatter" | "all-to-all":
+            return -(-others * max(operand, result) // group_size)
+        case "ragged-all-to-all":
+            return -(-others * operand // group_size)
+    return operand
 
 
-def _calls(instruction: Instruction) -> Iterator[tuple[str, int | None, bool]]:
-    """Each computation that runs inside an instruction, how often, and whether it may not run."""
-    # `to_apply` of anything but a call is a scalar function, and the update and done of an
-    # asynchronous call name the computation that its start has already run.
-    match instruction.opcode:
-        case "while":
-            trips = instruction.trip_count
-            yield from _named(instruction, "condition", None if trips is None else trips + 1)
-            yield from _named(instruction, "body", trips)
-        case "conditional":
-            for role in ("branch_computations", "true_computation", "false_computation"):
-                yield from _named(instruction, role, 1, in_branch=True)
-        case "call":
-            yield from _named(instruction, "to_apply", 1)
-        case "fusion" | "async-start":
-            yield from _named(instruction, "calls", 1)
-
-
-def _named(
-    instruction: Instruction, role: str, times: int | None, *, in_branch: bool = False
-) -> Iterator[tuple[str, int | None, bool]]:
-    for name in instruction.callees().get(role, ()):
-        yield name, times, in_branch
-
-
-def _kind(instruction: Instruction) -> str | None:
-    kind = instruction.opcode.removesuffix("-start")
+def is_collective(one: Instruction) -> bool:
+    """Whether an instruction exchanges data between devices, or starts to."""
+    kind = one.opcode.removesuffix("-start")
     if kind not in KINDS:
-        return None
+        return False
     # Transfers to and from the host share the opcodes of those between devices.
-    to_host = kind in ("send", "recv") and instruction.attribute("is_host_transfer") == "true"
-    return None if to_host else kind
+    return kind not in ("send", "recv") or one.attribute("is_host_transfer") != "true"
 
 
-def _record(
-    instruction: Instruction,
-    types: Mapping[str, str],
-    module: Module,
-    axis_sizes: Mapping[str, int],
-    executions: int | None,
-    conditional: bool,
-) -> Collective:
-    groups = _groups.logical_groups(instruction, module)
-    mesh_axes, whole = _groups.mesh_axes_of(groups, axis_sizes)
-    operands, results = _operand_shapes(instruction, types), _result_shapes(instruction)
-    return Collective(
-        name=instruction.name,
-        kind=_kind(instruction) or "",
-        mesh_axes=mesh_axes,
-        whole_axes=whole,
-        groups=groups,
-        group_size=max(map(len, groups), default=1),
-        operands=operands,
-        results=results,
-        payload_bytes=max(_nbytes(operands), _nbytes(results)),
-        executions=executions,
-        conditional=conditional,
-        is_async=instruction.opcode.endswith("-start"),
-        op_name=instruction.op_name,
+# TPU writes a gather that runs beside other work into three fusions: one that starts it, one with
+# the work, one that waits. The gather stands in each, with the same channel.
+
+_START = 'custom_call_target="AsyncCollectiveStart"'
+_FUSED = '"async_collective_fusion_config"'
+
+
+def _starts(computation: Computation) -> bool:
+    return any(
+        _START in i.attributes for i in computation.instructions if i.opcode == "custom-call"
     )
+
+
+def _started_channels(module: Module) -> frozenset[str | None]:
+    return frozenset(
+        one.attribute("channel_id")
+        for computation in module.computations.values()
+        if _starts(computation)
+        for one in computation.instructions
+        if is_collective(one)
+    )
+
+
+def _goes_on(one: Instruction, computation: Computation, started: frozenset[str | None]) -> bool:
+    """Whether this is a later part of a collective that another fusion starts."""
+    return (
+        bool(started)
+        and _FUSED in one.attributes
+        and one.attribute("channel_id") in started
+        and not _starts(computation)
+    )
+
+
+class _Reader:
+    """Turns instructions of one module into records; groups that occur again are read once."""
+
+    def __init__(self, module: Module, axis_sizes: Mapping[str, int]):
+        self.module = module
+        self.axis_sizes = axis_sizes
+        self.crossed: dict[object, tuple[tuple[str, ...], int]] = {}
+
+    def record(self, one: Instruction, computation: Computation, visit: Visit) -> Collective:
+        kind, shapes = _exchange(one, computation, visit)
+        mesh_axes, group_size = self._crossing(one)
+        origin = _origin(one, computation, visit, self.module)
+        operand, result = map(_nbytes, shapes)
+        return Collective(
+            kind=kind,
+            mesh_axes=mesh_axes,
+            shapes=shapes,
+            dtype=", ".join(dict.fromkeys(shape.dtype for shape in shapes.operands)),
+            payload_bytes=max(operand, result),
+            wire_bytes=wire_bytes(kind, operand, result, group_size),
+            group_size=group_size,
+            executions=visit.executions,
+            source=_source.user_source(origin.frames),
+            source_is_consumer=origin.is_consumer,
+            frames=origin.frames,
+            direction=origin.direction,
+            op_name=origin.op_name,
+            is_async=one.opcode.endswith("-start") or visit.is_async or _starts(computation),
+            # One all-to-all takes its operand in pieces, one for each member of a group.
+            combined=1 if kind == "all-to-all" else max(1, len(shapes.operands)),
+            conditional=visit.conditional,
+            in_loop=visit.in_loop,
+            name=one.name,
+            groups=_groups.written_groups(one),
+        )
+
+    def _crossing(self, one: Instruction) -> tuple[tuple[str, ...], int]:
+        key = _groups.numbering(one), _groups.written_groups(one)
+        if key not in self.crossed:
+            groups = _groups.logical_groups(one, self.module)
+            axes = _groups.mesh_axes_of(groups, self.axis_sizes)
+            self.crossed[key] = axes, max(map(len, groups), default=1)
+        return self.crossed[key]
+
+
+# What is exchanged
+
+
+def _exchange(one: Instruction, computation: Computation, visit: Visit) -> tuple[str, Shapes]:
+    """The kind of a collective, and its shapes."""
+    kind = one.opcode.removesuffix("-start")
+    operands, results = _operand_shapes(one, computation), _result_shapes(one)
+    match kind:
+        case "all-reduce" if _is_scatter(computation, visit) and visit.caller:
+            # On TPU a reduce-scatter is a fusion around an all-reduce and the slice of it.
+            return "reduce-scatter", Shapes(operands, _result_shapes(visit.caller))
+        case "ragged-all-to-all":  # the others are where to write, offsets and sizes
+            operands = operands[:1]
+        case "send" | "recv":  # of data, a context and a token
+            results = _hlo.parse_shapes(_hlo.tuple_elements(one.type)[0])
+            operands = results
+    return kind, Shapes(operands, results)
+
+
+def _is_scatter(computation: Computation, visit: Visit) -> bool:
+    return visit.in_fusion and computation.name.startswith("all-reduce-scatter")
 
 
 def _nbytes(shapes: Iterable[Shape]) -> int:
     return sum(shape.nbytes for shape in shapes)
 
 
-def _types(computation: Computation) -> dict[str, str]:
-    """Result types by name, of a computation with collectives; the others need none."""
-    if not any(_kind(instruction) for instruction in computation.instructions):
-        return {}
-    return {instruction.name: instruction.type for instruction in computation.instructions}
-
-
-def _operand_shapes(instruction: Instruction, types: Mapping[str, str]) -> tuple[Shape, ...]:
+def _operand_shapes(one: Instruction, computation: Computation) -> tuple[Shape, ...]:
     # Some printers write the operands' types in place, others only their names.
-    inline = _hlo.parse_shapes(instruction.operands)
+    inline = _hlo.parse_shapes(one.operands)
     if inline:
         return inline
-    return _hlo.parse_shapes(" ".join(types[n] for n in instruction.operand_names if n in types))
+    types = {other.name: other.type for other in computation.instructions}
+    return _hlo.parse_shapes(" ".join(types[n] for n in one.operand_names if n in types))
 
 
-def _result_shapes(instruction: Instruction) -> tuple[Shape, ...]:
+def _result_shapes(one: Instruction) -> tuple[Shape, ...]:
     # A start gives (operands, results, contexts...); that of an all-reduce gives the results.
-    started = instruction.opcode.endswith("-start") and instruction.opcode != "all-reduce-start"
-    elements = _hlo.tuple_elements(instruction.type)
-    text = elements[1] if started and len(elements) > 1 else instruction.type
+    started = one.opcode.endswith("-start") and one.opcode != "all-reduce-start"
+    elements = _hlo.tuple_elements(one.type)
+    text = elements[1] if started and len(elements) > 1 else one.type
     return _hlo.parse_shapes(text)
+
+
+# Where it comes from
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Origin:
+    frames: tuple[Source, ...]
+    op_name: str
+    direction: str
+    is_consumer: bool = False
+
+
+def _origin(one: Instruction, computation: Computation, visit: Visit, module: Module) -> _Origin:
+    """The frames and the name of a collective, or else of what it is wrapped in or needed for."""
+    op_name = one.op_name
+    if frames := _source.frames_of(one, module):
+        return _Origin(frames, op_name, _source.direction_of(op_name))
+    wrapper = visit.caller if visit.in_fusion or visit.is_async else None
+    if wrapper and (frames := _source.frames_of(wrapper, module)):
+        return _Origin(frames, op_name or wrapper.op_name, _source.direction_of(wrapper.op_name))
+    for user in _users(one, computation):
+        if frames := _source.frames_of(user, module):
+            direction = _source.direction_of(user.op_name)
+            return _Origin(frames, op_name or user.op_name, direction, is_consumer=True)
+    return _Origin((), op_name, _source.direction_of(op_name))
+
+
+def _users(one: Instruction, computation: Computation) -> Iterator[Instruction]:
+    """The instructions that use a result, then those that use theirs, and so on."""
+    reached = {one.name}
+    # Operands stand before their users, so one pass in order finds all of them.
+    for other in computation.instructions:
+        if not reached.isdisjoint(other.operand_names):
+            reached.add(other.name)
+            yield other

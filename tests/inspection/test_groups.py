@@ -65,28 +65,40 @@ def test_every_subset_of_axes_is_recognised():
     for count in range(4):
         for axes in itertools.combinations(("a", "b", "c"), count):
             groups = _partition(sizes, axes)
-            assert _groups.mesh_axes_of(groups, sizes) == (axes, True)
+            assert _groups.mesh_axes_of(groups, sizes) == axes
             backwards = tuple(tuple(reversed(g)) for g in reversed(groups))
-            assert _groups.mesh_axes_of(backwards, sizes) == (axes, True)
+            assert _groups.mesh_axes_of(backwards, sizes) == axes
 
 
 @pytest.mark.parametrize(
     ("groups", "axes"),
     [
-        (((0, 2), (1, 3), (4, 6), (5, 7)), ("data",)),  # half of an axis
+        (((0, 2), (1, 3), (4, 6), (5, 7)), ("data:(2)2",)),  # neighbours within a half of an axis
+        (((0, 4), (1, 5), (2, 6), (3, 7)), ("data:(1)2",)),  # the same place in both halves
+        (((0, 1, 2, 3), (4, 5, 6, 7)), ("data:(2)2", "model")),
         (((0, 2, 4, 6),), ("data",)),  # whole groups, though not all devices
-        (((0, 3), (1, 2), (4, 7), (5, 6)), ("data", "model")),  # a diagonal
+        (((0, 1), (2, 4, 6), (3, 5)), ("data:part", "model:part")),  # of several sizes
+        (((2, 4), (3, 5)), ("data:part",)),  # across the two halves
+        (((0, 3), (1, 2), (4, 7), (5, 6)), ("data:part", "model:part")),  # a diagonal
+        (((0, 2, 4), (1, 3, 5)), ("data:part",)),  # three of four
     ],
 )
-def test_a_part_of_an_axis_is_not_the_axis(groups, axes):
-    """The axes that are crossed are named, and said not to be whole where they are not."""
-    whole = groups == ((0, 2, 4, 6),)
-    assert _groups.mesh_axes_of(groups, MESH) == (axes, whole)
+def test_a_part_of_an_axis_is_named(groups, axes):
+    """What crosses a part of an axis says which part, and what is no such part says that."""
+    assert _groups.mesh_axes_of(groups, MESH) == axes
+
+
+def test_parts_of_an_axis_are_those_of_shardy():
+    """Part `(before)count` of an axis is the digit of the coordinate that a reshape makes."""
+    sizes, before, count = {"a": 2, "b": 24}, 2, 3
+    grid = np.arange(48).reshape(2, before, count, 24 // (before * count))
+    groups = tuple(map(tuple, grid.transpose(0, 1, 3, 2).reshape(-1, count).tolist()))
+    assert _groups.mesh_axes_of(groups, sizes) == ("b:(2)3",)
 
 
 def test_groups_outside_the_mesh_have_no_axes():
     """A program for more devices than the mesh has is not forced onto it."""
-    assert _groups.mesh_axes_of(((0, 8),), MESH) == ((), False)
+    assert _groups.mesh_axes_of(((0, 8),), MESH) == ()
 
 
 def test_pairs_of_a_permute_are_joined():

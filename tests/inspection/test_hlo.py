@@ -91,7 +91,6 @@ def test_a_module_without_computations_is_empty(text):
         ("f8e4m3fn[5]", 5),
         ("f32[<=8,2]", 64),
         ("f32[0,7]", 0),
-        ("token[]", 0),
     ],
 )
 def test_bytes_of_a_shape(text, nbytes):

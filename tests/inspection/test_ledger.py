@@ -1,5 +1,7 @@
 """The list of collectives, against programs counted by hand."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -101,8 +103,8 @@ def test_a_part_of_an_axis_is_said(mesh):
     text = _compile(mesh, lambda x: x, P("data", "model"), P("model", "data"), X).as_text()
     found = inspection.collectives(text, mesh.shape)
     exchange = next(c for c in found if c.kind == "all-to-all")
-    assert (exchange.mesh_axes, exchange.whole_axes, exchange.group_size) == (("data",), False, 2)
-    assert exchange.groups == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert (exchange.mesh_axes, exchange.group_size) == (("data:(2)2",), 2)
+    assert exchange.axis_names == ("data",)
 
 
 def test_nested_loops_multiply(mesh):
@@ -204,13 +206,16 @@ def test_asynchronous_pairs_count_once():
         ("all-gather", "gather", ("model",), 64, 1, True),
         ("all-reduce", "sum-start", ("data", "model"), 32, 1, True),
         ("collective-permute", "move", ("model",), 32, 1, True),
-        ("all-to-all", "exchange", ("model",), 32, 1, False),
+        ("all-to-all", "exchange", ("model",), 32, 1, True),
     ]
-    assert [str(s) for s in found[0].operands + found[0].results] == ["f32[8]", "f32[16]"]
+    assert [str(s) for s in (*found[0].shapes.operands, *found[0].shapes.results)] == [
+        "f32[8]",
+        "f32[16]",
+    ]
 
 
 def test_totals_add_up(mesh):
-    """Sums by kind and axes multiply bytes by executions, and one unknown makes a sum unknown."""
+    """Sums by kind and axes multiply bytes by executions; an unknown count is told apart."""
 
     def body(x, w):
         return jax.lax.with_sharding_constraint(x @ w, NamedSharding(mesh, P())), None
@@ -218,14 +223,27 @@ def test_totals_add_up(mesh):
     ws = jax.ShapeDtypeStruct((5, 8, 8), jnp.float32)
     f = lambda x, ws: jax.lax.scan(body, x, ws)[0]  # noqa: E731  one line reads as the formula
     text = _compile(mesh, f, (P(), P(None, "data")), P(), X, ws).as_text()
-    total = inspection.totals(inspection.collectives(text, mesh.shape))["all-reduce", ("data",)]
-    assert total == inspection.Total(sites=1, executions=5, payload_bytes=5 * 16 * 8 * 4)
-    unknown = inspection.Total(sites=1, executions=None, payload_bytes=None)
-    assert total + unknown == inspection.Total(sites=2, executions=None, payload_bytes=None)
+    found = inspection.collectives(text, mesh.shape)
+    total = inspection.totals(found, "kind", "axis")["all-reduce", ("data",)]
+    size = 16 * 8 * 4
+    assert total == inspection.Total(
+        sites=1, unknown=0, executions=5, payload_bytes=5 * size, wire_bytes=5 * 2 * 3 * size // 4
+    )
+    unknown = inspection.Total.of(dataclasses.replace(found[0], executions=None))
+    assert total + unknown == dataclasses.replace(total, sites=2, unknown=1)
     assert inspection.Total.zeros() + total == total
+    whole = sum(map(inspection.Total.of, found), inspection.Total.zeros())
+    assert inspection.totals(found, "direction") == {"other": whole}
 
 
 def test_an_empty_module_has_no_collectives():
     """Neither an empty text nor a module without computations is an error."""
     assert inspection.collectives("", AXES) == ()
-    assert inspection.totals(()) == {}
+    assert inspection.totals((), "kind") == {}
+
+
+@pytest.mark.parametrize("by", [(), ("kinds",)])
+def test_totals_by_nothing_known(by):
+    """A property that collectives do not have is an error that lists those they have."""
+    with pytest.raises(ValueError, match="by kind, axis, line, direction"):
+        inspection.totals((), *by)

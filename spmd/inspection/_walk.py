@@ -1,0 +1,168 @@
+"""Which computations of a module run, in which order, and how often."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+import dataclasses
+
+from spmd.inspection._hlo import Instruction, Module
+from spmd.inspection._loops import Constants, Loop, loop_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Visit:
+    """How one computation runs, over all places that it is called from.
+
+    Args:
+        executions: how often, in one call of the program; None where that is unknown.
+        conditional: True where every way to it leads through a branch, which may not be taken.
+        in_loop: True where a way to it leads through a loop.
+        in_fusion: True where it is the inside of one operation.
+        is_async: True where it is started, and waited for later.
+        caller: the instruction that calls it first; None for the entry.
+        constants: elements of its parameter that have one known value whenever it runs.
+    """
+
+    executions: int | None
+    conditional: bool = False
+    in_loop: bool = False
+    in_fusion: bool = False
+    is_async: bool = False
+    caller: Instruction | None = None
+    constants: Constants = dataclasses.field(default_factory=dict)
+
+    def __add__(self, other: Visit) -> Visit:
+        return Visit(
+            executions=_plus(self.executions, other.executions),
+            conditional=self.conditional and other.conditional,
+            in_loop=self.in_loop or other.in_loop,
+            in_fusion=self.in_fusion and other.in_fusion,
+            is_async=self.is_async and other.is_async,
+            caller=self.caller,
+            constants={
+                index: value
+                for index, value in self.constants.items()
+                if other.constants.get(index) == value
+            },
+        )
+
+
+def _plus(a: int | None, b: int | None) -> int | None:
+    return None if a is None or b is None else a + b
+
+
+def _times(a: int | None, b: int | None) -> int | None:
+    if a == 0 or b == 0:
+        return 0
+    return None if a is None or b is None else a * b
+
+
+_Call = tuple[Instruction, str, str]
+"""An instruction, a computation that runs inside it, and the attribute that names that."""
+
+
+def visits(module: Module) -> dict[str, Visit]:
+    """How every computation of a module runs, by name, in the order in which they are reached.
+
+    A computation that several instructions call is one entry, with its executions summed; what is
+    never called, such as the function of a reduction, is not there.
+    """
+    if module.entry not in module.computations:
+        return {}
+    calls = {name: _calls(module, name) for name in module.computations}
+    found: dict[str, Visit] = {module.entry: Visit(executions=1)}
+    for name in _callers_first(module.entry, calls):
+        for callee, visit in _called(module, name, calls[name], found[name]):
+            found[callee] = found[callee] + visit if callee in found else visit
+    return {name: found[name] for name in _program_order(module.entry, calls)}
+
+
+def _calls(module: Module, name: str) -> list[_Call]:
+    return [
+        (one, callee, role)
+        for one in module.computations[name].instructions
+        for callee, role in calls_of(one)
+        if callee in module.computations
+    ]
+
+
+def _callers_first(entry: str, calls: Mapping[str, list[_Call]]) -> list[str]:
+    """The computations that run, each after all that call it."""
+    done: dict[str, None] = {}
+    pending = [(entry, False)]
+    while pending:
+        name, entered = pending.pop()
+        if entered:
+            done[name] = None
+        elif name not in done:
+            pending.append((name, True))
+            pending += [(callee, False) for _, callee, _ in calls[name]]
+    return [*reversed(done)]
+
+
+def _program_order(entry: str, calls: Mapping[str, list[_Call]]) -> list[str]:
+    """The computations that run, in the order in which the program reaches them."""
+    seen: dict[str, None] = {}
+    pending = [entry]
+    while pending:
+        name = pending.pop()
+        if name not in seen:
+            seen[name] = None
+            pending += [callee for _, callee, _ in reversed(calls[name])]
+    return [*seen]
+
+
+def _called(
+    module: Module, name: str, calls: list[_Call], here: Visit
+) -> Iterator[tuple[str, Visit]]:
+    for one, callee, role in calls:
+        if one.opcode == "while":
+            loop = loop_of(one, module.computations[name], module, here.constants)
+            yield callee, _loop_visit(one, loop, here, tests=role == "condition")
+        else:
+            yield callee, _call_visit(one, here)
+
+
+def calls_of(one: Instruction) -> list[tuple[str, str]]:
+    """The computations that run inside an instruction, each with the attribute that names it.
+
+    The `to_apply` of anything but a call is a scalar function, and the update and done of an
+    asynchronous call name the computation that its start has already run.
+    """
+    roles = _ROLES.get(one.opcode)
+    if not roles:
+        return []
+    named = one.callees()
+    return [(callee, role) for role in roles for callee in named.get(role, ())]
+
+
+_ROLES = {
+    "while": ("condition", "body"),
+    "conditional": ("branch_computations", "true_computation", "false_computation"),
+    "call": ("to_apply",),
+    "fusion": ("calls",),
+    "async-start": ("calls",),
+}
+
+
+def _loop_visit(one: Instruction, loop: Loop, here: Visit, *, tests: bool) -> Visit:
+    # A loop tests once more than its body runs.
+    trips = None if loop.trips is None else loop.trips + tests
+    return dataclasses.replace(
+        here,
+        executions=_times(here.executions, trips),
+        in_loop=True,
+        caller=one,
+        constants=loop.constants,
+    )
+
+
+def _call_visit(one: Instruction, here: Visit) -> Visit:
+    return dataclasses.replace(
+        here,
+        conditional=here.conditional or one.opcode == "conditional",
+        in_fusion=here.in_fusion or one.opcode == "fusion",
+        is_async=here.is_async or one.opcode == "async-start",
+        caller=one,
+        constants={},
+    )
