@@ -17,6 +17,7 @@ __all__ = [
     "MeshError",
     "OptionError",
     "RecoveryError",
+    "ReportError",
     "ShardingError",
     "SpecTypeError",
     "SpmdError",
@@ -61,6 +62,12 @@ class ArgumentError(SpmdError, TypeError):
 
 class OptionError(SpmdError, ValueError):
     """An option of `pjit` names an argument that is not there, or contradicts another."""
+
+    __module__ = "spmd"
+
+
+class ReportError(SpmdError, ValueError):
+    """A file or a dictionary is no report, or none that this version can read or write."""
 
     __module__ = "spmd"
 
