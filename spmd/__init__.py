@@ -4,6 +4,7 @@ The public names stand in `spmd/_public.py`. They are imported with the first th
 the command line can say how many devices there are before JAX is imported.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ def __getattr__(name: str) -> Any:
     if not name.startswith("_"):
         from spmd import _public
 
+        if name in _public.FEATURES:
+            value = getattr(importlib.import_module(_public.FEATURES[name]), name)
+            return globals().setdefault(name, value)
         for place in (vars(_public), globals()):
             if name in place:
                 return globals().setdefault(name, place[name])
@@ -28,4 +32,8 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     from spmd import _public
 
-    return ["__version__", *(n for n in vars(_public) if not n.startswith("_"))]
+    core = [n for n in vars(_public) if not n.startswith("_") and n not in _NOT_PUBLIC]
+    return ["__version__", *core, *_public.FEATURES]
+
+
+_NOT_PUBLIC = ("FEATURES", "TYPE_CHECKING")

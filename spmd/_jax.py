@@ -21,6 +21,7 @@ from jax._src import (
     dispatch,
     dtypes,
     effects,
+    hardware_utils,
     linear_util,
     mesh as mesh_lib,
     sharding_impls,
@@ -162,14 +163,16 @@ def current_source() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
-def hide_core_frames() -> None:
+def hide_own_frames() -> None:
     """Hides our files from users' tracebacks and from source locations of operations.
 
-    Only files right in this folder: the demo's model, in a folder of its own, is user code.
+    The demo's model, in a folder of its own, is user code.
     """
-    for path in map(str, pathlib.Path(__file__).parent.glob("*.py")):
-        traceback_util.register_exclusion(path)
-        source_info_util.register_exclusion(path)
+    package = pathlib.Path(__file__).parent
+    for path in package.rglob("*.py"):
+        if package / "demo" not in path.parents:
+            traceback_util.register_exclusion(str(path))
+            source_info_util.register_exclusion(str(path))
 
 
 def is_user_file(name: str) -> bool:
@@ -400,6 +403,25 @@ def manual_axes() -> frozenset[Any]:
 def mesh_fields(mesh: Any) -> dict[str, Any]:
     """The fields of a mesh, to build an equal one of a subclass."""
     return vars(mesh)
+
+
+# Devices that are not there
+
+
+def tpu_chips() -> int:
+    """How many TPU chips this machine has; looks at the PCI bus and starts nothing."""
+    return hardware_utils.num_available_tpu_chips_and_device_id()[0]
+
+
+def new_cpu_devices(count: int) -> list[Any]:
+    """Virtual CPU devices of a client of their own: JAX's has as many as when it started."""
+    return xla_client.make_cpu_client(num_devices=count).devices()
+
+
+def is_described(device: Any) -> bool:
+    """Whether a device is only described: programs are compiled for it and cannot run."""
+    client = getattr(device, "client", None)
+    return getattr(client, "runtime_type", "") == "compile_only_runtime"
 
 
 # Shardings inside of a program

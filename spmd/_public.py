@@ -1,5 +1,7 @@
 """The public names of `spmd`, each from the file that it lives in."""
 
+from typing import TYPE_CHECKING
+
 from jax.sharding import NamedSharding as NamedSharding, PartitionSpec as PartitionSpec
 
 from spmd import _jax
@@ -15,12 +17,22 @@ from spmd.errors import (
     MeshError as MeshError,
     OptionError as OptionError,
     RecoveryError as RecoveryError,
+    ReportError as ReportError,
     ShardingError as ShardingError,
     SpecTypeError as SpecTypeError,
     SpmdError as SpmdError,
 )
 from spmd.stages import Compiled as Compiled, Lowered as Lowered, Traced as Traced
 
-_jax.hide_core_frames()
+if TYPE_CHECKING:
+    from spmd.inspection import Report as Report, report as report
+
+#: Names of features, and where they live: the core never imports those files.
+FEATURES = {
+    "Report": "spmd.inspection",
+    "report": "spmd.inspection",
+}
+
+_jax.hide_own_frames()
 
 P = PartitionSpec

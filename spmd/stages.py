@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.tree_util as jtu
@@ -18,9 +18,13 @@ from spmd._arguments import Parameters, split_arguments
 from spmd._call import PjitCall
 from spmd._counts import count
 from spmd._lower import lower, program_of
+from spmd._mesh import described_failure
 from spmd._recover import parse_op_sharding
 from spmd._resolve import is_equivalent, placed_sharding, show_aval, show_sharding
 from spmd.errors import ArgumentError, Failure, RecoveryError, ShardingError, explain
+
+if TYPE_CHECKING:
+    from spmd.inspection import Report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +223,8 @@ class Compiled(_Stage):
         values = (*self._signature.consts, *flat)
         if any(isinstance(x, _jax.Tracer) for x in flat):
             raise explain(_dispatch.subject_of(self._call), [_traced_call()])
+        if failure := described_failure(self.mesh):
+            raise explain(_dispatch.subject_of(self._call), [failure])
         self._check(flat)
         _dispatch.check_alive(values, self._call)
         repeatable = _dispatch.may_repeat(values, self._call) and not self._signature.consts
@@ -272,6 +278,28 @@ class Compiled(_Stage):
     def memory_analysis(self) -> Any:
         """Returns the compiler's memory statistics, in bytes per device."""
         return self._executable.memory_analysis()
+
+    def report(self) -> Report:
+        """Reports every collective with its line, axes and bytes, the FLOPs, and the memory."""
+        from spmd.inspection import report
+
+        return report(self)
+
+    def _moved_arguments(self) -> list[tuple[str, Any, Any, Any]]:
+        """Name, aval, given and wanted sharding of each argument that a call would move first."""
+        skip = len(self._signature.consts)
+        rows = zip(
+            self._call.arg_names[skip:],
+            self._jaxpr.in_avals[skip:],
+            self._placed[skip:],
+            self._shardings[skip:],
+            strict=True,
+        )
+        return [
+            row
+            for row in rows
+            if row[2] is not None and not is_equivalent(row[2], row[3], row[1].ndim)
+        ]
 
     def runtime_executable(self) -> Any:
         """Returns the runtime's own executable."""

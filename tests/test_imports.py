@@ -42,6 +42,7 @@ LAZY = {
     ("_api", "_global_aval", "distributed"),
     ("_api", "_to_global", "distributed"),
     ("_api", "_to_local", "distributed"),
+    ("stages", "report", "inspection"),
 }
 
 
@@ -274,8 +275,11 @@ def test_all_names_exist(path):
 
 def test_public_names_are_those_of_public():
     """`spmd` has exactly the public names of `spmd._public`, and an unknown one is an error."""
-    listed = {n for n in vars(spmd._public) if not n.startswith("_")}
-    assert set(dir(spmd)) == listed | {"__version__"}
-    assert all(getattr(spmd, n) is getattr(spmd._public, n) for n in listed)
+    core = {n for n in vars(spmd._public) if not n.startswith("_")} - {"FEATURES", "TYPE_CHECKING"}
+    features = spmd._public.FEATURES
+    assert set(dir(spmd)) == core | set(features) | {"__version__"}
+    assert all(getattr(spmd, n) is getattr(spmd._public, n) for n in core)
+    for name, module in features.items():
+        assert getattr(spmd, name) is getattr(importlib.import_module(module), name)
     with pytest.raises(AttributeError, match="module 'spmd' has no attribute 'pjitt'"):
         _ = spmd.pjitt

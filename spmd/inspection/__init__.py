@@ -1,9 +1,15 @@
-"""What a compiled program does between devices, as records.
+"""What a compiled program does between and on its devices, as records.
 
 Example:
-    found = inspection.collectives(compiled.as_text(), mesh.shape)
-    inspection.totals(found, "kind", "axis")
+    report = inspection.report(step, state, batch)
+    report.totals("kind", "axis")
+
+The records, the parser and what reads files know no JAX. What compiles is imported with the first
+use of its name, so that ``spmd diff`` starts at once.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from spmd.inspection._bytes import parse_bytes as parse_bytes, show_bytes as show_bytes
 from spmd.inspection._groups import expand_replica_groups as expand_replica_groups
@@ -30,3 +36,15 @@ from spmd.inspection._records import (
     Total as Total,
     totals as totals,
 )
+
+if TYPE_CHECKING:
+    from spmd.inspection._report import report as report
+
+_COMPILING = {"report": "_report"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _COMPILING:
+        raise AttributeError(f"module 'spmd.inspection' has no attribute {name!r}")
+    module = importlib.import_module(f"spmd.inspection.{_COMPILING[name]}")
+    return globals().setdefault(name, getattr(module, name))

@@ -1,0 +1,207 @@
+"""From a function, or any stage of it, to a report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import contextlib
+import importlib.metadata
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+
+import spmd
+from spmd import _mesh, _resolve, stages
+from spmd.errors import ArgumentError, Failure, explain
+from spmd.inspection._cost import cost_of
+from spmd.inspection._hlo import Module, parse_modules
+from spmd.inspection._ledger import ledger
+from spmd.inspection._records import Cost, Memory, Report, Reshard
+from spmd.inspection._walk import visits
+
+
+def report(f: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
+    """Compile a function, and say what the program does between and on its devices.
+
+    Nothing is run: the arguments may be arrays or `jax.ShapeDtypeStruct`s.
+
+    Args:
+        f: a function of `spmd.pjit` or `jax.jit`, or what one of them was traced, lowered or
+            compiled to, `jax.stages.Lowered` and `jax.stages.Compiled` included.
+        *args: what the function is called with; none for a stage, which has them already.
+        mesh: the mesh to compile for, real or from `spmd.topology`. By default it is the current
+            mesh or the function's own, and for `jax.jit` the mesh of its shardings.
+        **kwargs: keyword arguments of the call.
+
+    Returns:
+        The collectives with their lines, axes and bytes, the cost, and the memory.
+
+    Raises:
+        TypeError: `f` is nothing that can be compiled, or a stage is given arguments.
+
+    Example:
+        report = spmd.report(step, state, batch)
+        print(report)
+    """
+    if isinstance(f, Report):
+        return f
+    with _entered(mesh):
+        compiled = _compiled(f, args, kwargs)
+        return _report_of(compiled, _mesh_of(compiled, mesh))
+
+
+def _entered(mesh: Any) -> Any:
+    if mesh is None:
+        return contextlib.nullcontext()
+    return mesh if isinstance(mesh, spmd.Mesh) else spmd.Mesh(mesh.devices, mesh.axis_names)
+
+
+_LOWERED = (stages.Lowered, jax.stages.Lowered)
+_COMPILED = (stages.Compiled, jax.stages.Compiled)
+
+
+def _compiled(f: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Walk from wherever `f` stands to a compiled program."""
+    if isinstance(f, (*_LOWERED, *_COMPILED, stages.Traced, jax.stages.Traced)):
+        if args or kwargs:
+            raise explain("report", [_stage_with_arguments(f)])
+        f = f.lower() if isinstance(f, (stages.Traced, jax.stages.Traced)) else f
+        return f if isinstance(f, _COMPILED) else f.compile()
+    if not callable(getattr(f, "lower", None)):
+        raise explain("report", [_nothing_to_compile(f)])
+    return f.lower(*args, **kwargs).compile()
+
+
+def _stage_with_arguments(f: Any) -> Failure:
+    return Failure(
+        what=f"takes no arguments for a {type(f).__name__} stage, which has them already",
+        expected="report(stage), or report(function, *args)",
+        error=ArgumentError,
+    )
+
+
+def _nothing_to_compile(f: Any) -> Failure:
+    return Failure(
+        what="cannot compile this",
+        expected="a function of spmd.pjit or jax.jit, or a stage of one",
+        got=f"{getattr(f, '__name__', '')} {type(f)}".strip(),
+        fix="spmd.report(spmd.pjit(f, in_axis_resources=...), *args)" if callable(f) else "",
+        error=ArgumentError,
+    )
+
+
+def _mesh_of(compiled: Any, mesh: Any) -> Any:
+    """The mesh that the axes of a program belong to, or None."""
+    if isinstance(compiled, stages.Compiled):
+        return compiled.mesh
+    if mesh is not None:
+        return mesh
+    found = (getattr(s, "mesh", None) for s in _shardings(compiled))
+    return next((m for m in found if m is not None and m.axis_names), None) or _current(compiled)
+
+
+def _current(compiled: Any) -> Any:
+    mesh = _mesh.current_mesh()
+    fits = mesh is not None and {*mesh.devices.flat} == {*_devices(compiled, None)}
+    return mesh if fits else None
+
+
+def _shardings(compiled: Any) -> list[Any]:
+    return jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+
+
+def _devices(compiled: Any, mesh: Any) -> list[Any]:
+    if mesh is not None:
+        return [*mesh.devices.flat]
+    found = next((s.device_set for s in _shardings(compiled)), None)
+    return [*found] if found else jax.devices()[:1]
+
+
+def _report_of(compiled: Any, mesh: Any) -> Report:
+    devices = _devices(compiled, mesh)
+    axis_sizes = dict(mesh.shape) if mesh is not None else {}
+    modules = parse_modules(compiled.as_text() or "")
+    visited = [visits(module) for module in modules]
+    pairs = [*zip(modules, visited, strict=True)]
+    return Report(
+        name=_name(compiled, modules),
+        backend=devices[0].platform,
+        device_kind=devices[0].device_kind,
+        stand_in=devices[0].platform == "cpu",
+        mesh=axis_sizes,
+        num_devices=len(devices),
+        versions=versions(),
+        collectives=tuple(
+            itertools.chain.from_iterable(ledger(m, v, axis_sizes) for m, v in pairs)
+        ),
+        cost=sum((cost_of(m, v) for m, v in pairs), Cost.zeros()),
+        memory=_memory(compiled.memory_analysis()),
+        reshards=_reshards(compiled) if isinstance(compiled, stages.Compiled) else (),
+    )
+
+
+def versions() -> Mapping[str, str]:
+    """Versions of what decides how a program is compiled."""
+    return {
+        "spmd": spmd.__version__,
+        "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+    }
+
+
+def _name(compiled: Any, modules: tuple[Module, ...]) -> str:
+    if isinstance(compiled, stages.Compiled):
+        return compiled.name
+    return modules[0].name.removeprefix("jit_") if modules else ""
+
+
+def _memory(analysis: Any) -> Memory | None:
+    if analysis is None:
+        return None
+    return Memory(
+        arguments=analysis.argument_size_in_bytes,
+        outputs=analysis.output_size_in_bytes,
+        temporaries=analysis.temp_size_in_bytes,
+        aliased=analysis.alias_size_in_bytes,
+        code=analysis.generated_code_size_in_bytes,
+        peak=analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+        + analysis.temp_size_in_bytes,
+    )
+
+
+# Arguments that move
+
+
+def _reshards(compiled: stages.Compiled) -> tuple[Reshard, ...]:
+    return tuple(
+        Reshard(
+            argument=name,
+            given=_resolve.show_sharding(given),
+            wanted=_resolve.show_sharding(wanted),
+            nbytes=_moved_bytes(aval, given, wanted),
+        )
+        for name, aval, given, wanted in compiled._moved_arguments()
+    )
+
+
+def _moved_bytes(aval: Any, given: Any, wanted: Any) -> int:
+    """Bytes that the device which lacks most of its new shard has to receive."""
+    held = given.devices_indices_map(aval.shape)
+    needed = wanted.devices_indices_map(aval.shape)
+    missing = (
+        _count(index, index, aval.shape) - _count(index, held[device], aval.shape)
+        for device, index in needed.items()
+    )
+    return max(missing, default=0) * np.dtype(aval.dtype).itemsize
+
+
+def _count(a: tuple[slice, ...], b: tuple[slice, ...], shape: tuple[int, ...]) -> int:
+    """Elements that two blocks of an array have in common."""
+    common = 1
+    for x, y, size in zip(a, b, shape, strict=True):
+        (x0, x1, _), (y0, y1, _) = x.indices(size), y.indices(size)
+        common *= max(0, min(x1, y1) - max(x0, y0))
+    return common
