@@ -8,7 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import math
-from typing import NamedTuple
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
 
 KINDS = (
     "all-reduce",
@@ -351,6 +355,139 @@ class Report:
             report.totals("kind", "axis")["all-reduce", ("data",)].wire_bytes
         """
         return totals(self.collectives, *by)
+
+    # What a report opens is imported when it is used: records stay free of those who read them.
+
+    def __str__(self) -> str:
+        from spmd.inspection import _text
+
+        return _text.plain(_text.render_report(self))
+
+    def __rich__(self) -> RenderableType:
+        from spmd.inspection import _text
+
+        return _text.render_report(self)
+
+    def show(
+        self, console: Console | None = None, *, all_frames: bool = False, limit: int | None = 40
+    ) -> None:
+        """Prints the report in colour, as wide as the terminal is.
+
+        Args:
+            console: a console of rich; None for one on the standard output.
+            all_frames: show the whole stack of each collective, libraries included.
+            limit: the most collectives to list, those with most bytes on the wire; None for all.
+        """
+        from spmd.inspection import _text
+
+        _text.show(self, console, all_frames=all_frames, limit=limit)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON values, as ``spmd/inspection/report.schema.json`` describes them.
+
+        Returns:
+            A dictionary for `json.dumps`; `from_json` makes an equal report of it. Totals are in
+            it for readers in other languages.
+        """
+        from spmd.inspection import _json
+
+        return _json.encode(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Report:
+        """Makes a report of what `to_json` gave.
+
+        Args:
+            data: JSON values; totals and unknown keys in it are ignored.
+
+        Returns:
+            A report equal to the one that was written.
+
+        Raises:
+            ReportError: `data` is something else, of a newer version, or misses keys.
+        """
+        from spmd.inspection import _json
+
+        return _json.decode(data)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the report to a file.
+
+        Args:
+            path: ends in ``.json``.
+
+        Raises:
+            ReportError: the ending is another one.
+            OSError: the file cannot be written.
+        """
+        from spmd.inspection import _json
+
+        _json.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Report:
+        """Reads a report that `save` wrote.
+
+        Args:
+            path: of the file.
+
+        Returns:
+            A report equal to the one that was written.
+
+        Raises:
+            ReportError: the file holds something else, is of a newer version, or misses keys.
+            OSError: the file cannot be read.
+        """
+        from spmd.inspection import _json
+
+        return _json.load(path)
+
+    def trace_events(self) -> list[dict[str, Any]]:
+        """The program order as trace events, whose durations are bytes on the wire and no times.
+
+        Returns:
+            Events of the Chrome trace format: one track per set of mesh axes, one event per
+            collective, in program order.
+        """
+        from spmd.inspection import _perfetto
+
+        return _perfetto.trace_events(self)
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Writes `trace_events` to a file that ui.perfetto.dev and chrome://tracing open.
+
+        Args:
+            path: of the file, usually ending in ``.json``.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        from spmd.inspection import _perfetto
+
+        _perfetto.save_trace(self, path)
+
+    def scalars(self) -> dict[str, float | int]:
+        """Figures under flat names, for loggers such as TensorBoard or Weights & Biases.
+
+        Returns:
+            Finite numbers by name, all per device and call. ``[axes]`` is the names of mesh axes
+            joined by a plus sign, or ``none``.
+
+            - ``collectives/total/`` followed by ``sites``, ``executions``, ``payload_bytes`` or
+              ``wire_bytes``; the same under ``collectives/[kind]/[axes]/``, for the kinds and axes
+              that occur, and under ``collectives/forward/``, ``backward`` and ``other``.
+            - ``collectives/unknown_sites``: places that run an unknown number of times; if it is
+              not 0, sums of the collectives are lower bounds.
+            - ``cost/flops``, ``cost/hbm_bytes``, ``cost/unknown_loops``, ``cost/opaque_calls``;
+              ``cost/flops_per_wire_byte`` and ``cost/wire_bytes_per_hbm_byte`` where their
+              divisor is not 0.
+            - ``memory/arguments_bytes``, ``outputs``, ``temporaries``, ``aliased``, ``code`` and
+              ``peak`` likewise, where the backend tells them.
+            - ``reshards/arguments`` and ``reshards/bytes``: what the call moves first.
+        """
+        from spmd.inspection import _scalars
+
+        return _scalars.scalars(self)
 
 
 _KEYS: dict[str, Callable[[Collective], object]] = {

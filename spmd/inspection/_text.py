@@ -1,0 +1,528 @@
+"""Draws a report in a terminal or a log. All figures come from the records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+import os
+from pathlib import PurePath
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.text import Text
+
+from spmd.inspection._bytes import show_bytes
+from spmd.inspection._layout import (
+    Cell,
+    Column,
+    Grid,
+    Indented,
+    Row,
+    bar,
+    cell,
+    clean,
+    flow,
+    plain as plain,
+)
+from spmd.inspection._records import (
+    DIRECTIONS,
+    Buffer,
+    Collective,
+    Memory,
+    Report,
+    Reshard,
+    Shape,
+    Shapes,
+    Source,
+    Total,
+)
+
+#: Rows of the ledger that are drawn where nothing else is asked for.
+LIMIT = 40
+# Pairs that stay apart for most colour-blind readers; the names say the same without colour.
+_AXIS_STYLES = ("cyan", "yellow", "magenta", "green", "blue", "red")
+_STAND_IN = "CPU stand-in: another backend fuses and combines differently"
+
+
+# Whole report
+
+
+def render_report(
+    report: Report, *, all_frames: bool = False, limit: int | None = LIMIT
+) -> RenderableType:
+    """Everything that a report tells, section by section.
+
+    Args:
+        report: what is drawn.
+        all_frames: show the whole stack of each collective, libraries included.
+        limit: the most collectives to list, those with most bytes on the wire; None for all.
+    """
+    sections = [
+        ("Collectives, by bytes on the wire", render_collectives(report, all_frames, limit)),
+        ("Totals, per device and call", render_totals(report)),
+        ("Bytes on the wire, by source", render_sources(report, limit)),
+        ("Communication and computation, per device and call", render_cost(report)),
+    ]
+    if not report.collectives:
+        del sections[1:3]
+    if report.memory:
+        sections.append(("Memory, per device", render_memory(report.memory)))
+    if report.reshards:
+        sections.append(("Arguments moved before the program", render_reshards(report.reshards)))
+    parts: list[RenderableType] = [render_header(report)]
+    for title, body in sections:
+        parts += [Text(), Text(title, style="bold"), Indented(body)]
+    return Indented(Group(*parts), by=0)
+
+
+def show(
+    report: Report,
+    console: Console | None = None,
+    *,
+    all_frames: bool = False,
+    limit: int | None = LIMIT,
+) -> None:
+    """Prints a report, as `Report.show` does."""
+    console = console or Console()
+    console.print(render_report(report, all_frames=all_frames, limit=limit))
+
+
+def render_header(report: Report) -> RenderableType:
+    """What was compiled, for which devices, by which versions."""
+    name = Text(clean(report.name), style="bold")
+    backend = (
+        report.backend if not report.device_kind else f"{report.backend}, {report.device_kind}"
+    )
+    devices = plural(report.num_devices, "device")
+    axes = show_mesh(report.mesh)
+    where = Text.assemble("mesh ", axes, f" of {devices}") if axes else Text(f"{devices}, no mesh")
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    lines = [
+        Flow(Text.assemble(name, " on ", clean(backend)), where),
+        Flow(Text(_STAND_IN, style="yellow")) if report.stand_in else None,
+        Flow(Text(clean(versions), style="dim")) if versions else None,
+    ]
+    return Group(*(line for line in lines if line))
+
+
+class Flow:
+    """Parts of a sentence, with lines broken between them."""
+
+    def __init__(self, *parts: Text):
+        self.parts = parts
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from flow(self.parts, options.max_width)
+
+
+# Names and numbers
+
+
+def plural(count: int, noun: str, many: str = "") -> str:
+    """A count with its noun: ``1 device``, ``8 devices``."""
+    return f"{count:,} {noun if count == 1 else many or noun + 's'}"
+
+
+def show_mesh(mesh: Mapping[str, int]) -> Text:
+    """Mesh axes as one writes them for ``--mesh``, each in its own colour."""
+    styles = axis_styles(mesh)
+    parts = (Text(f"{clean(name)}={size}", style=styles[name]) for name, size in mesh.items())
+    return Text(", ").join(parts)
+
+
+def axis_styles(mesh: Mapping[str, int]) -> dict[str, str]:
+    """A colour for each mesh axis, by its place in the mesh: the same in all sections."""
+    return dict(zip(mesh, itertools.cycle(_AXIS_STYLES), strict=False))
+
+
+def axes_cell(mesh_axes: Sequence[str], styles: Mapping[str, str]) -> Cell:
+    """Mesh axes, each in its colour; parts of an axis have the colour of the axis."""
+    if not mesh_axes:
+        return cell("none", style="dim")
+    parts = (Text(clean(a), style=styles.get(a.partition(":")[0], "")) for a in mesh_axes)
+    return (Text(", ").join(parts),)
+
+
+def source_cell(source: Source | None, *, prefix: str = "") -> Cell:
+    """A line with its function, or as much of the path as there is room for."""
+    if source is None:
+        return cell("no line", style="dim")
+    path = short_path(source.file)
+    base = PurePath(path).name or path
+    places = [f"{prefix}{path}:{source.line}", f"{prefix}{base}:{source.line}"]
+    if path == base:
+        del places[1]
+    longest = [f"{places[0]} {source.function}"] if source.function else []
+    return cell(*longest, *places)
+
+
+def short_path(file: str) -> str:
+    """A path relative to the working directory where the file is below it."""
+    try:
+        here = os.path.join(os.getcwd(), "")
+    except OSError:  # the directory is gone
+        return file
+    return file[len(here) :] if file.startswith(here) and len(file) > len(here) else file
+
+
+def shapes_cell(shapes: Shapes) -> Cell:
+    """Shapes before and after, in full and then in shorter and shorter spellings."""
+    before, after = _counted(shapes.operands), _counted(shapes.results)
+    if before == after:
+        return cell(", ".join(after), *_shortened(after))
+    full = f"{', '.join(before) or 'nothing'} -> {', '.join(after) or 'nothing'}"
+    short = [" -> ".join(pair) for pair in zip(_shortened(before), _shortened(after), strict=True)]
+    return cell(full, *short)
+
+
+def _counted(shapes: Iterable[Shape]) -> list[str]:
+    """Equal neighbours as one, with how many there are."""
+    runs = ((shape, len(list(run))) for shape, run in itertools.groupby(shapes))
+    return [f"{shape} x{count}" if count > 1 else str(shape) for shape, count in runs]
+
+
+def _shortened(shapes: list[str]) -> list[str]:
+    """The first shape and how many follow it."""
+    if len(shapes) < 2:
+        return ["".join(shapes) or "nothing"]
+    return [f"{shapes[0]} + {len(shapes) - 1} more"]
+
+
+def show_count(count: int) -> str:
+    """A large number in steps of a thousand: ``1.2 G``."""
+    power = min((len(str(count)) - 1) // 3, 6)
+    return f"{count / 1000**power:.1f} {' KMGTPE'[power]}" if power > 0 else f"{count} "
+
+
+def show_ratio(a: int, b: int) -> str:
+    """What `a` is in units of `b`, with three digits."""
+    ratio = a / b
+    return f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.3g}"
+
+
+def show_total(total: Total) -> str:
+    """Bytes on the wire of a sum, said to be a lower bound where it is one."""
+    return _bound(total, show_bytes(total.wire_bytes))
+
+
+def _bound(total: Total, figure: str) -> str:
+    if total.unknown and total.unknown == total.sites:
+        return "unknown"
+    return f">= {figure}" if total.unknown else figure
+
+
+# Ledger
+
+_LEDGER = (
+    Column(title="kind"),
+    Column(title="mesh axes"),
+    Column(title="shapes", rank=4),
+    Column(title="payload", right=True, rank=2, label="payload"),
+    Column(title="wire", right=True, rank=2, label="wire"),
+    Column(title="runs", right=True, rank=1, label="runs"),
+    Column(title="total wire", right=True, label="total wire"),
+    Column(title="direction", rank=1),
+    Column(title="line", rank=3),
+)
+
+
+def render_collectives(
+    report: Report, all_frames: bool = False, limit: int | None = LIMIT
+) -> RenderableType:
+    """The ledger as a table, the most bytes on the wire first.
+
+    Args:
+        report: what is drawn.
+        all_frames: show the whole stack below each row.
+        limit: the most rows; None for all.
+    """
+    if not report.collectives:
+        return Indented(Flow(Text(_why_none(report))), by=0)
+    ranked = sorted(report.collectives, key=lambda one: -ranking(one))
+    shown = ranked[:limit]
+    styles = axis_styles(report.mesh)
+    table = Grid(_LEDGER, (_ledger_row(one, styles, all_frames) for one in shown))
+    return Indented(Group(table, *_hidden(ranked[len(shown) :])), by=0)
+
+
+def ranking(one: Collective) -> int:
+    """Wire bytes of a call, or those of one execution where the number of them is unknown."""
+    total = one.total_wire_bytes
+    return one.wire_bytes if total is None else total
+
+
+def _why_none(report: Report) -> str:
+    if report.num_devices == 1:
+        return "no collectives: the program runs on one device"
+    return "no collectives: the devices exchange nothing while the program runs"
+
+
+def _hidden(rest: Sequence[Collective]) -> Iterator[RenderableType]:
+    if rest:
+        text = f"{plural(len(rest), 'more row')} ({show_total(_sum(rest))} on the wire), not shown"
+        yield Flow(Text(text, style="dim"))
+
+
+def _ledger_row(one: Collective, styles: Mapping[str, str], all_frames: bool) -> Row:
+    total = one.total_wire_bytes
+    return Row(
+        cells=(
+            cell(one.kind),
+            axes_cell(one.mesh_axes, styles),
+            shapes_cell(one.shapes),
+            cell(show_bytes(one.payload_bytes)),
+            cell(show_bytes(one.wire_bytes)),
+            runs_cell(one.executions),
+            unknown_cell() if total is None else cell(show_bytes(total), style="bold"),
+            cell(one.direction),
+            source_cell(one.source, prefix="for " if one.source_is_consumer else ""),
+        ),
+        notes=tuple(_marks(one)),
+        lines=tuple(_frames(one)) if all_frames else (),
+    )
+
+
+def runs_cell(executions: int | None) -> Cell:
+    """How often something runs."""
+    return unknown_cell() if executions is None else cell(f"{executions:,}")
+
+
+def unknown_cell() -> Cell:
+    """A figure that the compiler does not tell; it is never guessed."""
+    return cell("unknown", style="yellow")
+
+
+def _marks(one: Collective) -> Iterator[Text]:
+    marks = (
+        (one.conditional, "in a branch", "yellow"),
+        (one.executions is None and one.in_loop, "in a loop of unknown length", "yellow"),
+        (one.is_async, "async", "dim"),
+        (one.combined > 1, f"combined from {one.combined}", "dim"),
+        (one.source is None and bool(one.op_name), clean(one.op_name), "dim"),
+    )
+    return (Text(text, style=style) for holds, text, style in marks if holds)
+
+
+def _frames(one: Collective) -> Iterator[Text]:
+    if one.source is not None and one.op_name:
+        yield Text(clean(one.op_name), style="dim")
+    for frame in one.frames:
+        yield Text(f"{clean(short_path(frame.file))}:{frame.line} {clean(frame.function)}", "dim")
+
+
+# Totals
+
+_TOTALS = (
+    Column(title="kind"),
+    Column(title="mesh axes"),
+    Column(title="sites", right=True, rank=1, label="sites"),
+    Column(title="runs", right=True, rank=1, label="runs"),
+    Column(title="payload", right=True, rank=2, label="payload"),
+    Column(title="wire", right=True, label="wire"),
+    Column(rank=3, ornament=True),
+)
+
+
+def render_totals(report: Report) -> RenderableType:
+    """Sums of the ledger by kind and mesh axes, and by direction."""
+    styles = axis_styles(report.mesh)
+    by_kind = report.totals("kind", "axis")
+    most = max((total.wire_bytes for total in by_kind.values()), default=0)
+    rows = [
+        _total_row(cell(kind), axes_cell(axes, styles), total, most)
+        for (kind, axes), total in by_kind.items()
+    ]
+    if len(rows) > 1:
+        rows.append(_total_row(cell("all"), cell(""), report.total, 0, last=True))
+    return Indented(Group(Grid(_TOTALS, rows), Flow(*_directions(report))), by=0)
+
+
+def _total_row(kind: Cell, axes: Cell, total: Total, most: int, *, last: bool = False) -> Row:
+    return Row(
+        cells=(
+            kind,
+            axes,
+            cell(f"{total.sites:,}"),
+            cell(_bound(total, f"{total.executions:,}")),
+            cell(_bound(total, show_bytes(total.payload_bytes))),
+            cell(show_total(total)),
+            cell("" if last else bar(total.wire_bytes, most), style="cyan"),
+        ),
+        rule=last,
+        style="bold" if last else "",
+    )
+
+
+def _directions(report: Report) -> Iterator[Text]:
+    sums = report.totals("direction")
+    known = [name for name in DIRECTIONS if name in sums]
+    for place, name in enumerate((*known, *sorted(sums.keys() - set(known)))):
+        prefix = "" if place else "by direction: "
+        yield Text(f"{prefix}{clean(name)} {show_total(sums[name])}")
+
+
+# Sources
+
+_SOURCES = (
+    Column(title="file and line"),
+    Column(title="wire", right=True, label="wire"),
+    Column(title="what", rank=1),
+)
+
+
+def render_sources(report: Report, limit: int | None = LIMIT) -> RenderableType:
+    """A tree of files and lines with the bytes that each puts on the wire.
+
+    Args:
+        report: what is drawn.
+        limit: the most lines over all files; None for all.
+    """
+    lines = _grouped(report.collectives, lambda one: one.source)
+    files = _grouped(report.collectives, lambda one: one.source and one.source.file)
+    kept = dict(list(lines.items())[:limit])
+    styles = axis_styles(report.mesh)
+    rows: list[Row] = []
+    for file, found in files.items():
+        below = {s: c for s, c in kept.items() if s is not None and s.file == file}
+        if below or (file is None and None in kept):
+            rows.append(_file_row(file, found))
+            rows += _line_rows(below, styles)
+    hidden = len(lines) - len(kept)
+    note = [Flow(Text(f"{plural(hidden, 'more line')}, not shown", style="dim"))] * bool(hidden)
+    return Indented(Group(Grid(_SOURCES, rows), *note), by=0)
+
+
+def _grouped(
+    found: Iterable[Collective], key: Callable[[Collective], Any]
+) -> dict[Any, list[Collective]]:
+    """Collectives by what they have in common, the most bytes on the wire first."""
+    groups: dict[Any, list[Collective]] = {}
+    for one in found:
+        groups.setdefault(key(one), []).append(one)
+    return dict(sorted(groups.items(), key=lambda item: -sum(map(ranking, item[1]))))
+
+
+def _file_row(file: str | None, found: Iterable[Collective]) -> Row:
+    path = "no line" if file is None else short_path(file)
+    name = cell(path, PurePath(path).name or path)
+    return Row(cells=(name, cell(show_total(_sum(found))), cell("")), style="bold")
+
+
+def _line_rows(lines: Mapping[Source, list[Collective]], styles: Mapping[str, str]) -> list[Row]:
+    rows = []
+    for place, (source, found) in enumerate(lines.items(), 1):
+        branch = f"{'└' if place == len(lines) else '├'}─ {source.line}"
+        name = cell(f"{branch} {source.function}".rstrip(), branch)
+        rows.append(Row(cells=(name, cell(show_total(_sum(found))), _what(found, styles))))
+    return rows
+
+
+def _what(found: Iterable[Collective], styles: Mapping[str, str]) -> Cell:
+    kinds = dict.fromkeys((one.kind, one.mesh_axes) for one in found)
+    parts = [Text.assemble(clean(k), " ", axes_cell(axes, styles)[0]) for k, axes in kinds]
+    short = [] if len(parts) < 2 else [Text.assemble(parts[0], f" + {len(parts) - 1} more")]
+    return Text("; ").join(parts), *short
+
+
+def _sum(found: Iterable[Collective]) -> Total:
+    return sum(map(Total.of, found), Total.zeros())
+
+
+# Cost
+
+
+def render_cost(report: Report) -> RenderableType:
+    """FLOPs, bytes of main memory and bytes on the wire, and what they are to each other."""
+    cost, total = report.cost, report.total
+    bound, of_bounds = "lower bound", "ratio of lower bounds"
+    computed, sent = bool(cost.unknown_loops or cost.opaque_calls), bool(total.unknown)
+    figures = [
+        ("FLOPs", f"{show_count(cost.flops)}FLOP", bound if computed else ""),
+        ("HBM bytes", show_bytes(cost.hbm_bytes), bound if cost.unknown_loops else ""),
+        ("wire bytes", show_bytes(total.wire_bytes), bound if sent else ""),
+    ]
+    doubt = of_bounds if computed or sent else ""
+    if cost.flops and total.wire_bytes:
+        figures.append(("FLOPs per wire byte", show_ratio(cost.flops, total.wire_bytes), doubt))
+    if cost.hbm_bytes and total.wire_bytes:
+        ratio = show_ratio(total.wire_bytes, cost.hbm_bytes)
+        figures.append(("wire bytes per HBM byte", ratio, doubt))
+    rows = (Row(cells=(cell(n), cell(f), cell(note, style="yellow"))) for n, f, note in figures)
+    table = Grid((Column(), Column(right=True), Column(rank=1)), rows)
+    return Indented(Group(table, Flow(*_uncounted(report))), by=0)
+
+
+def _uncounted(report: Report) -> Iterator[Text]:
+    cost, unknown = report.cost, report.total.unknown
+    reasons = (
+        (cost.unknown_loops, plural(cost.unknown_loops, "loop") + " of unknown length"),
+        (cost.opaque_calls, plural(cost.opaque_calls, "custom call")),
+        (unknown, plural(unknown, "collective") + " of unknown runs"),
+    )
+    reasons = [text for count, text in reasons if count]
+    for place, text in enumerate(reasons):
+        yield Text(text if place else f"not counted: {text}", style="yellow")
+
+
+# Memory
+
+_BUFFERS = (
+    Column(title="largest"),
+    Column(title="bytes", right=True),
+    Column(title="shape", rank=1),
+    Column(title="line", rank=2),
+    Column(title="at peak", rank=1, label="at peak:"),
+)
+
+
+def render_memory(memory: Memory, *, limit: int | None = 10) -> RenderableType:
+    """Bars of memory by class, and the largest buffers.
+
+    Args:
+        memory: what is drawn.
+        limit: the most buffers; None for all.
+    """
+    parts = ("arguments", "outputs", "temporaries", "aliased", "code", "peak")
+    most = max(getattr(memory, name) for name in parts)
+    rows = [_memory_row(name, getattr(memory, name), most) for name in parts]
+    bars = Grid((Column(), Column(right=True), Column(rank=1, ornament=True)), rows)
+    if not memory.buffers:
+        return Indented(bars, by=0)
+    shown = memory.buffers[:limit]
+    rest = len(memory.buffers) - len(shown)
+    note = [Text(f"{plural(rest, 'more buffer')}, not shown", style="dim")] * bool(rest)
+    buffers = Grid(_BUFFERS, map(_buffer_row, shown))
+    return Indented(Group(bars, Text(), buffers, *map(Flow, note)), by=0)
+
+
+def _memory_row(name: str, count: int, most: int) -> Row:
+    peak = name == "peak"
+    drawn = cell(bar(count, most), style="magenta" if peak else "cyan")
+    cells = (cell(name), cell(show_bytes(count)), drawn)
+    return Row(cells=cells, style="bold" if peak else "", rule=peak)
+
+
+def _buffer_row(one: Buffer) -> Row:
+    place = cell(one.op_name or one.name) if one.source is None else source_cell(one.source)
+    peak = cell("yes", style="magenta") if one.at_peak else cell("no", style="dim")
+    cells = (cell(one.kind), cell(show_bytes(one.nbytes)), cell(one.shape), place, peak)
+    return Row(cells=cells)
+
+
+# Arguments
+
+_RESHARDS = (
+    Column(title="argument"),
+    Column(title="bytes", right=True),
+    Column(title="given", rank=1, label="given"),
+    Column(title="wanted", rank=1, label="wanted"),
+)
+
+
+def render_reshards(reshards: Iterable[Reshard]) -> RenderableType:
+    """Arguments that a call moves before the program starts, the most bytes first."""
+    rows = (
+        Row(cells=(cell(r.argument), cell(show_bytes(r.nbytes)), cell(r.given), cell(r.wanted)))
+        for r in sorted(reshards, key=lambda r: -r.nbytes)
+    )
+    return Indented(Grid(_RESHARDS, rows), by=0)
