@@ -177,10 +177,11 @@ def hbm_size(type_text: str) -> int:
 
 
 # Names for places, and what is counted inside or was counted at its start.
-_FREE = frozenset(
-    """parameter constant get-tuple-element tuple bitcast while conditional call after-all
-    partition-id replica-id opt-barrier optimization-barrier domain async-update""".split()
-)
+_FREE = (
+    "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "conditional",
+    "call", "after-all", "partition-id", "replica-id", "opt-barrier", "optimization-barrier",
+    "domain", "async-update",
+)  # fmt: skip
 _SLICES = ("dynamic-slice", "slice", "gather")
 _RENAMES = ("bitcast", "reshape", "copy")
 

@@ -1,0 +1,108 @@
+"""How fast HLO text is read, and what a report adds to the compile of the demo's training step."""
+
+from collections.abc import Iterator
+import functools
+import gc
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+
+from spmd import P, inspection, make_mesh, pjit, report
+from spmd.demo import model, train
+
+MEBI = 2**20
+SIZE = 100 * 10**6
+PARSE_SECONDS, PARSE_BYTES, OVERHEAD = 20.0, 2 * 10**9, 0.10
+
+
+def run(turns: int) -> Iterator[str]:
+    """One line for reading 100 MB, one for the overhead of a report."""
+    yield _reading()
+    yield _overhead(turns)
+
+
+def _demo_step():
+    config, adam = model.Config(vocab=72), train.optimizer(100)
+    state = jax.eval_shape(functools.partial(train.init_state, adam=adam, config=config), 0)
+    tokens = jax.ShapeDtypeStruct((32, config.seq_len + 1), np.int32)
+    specs = train.state_specs(adam, config)
+    step = pjit(
+        lambda state, tokens: train.train_step(state, tokens, adam),
+        in_axis_resources=(specs, P("data")),
+        out_axis_resources=(specs, None),
+        donate_argnums=0,
+        mesh=make_mesh({"data": 4, "model": 2}),
+    )
+    return step.lower(state, tokens)
+
+
+def large_module(text: str, size: int) -> str:
+    """An HLO module of at least `size` characters: a program many times over, in one call graph."""
+    start = re.search(r"^(%|ENTRY )", text, re.M).start()
+    head, body = text[:start], text[start:].rstrip() + "\n"
+    signature = re.search(r"^ENTRY %(\S+) \((.*)\) -> (.*) \{$", body, re.M)
+    body = body.replace("ENTRY %", "%")
+    parts, calls, written = [head], [], 0
+    while written < size:
+        copy = len(calls)
+        parts.append(re.sub(r"%([\w.\-]+)", rf"%\1.{copy}", body) + "\n")
+        written += len(parts[-1])
+        calls.append(f"  %c{copy} = {signature[3]} call(), to_apply=%{signature[1]}.{copy}\n")
+    parts.append("ENTRY %whole () -> f32[] {\n" + "".join(calls) + "}\n")
+    return "".join(parts)
+
+
+READ = """
+import resource, sys, time
+from spmd.inspection import _hlo, _ledger, _cost, _walk
+text = open(sys.argv[1]).read()
+base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+start = time.perf_counter()
+module = _hlo.parse_modules(text)[0]
+parsed = time.perf_counter()
+visited = _walk.visits(module)
+found = list(_ledger.ledger(module, visited, {"data": 4, "model": 2}))
+_cost.cost_of(module, visited)
+done = time.perf_counter()
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(len(text), len(found), parsed - start, done - start, peak * 1024)
+"""
+
+
+def _reading() -> str:
+    import tempfile
+
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write(large_module(_demo_step().compile().as_text(), SIZE))
+        file.flush()
+        done = subprocess.run(
+            [sys.executable, "-c", READ, file.name], capture_output=True, check=True, text=True
+        )
+    size, found, parse, whole, peak = map(float, done.stdout.split())
+    verdict = "ok" if whole <= PARSE_SECONDS and peak <= PARSE_BYTES else "MISSED"
+    return (
+        f"read {size / 1e6:.0f} MB of HLO: parsed in {parse:.1f} s; ledger of {found:.0f} "
+        f"collectives and cost after {whole:.1f} s, {peak / 1e9:.2f} GB  "
+        f"<= {PARSE_SECONDS:.0f} s, 2 GB  {verdict}"
+    )
+
+
+def _overhead(turns: int) -> str:
+    ratios = []
+    for _ in range(turns):
+        jax.clear_caches()
+        gc.collect()
+        start = time.perf_counter()
+        compiled = _demo_step().compile()
+        middle = time.perf_counter()
+        report(compiled)
+        ratios.append((time.perf_counter() - middle) / (middle - start))
+    median = statistics.median(ratios)
+    verdict = "ok" if median <= OVERHEAD else "MISSED"
+    return f"report of the demo's step, of its compile time: {median:.1%}  <= 10%  {verdict}"
