@@ -113,13 +113,16 @@ class Grid:
             for row in self.rows:
                 yield from self._stacked(row, options.max_width)
             return
-        rule = Text("  ".join("─" * width for width in widths.values()), style="dim")
+        rule = [Text("─" * width, "dim") for width in widths.values()]
         if any(self.columns[i].title for i in widths):
             yield self._line([Text(self.columns[i].title, "bold") for i in widths], widths)
-            yield rule
+            titled = (bool(self.columns[i].title) for i in widths)
+            yield self._line(
+                [r if t else Text() for r, t in zip(rule, titled, strict=True)], widths
+            )
         for row in self.rows:
             if row.rule:
-                yield rule
+                yield self._line(rule, widths)
             yield self._line([_widest(row.cells[i], widths[i]) for i in widths], widths, row.style)
             yield from self._below(row, widths, options.max_width)
 
@@ -172,8 +175,11 @@ class Grid:
                 yield Text.assemble(f"{column.label} " if column.label else "", text)
 
     def _stacked(self, row: Row, room: int) -> Iterator[Text]:
-        yield from flow([_widest(row.cells[0], room)], room)
-        yield from self._below(row, {0: 0}, room)
+        """A row where no table fits: what names it, and below that everything else."""
+        names = [i for i, c in enumerate(self.columns) if not (c.rank or c.label or c.ornament)]
+        heading = Text("  ").join(_widest(row.cells[i], room) for i in names)
+        yield from flow([heading], room)
+        yield from self._below(row, dict.fromkeys(names, 0), room)
 
 
 def _widest(spellings: Cell, room: int) -> Text:

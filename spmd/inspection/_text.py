@@ -90,9 +90,8 @@ def show(
 def render_header(report: Report) -> RenderableType:
     """What was compiled, for which devices, by which versions."""
     name = Text(clean(report.name), style="bold")
-    backend = (
-        report.backend if not report.device_kind else f"{report.backend}, {report.device_kind}"
-    )
+    kind = report.device_kind
+    backend = report.backend if kind in ("", report.backend) else f"{report.backend} ({kind})"
     devices = plural(report.num_devices, "device")
     axes = show_mesh(report.mesh)
     where = Text.assemble("mesh ", axes, f" of {devices}") if axes else Text(f"{devices}, no mesh")
@@ -468,7 +467,7 @@ def _uncounted(report: Report) -> Iterator[Text]:
 
 _BUFFERS = (
     Column(title="largest"),
-    Column(title="bytes", right=True),
+    Column(title="bytes", right=True, label="bytes"),
     Column(title="shape", rank=1),
     Column(title="line", rank=2),
     Column(title="at peak", rank=1, label="at peak:"),
@@ -513,7 +512,7 @@ def _buffer_row(one: Buffer) -> Row:
 
 _RESHARDS = (
     Column(title="argument"),
-    Column(title="bytes", right=True),
+    Column(title="bytes", right=True, label="bytes"),
     Column(title="given", rank=1, label="given"),
     Column(title="wanted", rank=1, label="wanted"),
 )
