@@ -11,7 +11,13 @@ import jax.tree_util as jtu
 from spmd import _jax
 from spmd._call import batch_resource
 from spmd._dispatch import gone_failure
-from spmd._mesh import auto_mesh, current_mesh, enclosing_pjit, show_mesh
+from spmd._mesh import (
+    auto_mesh,
+    current_mesh,
+    described_failure,
+    enclosing_pjit,
+    show_mesh,
+)
 from spmd._pjit import Text, check_spmd_axes, nested_mesh_failure, spmd_axes
 from spmd._resolve import (
     canonical_leaf,
@@ -123,6 +129,8 @@ def _constraint_impl(x: Any, *, axis_resources: Any, mesh: Any) -> Any:
         axis_resources, _jax.abstractify(x), mesh, "argument x", "axis_resources", boundary=True
     ):
         raise explain(_SUBJECT, [failure])  # under eager grad or vmap: the user's call saw a tracer
+    if failure := described_failure(mesh):
+        raise explain(_SUBJECT, [failure])
     wanted, placed = _eager_sharding(x, axis_resources, mesh), placed_sharding(x)
     in_place = placed is None or is_equivalent(placed, wanted, x.ndim)
     if in_place or not isinstance(axis_resources, ParsedPartitionSpec):

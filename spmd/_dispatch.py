@@ -23,6 +23,7 @@ from spmd._arguments import Parameters
 from spmd._call import PjitCall
 from spmd._counts import count
 from spmd._lower import clear_lower_cache, lower, program_of
+from spmd._mesh import described_failure
 from spmd._resolve import (
     device_failure,
     input_sharding,
@@ -124,6 +125,8 @@ def prepare(args: Sequence[Any], jaxpr: Any, call: PjitCall) -> Prepared:
 @_jax.weakref_lru_cache
 def _prepare(jaxpr: Any, call: PjitCall, placed: tuple[Any, ...]) -> Prepared:
     mesh, shardings, moves = place(jaxpr, call, placed)
+    if failure := described_failure(mesh):
+        raise explain(subject_of(call), [failure])
     key = _jax.placement_key(shardings, jaxpr.in_avals)
     # However the mesh was entered outside, an equal one is one program.
     with _jax.tracing_under(mesh):

@@ -13,6 +13,7 @@ import threading
 from typing import Any, Literal
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType
 import numpy as np
 
@@ -75,6 +76,8 @@ class Mesh(jax.sharding.Mesh):
 
     def __reduce__(self) -> Any:
         # Devices do not pickle; the process that reads this has its own of the same ids.
+        if is_described(self):
+            raise explain("Mesh", [_described_pickle(self)])
         ids = [(d.platform, d.id) for d in self.devices.flat]
         return (_unpickle, (ids, self.devices.shape, self.axis_names, self.axis_types))
 
@@ -91,6 +94,15 @@ def _same_names(names: Sequence[Any]) -> Failure:
         given=f"axis_names={tuple(names)}",
         expected="a name of its own for each axis",
         fix="rename one of them: a PartitionSpec could not tell them apart",
+        error=MeshError,
+    )
+
+
+def _described_pickle(mesh: Any) -> Failure:
+    return Failure(
+        what="cannot be pickled: its devices are only described",
+        got=show_mesh(mesh),
+        fix="send the name and the sizes, and call spmd.topology with them there",
         error=MeshError,
     )
 
@@ -166,9 +178,22 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) 
     size = math.prod(sizes)
     if not 0 < size <= len(pool) or (-1 in axes.values() and size != len(pool)):
         raise explain("Mesh", [_size_failure(axes, len(pool))])
+    return Mesh(_grid(tuple(sizes), names, pool[:size]), names)
+
+
+def _grid(sizes: tuple[int, ...], names: tuple[str, ...], pool: Sequence[Any]) -> Any:
+    """Lays devices out as `jax.make_mesh` does, and also where that one gives up."""
     types = (AxisType.Auto,) * len(names)
-    plain = jax.make_mesh(tuple(sizes), names, axis_types=types, devices=pool[:size])
-    return Mesh(plain.devices, names)
+    try:
+        return jax.make_mesh(sizes, names, axis_types=types, devices=pool).devices
+    except (NotImplementedError, ValueError):
+        if len({getattr(d, "slice_index", 0) for d in pool}) > 1:
+            raise  # JAX names the function for several slices
+    # An axis takes a part of a physical one: slower there, and still a mesh.
+    try:
+        return mesh_utils.create_device_mesh(sizes, pool, allow_split_physical_axes=True)
+    except ValueError:  # JAX 0.10 cannot split into factors of any order
+        return np.array(pool).reshape(sizes)
 
 
 def _axes_failure(axes: Any) -> Failure | None:
@@ -239,6 +264,26 @@ def show_devices(devices: Sequence[Any]) -> str:
         return f"{len(ids)} devices {platform}:{ids[0]}..{ids[-1]}"
     shown = ",".join(map(str, ids[:16])) + (",…" if len(ids) > 16 else "")
     return f"{len(ids)} devices {platform}:{shown}"
+
+
+def is_described(mesh: Any) -> bool:
+    """Whether the devices of a mesh are only described; they are all of one kind."""
+    return _jax.is_described(next(iter(mesh.devices.flat), None))
+
+
+def described_failure(mesh: Any) -> Failure | None:
+    """Something is to run on devices that are only described."""
+    if not is_described(mesh):
+        return None
+    devices = list(mesh.devices.flat)
+    return Failure(
+        what=f"cannot run on {show_mesh(mesh)}: its devices are only described",
+        expected="devices that are attached to this machine",
+        got=f"{show_devices(devices)} of kind {devices[0].device_kind}, of a topology",
+        fix="stop at .lower(...).compile(), which needs no devices; to run, use a mesh of "
+        "jax.devices()",
+        error=MeshError,
+    )
 
 
 @contextlib.contextmanager

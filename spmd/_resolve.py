@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 import numpy as np
 
 from spmd import _jax
-from spmd._mesh import auto_mesh, show_devices, show_mesh
+from spmd._mesh import auto_mesh, is_described, show_devices, show_mesh
 from spmd._spec import (
     UNCONSTRAINED,
     UNSPECIFIED,
@@ -276,12 +276,15 @@ def device_failure(placed: Sharding | None, mesh: Any, subject: str) -> Failure 
     if placed.device_set == want:
         return None
     have = sorted(placed.device_set, key=lambda d: d.id)
+    fix = "jax.device_put(x, NamedSharding(mesh, spec)), or leave the array uncommitted"
+    if is_described(mesh):
+        fix = "pass a jax.ShapeDtypeStruct: nothing can be placed on devices that are not there"
     return Failure(
         what=f"cannot take {subject} from other devices",
         given=f"{show_sharding(placed)}",
         expected=f"{show_devices(list(mesh.devices.flat))} of {show_mesh(mesh)}",
         got=show_devices(have),
-        fix="jax.device_put(x, NamedSharding(mesh, spec)), or leave the array uncommitted",
+        fix=fix,
         error=MeshError,
     )
 

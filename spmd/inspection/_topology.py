@@ -1,0 +1,409 @@
+"""Meshes of devices that are not there: TPUs described by their compiler, CPUs as stand-ins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import math
+import os
+import re
+import threading
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmd import _jax
+from spmd._mesh import Mesh, make_mesh
+from spmd.errors import ArgumentError, Failure, MeshError, did_you_mean, explain
+
+#: Virtual CPU devices share this machine's cores and threads; more are no use to anyone.
+MOST_STAND_INS = 512
+# Eight times the largest pod there is; libtpu describes them in two seconds.
+_MOST_CHIPS = 65_536
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """A generation of TPUs.
+
+    Args:
+        dims: of the torus of chips.
+        ring: on a 2D torus, the length at which an axis closes to a ring: that of a whole pod.
+        per_chip: devices that JAX shows for each chip.
+        per_type: what the number in an accelerator type such as ``v4-128`` counts for each chip.
+        config: libtpu's name of the mode that its chips run in, where the default is another.
+    """
+
+    dims: int
+    ring: int = 0
+    per_chip: int = 1
+    per_type: int = 1
+    config: str = ""
+
+    def wrap(self, sizes: Sequence[int]) -> tuple[bool, ...]:
+        """Per dimension whether links close it to a ring, as real slices of these sizes have.
+
+        The compiler rotates data around rings: without them it chooses other collectives. Source:
+        "How to Scale Your Model" (jax-ml.github.io/scaling-book/tpus): 3D slices are tori where
+        all sizes are multiples of 4, 2D ones along axes as long as a pod.
+        """
+        if self.ring:
+            return (*(size == self.ring for size in sizes), False)
+        return (all(size % 4 == 0 for size in sizes),) * 3
+
+
+_KINDS = {
+    "v2": _Kind(dims=2, ring=16, per_chip=2, per_type=2),
+    "v3": _Kind(dims=2, ring=32, per_chip=2, per_type=2),
+    # libtpu shows two devices per chip unless asked for the mode that v4 pods run in.
+    "v4": _Kind(dims=3, per_type=2, config="megacore"),
+    "v5e": _Kind(dims=2, ring=16),
+    "v5p": _Kind(dims=3, per_type=2),
+    "v6e": _Kind(dims=2, ring=16),
+    "tpu7x": _Kind(dims=3, per_chip=2, per_type=2),
+}
+_ALSO_CALLED = {
+    "v5": "v5p",
+    "v5 lite": "v5e",
+    "v5litepod": "v5e",
+    "v6 lite": "v6e",
+    "trillium": "v6e",
+    "v7x": "tpu7x",
+    "ironwood": "tpu7x",
+}
+
+# What the TPU compiler leaves to a program on one device, in GiB: programs of 384 GiB were compiled
+# for each kind with libtpu 0.0.52 on 2026-11-21, and this is "exceeds available HBM (...G)".
+_HBM_GIB = {
+    "TPU v2": 7.48,
+    "TPU v3": 15.48,
+    "TPU v4": 30.75,
+    "TPU v4 lite": 7.75,
+    "TPU v5": 95.73,
+    "TPU v5 lite": 15.75,
+    "TPU v6 lite": 31.24,
+    "TPU7x": 94.74,
+}
+_SAME_CHIP = {"TPU v5p": "TPU v5", "TPU v5e": "TPU v5 lite", "TPU v6e": "TPU v6 lite"}
+
+_NAME = re.compile(r"([a-z0-9_ ]*[a-z0-9_])\s*:\s*(\d+(?:x\d+)*)")
+_ACCELERATOR_TYPE = re.compile(r"([a-z0-9]+)-(\d+)")
+_EXAMPLES = "a kind and its sizes, such as 'v5e:16x16', 'v5p:8x16x16' or 'cpu:64'"
+
+
+def topology(name: str, mesh: Mapping[str, int] | None = None) -> Mesh:
+    """Describes devices that need not be there, as a mesh to lower, compile and report for.
+
+    Nothing is allocated, and arguments are `jax.ShapeDtypeStruct`. The compiler for TPUs is in
+    ``libtpu`` (``pip install 'spmd[tpu]'``); it needs no TPU. Slices have the rings that real ones
+    of the same sizes have, and axes are laid on the torus as `spmd.make_mesh` does.
+
+    A device is what JAX shows on the real machine: a chip, or half of one on v2, v3 and tpu7x. A
+    v4 chip is one device (libtpu alone would show two).
+
+    Args:
+        name: A TPU and the chips of a slice by dimension: ``"v5e:16x16"``, ``"v5p:8x16x16"``; of
+            v2, v3, v4, v5e, v5p, v6e, tpu7x or what else the installed libtpu knows. Or
+            ``"cpu:64"``: up to 512 virtual CPU devices that stand in for hardware, for those
+            without libtpu. They show what the partitioner decides, not what a TPU's compiler makes
+            of it: see `is_stand_in`.
+        mesh: Size per axis name, major to minor, for all devices; one size may be -1: what is
+            left. Without it, the mesh has a single axis ``device``.
+
+    Returns:
+        A mesh; the same devices each time for one name.
+
+    Raises:
+        RuntimeError: There is no such topology, the sizes do not fit it, or libtpu is missing.
+        TypeError: `name` is no string, or `mesh` maps no names to whole numbers.
+
+    Example:
+        >>> with topology("v5e:16x16", mesh={"data": 32, "model": 8}):
+        ...     compiled = step.lower(state, batch).compile()
+    """
+    subject = f"topology({name!r})"
+    kind, sizes = _parse(name, subject)
+    try:
+        with _lock:
+            devices = _stand_ins(sizes) if kind == "cpu" else _described(kind, sizes)
+    except _RefusedError as e:
+        raise explain(subject, [e.failure]) from None
+    axes = {"device": len(devices)} if mesh is None else mesh
+    if failure := _misfit(axes, kind, sizes, len(devices)):
+        raise explain(subject, [failure])
+    return make_mesh(axes, devices=devices)
+
+
+def is_described(where: Any) -> bool:
+    """Whether programs can be compiled for devices and not run on them.
+
+    Args:
+        where: A mesh, a device, or devices.
+    """
+    return any(map(_jax.is_described, _devices_of(where)))
+
+
+def is_stand_in(where: Any) -> bool:
+    """Whether devices are CPUs, which stand in for other hardware in a report.
+
+    Args:
+        where: A mesh, a device, or devices.
+    """
+    return any(device.platform == "cpu" for device in _devices_of(where))
+
+
+def hbm_bytes(device_kind: str) -> int | None:
+    """Memory that one device leaves to a program, as the TPU compiler counts it.
+
+    Args:
+        device_kind: The device's own name, such as ``"TPU v5 lite"``.
+
+    Returns:
+        Bytes, to 0.01 GiB; None for other devices than TPUs and for kinds that are not known here.
+    """
+    gib = _HBM_GIB.get(_SAME_CHIP.get(device_kind, device_kind))
+    return None if gib is None else int(gib * 2**30)
+
+
+def _devices_of(where: Any) -> Iterable[Any]:
+    return np.asarray(getattr(where, "devices", where), dtype=object).flat
+
+
+# Names
+
+
+def _parse(name: Any, subject: str) -> tuple[str, tuple[int, ...]]:
+    """The kind and the sizes that a name says."""
+    if not isinstance(name, str):
+        raise explain(subject, [_no_name(name)])
+    text = name.strip().lower()
+    found = _NAME.fullmatch(text)
+    if found is None:
+        raise explain(subject, [_malformed(text)])
+    kind = _ALSO_CALLED.get(found[1], found[1])
+    sizes = tuple(map(int, found[2].split("x")))
+    if failure := _bad_sizes(kind, sizes):
+        raise explain(subject, [failure])
+    return kind, sizes
+
+
+def _no_name(name: Any) -> Failure:
+    return Failure(
+        what="is no name", expected=_EXAMPLES, got=type(name).__name__, error=ArgumentError
+    )
+
+
+def _malformed(text: str) -> Failure:
+    fix = ""
+    if found := _ACCELERATOR_TYPE.fullmatch(text):
+        fix = _fix_of_type(_ALSO_CALLED.get(found[1], found[1]), int(found[2]))
+    elif text.endswith(("_twisted", "_untwisted")):
+        fix = "leave out how it is twisted: programs are described for plain tori"
+    elif text.rstrip(": ") in _kinds():
+        fix = "say how many chips there are by dimension"
+    return Failure(what="cannot be read", expected=_EXAMPLES, fix=fix, error=MeshError)
+
+
+def _fix_of_type(kind: str, number: int) -> str:
+    """How to write ``v4-128``, which counts cores on some kinds and has no shape."""
+    known = _KINDS.get(kind)
+    if known is None or not number or number % known.per_type or number > _MOST_CHIPS:
+        return ""
+    chips = number // known.per_type
+    shape = _compact(chips, known.dims)
+    return f"write {kind}:{shape}, which has {_count(chips, 'chip')}" if shape else ""
+
+
+def _compact(chips: int, dims: int) -> str:
+    """The most cube-like sizes of so many chips that hosts of 2x2 fill; empty if there are none."""
+    divisors = [d for d in range(1, chips + 1) if chips % d == 0]
+    rows = [
+        (*head, chips // math.prod(head))
+        for head in itertools.product(divisors, repeat=dims - 1)
+        if chips % math.prod(head) == 0
+    ]
+    fit = [row for row in rows if chips == 1 or all(size % 2 == 0 for size in row[:2])]
+    return _show(min(fit, key=lambda row: (sum(row), row))) if fit else ""
+
+
+def _kinds() -> list[str]:
+    return [*_KINDS, "cpu"]
+
+
+def _bad_sizes(kind: str, sizes: tuple[int, ...]) -> Failure | None:
+    """What is wrong with the sizes, of which libtpu must not see all: zeros crash it."""
+    expected, fix = "", ""
+    dims = _KINDS[kind].dims if kind in _KINDS else 0
+    most = MOST_STAND_INS if kind == "cpu" else _MOST_CHIPS
+    if not all(sizes):
+        expected = "sizes of at least 1"
+    elif dims and len(sizes) != dims:
+        example = "v5e:16x16" if kind == "v5e" else f"{kind}:{'x'.join('4' * dims)}"
+        expected = f"{'two' if dims == 2 else 'three'} sizes, as in {example!r}"
+    elif math.prod(sizes) > most:
+        what = "virtual devices" if kind == "cpu" else "chips"
+        expected = f"at most {most} {what}"
+        fix = "describe TPUs instead: pip install 'spmd[tpu]'" if kind == "cpu" else ""
+    if not expected:
+        return None
+    got = _show(sizes) + (f" = {math.prod(sizes)}" if len(sizes) > 1 else "")
+    return Failure(what="has no such sizes", expected=expected, got=got, fix=fix, error=MeshError)
+
+
+def _show(sizes: Sequence[int]) -> str:
+    return "x".join(map(str, sizes))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+# Axes
+
+
+def _misfit(axes: Any, kind: str, sizes: tuple[int, ...], devices: int) -> Failure | None:
+    """Sizes of axes that are all given, and do not take all devices; the rest is make_mesh's."""
+    if not isinstance(axes, Mapping) or not all(_is_size(s) for s in axes.values()):
+        return None
+    product = math.prod(axes.values())
+    if product == devices:
+        return None
+    return Failure(
+        what="cannot be a mesh of these axes",
+        given=", ".join(f"{n}={s}" for n, s in axes.items()),
+        expected=f"sizes whose product is {_inventory(kind, sizes, devices)}",
+        got=" * ".join(map(str, axes.values())) + (f" = {product}" if len(axes) > 1 else ""),
+        fix=_fitting(axes, devices),
+        error=MeshError,
+    )
+
+
+def _is_size(size: Any) -> bool:
+    return isinstance(size, (int, np.integer)) and bool(size > 0)
+
+
+def _inventory(kind: str, sizes: tuple[int, ...], devices: int) -> str:
+    chips = math.prod(sizes)
+    if kind == "cpu" or chips == devices:
+        return f"{devices}, the number of {'devices' if kind == 'cpu' else 'chips'}"
+    return f"{devices}, the number of devices: {chips} chips of {devices // chips} each"
+
+
+def _fitting(axes: Mapping[str, int], devices: int) -> str:
+    """Sizes that fit and differ in one axis from what was asked for."""
+    product = math.prod(axes.values())
+    rest = {name: product // size for name, size in axes.items()}
+    fits = [f"{n}={devices // other}" for n, other in rest.items() if devices % other == 0]
+    return " or ".join(fits) if fits else f"choose sizes that divide {devices}"
+
+
+# Devices
+
+# Two threads that ask for one topology get one set of devices.
+_lock = threading.Lock()
+
+
+class _RefusedError(Exception):
+    def __init__(self, failure: Failure):
+        super().__init__(failure)
+        self.failure = failure
+
+
+def _stand_ins(sizes: tuple[int, ...]) -> list[Any]:
+    """This process's own CPU devices where it has enough: programs can be run on them too."""
+    count = math.prod(sizes)
+    try:
+        own = jax.local_devices(backend="cpu")
+    except RuntimeError:  # JAX_PLATFORMS leaves out the CPU
+        own = []
+    return own[:count] if count <= len(own) else _virtual(count)
+
+
+@functools.lru_cache(maxsize=16)
+def _virtual(count: int) -> list[Any]:
+    return _jax.new_cpu_devices(count)
+
+
+@functools.lru_cache(maxsize=32)
+def _described(kind: str, sizes: tuple[int, ...]) -> list[Any]:
+    from jax.experimental import topologies
+
+    if not _has_libtpu():
+        raise _RefusedError(_no_libtpu() if kind in _KINDS else _unknown_kind(kind))
+    known = _KINDS.get(kind)
+    options: dict[str, Any] = {}
+    if known and known.config:
+        options["chip_config_name"] = known.config
+    if known and any(known.wrap(sizes)):
+        options["wrap"] = known.wrap(sizes)
+    try:
+        with _quiet_libtpu():
+            found = topologies.get_topology_desc(f"{kind}:{_show(sizes)}", "tpu", **options)
+    except jax.errors.JaxRuntimeError as e:
+        raise _RefusedError(_refused(str(e), kind, sizes)) from None
+    return list(found.devices)
+
+
+def _has_libtpu() -> bool:
+    return bool(os.environ.get("TPU_LIBRARY_PATH") or importlib.util.find_spec("libtpu"))
+
+
+def _no_libtpu() -> Failure:
+    return Failure(
+        what="needs the TPU compiler, which is not installed",
+        fix="pip install 'spmd[tpu]', or let CPU devices stand in: topology('cpu:64')",
+        error=MeshError,
+    )
+
+
+@contextlib.contextmanager
+def _quiet_libtpu() -> Iterator[None]:
+    """What libtpu asks its surroundings when it starts, answered where there is no TPU.
+
+    Without the answers it warns that it finds no host; without the last it allows one process on
+    the whole machine, which guards chips that are not there. Settings of the user stay.
+    """
+    answers = {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_LOG_DIR": "disabled",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    own = {} if _jax.tpu_chips() else {k: v for k, v in answers.items() if k not in os.environ}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for key in own:
+            os.environ.pop(key, None)
+
+
+def _unknown_kind(kind: str) -> Failure:
+    return Failure(
+        what=f"names a kind that is not known{did_you_mean(kind, _kinds())}",
+        expected=f"a TPU ({', '.join(_KINDS)}) or cpu",
+        got=repr(kind),
+        error=MeshError,
+    )
+
+
+def _refused(message: str, kind: str, sizes: tuple[int, ...]) -> Failure:
+    """Why libtpu describes no such devices."""
+    if "Invalid TPU external name" in message:
+        return _unknown_kind(kind)
+    if "is not divisible by" in message:
+        even = tuple(s + s % 2 if s > 1 and i < 2 else s for i, s in enumerate(sizes))
+        return Failure(
+            what="has no such sizes",
+            expected="sizes that whole hosts fill, which have 2x2 chips",
+            got=f"{_show(sizes)} = {math.prod(sizes)}",
+            fix=f"{kind}:{_show(even)}, which has {_count(math.prod(even), 'chip')}",
+            error=MeshError,
+        )
+    return Failure(what="was refused by libtpu", got=message.partition("\n")[0], error=MeshError)
