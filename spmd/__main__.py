@@ -1,4 +1,4 @@
-"""The command line: ``spmd demo``.
+"""The command line: ``spmd demo``, ``report``, ``fits``, ``sweep``, ``diff``.
 
 JAX reads the number of CPU devices when it starts, so everything that arguments can get wrong is
 said, and the devices are set, before anything here imports it.
@@ -15,6 +15,9 @@ import sys
 
 import spmd
 from spmd.demo.options import DemoError, Options, add_arguments, options_from
+from spmd.errors import SpmdError
+from spmd.inspection import _cli
+from spmd.inspection._options import CommandError
 
 _USAGE = 2
 _FAILED = 1
@@ -42,8 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return args.command(args)
-    except DemoError as error:
+    except (DemoError, CommandError) as error:
         return _fail(str(error), _USAGE)
+    except SpmdError as error:
+        return _fail(str(error), _FAILED)
     except KeyboardInterrupt:
         return _fail("interrupted", _INTERRUPTED)
 
@@ -66,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_arguments(demo)
     demo.set_defaults(command=_demo)
+    _cli.add_commands(commands, set_device_count)
     return parser
 
 

@@ -25,13 +25,16 @@ from spmd.errors import (
 from spmd.stages import Compiled as Compiled, Lowered as Lowered, Traced as Traced
 
 if TYPE_CHECKING:
-    from spmd.inspection import Report as Report, report as report
+    from spmd.inspection import (
+        Diff as Diff,
+        Report as Report,
+        diff as diff,
+        report as report,
+        topology as topology,
+    )
 
 #: Names of features, and where they live: the core never imports those files.
-FEATURES = {
-    "Report": "spmd.inspection",
-    "report": "spmd.inspection",
-}
+FEATURES = dict.fromkeys(("Diff", "Report", "diff", "report", "topology"), "spmd.inspection")
 
 _jax.hide_own_frames()
 

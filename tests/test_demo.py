@@ -16,8 +16,10 @@ import pytest
 from rich.console import Console
 
 import spmd
+from spmd import Report
 from spmd.demo import corpus, model, records, render, run, train
 from spmd.demo.options import Options
+from spmd.inspection import Cost
 
 CONFIG = model.Config(vocab=62)
 MESH = {"data": 4, "model": 2}
@@ -199,17 +201,35 @@ def test_collectives_equal_a_hand_count(report):
     f32[8,32,128] after attention and one after the MLP, forward and backward; then the norm of
     the clipped gradients, whose four split parameters give four numbers.
     """
-    rows = {(row.kind, row.mesh_axes): row for row in report[0].collectives}
-    assert set(rows) == {("all-reduce", ("data",)), ("all-reduce", ("model",))}
+    totals = report[0].step.totals("kind", "axis")
+    assert set(totals) == {("all-reduce", ("data",)), ("all-reduce", ("model",))}
     gradients = sum(row.bytes_per_device for row in report[0].parameters)
-    assert rows["all-reduce", ("data",)].payload_bytes == gradients + 4
-    assert rows["all-reduce", ("model",)].executions == 4 * 4 + 1
-    assert rows["all-reduce", ("model",)].payload_bytes == 4 * 4 * 8 * 32 * 128 * 4 + 4 * 4
+    assert totals["all-reduce", ("data",)].payload_bytes == gradients + 4
+    assert totals["all-reduce", ("model",)].executions == 4 * 4 + 1
+    assert totals["all-reduce", ("model",)].payload_bytes == 4 * 4 * 8 * 32 * 128 * 4 + 4 * 4
+
+
+def test_flops_equal_a_hand_count(report):
+    """Three matrix products per weight, forward and backward, and those of the attention.
+
+    A device has 8 sequences of 32 tokens and half of each block's weights; the head is whole.
+    """
+    tokens, layers, heads = 8 * 32, 4, 8 // 2
+    weights = layers * (128 * 3 * heads * 16 + heads * 16 * 128 + 2 * 128 * 512 // 2) + 128 * 62
+    scores = layers * 2 * (8 * heads * 32 * 32 * 16)
+    # The gradient of the embedding is a scatter, without products.
+    assert report[0].step.cost.flops == 3 * 2 * (tokens * weights + scores)
+
+
+def test_every_exchange_of_a_block_has_its_line(report):
+    """What Megatron exchanges comes from the two lines that end in a product over the heads."""
+    found = {one.source.function for one in report[0].step.collectives if one.in_loop}
+    assert found == {"_attention", "_mlp"}
 
 
 def test_memory_is_that_of_the_state_and_the_temporaries(report):
     """Arguments are parameters, two moments, two counters and a batch; outputs reuse the state."""
-    memory = report[0].memory
+    memory = report[0].step.memory
     state = 3 * sum(row.bytes_per_device for row in report[0].parameters) + 2 * 4
     assert memory.arguments == state + 8 * 33 * 4
     assert memory.aliased == state
@@ -219,11 +239,12 @@ def test_memory_is_that_of_the_state_and_the_temporaries(report):
 def test_the_report_is_json(report):
     """The JSON form survives a round trip and says the losses and the totals."""
     data = json.loads(json.dumps(report[0].to_json()))
-    assert data["schema"] == 1
+    assert data["schema"] == 2
+    assert Report.from_json(data["step"]) == report[0].step
     assert data["losses"] == list(report[0].losses)
     assert data["final_loss"] == report[0].final_loss == sum(data["losses"]) / 2
     assert data["options"]["mesh"] == MESH
-    assert data["peak_bytes_per_device"] == report[0].memory.peak
+    assert data["peak_bytes_per_device"] == report[0].step.memory.peak
 
 
 def test_output_in_a_pipe_is_plain(report):
@@ -267,19 +288,18 @@ def _example() -> records.DemoReport:
                 for i, j in itertools.product(range(2), range(2))
             ),
         ),
-        collectives=(
-            records.CollectiveRow(
-                kind="all-gather",
-                mesh_axes=("data", "model"),
-                sites=1,
-                executions=None,
-                payload_bytes=None,
-            ),
-            records.CollectiveRow(
-                kind="all-reduce", mesh_axes=("data",), sites=2, executions=5, payload_bytes=1536
-            ),
+        step=Report(
+            name="train_step",
+            backend="cpu",
+            device_kind="cpu",
+            stand_in=True,
+            mesh={"data": 2, "model": 2},
+            num_devices=4,
+            versions={"jax": "2"},
+            collectives=(),
+            cost=Cost(flops=10**6, hbm_bytes=10**6),
+            memory=None,
         ),
-        memory=records.Memory(arguments=2048, outputs=1024, aliased=1000, temporaries=3 << 20),
         verification=records.Verification(largest_difference=2.5e-6, step=3),
     )
 
@@ -311,20 +331,18 @@ One parameter on the mesh
    A  [0:4, 0:4] ████████░░░░░░░░
    B  [0:4, 4:8] ░░░░░░░░████████
 
-Collectives of one step
-  kind         mesh axes     in the program      runs   bytes per device
-  ──────────────────────────────────────────────────────────────────────
-  all-gather   data, model                1   unknown            unknown
-  all-reduce   data                       2         5            1.5 KiB
+One step, compiled
+  train_step on cpu; mesh data=2, model=2 of 4 devices
+  CPU stand-in: another backend fuses and combines differently
+  jax 2
 
-Memory of one step, on each device
-  class           bytes
-  ─────────────────────────────────────────────────────────────
-  arguments     2.0 KiB   state and batch
-  outputs       1.0 KiB   1000 B of it in donated arguments
-  temporaries   3.0 MiB   activations, gradients, communication
+  Collectives, by bytes on the wire
+    no collectives: the devices exchange nothing while the program runs
 
-  peak          3.0 MiB
+  Communication and computation, per device and call
+    FLOPs       1.0 MFLOP
+    HBM bytes   976.6 KiB
+    wire bytes        0 B
 
 Verification
   trained unsharded on one device, the loss curve is the same:

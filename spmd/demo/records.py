@@ -10,7 +10,7 @@ import jax
 from jax import Array
 import numpy as np
 
-from spmd import PartitionSpec
+from spmd import PartitionSpec, Report
 from spmd.demo.options import Options
 
 TOLERANCE = 1e-3
@@ -62,51 +62,6 @@ class Picture:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveRow:
-    """Collectives of one kind over the same mesh axes.
-
-    Args:
-        kind: such as ``all-reduce``.
-        mesh_axes: the axes they cross.
-        sites: places in the program.
-        executions: how often they run in one step; None where that is unknown.
-        payload_bytes: bytes for each device in one step; None where that is unknown.
-    """
-
-    kind: str
-    mesh_axes: tuple[str, ...]
-    sites: int
-    executions: int | None
-    payload_bytes: int | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """Memory that one step takes on each device, in bytes, as the compiler planned it.
-
-    Args:
-        arguments: what is passed in.
-        outputs: what comes back.
-        aliased: the part of the outputs that lies in donated arguments.
-        temporaries: what is allocated in between.
-    """
-
-    arguments: int
-    outputs: int
-    aliased: int
-    temporaries: int
-
-    @property
-    def peak(self) -> int:
-        """All of it together.
-
-        The temporaries are one allocation that lives as long as the step. XLA's own
-        `peak_memory_in_bytes` leaves them out on CPU (seen on JAX 0.10.2 and 0.12.0.1).
-        """
-        return self.arguments + self.outputs - self.aliased + self.temporaries
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
     """The loss curve against that of the same training unsharded.
 
@@ -139,8 +94,7 @@ class DemoReport:
         losses: of every step, in nats per character.
         parameters: all of them, in the model's order.
         picture: one of them, on the mesh.
-        collectives: of one step.
-        memory: of one step, per device.
+        step: the report of the compiled training step.
         verification: with ``--verify``.
     """
 
@@ -154,8 +108,7 @@ class DemoReport:
     losses: tuple[float, ...]
     parameters: tuple[Parameter, ...]
     picture: Picture
-    collectives: tuple[CollectiveRow, ...]
-    memory: Memory
+    step: Report
     verification: Verification | None
 
     @property
@@ -171,16 +124,17 @@ class DemoReport:
 
     def to_json(self) -> dict[str, Any]:
         """The report in types that JSON knows."""
-        data = dataclasses.asdict(self)
+        data = dataclasses.asdict(dataclasses.replace(self, step=None))  # type: ignore[arg-type]
         data["options"]["json"] = None if self.options.json is None else str(self.options.json)
         return {
-            "schema": 1,
+            "schema": 2,
             **data,
+            "step": self.step.to_json(),
             "first_loss": self.losses[0],
             "final_loss": self.final_loss,
             "uniform_loss": math.log(self.vocab),
             "tokens_per_second": self.tokens_per_second,
-            "peak_bytes_per_device": self.memory.peak,
+            "peak_bytes_per_device": self.step.memory and self.step.memory.peak,
         }
 
 
@@ -218,16 +172,6 @@ def picture_of(name: str, array: Array, mesh: jax.sharding.Mesh) -> Picture:
             )
             for coordinate, device in np.ndenumerate(mesh.devices)
         ),
-    )
-
-
-def memory_of(analysis: Any) -> Memory:
-    """Read what ``compiled.memory_analysis()`` gives."""
-    return Memory(
-        arguments=analysis.argument_size_in_bytes,
-        outputs=analysis.output_size_in_bytes,
-        aliased=analysis.alias_size_in_bytes,
-        temporaries=analysis.temp_size_in_bytes,
     )
 
 

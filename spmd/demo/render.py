@@ -9,34 +9,25 @@ import math
 import time
 
 from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from spmd.demo.records import (
     TOLERANCE,
-    CollectiveRow,
     DemoReport,
-    Memory,
     Parameter,
     Picture,
     Placement,
     Verification,
 )
+from spmd.inspection._bytes import show_bytes
+from spmd.inspection._layout import Indented
 
 # Pairs that stay apart for most colour-blind readers; the letters say the same without colour.
 _SHARD_STYLES = ("black on cyan", "black on yellow", "white on blue", "black on green")
 _PLAIN_LINES = 8
-
-
-def show_bytes(count: int) -> str:
-    """A size in the largest binary unit that leaves at least one: ``1.5 MiB``."""
-    if count < 1024:
-        return f"{count} B"
-    power = min(int(math.log(count, 1024)), 4)
-    return f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
 
 
 def show_axes(sizes: dict[str, int]) -> str:
@@ -110,35 +101,14 @@ def print_report(console: Console, report: DemoReport) -> None:
         ("Loss", _loss(report, console)),
         ("Parameters", _parameters(report.parameters)),
         ("One parameter on the mesh", _picture(report.picture, report.options.mesh, console)),
-        ("Collectives of one step", _collectives(report.collectives)),
-        ("Memory of one step, on each device", _memory(report.memory)),
+        ("One step, compiled", report.step),
     ]
     if report.verification:
         sections.append(("Verification", _verification(report.verification)))
     for title, body in sections:
         console.print()
         console.print(Text(title, style="bold"))
-        console.print(_Indented(body))
-
-
-class _Indented:
-    """Two blanks before each line and none after it: a log keeps no trailing blanks."""
-
-    def __init__(self, body: RenderableType):
-        self.body = body
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        inner = options.update(width=options.max_width - 2)
-        for line in console.render_lines(self.body, inner, pad=False):
-            while line and not line[-1].text.strip() and not _has_background(line[-1]):
-                line.pop()
-            if line and not _has_background(line[-1]):
-                line[-1] = Segment(line[-1].text.rstrip(), line[-1].style)
-            yield from (Segment("  "), *line, Segment.line()) if line else (Segment.line(),)
-
-
-def _has_background(segment: Segment) -> bool:
-    return segment.style is not None and segment.style.bgcolor is not None
+        console.print(Indented(body))
 
 
 def _table(*columns: str, right: tuple[str, ...] = ()) -> Table:
@@ -245,36 +215,6 @@ def _bar(index: tuple[tuple[int, int], ...], shape: tuple[int, ...], width: int 
             a, b = start * width // size, stop * width // size
             return "░" * a + "█" * (b - a) + "░" * (width - b)
     return "█" * width
-
-
-def _collectives(rows: tuple[CollectiveRow, ...]) -> RenderableType:
-    if not rows:
-        return "none: nothing is sharded over an axis of more than one device"
-    columns = ("kind", "mesh axes", "in the program", "runs", "bytes per device")
-    table = _table(*columns, right=columns[2:])
-    for row in rows:
-        table.add_row(
-            row.kind,
-            Text(", ".join(row.mesh_axes) or "none", style="cyan"),
-            str(row.sites),
-            "unknown" if row.executions is None else str(row.executions),
-            "unknown" if row.payload_bytes is None else show_bytes(row.payload_bytes),
-        )
-    return table
-
-
-def _memory(memory: Memory) -> RenderableType:
-    table = _table("class", "bytes", "", right=("bytes",))
-    rows = (
-        ("arguments", memory.arguments, "state and batch"),
-        ("outputs", memory.outputs, f"{show_bytes(memory.aliased)} of it in donated arguments"),
-        ("temporaries", memory.temporaries, "activations, gradients, communication"),
-    )
-    for name, count, note in rows:
-        table.add_row(name, show_bytes(count), Text(note, style="dim"))
-    table.add_section()
-    table.add_row("peak", show_bytes(memory.peak), "", style="bold")
-    return table
 
 
 def _verification(verification: Verification) -> RenderableType:

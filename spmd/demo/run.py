@@ -9,7 +9,6 @@ import jax
 from rich.console import Console
 
 import spmd
-from spmd import inspection
 from spmd.demo import corpus, records, render, train
 from spmd.demo.options import BATCH, DemoError, Options
 
@@ -97,8 +96,7 @@ def _train(options: Options, text: corpus.Corpus, console: Console) -> records.D
             records.parameter_of(name, array) for name, array in _params(trainer).items()
         ),
         picture=records.picture_of(_PICTURED, _params(trainer)[_PICTURED], mesh),
-        collectives=_collective_rows(compiled.as_text(), options.mesh),
-        memory=records.memory_of(compiled.memory_analysis()),
+        step=compiled.report(),
         verification=_verify(options, text, losses, tokens, console) if options.verify else None,
     )
 
@@ -107,20 +105,6 @@ def _params(trainer: train.Trainer) -> dict[str, jax.Array]:
     # The dict of a pytree comes back sorted; show it in the order of the forward pass.
     params, _ = trainer.state
     return {name: params[name] for name in train.model.param_specs()}
-
-
-def _collective_rows(hlo_text: str, mesh: dict[str, int]) -> tuple[records.CollectiveRow, ...]:
-    found = inspection.totals(inspection.collectives(hlo_text, mesh), "kind", "axis")
-    return tuple(
-        records.CollectiveRow(
-            kind=kind,
-            mesh_axes=axes,
-            sites=total.sites,
-            executions=total.executions,
-            payload_bytes=total.payload_bytes,
-        )
-        for (kind, axes), total in found.items()
-    )
 
 
 def _verify(

@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from spmd.inspection._bytes import parse_bytes as parse_bytes, show_bytes as show_bytes
+from spmd.inspection._diff import Diff as Diff, diff as diff
 from spmd.inspection._groups import expand_replica_groups as expand_replica_groups
 from spmd.inspection._hlo import (
     Computation as Computation,
@@ -39,8 +40,20 @@ from spmd.inspection._records import (
 
 if TYPE_CHECKING:
     from spmd.inspection._report import report as report
+    from spmd.inspection._topology import (
+        hbm_bytes as hbm_bytes,
+        is_described as is_described,
+        is_stand_in as is_stand_in,
+        topology as topology,
+    )
 
-_COMPILING = {"report": "_report"}
+_COMPILING = {
+    "report": "_report",
+    "topology": "_topology",
+    "hbm_bytes": "_topology",
+    "is_described": "_topology",
+    "is_stand_in": "_topology",
+}
 
 
 def __getattr__(name: str) -> Any:

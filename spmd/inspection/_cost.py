@@ -228,9 +228,7 @@ class _Traffic:
 
 def _destination(opcode: str, result: tuple[str, ...]) -> str:
     # Starts give (source, destination, ...), copies (destination, source, ...).
-    if len(result) < 2:
-        return result[0]
-    return result[0] if opcode == "copy-start" else result[1]
+    return result[1 if len(result) > 1 and opcode != "copy-start" else 0]
 
 
 class _Fused:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 import functools
 import gc
 import re
-import resource
 import statistics
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import time
 import jax
 import numpy as np
 
-from spmd import P, inspection, make_mesh, pjit, report
+from spmd import P, make_mesh, pjit, report
 from spmd.demo import model, train
 
 MEBI = 2**20
