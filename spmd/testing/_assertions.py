@@ -1,0 +1,272 @@
+"""Budgets on the collectives of a program, as one assertion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+import os
+from pathlib import Path
+from typing import Any
+
+from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, explain
+from spmd.inspection._bytes import show_bytes
+from spmd.inspection._records import DIRECTIONS, Collective, Report, Source
+from spmd.testing._budgets import (
+    SUBJECT,
+    Budget,
+    Violation,
+    check_axes,
+    read_budget,
+    violations,
+)
+from spmd.testing._paths import components, stacks
+
+#: Places that are always there, so that an empty one is no misspelled one.
+_PLACES = ("loop", *DIRECTIONS)
+
+#: Lines of collectives in one part of a message.
+_MOST_SHOWN = 20
+
+
+def assert_collectives(
+    f: Any,
+    /,
+    *args: Any,
+    mesh: Any = None,
+    none: Iterable[str] | str = (),
+    only: Iterable[str] | str | None = None,
+    max_bytes: Mapping[str, int | float | str] | int | float | str | None = None,
+    max_count: Mapping[str, int] | int | None = None,
+    within: Mapping[str, Mapping[str, Any]] | None = None,
+    **kwargs: Any,
+) -> Report:
+    """Asserts that a program keeps a budget of collectives.
+
+    A limit is on a kind of collective (``"all-gather"``), on a mesh axis (``"model"``, in
+    `max_bytes` and `max_count`), on both (``"all-gather@model"``, ``"*@model"``), or on everything
+    (``"*"``). A collective over two axes counts for each of them, one over a part of an axis for
+    that axis. Both branches of a conditional count as if they ran. A limit on a collective whose
+    number of executions is unknown is broken: unknown is not taken for one.
+
+    Args:
+        f: what `spmd.report` takes (a `pjit` or `jax.jit` function, or a lowered or compiled one),
+            or a `Report`.
+        args: arguments of `f`, or structs of their shapes; none for a lowered or compiled `f`.
+        mesh: the mesh to compile for; by default the one that is active here.
+        none: what must not occur: kinds, ``"kind@axis"``, ``"*@axis"`` or ``"*"``.
+        only: what alone may occur, spelled as in `none`; ``()`` allows nothing.
+        max_bytes: bytes that each device may send in one call, by what they are on, such as
+            ``{"model": "4MB", "*": 10**9}``; these are the wire bytes of the ledger, over all
+            executions. A lone size is on everything.
+        max_count: executions in one call, in the same way.
+        within: by place in the program, a dict of the four options above, which hold for what is
+            there: ``"loop"``; ``"forward"``, ``"backward"`` or ``"other"``; a source file
+            (``"model.py"``, ``"model.py:42"``), where the line of the ledger has to be in it; a
+            function, with all that it calls; or a `jax.named_scope`. A place without collectives
+            is taken for misspelled, unless its dict has ``"empty_ok": True``.
+        kwargs: keyword arguments of `f`. One that has the name of an option here can be given with
+            ``spmd.report(f, ...)``, whose result is then `f`.
+
+    Returns:
+        The report, for further assertions.
+
+    Raises:
+        AssertionError: limits are broken; all of them are told, each with its collectives.
+        ValueError: there is no such kind, mesh axis, option or place.
+        TypeError: a limit has the wrong type, or a `Report` is given with arguments.
+
+    Example:
+        assert_collectives(
+            step, params, batch,
+            none=["all-to-all"],
+            max_bytes={"model": "4MB"},
+            within={"loop": {"none": ["all-gather"]}},
+        )
+    """
+    __tracebackhide__ = True
+    given = {"none": none, "only": only, "max_bytes": max_bytes, "max_count": max_count}
+    # Misspelled limits are told before anything compiles.
+    budgets = {None: read_budget(given), **_read_within(within)}
+    report = as_report(f, args, mesh, kwargs, subject=SUBJECT)
+    check_axes(budgets.values(), report.mesh)
+    broken = list(_broken(report, budgets))
+    if broken:
+        raise AssertionError(_tell(report, broken))
+    return report
+
+
+def as_report(f: Any, args: Any, mesh: Any, kwargs: Mapping[str, Any], *, subject: str) -> Report:
+    """The report on a function, or the one that was given.
+
+    Raises:
+        TypeError: a report is given with arguments or a mesh.
+    """
+    __tracebackhide__ = True
+    if not isinstance(f, Report):
+        from spmd.inspection import report
+
+        return report(f, *args, mesh=mesh, **kwargs)
+    if args or kwargs or mesh is not None:
+        failure = Failure(
+            what="takes no arguments and no mesh with a Report",
+            got=", ".join([f"{len(args)} arguments"] * bool(args) + [f"{k}=" for k in kwargs])
+            or "mesh=",
+            fix="give the Report alone, or the function instead of it",
+            error=ArgumentError,
+        )
+        raise explain(subject, [failure])
+    return f
+
+
+# Places
+
+
+def _read_within(within: Any) -> dict[str | None, Budget]:
+    if within is None:
+        return {}
+    if not isinstance(within, Mapping) or not all(
+        isinstance(place, str) and isinstance(given, Mapping) for place, given in within.items()
+    ):
+        failure = Failure(
+            what="cannot read within",
+            given=f"{within!r}"[:200],
+            expected="a dict of limits by place: {'loop': {'none': ['all-gather']}}",
+            error=ArgumentError,
+        )
+        raise explain(SUBJECT, [failure])
+    return {place: read_budget(given, f"within[{place!r}] ") for place, given in within.items()}
+
+
+def _broken(report: Report, budgets: Mapping[str | None, Budget]) -> Iterator[tuple]:
+    for place, budget in budgets.items():
+        part = report.collectives if place is None else _part(report, place, budget)
+        for violation in violations(part, budget):
+            yield place, violation
+
+
+def _part(report: Report, place: str, budget: Budget) -> tuple[Collective, ...]:
+    part = tuple(one for one in report.collectives if _is_in(one, place))
+    if part or place in _PLACES or budget.empty_ok:
+        return part
+    known = sorted({name for one in report.collectives for name in _places(one)})
+    shown = ", ".join(map(repr, (*_PLACES, *known[:_MOST_SHOWN])))
+    failure = Failure(
+        what=f"finds no collective within {place!r}{did_you_mean(place, (*_PLACES, *known))}",
+        expected=f"a place where `{report.name}` has collectives: {shown}",
+        fix=f"if it is meant to have none, write within={{{place!r}: {{..., 'empty_ok': True}}}}",
+        error=OptionError,
+    )
+    raise explain(SUBJECT, [failure])
+
+
+def _is_in(one: Collective, place: str) -> bool:
+    if place in _PLACES:
+        return one.in_loop if place == "loop" else one.direction == place
+    return (
+        _in_file(one.source, place)
+        or any(_is_function(frame.function, place) for frame in _frames(one))
+        or any(f"/{place}/" in f"/{'/'.join(components(s))}/" for s in stacks(one))
+    )
+
+
+def _frames(one: Collective) -> tuple[Source, ...]:
+    return (*one.frames, one.source) if one.source else one.frames
+
+
+def _in_file(source: Source | None, place: str) -> bool:
+    file, colon, line = place.rpartition(":")
+    if source is None or (colon and line.isdigit() and int(line) != source.line):
+        return False
+    file = file if colon and line.isdigit() else place
+    return f"/{source.file}".replace("\\", "/").endswith("/" + file.lstrip("/"))
+
+
+def _is_function(name: str, place: str) -> bool:
+    # A qualified name is `Block.attend` or `loss.<locals>.body`.
+    return f".{name}".endswith(f".{place}")
+
+
+def _places(one: Collective) -> Iterator[str]:
+    if one.source:
+        yield Path(one.source.file.replace("\\", "/")).name
+        yield one.source.function.rpartition(".")[2]
+    for stack in stacks(one):
+        yield from components(stack)
+
+
+# Text
+
+
+def _tell(report: Report, broken: list[tuple[str | None, Violation]]) -> str:
+    limits = "a limit" if len(broken) == 1 else f"{len(broken)} limits"
+    lines = [f"`{report.name}` breaks {limits} on its collectives ({show_target(report)})."]
+    for number, (place, violation) in enumerate(broken, start=1):
+        where = "" if place is None else f"within {place!r}: "
+        lines += [f"{number}. {where}{violation.text}", *_rows(violation.collectives)]
+    seen = any(len(v.collectives) == len(report.collectives) for _, v in broken)
+    return "\n".join(lines if seen else [*lines, *_ledger(report)])
+
+
+def show_target(report: Report) -> str:
+    """The mesh and the devices of a report: ``mesh data=4, model=2; cpu``."""
+    mesh = ", ".join(f"{name}={size}" for name, size in report.mesh.items())
+    return f"{f'mesh {mesh}' if mesh else 'no mesh'}; {show_backend(report)}"
+
+
+def show_backend(report: Report) -> str:
+    """What a report was compiled for: ``tpu (TPU v5 lite)``."""
+    kind = "" if report.device_kind in ("", report.backend) else f" ({report.device_kind})"
+    return f"{report.backend}{kind}"
+
+
+def _ledger(report: Report) -> list[str]:
+    if len(report.collectives) > _MOST_SHOWN:
+        return [f"The program has {len(report.collectives)} collectives; print(report) lists them."]
+    return ["All collectives of the program, most bytes first:", *_rows(report.collectives)]
+
+
+def _rows(found: tuple[Collective, ...]) -> list[str]:
+    ordered = sorted(found, key=_weight, reverse=True)
+    rows = [f"     {show(one)}" for one in ordered[:_MOST_SHOWN]]
+    more = len(ordered) - len(rows)
+    return [*rows, f"     ... and {more} more"] if more else rows
+
+
+def _weight(one: Collective) -> tuple[bool, int]:
+    # What is unknown may be the most.
+    times = one.executions
+    return times is None, one.wire_bytes * (1 if times is None else times)
+
+
+def show(one: Collective) -> str:
+    """One collective in a line: kind, axes, bytes, runs, place."""
+    axes = ", ".join(one.mesh_axes) or f"{one.group_size} devices"
+    marks = [one.direction] * (one.direction != "other")
+    marks += ["in a loop"] * one.in_loop + ["in a branch"] * one.conditional
+    about = f" [{', '.join(marks)}]" if marks else ""
+    return (
+        f"{one.kind} over {axes}: payload {show_bytes(one.payload_bytes)}, wire {_wire(one)}, "
+        f"{_where(one)}{about}"
+    )
+
+
+def _wire(one: Collective) -> str:
+    each = show_bytes(one.wire_bytes)
+    if one.executions is None:
+        return f"{each} x unknown runs"
+    if one.executions == 1:
+        return f"{each}, 1 run"
+    return f"{each} x {one.executions:,} runs = {show_bytes(one.total_wire_bytes or 0)}"
+
+
+def _where(one: Collective) -> str:
+    if one.source is None:
+        return f"at an unknown line ({one.op_name or one.name or 'no name'})"
+    function = f" ({one.source.function})" if one.source.function else ""
+    used = "used " if one.source_is_consumer else ""
+    return f"{used}at {_relative(one.source.file)}:{one.source.line}{function}"
+
+
+def _relative(file: str) -> str:
+    """A path that a terminal opens, without the folders down to the current one."""
+    folder = os.getcwd() + os.sep
+    return file.removeprefix(folder)

@@ -1,0 +1,285 @@
+"""Budgets on the collectives of a program: read from what a user wrote, held against records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+import dataclasses
+from typing import Any
+
+from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, explain
+from spmd.inspection._bytes import parse_bytes, show_bytes
+from spmd.inspection._records import KINDS, Collective
+
+SUBJECT = "assert_collectives"
+
+#: What a budget consists of; `empty_ok` is for a place in `within`.
+OPTIONS = ("none", "only", "max_bytes", "max_count")
+
+# Keys
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """What a limit is on.
+
+    Args:
+        text: as the user wrote it.
+        kind: the kind of collective; None for all.
+        axis: the mesh axis that it crosses, wholly or in part; None for any or none.
+    """
+
+    text: str
+    kind: str | None
+    axis: str | None
+
+    def matches(self, one: Collective) -> bool:
+        """Whether the limit is on this collective."""
+        kind_matches = self.kind in (None, one.kind)
+        return kind_matches and (self.axis is None or self.axis in one.axis_names)
+
+    def __str__(self) -> str:
+        kind = "all collectives" if self.kind is None else self.kind
+        return kind if self.axis is None else f"{kind} over {self.axis}"
+
+
+def _key(text: Any, option: str, *, bare_axis: bool) -> Key:
+    if not isinstance(text, str):
+        raise _refuse(f"cannot read {text!r} in {option}", _key_forms(bare_axis), ArgumentError)
+    kind, at, axis = text.partition("@")
+    if kind == "*" or kind in KINDS:
+        return Key(text=text, kind=None if kind == "*" else kind, axis=axis if at else None)
+    if bare_axis and not at:
+        return Key(text=text, kind=None, axis=text)
+    failure = Failure(
+        what=f"knows no collective {kind!r}{did_you_mean(kind, KINDS)}",
+        given=f"{option} has {text!r}",
+        expected=f"one of {', '.join(KINDS)}, or '*' for all of them",
+        fix="for all collectives over a mesh axis write '*@axis'",
+        error=OptionError,
+    )
+    raise explain(SUBJECT, [failure])
+
+
+def _key_forms(bare_axis: bool) -> str:
+    axis = "a mesh axis, " if bare_axis else ""
+    return f"a kind such as 'all-gather', {axis}both as 'all-gather@model', or '*'"
+
+
+def _refuse(what: str, expected: str, error: type) -> Exception:
+    return explain(SUBJECT, [Failure(what=what, expected=expected, error=error)])
+
+
+# Budgets
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """The most that is allowed of one key.
+
+    Args:
+        key: what it is on.
+        most: bytes, or runs.
+        given: as the user wrote it.
+    """
+
+    key: Key
+    most: int
+    given: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """All limits on one part of a ledger.
+
+    Args:
+        none: what must not occur.
+        only: what alone may occur; None for no such limit.
+        max_bytes: on bytes that a device sends in one call.
+        max_count: on executions in one call.
+        empty_ok: whether the part may be empty.
+    """
+
+    none: tuple[Key, ...] = ()
+    only: tuple[Key, ...] | None = None
+    max_bytes: tuple[Limit, ...] = ()
+    max_count: tuple[Limit, ...] = ()
+    empty_ok: bool = False
+
+    def all_keys(self) -> tuple[Key, ...]:
+        """Every key that a limit is on."""
+        limits = (*self.max_bytes, *self.max_count)
+        return (*self.none, *(self.only or ()), *(limit.key for limit in limits))
+
+
+def read_budget(options: Mapping[str, Any], where: str = "") -> Budget:
+    """Reads the limits on one part of a ledger.
+
+    Args:
+        options: what was given, by option.
+        where: what to write before an option's name in an error: ``"within['loop'] "``.
+
+    Raises:
+        ValueError: an option, a kind or a size does not exist.
+        TypeError: an option has a value of another type.
+    """
+    known = (*OPTIONS, "empty_ok") if where else OPTIONS
+    for name in options:
+        if name not in known:
+            raise _refuse(
+                f"knows no option {name!r} of {where.strip()}{did_you_mean(name, known)}",
+                f"some of {', '.join(known)}",
+                OptionError,
+            )
+    only = options.get("only")
+    return Budget(
+        none=_keys(options.get("none", ()), f"{where}none"),
+        only=None if only is None else _keys(only, f"{where}only"),
+        max_bytes=_limits(options.get("max_bytes"), f"{where}max_bytes", _read_bytes),
+        max_count=_limits(options.get("max_count"), f"{where}max_count", _read_count),
+        empty_ok=bool(options.get("empty_ok")),
+    )
+
+
+def _keys(given: Any, option: str) -> tuple[Key, ...]:
+    # A lone string would be read letter by letter.
+    entries = (given,) if isinstance(given, str) else given
+    if isinstance(entries, Mapping) or not isinstance(entries, Iterable):
+        what = f"cannot read {option} = {given!r}"
+        raise _refuse(what, "a list of kinds, such as ['all-gather']", ArgumentError)
+    return tuple(_key(entry, option, bare_axis=False) for entry in entries)
+
+
+def _limits(given: Any, option: str, read: Any) -> tuple[Limit, ...]:
+    if given is None:
+        return ()
+    entries = given if isinstance(given, Mapping) else {"*": given}
+    return tuple(
+        Limit(key=_key(key, option, bare_axis=True), most=read(most, option), given=most)
+        for key, most in entries.items()
+    )
+
+
+def _read_bytes(given: Any, option: str) -> int:
+    try:
+        return parse_bytes(given)
+    except ValueError as error:
+        why = str(error)
+    raise _refuse(f"cannot read {option} = {given!r}", why, OptionError)
+
+
+def _read_count(given: Any, option: str) -> int:
+    if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
+        return given
+    raise _refuse(f"cannot read {option} = {given!r}", "a whole number of runs", OptionError)
+
+
+def check_axes(budgets: Iterable[Budget], mesh: Mapping[str, int]) -> None:
+    """Refuses keys on axes that the mesh does not have.
+
+    Raises:
+        ValueError: there is such a key; all of them are named.
+    """
+    axes = {
+        key.axis: key for budget in budgets for key in budget.all_keys() if key.axis is not None
+    }
+    shown = ", ".join(map(repr, mesh)) or "none: the program has no mesh"
+    failures = [
+        Failure(
+            what=f"knows no mesh axis {axis!r}{did_you_mean(axis, (*mesh, *KINDS))}",
+            given=f"a limit on {key.text!r}",
+            expected=f"an axis of the program's mesh, {shown}; or a kind of collective",
+            error=OptionError,
+        )
+        for axis, key in axes.items()
+        if axis not in mesh
+    ]
+    if failures:
+        raise explain(SUBJECT, failures)
+
+
+# Violations
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """A limit that a program breaks.
+
+    Args:
+        text: which limit, and by how much.
+        collectives: what breaks it.
+    """
+
+    text: str
+    collectives: tuple[Collective, ...]
+
+
+def violations(found: Iterable[Collective], budget: Budget) -> Iterator[Violation]:
+    """Holds a budget against collectives.
+
+    Args:
+        found: the part of the ledger that the budget is on.
+        budget: its limits.
+
+    Yields:
+        Every limit that is broken, in the order in which `Budget` lists them.
+    """
+    found = tuple(found)
+    for key in budget.none:
+        if matching := _matching(found, key):
+            text = f"none, {key}: allowed 0, found {len(matching)}"
+            yield Violation(text=text, collectives=matching)
+    if budget.only is not None:
+        yield from _others(found, budget.only)
+    for limit in budget.max_bytes:
+        yield from _too_many_bytes(_matching(found, limit.key), limit)
+    for limit in budget.max_count:
+        yield from _too_many_runs(_matching(found, limit.key), limit)
+
+
+def _matching(found: tuple[Collective, ...], key: Key) -> tuple[Collective, ...]:
+    return tuple(one for one in found if key.matches(one))
+
+
+def _others(found: tuple[Collective, ...], only: tuple[Key, ...]) -> Iterator[Violation]:
+    others = tuple(one for one in found if not any(key.matches(one) for key in only))
+    if others:
+        allowed = ", ".join(map(str, only)) or "nothing"
+        text = f"only: allowed {allowed}; found {len(others)} of something else"
+        yield Violation(text=text, collectives=others)
+
+
+def _too_many_bytes(found: tuple[Collective, ...], limit: Limit) -> Iterator[Violation]:
+    given = f" ({limit.given})" if isinstance(limit.given, str) else ""
+    allowed = f"max_bytes, {limit.key}: allowed {limit.most:,} bytes{given} per device and call"
+    yield from _exceeded(
+        found, limit, lambda one: one.wire_bytes, lambda n: f"{n:,} ({show_bytes(n)})", allowed
+    )
+
+
+def _too_many_runs(found: tuple[Collective, ...], limit: Limit) -> Iterator[Violation]:
+    runs = f"{limit.most:,} run{'s' * (limit.most != 1)}"
+    allowed = f"max_count, {limit.key}: allowed {runs} per call"
+    yield from _exceeded(found, limit, lambda one: 1, lambda n: f"{n:,}", allowed)
+
+
+def _exceeded(
+    found: tuple[Collective, ...],
+    limit: Limit,
+    each: Callable[[Collective], int],
+    show: Callable[[int], str],
+    allowed: str,
+) -> Iterator[Violation]:
+    """Says that a sum over all executions is too large, or that it cannot be known."""
+    # Nothing, however often, is nothing.
+    unknown = tuple(one for one in found if one.executions is None and each(one))
+    total = sum((one.executions or 0) * each(one) for one in found)
+    if total > limit.most:
+        at_least = "at least " if unknown else ""
+        text = f"{allowed}, found {at_least}{show(total)}, {total - limit.most:,} too many"
+        yield Violation(text=text, collectives=found)
+    elif unknown:
+        text = (
+            f"{allowed}, found an unknown number: {len(unknown)} of {len(found)} in a loop without "
+            f"a known trip count; all others together {show(total)}"
+        )
+        yield Violation(text=text, collectives=unknown)

@@ -1,0 +1,427 @@
+"""Goldens: what a program exchanges, in a text file that a later run is compared with.
+
+A row of the file is a group of equal exchanges. It holds what a person decides about (kind, axes,
+shapes, bytes, runs, place in the model) and nothing that a compiler changes on the way: no order,
+no names of instructions, no line numbers, not whether it is asynchronous, and what the compiler has
+combined into one exchange is taken apart again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+import dataclasses
+import itertools
+import os
+from pathlib import Path
+import re
+import sys
+from typing import Any
+
+from spmd.errors import Failure, OptionError, explain
+from spmd.inspection._bytes import show_bytes
+from spmd.inspection._records import Collective, Report, Shape
+from spmd.inspection._source import direction_of
+from spmd.testing._assertions import as_report, show_backend
+from spmd.testing._paths import place, stacks
+
+SUBJECT = "assert_golden"
+_TITLE = (
+    "# spmd golden, version 1: collectives per device and call, one row per group of equal ones"
+)
+_COLUMNS = "# kind | axes | shapes | payload | runs | how many | direction | place"
+_FACTS = ("mesh", "backend", "jax")
+
+#: Exchanges of several arrays at once that could as well be several exchanges.
+_SPLITTABLE = (
+    "all-reduce", "all-gather", "reduce-scatter", "collective-permute", "collective-broadcast",
+)  # fmt: skip
+
+#: Rows in one part of a message.
+_MOST_SHOWN = 40
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class Session:
+    """What one test run does with goldens.
+
+    Args:
+        update: whether files are written instead of compared.
+        texts: what was to be written so far, by path.
+        updated: the files that changed by it.
+    """
+
+    update: bool = False
+    texts: dict[Path, str] = dataclasses.field(default_factory=dict)
+    updated: list[Path] = dataclasses.field(default_factory=list)
+
+
+#: The plugin pushes its own; a test run can be inside of another one.
+sessions = [Session()]
+
+
+def assert_golden(
+    f: Any,
+    path: str | os.PathLike[str],
+    /,
+    *args: Any,
+    mesh: Any = None,
+    update: bool | None = None,
+    **kwargs: Any,
+) -> Report:
+    """Asserts that a program exchanges what it did when its golden file was written.
+
+    Kinds, mesh axes, shapes, payload bytes, runs and numbers have to be equal. So does the place
+    (direction and name stack, without numbers of layers), with two exceptions. Exchanges that the
+    compiler combined may have kept the place of one of them only. And where the file was written
+    with another release of JAX, places are not compared: releases name operations differently.
+
+    Args:
+        f: what `spmd.report` takes, or a `Report`.
+        path: of the file, relative to the folder of the file that calls this; a mere name stands
+            for ``goldens/<name>.ledger``.
+        args: arguments of `f`.
+        mesh: the mesh to compile for; by default the one that is active here.
+        update: write the file instead; by default only where pytest runs with ``--spmd-update``.
+        kwargs: keyword arguments of `f`.
+
+    Returns:
+        The report, for further assertions.
+
+    Raises:
+        AssertionError: the program differs, or there is no such file; the message shows the rows.
+        ValueError: the file is no golden, or another test has just written it otherwise.
+
+    Example:
+        assert_golden(step, "train_step", params, batch)
+    """
+    __tracebackhide__ = True
+    where = _locate(Path(path), sys._getframe(1).f_code.co_filename)
+    report = as_report(f, args, mesh, kwargs, subject=SUBJECT)
+    hold(report, where, sessions[-1].update if update is None else update)
+    return report
+
+
+def _locate(path: Path, caller: str) -> Path:
+    if len(path.parts) == 1 and path.suffix != ".ledger":
+        path = Path("goldens", f"{path}.ledger")
+    # The code of a notebook or of a prompt is in no folder.
+    folder = Path(caller).parent if Path(caller).is_file() else Path.cwd()
+    return Path(os.path.abspath(folder / path))
+
+
+def hold(report: Report, path: Path, update: bool) -> None:
+    """Compares a report with a golden file, or writes the file.
+
+    Raises:
+        AssertionError: they differ, or there is no such file.
+        ValueError: the file is no golden, or another test has just written it otherwise.
+    """
+    __tracebackhide__ = True
+    if update:
+        _write(path, golden_text(report))
+    elif not path.is_file():
+        raise AssertionError(_missing(report, path))
+    elif told := compare(read(path), report, path):
+        raise AssertionError(told)
+
+
+def golden_text(report: Report) -> str:
+    """The text of the golden file of a report.
+
+    Args:
+        report: any report.
+
+    Returns:
+        Lines of a header and a line for each group of equal exchanges, sorted.
+    """
+    facts = [f"# {name}: {value}" for name, value in _facts(report).items()]
+    rows = sorted(_line(row, count) for row, count in rows_of(report).items())
+    return "\n".join([_TITLE, f"# function: {report.name}", *facts, _COLUMNS, *rows]) + "\n"
+
+
+def _facts(report: Report) -> dict[str, str]:
+    mesh = ", ".join(f"{name}={size}" for name, size in report.mesh.items()) or "none"
+    jax = report.versions.get("jax", "unknown")
+    return {"mesh": mesh, "backend": show_backend(report), "jax": jax}
+
+
+# Rows
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """An exchange, without what a compiler changes on the way.
+
+    Args:
+        kind: of the collective.
+        axes: that it crosses, joined; the number of devices where it crosses none.
+        shapes: before and after.
+        payload_bytes: per device and execution.
+        runs: how often it runs, in words.
+        direction: forward, backward or other.
+        place: the name stack without numbers of layers.
+        combined: whether the compiler combined it with others and kept the place of some only.
+    """
+
+    kind: str
+    axes: str
+    shapes: str
+    payload_bytes: int
+    runs: str
+    direction: str
+    place: str
+    combined: bool
+
+    def without_place(self) -> Row:
+        """What stays when the compiler names the operation otherwise."""
+        return dataclasses.replace(self, direction="", place="", combined=False)
+
+
+def rows_of(report: Report) -> Counter[Row]:
+    """How many of each row a report has."""
+    return Counter(row for one in report.collectives for row in _rows(one))
+
+
+def _rows(one: Collective) -> Iterator[Row]:
+    parts, names = list(_arrays(one)), stacks(one)
+    # With a name for each array there is a place for each; else the first name is that of some.
+    each_named = len(parts) == len(names) and (len(names) > 1 or one.combined == 1)
+    if not each_named:
+        names = [names[0]] * len(parts)
+    for (operands, results), name in zip(parts, names, strict=True):
+        yield Row(
+            kind=one.kind,
+            axes=_cell(", ".join(one.mesh_axes)) or f"{one.group_size} devices",
+            shapes=f"{_join(operands)} -> {_join(results)}",
+            payload_bytes=max(_nbytes(operands), _nbytes(results)),
+            runs=_runs(one),
+            direction=direction_of(name) if one.combined > 1 else one.direction,
+            place=_cell(place(name)),
+            combined=not each_named,
+        )
+
+
+def _arrays(one: Collective) -> Iterator[tuple[tuple[Shape, ...], tuple[Shape, ...]]]:
+    operands, results = one.shapes
+    if one.kind in _SPLITTABLE and len(operands) == len(results):
+        for operand, result in zip(operands, results, strict=True):
+            yield (operand,), (result,)
+    else:
+        yield operands, results
+
+
+def _join(shapes: Iterable[Shape]) -> str:
+    runs = [(text, len([*same])) for text, same in itertools.groupby(map(str, shapes))]
+    return " ".join(text if n == 1 else f"{n}*{text}" for text, n in runs) or "nothing"
+
+
+def _nbytes(shapes: Iterable[Shape]) -> int:
+    return sum(shape.nbytes for shape in shapes)
+
+
+def _runs(one: Collective) -> str:
+    branch = " in a branch" if one.conditional else ""
+    if one.executions is None:
+        return f"unknown runs{branch}"
+    return f"{one.executions} run{'s' * (one.executions != 1)}{branch}"
+
+
+def _cell(text: str) -> str:
+    """Text that cannot be taken for the end of a cell or of a line."""
+    return " ".join(text.replace("|", "\N{BROKEN BAR}").split())
+
+
+def _line(row: Row, count: int) -> str:
+    about = "~ " * row.combined + row.place
+    return (
+        f"{row.kind} | {row.axes} | {row.shapes} | {row.payload_bytes} B | {row.runs} | x{count}"
+        f" | {row.direction} | {about}"
+    )
+
+
+# Files
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Golden:
+    """What a golden file says.
+
+    Args:
+        facts: mesh, backend and release of JAX, in words.
+        rows: how many there are of each row.
+    """
+
+    facts: Mapping[str, str]
+    rows: Counter[Row]
+
+
+_ROW = re.compile(
+    r"(?P<kind>[\w\-]+) \| (?P<axes>[^|]+) \| (?P<shapes>[^|]+) \| (?P<payload_bytes>\d+) B"
+    r" \| (?P<runs>[^|]+) \| x(?P<count>\d+) \| (?P<direction>\w+)"
+    r" \| (?P<combined>~ )?(?P<place>.+)"
+)
+
+
+def read(path: Path) -> Golden:
+    """Reads a golden file.
+
+    Raises:
+        ValueError: it is none.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
+    if not lines or lines[0] != _TITLE:
+        raise _unreadable(path, 1, lines[0] if lines else "", _TITLE)
+    facts: dict[str, str] = {}
+    rows: Counter[Row] = Counter()
+    for number, line in enumerate(lines[1:], start=2):
+        if line.startswith("#"):
+            name, _, value = line[2:].partition(": ")
+            facts[name] = value
+        elif line.strip():
+            row, count = _parse(line, path, number)
+            rows[row] += count
+    return Golden(facts=facts, rows=rows)
+
+
+def _parse(line: str, path: Path, number: int) -> tuple[Row, int]:
+    found = _ROW.fullmatch(line.rstrip())
+    if not found:
+        raise _unreadable(path, number, line, _COLUMNS.removeprefix("# "))
+    cells = found.groupdict()
+    combined, count = cells.pop("combined") is not None, int(cells.pop("count"))
+    payload = int(cells.pop("payload_bytes"))
+    return Row(**cells, payload_bytes=payload, combined=combined), count
+
+
+def _unreadable(path: Path, number: int, line: str, expected: str) -> Exception:
+    failure = Failure(
+        what=f"cannot read {_show_path(path)}, line {number}",
+        given=line[:200] or "nothing",
+        expected=expected,
+        fix="write it again with pytest --spmd-update",
+        error=OptionError,
+    )
+    return explain(SUBJECT, [failure])
+
+
+def _write(path: Path, text: str) -> None:
+    __tracebackhide__ = True
+    session = sessions[-1]
+    if session.texts.setdefault(path, text) != text:
+        failure = Failure(
+            what=f"has written {_show_path(path)} otherwise a moment ago",
+            expected="a file of its own for each golden",
+            fix="give one of the two another name",
+            error=OptionError,
+        )
+        raise explain(SUBJECT, [failure])
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        _replace(path, text)
+        session.updated.append(path)
+
+
+def _replace(path: Path, text: str) -> None:
+    # Another worker of the same run may read or write here: no one sees half a file.
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(text, encoding="utf-8", newline="\n")
+    draft.replace(path)
+
+
+# Comparison
+
+
+def compare(golden: Golden, report: Report, path: Path) -> str:
+    """Says how a report differs from a golden; an empty string where it does not."""
+    now, rows = _facts(report), rows_of(report)
+    other_jax = golden.facts.get("jax") != now["jax"]
+    missing, extra = _unmatched(golden.rows, rows, any_place=other_jax)
+    told = [f for f in _FACTS if golden.facts.get(f) != now[f]]
+    if not missing and not extra and set(told) <= {"jax"}:
+        return ""
+    lines = [f"`{report.name}` does not exchange what its golden {_show_path(path)} says."]
+    lines += [_differs(fact, golden.facts.get(fact, "unknown"), now[fact]) for fact in told]
+    lines += _section("only now", "+", extra, golden.rows, rows)
+    lines += _section("only in the golden", "-", missing, golden.rows, rows)
+    lines += [_payload(golden.rows, rows)] * bool(missing or extra)
+    return "\n".join([*lines, "If this is meant: pytest --spmd-update, and review the file."])
+
+
+def _differs(fact: str, then: str, now: str) -> str:
+    note = {
+        "backend": "; rows of two backends cannot agree: keep a golden for each",
+        "jax": "; places are not compared",
+    }.get(fact, "")
+    return f"  {fact:<8} golden {then}, now {now}{note}"
+
+
+def _unmatched(
+    then: Counter[Row], now: Counter[Row], *, any_place: bool
+) -> tuple[Counter[Row], Counter[Row]]:
+    """Rows of either side that none of the other side stands for."""
+    missing, extra = then - now, now - then
+    candidates: dict[Row, list[Row]] = {}
+    for new in extra:
+        candidates.setdefault(new.without_place(), []).append(new)
+    for old in sorted(missing, key=lambda row: row.combined):
+        alike = candidates.get(old.without_place(), [])
+        # A combined row can stand for any place: those that need one are served first.
+        for new in sorted(alike, key=lambda row: row.combined is old.combined):
+            if any_place or old.combined or new.combined:
+                both = min(missing[old], extra[new])
+                missing[old] -= both
+                extra[new] -= both
+    return +missing, +extra
+
+
+def _section(
+    title: str, sign: str, rows: Counter[Row], then: Counter[Row], now: Counter[Row]
+) -> list[str]:
+    if not rows:
+        return []
+    lines = [f"{title}:"]
+    for row, count in sorted(rows.items(), key=lambda item: _show_row(item[0]))[:_MOST_SHOWN]:
+        times = f" ({count} times)" if count > 1 else ""
+        if then[row] and now[row]:
+            times = f" ({then[row]} in the golden, {now[row]} now)"
+        lines.append(f"  {sign} {_show_row(row)}{times}")
+    more = len(rows) - _MOST_SHOWN
+    return [*lines, f"  ... and {more} more rows"] if more > 0 else lines
+
+
+def _show_row(row: Row) -> str:
+    about = f"{row.place}, combined with others" if row.combined else row.place
+    return (
+        f"{row.kind} over {row.axes}: {row.shapes}, payload {show_bytes(row.payload_bytes)}, "
+        f"{row.runs}, {row.direction}, at {about}"
+    )
+
+
+def _payload(then: Counter[Row], now: Counter[Row]) -> str:
+    return f"payload of all rows, per device: golden {_sum(then)}, now {_sum(now)}"
+
+
+def _sum(rows: Counter[Row]) -> str:
+    total, unknown = 0, False
+    for row, count in rows.items():
+        runs = row.runs.partition(" ")[0]
+        unknown |= not runs.isdigit()
+        total += row.payload_bytes * count * (int(runs) if runs.isdigit() else 0)
+    return "at least " * unknown + show_bytes(total)
+
+
+def _missing(report: Report, path: Path) -> str:
+    rows = rows_of(report)
+    lines = _section("it would hold", "+", rows, Counter(), rows) or ["it would hold no rows"]
+    return "\n".join(
+        [
+            f"`{report.name}` has no golden {_show_path(path)}.",
+            *lines,
+            "Write it with pytest --spmd-update, and commit it.",
+        ]
+    )
+
+
+def _show_path(path: Path) -> str:
+    return str(path).removeprefix(os.getcwd() + os.sep)

@@ -1,0 +1,92 @@
+"""Name stacks, as JAX writes them into a compiled program, cut into the parts that a user named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import re
+
+from spmd.inspection._records import Collective
+
+# Transformations and calls that JAX writes around a name.
+_WRAPPERS = {
+    "jit", "pjit", "jvp", "transpose", "vmap", "pmap", "remat", "checkpoint", "custom_jvp",
+    "custom_vjp", "shard_map",
+}  # fmt: skip
+_WRAPPED = re.compile(r"(\w+)\((.*)\)$", re.DOTALL)
+
+# Steps into a sub-program, which say how a function is built and not where in the model it is.
+# Their names change between releases of JAX: `closed_call` of 0.10 is `eval_jaxpr` in 0.12.
+_STRUCTURE = re.compile(
+    r"while|body|cond|scan|closed_call|eval_jaxpr|call|core_call|core_closed_call|pjit|shard_map"
+    r"|checkpoint|remat2?|rematted_computation|custom_(?:jvp|vjp)_call(?:_jaxpr)?|branch_\d+_fun"
+)
+# A layer's number: `layer_3`, `h.3`, `blocks[3]`, `fc1`; but not the digit of `conv2d`.
+_NUMBER = re.compile(r"\d+(?![A-Za-z0-9])")
+# An operation's own name keeps its digits (`exp2`), but not the compiler's or an index (`add.7`).
+_INDEX = re.compile(r"(?<=[.\[_])\d+(?![A-Za-z0-9])")
+
+
+def components(op_name: str) -> tuple[str, ...]:
+    """The parts of a name stack without the transformations around them.
+
+    ``jit(step)/transpose(jvp(attention))/dot_general`` gives ``step``, ``attention`` and
+    ``dot_general``.
+    """
+    return tuple(_components(op_name))
+
+
+def _components(path: str) -> Iterator[str]:
+    for part in _split(path):
+        wrapped = _WRAPPED.match(part)
+        if wrapped and wrapped[1] in _WRAPPERS:
+            yield from _components(wrapped[2])
+        elif part:
+            yield part
+
+
+def _split(path: str, separator: str = "/") -> Iterator[str]:
+    # A scope may hold a slash inside of `jvp(...)`, and an argument's path one inside of a string.
+    depth, start = 0, 0
+    for i, char in enumerate(path):
+        depth += (char in "([") - (char in ")]")
+        if char == separator and depth <= 0:
+            yield path[start:i]
+            start = i + 1
+    yield path[start:]
+
+
+def stacks(one: Collective) -> list[str]:
+    """The name stacks of all exchanges that were combined into one collective, in their order.
+
+    XLA joins them by colons and takes out what they have in common, where it does not lose them:
+    ``jit(step)/(jvp(a)/add:jvp(b)/add)``.
+    """
+    return list(_expand(one.op_name)) if one.combined > 1 else [one.op_name]
+
+
+def _expand(path: str) -> Iterator[str]:
+    alternatives = list(_split(path, ":"))
+    if len(alternatives) > 1:
+        for alternative in alternatives:
+            yield from _expand(alternative)
+        return
+    parts = list(_split(path))
+    for i, part in enumerate(parts):
+        inner = list(_split(part[1:-1], ":")) if part[:1] == "(" and part[-1:] == ")" else []
+        if len(inner) > 1:
+            for alternative in inner:
+                yield from _expand("/".join([*parts[:i], alternative, *parts[i + 1 :]]))
+            return
+    yield path
+
+
+def place(op_name: str) -> str:
+    """The part of a name stack that stays the same from layer to layer and from run to run.
+
+    ``jit(step)/jvp(layer_3)/while/body/closed_call/attention/dot_general`` gives
+    ``layer_*/attention/dot_general``. Without any name it is ``-``.
+    """
+    own = re.match(r"p?jit\([^/]*\)/", op_name)
+    *scopes, leaf = components(op_name[own.end() :] if own else op_name) or ("-",)
+    kept = [_NUMBER.sub("*", s) for s in scopes if not _STRUCTURE.fullmatch(s)]
+    return "/".join([*kept, _INDEX.sub("*", leaf)])

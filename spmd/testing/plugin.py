@@ -1,0 +1,156 @@
+"""The pytest plugin: goldens of the ledger and `--spmd-update`.
+
+pytest loads this file at the start of every run in an environment that has spmd: it imports pytest
+and the standard library, and the rest with the first golden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import os
+from pathlib import Path
+import re
+import sys
+from typing import Any
+
+import pytest
+
+_GOLDENS = "spmd.testing._goldens"
+_UPDATE = "--spmd-update"
+_updated = pytest.StashKey[list[str]]()
+_session = pytest.StashKey[Any]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds ``--spmd-update``."""
+    parser.getgroup("spmd").addoption(
+        _UPDATE,
+        action="store_true",
+        default=False,
+        help="write the goldens of spmd.testing instead of comparing with them; in CI only where "
+        "it stands on the command line",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Starts a session of goldens, where one could be needed."""
+    config.stash[_updated] = []
+    update = bool(config.getoption(_UPDATE))
+    if update and _in_ci() and not _is_worker(config):
+        _demand_command_line(config)
+    # Inside of another run, as with pytester, the outer one's goldens are loaded already.
+    if update or _GOLDENS in sys.modules:
+        from spmd.testing import _goldens
+
+        config.stash[_session] = _goldens.Session(update=update)
+        _goldens.sessions.append(config.stash[_session])
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Ends the session of goldens."""
+    if _session in config.stash and _GOLDENS in sys.modules:
+        from spmd.testing import _goldens
+
+        _goldens.sessions.remove(config.stash[_session])
+
+
+def _in_ci() -> bool:
+    return os.environ.get("CI", "").lower() not in ("", "0", "false", "no")
+
+
+def _is_worker(config: pytest.Config) -> bool:
+    return hasattr(config, "workerinput")  # of pytest-xdist, which takes the controller's options
+
+
+def _demand_command_line(config: pytest.Config) -> None:
+    # From `addopts` it would make every golden of a CI run pass for ever.
+    if _UPDATE not in config.invocation_params.args:
+        raise pytest.UsageError(
+            f"{_UPDATE} comes from addopts or PYTEST_ADDOPTS, and this is CI (the environment "
+            "variable CI is set): there it has to stand on the command line"
+        )
+
+
+# Fixture
+
+
+@pytest.fixture
+def spmd_golden(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Compares the collectives of a program with the golden file of this test.
+
+    Call it as ``spmd_golden(f, *args, name=None, mesh=None, **kwargs)``, where `f` is what
+    `spmd.report` takes, or a `Report`, which it returns. The file is
+    ``goldens/<test file>/<test>.ledger`` beside the test file; a test with several goldens gives
+    all but one a `name`.
+    """
+    taken: set[str | None] = set()
+
+    def golden(f: Any, /, *args: Any, name: str | None = None, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        from spmd.testing import _goldens
+
+        if name in taken:
+            raise _second(name)
+        taken.add(name)
+        return _goldens.assert_golden(f, _golden_path(request, name), *args, **kwargs)
+
+    return golden
+
+
+def _second(name: str | None) -> Exception:
+    from spmd.errors import Failure, OptionError, explain
+
+    failure = Failure(
+        what="is called twice in one test for one file",
+        given="no name" if name is None else f"name={name!r}",
+        fix="spmd_golden(f, ..., name='another'), which is a file of its own",
+        error=OptionError,
+    )
+    return explain("spmd_golden", [failure])
+
+
+def _golden_path(request: pytest.FixtureRequest, name: str | None) -> Path:
+    test, node = request.path, request.node
+    outer = [node.cls.__name__] if getattr(node, "cls", None) else []
+    parts = [*outer, node.name, *([] if name is None else [name])]
+    return test.parent / "goldens" / test.stem / f"{_file_name('.'.join(parts))}.ledger"
+
+
+def _file_name(text: str) -> str:
+    """A name that every file system takes; another one for another text."""
+    plain = re.sub(r"[^\w.\-\[\]=,+]", "_", text)[:120]
+    if plain == text:
+        return plain
+    import hashlib
+
+    return f"{plain}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+# Summary
+
+
+def _paths(config: pytest.Config) -> list[str]:
+    session = config.stash.get(_session, None)
+    return [] if session is None else [str(path) for path in session.updated]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hands the names of updated goldens to the process that prints the summary."""
+    if _is_worker(session.config):
+        session.config.workeroutput["spmd_updated"] = _paths(session.config)  # pyright: ignore
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Takes the names from a worker of pytest-xdist."""
+    updated = getattr(node, "workeroutput", {}).get("spmd_updated", [])
+    node.config.stash[_updated].extend(updated)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Lists the goldens that were updated."""
+    updated = sorted({*config.stash[_updated], *_paths(config)})
+    if updated:
+        terminalreporter.section("spmd goldens updated")
+        for path in updated:
+            terminalreporter.line(os.path.relpath(path, config.invocation_params.dir))
