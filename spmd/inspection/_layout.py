@@ -113,13 +113,10 @@ class Grid:
             for row in self.rows:
                 yield from self._stacked(row, options.max_width)
             return
-        rule = [Text("─" * width, "dim") for width in widths.values()]
+        rule = [self._rule(i, width) for i, width in widths.items()]
         if any(self.columns[i].title for i in widths):
             yield self._line([Text(self.columns[i].title, "bold") for i in widths], widths)
-            titled = (bool(self.columns[i].title) for i in widths)
-            yield self._line(
-                [r if t else Text() for r, t in zip(rule, titled, strict=True)], widths
-            )
+            yield self._line(rule, widths)
         for row in self.rows:
             if row.rule:
                 yield self._line(rule, widths)
@@ -144,10 +141,19 @@ class Grid:
         widths = {i: self._bounds[i][0] for i in shown}
         wishes = sorted(shown, key=lambda i: self._bounds[i][1] - self._bounds[i][0])
         for i in wishes:
-            given = min(spare, self._bounds[i][1] - widths[i])
-            widths[i] += given
-            spare -= given
+            width = self._used(i, widths[i] + spare)
+            spare -= width - widths[i]
+            widths[i] = width
         return widths
+
+    def _used(self, i: int, width: int) -> int:
+        """What a column needs of a width, given the spellings that fit."""
+        widest = (_widest(row.cells[i], width).cell_len for row in self.rows)
+        return max(cell_len(self.columns[i].title), *widest, 0)
+
+    def _rule(self, i: int, width: int) -> Text:
+        untitled = not self.columns[i].title and any(column.title for column in self.columns)
+        return Text("" if untitled or self.columns[i].ornament else "─" * width, "dim")
 
     def _line(self, texts: list[Text], widths: dict[int, int], style: str = "") -> Text:
         line = Text(style=style, no_wrap=True, overflow="ignore")

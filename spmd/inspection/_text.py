@@ -148,11 +148,10 @@ def source_cell(source: Source | None, *, prefix: str = "") -> Cell:
         return cell("no line", style="dim")
     path = short_path(source.file)
     base = PurePath(path).name or path
-    places = [f"{prefix}{path}:{source.line}", f"{prefix}{base}:{source.line}"]
-    if path == base:
-        del places[1]
-    longest = [f"{places[0]} {source.function}"] if source.function else []
-    return cell(*longest, *places)
+    names = [path] if path == base else [path, base]
+    places = [f"{prefix}{name}:{source.line}" for name in names]
+    # The function says more than the directories, which the tree of files has in full.
+    return cell(*(f"{place} {source.function}".rstrip() for place in places), places[-1])
 
 
 def short_path(file: str) -> str:
@@ -379,13 +378,15 @@ def render_sources(report: Report, limit: int | None = LIMIT) -> RenderableType:
     lines = _grouped(report.collectives, lambda one: one.source)
     files = _grouped(report.collectives, lambda one: one.source and one.source.file)
     kept = dict(list(lines.items())[:limit])
+    below: dict[str | None, dict[Source, list[Collective]]] = {}
+    for source, found in kept.items():
+        below.setdefault(source and source.file, {}).update({source: found} if source else {})
     styles = axis_styles(report.mesh)
     rows: list[Row] = []
     for file, found in files.items():
-        below = {s: c for s, c in kept.items() if s is not None and s.file == file}
-        if below or (file is None and None in kept):
+        if file in below:
             rows.append(_file_row(file, found))
-            rows += _line_rows(below, styles)
+            rows += _line_rows(below[file], styles)
     hidden = len(lines) - len(kept)
     note = [Flow(Text(f"{plural(hidden, 'more line')}, not shown", style="dim"))] * bool(hidden)
     return Indented(Group(Grid(_SOURCES, rows), *note), by=0)

@@ -1,0 +1,227 @@
+"""Reports for tests of what is done with them: one made by hand, and a hypothesis strategy."""
+
+from hypothesis import strategies as st
+
+from spmd.inspection._records import (
+    DIRECTIONS,
+    KINDS,
+    Buffer,
+    Collective,
+    Cost,
+    Memory,
+    Report,
+    Reshard,
+    Shape,
+    Shapes,
+    Source,
+)
+
+MIB = 2**20
+
+
+def shape(*dims, dtype="f32"):
+    """One array."""
+    return Shape(dtype=dtype, dims=dims)
+
+
+def source(line, function="block", file="/w/model/transformer.py"):
+    """One line of code."""
+    return Source(file=file, line=line, column=3, function=function)
+
+
+def collective(**fields):
+    """An all-reduce of 16 MiB in groups of 4, except for `fields`."""
+    both = (shape(2048, 2048),)
+    given = {
+        "kind": "all-reduce",
+        "mesh_axes": ("data",),
+        "shapes": Shapes(both, both),
+        "dtype": "f32",
+        "payload_bytes": 16 * MIB,
+        "wire_bytes": 24 * MIB,
+        "group_size": 4,
+        "executions": 1,
+        "source": source(42),
+        "direction": "backward",
+        "op_name": "jit(step)/transpose(jvp())/dot_general",
+        "is_async": False,
+        "combined": 1,
+    }
+    return Collective(**given | fields)
+
+
+def report(**fields):
+    """A report of nothing on a mesh of 8 devices, except for `fields`."""
+    given = {
+        "name": "step",
+        "backend": "tpu",
+        "device_kind": "TPU v5 lite",
+        "stand_in": False,
+        "mesh": {"data": 4, "model": 2},
+        "num_devices": 8,
+        "versions": {"spmd": "0.1.0", "jax": "0.10.2"},
+        "collectives": (),
+        "cost": Cost.zeros(),
+        "memory": None,
+    }
+    return Report(**given | fields)
+
+
+#: 12 * 24 MiB, an unknown number of times 48 KiB, 3 * 24 MiB, and nothing.
+SMALL = report(
+    backend="cpu",
+    device_kind="cpu",
+    stand_in=True,
+    collectives=(
+        collective(
+            kind="all-gather",
+            mesh_axes=("model",),
+            shapes=Shapes((shape(64, 128, dtype="bf16"),), (shape(128, 128, dtype="bf16"),)),
+            dtype="bf16",
+            payload_bytes=32768,
+            wire_bytes=16384,
+            group_size=2,
+            executions=None,
+            in_loop=True,
+            source=source(57, "mlp"),
+            direction="forward",
+        ),
+        collective(
+            shapes=Shapes((shape(2048, 1024),) * 2, (shape(2048, 1024),) * 2),
+            executions=12,
+            combined=2,
+            is_async=True,
+            frames=(source(42), source(90, "main", "/w/train.py")),
+        ),
+        collective(
+            kind="collective-permute",
+            mesh_axes=("data:(2)2", "model"),
+            payload_bytes=24 * MIB,
+            executions=3,
+            conditional=True,
+            source=source(9, "ring", "/w/ops.py"),
+            source_is_consumer=True,
+            direction="other",
+        ),
+        collective(
+            kind="all-to-all",
+            mesh_axes=(),
+            wire_bytes=0,
+            group_size=1,
+            source=None,
+            op_name="jit(step)/moe/all_to_all",
+        ),
+    ),
+    cost=Cost(flops=123_456_789_012, hbm_bytes=5 * 1024 * MIB, unknown_loops=1, opaque_calls=2),
+    memory=Memory(
+        arguments=48 * MIB,
+        outputs=32 * MIB,
+        temporaries=100 * MIB,
+        aliased=32 * MIB,
+        code=0,
+        peak=150 * MIB,
+        buffers=(
+            Buffer(
+                name="fusion.3",
+                shape=shape(4096, 4096),
+                nbytes=64 * MIB,
+                kind="temporary",
+                source=source(42),
+                op_name="jit(step)/mul",
+                at_peak=True,
+            ),
+            Buffer(
+                name="param.1",
+                shape=shape(4096),
+                nbytes=16384,
+                kind="argument",
+                source=None,
+                op_name="params['w']",
+                at_peak=False,
+            ),
+        ),
+    ),
+    reshards=(
+        Reshard(argument="batch['x']", given="P('data')", wanted="P(None, 'model')", nbytes=MIB),
+    ),
+)
+
+# Strategies
+
+counts = st.one_of(st.integers(0, 64), st.integers(0, 2**62))
+#: What users and compilers may call things: unicode, control characters, surrogates, markup.
+names = st.one_of(
+    st.sampled_from(
+        ["", "step", "[bold]x[/]", "\x1b[31mred", "ein Name", "層/重み", "e\u0301", "\ud800"]
+    ),
+    st.text(st.characters(codec=None, categories=None), max_size=12),
+)
+dims = st.lists(st.sampled_from([0, 1, 8, 1024, 65536]), max_size=4).map(tuple)
+shapes = st.builds(Shape, dtype=st.sampled_from(["f32", "bf16", "s4"]), dims=dims)
+some_shapes = st.lists(shapes, max_size=3).map(tuple)
+files = st.one_of(st.sampled_from(["/w/a.py", "/w/deep/er/b.py", "<stdin>", ""]), names)
+sources = st.builds(
+    Source, file=files, line=st.integers(0, 10**6), column=st.integers(0, 200), function=names
+)
+axes = st.sampled_from([(), ("data",), ("model",), ("data", "model"), ("data:(2)2",), ("層",)])
+paths = st.sampled_from(["", "jit(f)/add", "jit(f)/jit(g)/add_2", "jit(f)/add_1", "x['w']"])
+collectives = st.builds(
+    Collective,
+    kind=st.sampled_from(KINDS),
+    mesh_axes=axes,
+    shapes=st.builds(Shapes, some_shapes, some_shapes),
+    dtype=st.sampled_from(["f32", "bf16", "f32,bf16"]),
+    payload_bytes=counts,
+    wire_bytes=counts,
+    group_size=st.integers(1, 4096),
+    executions=st.none() | st.integers(0, 10**6),
+    source=st.none() | sources,
+    direction=st.sampled_from(DIRECTIONS),
+    op_name=paths | names,
+    is_async=st.booleans(),
+    combined=st.integers(1, 5),
+    source_is_consumer=st.booleans(),
+    frames=st.lists(sources, max_size=3).map(tuple),
+    conditional=st.booleans(),
+    in_loop=st.booleans(),
+    name=names,
+    groups=st.sampled_from(["", "{{0,1},{2,3}}", "[4,2]<=[8]"]),
+)
+buffers = st.builds(
+    Buffer,
+    name=names,
+    shape=shapes,
+    nbytes=counts,
+    kind=st.sampled_from(["argument", "output", "temporary"]),
+    source=st.none() | sources,
+    op_name=names,
+    at_peak=st.booleans(),
+)
+memories = st.builds(
+    Memory,
+    arguments=counts,
+    outputs=counts,
+    temporaries=counts,
+    aliased=counts,
+    code=counts,
+    peak=counts,
+    buffers=st.lists(buffers, max_size=3).map(tuple),
+)
+reshards = st.builds(Reshard, argument=names, given=names, wanted=names, nbytes=counts)
+meshes = st.sampled_from(
+    [{}, {"data": 4}, {"data": 4, "model": 2}, {"model": 2, "data": 4, "層": 1}]
+)
+reports = st.builds(
+    Report,
+    name=names,
+    backend=st.sampled_from(["cpu", "tpu"]),
+    device_kind=names,
+    stand_in=st.booleans(),
+    mesh=meshes,
+    num_devices=st.integers(1, 8192),
+    versions=st.dictionaries(st.sampled_from(["spmd", "jax", "jaxlib"]), names),
+    collectives=st.lists(collectives, max_size=6).map(tuple),
+    cost=st.builds(Cost, flops=counts, hbm_bytes=counts, unknown_loops=counts, opaque_calls=counts),
+    memory=st.none() | memories,
+    reshards=st.lists(reshards, max_size=2).map(tuple),
+)
