@@ -26,7 +26,8 @@ _INSTRUCTION = re.compile(
 )
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*\) -> .* )?\{$")
 _HEADER = re.compile(r"HloModule (?P<name>[^\s,]+)")
-_OPERAND = re.compile(r"(?:^|[ ,(])%([\w.\-]+)")
+# A comment such as /*index=5*/ may stand before an operand without a blank.
+_OPERAND = re.compile(r"(?:^|[ ,(/])%([\w.\-]+)")
 _CALLEE = re.compile(
     r"\b(calls|to_apply|body|condition|branch_computations|true_computation|false_computation)="
     r"(\{[^}]*\}|%?[\w.\-]+)"
@@ -67,7 +68,7 @@ class Instruction(NamedTuple):
     def op_name(self) -> str:
         """The name stack that JAX gave the operation, or an empty string."""
         found = _OP_NAME.search(self.attributes)
-        return found[1] if found else ""
+        return unescape(found[1]) if found else ""
 
     @property
     def frame_id(self) -> int:
@@ -261,12 +262,15 @@ def _field(row: str, name: str) -> int:
     return int(found[1]) if found else 0
 
 
+def unescape(text: str) -> str:
+    """A string as XLA writes it, with C escapes for quotes and for what is not printable ASCII."""
+    if "\\" not in text:
+        return text
+    return text.encode().decode("unicode_escape").encode("latin-1").decode("utf-8", "replace")
+
+
 def _unquoted(text: str) -> str:
-    """A string as XLA writes it: in quotes, with C escapes for what is not printable ASCII."""
-    inner = text[1:-1] if text.startswith('"') else text
-    if "\\" not in inner:
-        return inner
-    return inner.encode().decode("unicode_escape").encode("latin-1").decode("utf-8", "replace")
+    return unescape(text[1:-1] if text.startswith('"') else text)
 
 
 def _instructions(lines: Iterator[str]) -> Iterator[Instruction]:

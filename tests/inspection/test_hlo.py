@@ -56,6 +56,28 @@ def test_instructions_are_cut_at_the_opcode(module):
     assert [str(s) for s in _hlo.parse_shapes(entry[2].type)] == ["f32[8]", "s32[]"]
 
 
+def test_operands_behind_a_comment_are_operands():
+    """Every fifth operand of a long list has its index before it, with no blank in between."""
+    for types in ("", "f32[2]{0} "):
+        names = [f"%x.{i}" for i in range(12)]
+        names = [f"/*index={i}*/" * (i % 5 == 0 < i) + types + n for i, n in enumerate(names)]
+        root = f"  ROOT %t = (f32[2]{{0}}) tuple({', '.join(names)})"
+        text = f"HloModule m\n\nENTRY %e () -> () {{\n{root}\n}}"
+        one = _hlo.parse_module(text).computations["e"].instructions[0]
+        assert one.operand_names == tuple(f"x.{i}" for i in range(12))
+
+
+def test_op_names_are_not_escaped():
+    """Quotes and letters outside of ASCII come back as the user wrote them."""
+    text = """HloModule m
+
+ENTRY %e () -> f32[] {
+  ROOT %p = f32[] parameter(0), metadata={op_name="batch[\\'x\\']/\\303\\251t\\303\\251"}
+}"""
+    one = _hlo.parse_module(text).computations["e"].instructions[0]
+    assert one.op_name == "batch['x']/été"
+
+
 def test_attributes_end_at_their_own_comma(module):
     """An attribute's value keeps commas inside brackets, and that of a mesh with a device order."""
     reduce = module.computations["main.1_spmd"].instructions[1]
