@@ -1,10 +1,12 @@
-"""README, documentation and notebook are executed: what they print is what they say."""
+"""README, documentation and notebooks are executed: what they print is what they say."""
 
 import contextlib
 import io
 import json
+import os
 from pathlib import Path
 import re
+import shlex
 import subprocess
 import sys
 
@@ -13,7 +15,24 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [p for p in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if p.exists()]
-BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:```output\n(.*?)^```\n)?", re.S | re.M)
+#: A block, what stands after its language, its text, and the output below it. Executed are
+#: ``python`` (in one namespace per page), ``python file=NAME`` (written to a file instead) and
+#: ``console run`` (each line after a ``$``, with its output below it).
+BLOCK = re.compile(
+    r"^```(python|console)(?: ([^\n]*))?\n(.*?)^```\n(?:```output\n(.*?)^```\n)?", re.S | re.M
+)
+#: What differs from one machine, release or run to the next.
+VARIES = (
+    (re.compile(r"\b(spmd|jax|jaxlib)(:?) \d[\w.]*"), r"\1\2 VERSION"),
+    (re.compile(r"\bin \d+\.\d+s\b"), "in N s"),
+)
+
+
+def _same(text: str) -> str:
+    """A text without what varies, and without trailing blanks."""
+    for pattern, constant in VARIES:
+        text = pattern.sub(constant, text)
+    return "\n".join(line.rstrip() for line in text.rstrip().splitlines())
 
 
 def _run(code: str, namespace: dict) -> str:
@@ -27,17 +46,48 @@ def _run(code: str, namespace: dict) -> str:
     return printed.getvalue()
 
 
+def _shell(text: str) -> str:
+    """Executes the commands of a console block and returns the block with what they print."""
+    shown = []
+    for command in re.findall(r"^\$ ((?:.*\\\n)*.*)$", text, re.M):
+        words = shlex.split(command.replace("\\\n", " "))
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "PYTEST_"))}
+        done = subprocess.run(
+            [sys.executable, "-m", *words],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env=env | {"COLUMNS": "100", "PYTHONIOENCODING": "utf-8"},
+            check=False,
+        )
+        shown += [f"$ {command}", done.stdout.rstrip("\n")]
+        if done.returncode:
+            # Otherwise the standard error is progress, which says how many seconds went by.
+            errors = (e for e in done.stderr.splitlines() if not e.startswith("compiling "))
+            shown += ["\n".join(errors).rstrip(), f"(exit code {done.returncode})"]
+    return "\n".join(part for part in shown if part.strip("\n"))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_page(page, monkeypatch):
-    """Every Python block of a page runs, and prints the output block below it to the letter."""
+def test_page(page, monkeypatch, tmp_path):
+    """Every block of a page runs, and prints the output below it to the letter."""
+    text = page.read_text()
+    if "--topology v" in text or 'topology("v' in text:
+        pytest.importorskip("libtpu", reason="the page compiles for TPUs, which needs libtpu")
+    monkeypatch.chdir(tmp_path)
     # Readers do not run under the strict promotion of the test suite.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         namespace: dict = {}
-        for number, block in enumerate(BLOCK.finditer(page.read_text()), start=1):
-            code, expected = block.groups()
-            got = _run(code, namespace)
-            # Addresses and trailing blanks are no part of what a page says.
-            assert got.rstrip() == (expected or "").rstrip(), f"{page.name}, block {number}"
+        for number, block in enumerate(BLOCK.finditer(text), start=1):
+            language, info, code, expected = block.groups()
+            if language == "console":
+                if info == "run":
+                    assert _same(_shell(code)) == _same(code), f"{page.name}, block {number}"
+            elif info and info.startswith("file="):
+                Path(info.removeprefix("file=")).write_text(code)
+            else:
+                got = _run(code, namespace)
+                assert _same(got) == _same(expected or ""), f"{page.name}, block {number}"
 
 
 def test_links():

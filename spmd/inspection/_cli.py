@@ -86,6 +86,7 @@ def add_commands(commands: Any, set_device_count: SetDevices) -> None:
     report.add_argument(
         "--all-frames", action="store_true", help="show whole stacks, libraries too"
     )
+    report.add_argument("--quiet", action="store_true", help="print only limits that are broken")
     report.add_argument("--all", action="store_true", help="list all collectives, not only 40")
     _add_limits(report)
 
@@ -288,10 +289,10 @@ def _report(args: argparse.Namespace) -> int:
     values, keywords = _call(args, function, mesh)
     import spmd
 
-    with _progress(f"compiling {args.function}"):
-        with _mesh_needed(args):
-            report = spmd.report(function, *values, mesh=mesh, **keywords)
-    report.show(all_frames=args.all_frames, limit=None if args.all else 40)
+    with _progress(f"compiling {args.function}"), _mesh_needed(args):
+        report = spmd.report(function, *values, mesh=mesh, **keywords)
+    if not args.quiet:
+        report.show(all_frames=args.all_frames, limit=None if args.all else 40)
     if args.json:
         report.save(args.json)
     if args.trace:
@@ -312,7 +313,7 @@ def _hold(report: Any, limits: dict[str, Any]) -> int:
     try:
         assert_collectives(report, **{k: v for k, v in limits.items() if v})
     except AssertionError as error:
-        print(f"\n{error}", file=sys.stderr)
+        print(error, file=sys.stderr)
         return _FAILED
     return _OK
 
