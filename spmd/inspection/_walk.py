@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 import dataclasses
+import itertools
+import operator
 
 from spmd.inspection._hlo import Instruction, Module
-from spmd.inspection._loops import Constants, Loop, loop_of
+from spmd.inspection._loops import Constants, Loop, Surroundings
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +23,7 @@ class Visit:
         is_async: True where it is started, and waited for later.
         caller: the instruction that calls it first; None for the entry.
         constants: elements of its parameter that have one known value whenever it runs.
+        unknown_loops: names of the loops of unknown trip count that it is the body or condition of.
     """
 
     executions: int | None
@@ -30,6 +33,7 @@ class Visit:
     is_async: bool = False
     caller: Instruction | None = None
     constants: Constants = dataclasses.field(default_factory=dict)
+    unknown_loops: frozenset[str] = frozenset()
 
     def __add__(self, other: Visit) -> Visit:
         return Visit(
@@ -44,6 +48,7 @@ class Visit:
                 for index, value in self.constants.items()
                 if other.constants.get(index) == value
             },
+            unknown_loops=self.unknown_loops | other.unknown_loops,
         )
 
 
@@ -88,16 +93,18 @@ def _calls(module: Module, name: str) -> list[_Call]:
 
 def _callers_first(entry: str, calls: Mapping[str, list[_Call]]) -> list[str]:
     """The computations that run, each after all that call it."""
-    done: dict[str, None] = {}
+    done: list[str] = []
+    seen: set[str] = set()
     pending = [(entry, False)]
     while pending:
         name, entered = pending.pop()
         if entered:
-            done[name] = None
-        elif name not in done:
+            done.append(name)
+        elif name not in seen:
+            seen.add(name)
             pending.append((name, True))
             pending += [(callee, False) for _, callee, _ in calls[name]]
-    return [*reversed(done)]
+    return done[::-1]
 
 
 def _program_order(entry: str, calls: Mapping[str, list[_Call]]) -> list[str]:
@@ -115,12 +122,32 @@ def _program_order(entry: str, calls: Mapping[str, list[_Call]]) -> list[str]:
 def _called(
     module: Module, name: str, calls: list[_Call], here: Visit
 ) -> Iterator[tuple[str, Visit]]:
-    for one, callee, role in calls:
-        if one.opcode == "while":
-            loop = loop_of(one, module.computations[name], module, here.constants)
-            yield callee, _loop_visit(one, loop, here, tests=role == "condition")
-        else:
-            yield callee, _call_visit(one, here)
+    around = Surroundings(module.computations[name], module, here.constants)
+    for one, group in itertools.groupby(calls, key=operator.itemgetter(0)):
+        if _base(one) == "while":
+            loop = around.loop(one)
+            for _, callee, role in group:
+                yield callee, _loop_visit(one, loop, here, tests=role == "condition")
+            continue
+        for index, (_, callee, _) in enumerate(group):
+            argument = _argument(one, index)
+            constants = around.constants_of(argument) if argument else {}
+            yield callee, _call_visit(one, here, constants)
+
+
+def _argument(one: Instruction, branch: int) -> str:
+    """The operand that is the only parameter of a computation that an instruction calls."""
+    names = one.operand_names
+    if _base(one) == "fusion":  # no loop stands in it
+        return ""
+    if _base(one) == "conditional":  # of a predicate or index, and one operand for each branch
+        return names[branch + 1] if branch + 1 < len(names) else ""
+    return names[0] if len(names) == 1 else ""
+
+
+def _base(one: Instruction) -> str:
+    """What an instruction does, or starts to do: ``call`` for a ``call-start``."""
+    return one.opcode.removesuffix("-start")
 
 
 def calls_of(one: Instruction) -> list[tuple[str, str]]:
@@ -129,7 +156,7 @@ def calls_of(one: Instruction) -> list[tuple[str, str]]:
     The `to_apply` of anything but a call is a scalar function, and the update and done of an
     asynchronous call name the computation that its start has already run.
     """
-    roles = _ROLES.get(one.opcode)
+    roles = _ROLES.get(_base(one))
     if not roles:
         return []
     named = one.callees()
@@ -141,7 +168,7 @@ _ROLES = {
     "conditional": ("branch_computations", "true_computation", "false_computation"),
     "call": ("to_apply",),
     "fusion": ("calls",),
-    "async-start": ("calls",),
+    "async": ("calls",),
 }
 
 
@@ -152,17 +179,20 @@ def _loop_visit(one: Instruction, loop: Loop, here: Visit, *, tests: bool) -> Vi
         here,
         executions=_times(here.executions, trips),
         in_loop=True,
+        is_async=here.is_async or one.opcode.endswith("-start"),
         caller=one,
         constants=loop.constants,
+        unknown_loops=frozenset([one.name] if loop.trips is None else []),
     )
 
 
-def _call_visit(one: Instruction, here: Visit) -> Visit:
+def _call_visit(one: Instruction, here: Visit, constants: Constants) -> Visit:
     return dataclasses.replace(
         here,
-        conditional=here.conditional or one.opcode == "conditional",
-        in_fusion=here.in_fusion or one.opcode == "fusion",
-        is_async=here.is_async or one.opcode == "async-start",
+        conditional=here.conditional or _base(one) == "conditional",
+        in_fusion=here.in_fusion or _base(one) == "fusion",
+        is_async=here.is_async or one.opcode.endswith("-start"),
         caller=one,
-        constants={},
+        constants=constants,
+        unknown_loops=frozenset(),
     )
