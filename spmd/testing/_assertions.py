@@ -20,6 +20,9 @@ from spmd.testing._budgets import (
 )
 from spmd.testing._paths import components, stacks
 
+# pytest shows the user's line and the message, and no frame of this file.
+__tracebackhide__ = True
+
 #: Places that are always there, so that an empty one is no misspelled one.
 _PLACES = ("loop", *DIRECTIONS)
 
@@ -82,7 +85,6 @@ def assert_collectives(
             within={"loop": {"none": ["all-gather"]}},
         )
     """
-    __tracebackhide__ = True
     given = {"none": none, "only": only, "max_bytes": max_bytes, "max_count": max_count}
     # Misspelled limits are told before anything compiles.
     budgets = {None: read_budget(given), **_read_within(within)}
@@ -100,7 +102,6 @@ def as_report(f: Any, args: Any, mesh: Any, kwargs: Mapping[str, Any], *, subjec
     Raises:
         TypeError: a report is given with arguments or a mesh.
     """
-    __tracebackhide__ = True
     if not isinstance(f, Report):
         from spmd.inspection import report
 

@@ -10,6 +10,9 @@ from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, expla
 from spmd.inspection._bytes import parse_bytes, show_bytes
 from spmd.inspection._records import KINDS, Collective
 
+# pytest shows the user's line and the message, and no frame of this file.
+__tracebackhide__ = True
+
 SUBJECT = "assert_collectives"
 
 #: What a budget consists of; `empty_ok` is for a place in `within`.

@@ -25,6 +25,9 @@ from spmd.inspection._source import direction_of
 from spmd.testing._assertions import as_report, show_backend
 from spmd.testing._paths import place, stacks
 
+# pytest shows the user's line and the message, and no frame of this file.
+__tracebackhide__ = True
+
 SUBJECT = "assert_golden"
 _TITLE = (
     "# spmd golden, version 1: collectives per device and call, one row per group of equal ones"
@@ -95,7 +98,6 @@ def assert_golden(
     Example:
         assert_golden(step, "train_step", params, batch)
     """
-    __tracebackhide__ = True
     where = _locate(Path(path), sys._getframe(1).f_code.co_filename)
     report = as_report(f, args, mesh, kwargs, subject=SUBJECT)
     hold(report, where, sessions[-1].update if update is None else update)
@@ -117,7 +119,6 @@ def hold(report: Report, path: Path, update: bool) -> None:
         AssertionError: they differ, or there is no such file.
         ValueError: the file is no golden, or another test has just written it otherwise.
     """
-    __tracebackhide__ = True
     if update:
         _write(path, golden_text(report))
     elif not path.is_file():
@@ -306,7 +307,6 @@ def _unreadable(path: Path, number: int, line: str, expected: str) -> Exception:
 
 
 def _write(path: Path, text: str) -> None:
-    __tracebackhide__ = True
     session = sessions[-1]
     if session.texts.setdefault(path, text) != text:
         failure = Failure(

@@ -17,6 +17,9 @@ from spmd._spec import UNCONSTRAINED, ParsedPartitionSpec, broadcast_prefix, sho
 from spmd.errors import ArgumentError, Failure, RecoveryError, SpecTypeError, explain
 from spmd.op_sharding import parse_op_sharding
 
+# pytest shows the user's line and the message, and no frame of this file.
+__tracebackhide__ = True
+
 _SUBJECT = "assert_sharding"
 
 
@@ -44,7 +47,6 @@ def assert_sharding(x: Any, expected: Any, *, mesh: Any = None) -> None:
     Example:
         assert_sharding(params, {"embed": P("model"), "layers": P(None, "model")})
     """
-    __tracebackhide__ = True
     paths, treedef = jtu.tree_flatten_with_path(x)
     names = ["x" + jtu.keystr(path) for path, _ in paths]
     values = [value for _, value in paths]
@@ -75,7 +77,6 @@ def _nothing(x: Any) -> Failure:
 
 
 def _refuse_tracers(names: Sequence[str], values: Sequence[Any]) -> None:
-    __tracebackhide__ = True
     traced = [n for n, v in zip(names, values, strict=True) if isinstance(v, _jax.Tracer)]
     if traced:
         failure = Failure(
@@ -90,7 +91,6 @@ def _refuse_tracers(names: Sequence[str], values: Sequence[Any]) -> None:
 
 
 def _read_mesh(mesh: Any) -> Any:
-    __tracebackhide__ = True
     mesh = plain_mesh(mesh)
     if mesh is None or isinstance(mesh, (AbstractMesh, Mesh)):
         return mesh
@@ -106,7 +106,6 @@ def _is_leaf(x: Any) -> bool:
 
 def _spread(expected: Any, treedef: Any) -> list[tuple[str, Any]]:
     """One expected spec per leaf of the values, with the name that its user gave it."""
-    __tracebackhide__ = True
     paths, prefix = jtu.tree_flatten_with_path(expected, is_leaf=_is_leaf)
     named = [("expected" + jtu.keystr(path), spec) for path, spec in paths]
     failures = [_no_spec(name, spec) for name, spec in named if not _is_leaf(spec)]
@@ -134,7 +133,6 @@ def _no_spec(name: str, spec: Any) -> Failure:
 
 def _check(value: Any, name: str, spec: Any, spec_name: str, mesh: Any) -> Failure | None:
     """Why one array is not sharded as one leaf of `expected` says; None where it is."""
-    __tracebackhide__ = True
     got = getattr(value, "sharding", None)
     if not isinstance(got, Sharding):
         return _nowhere(value, name, spec)

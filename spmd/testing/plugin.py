@@ -12,12 +12,17 @@ from pathlib import Path
 import re
 import sys
 from typing import Any
+import zlib
 
 import pytest
 
+# pytest shows the user's line and the message, and no frame of this file.
+__tracebackhide__ = True
+
 _GOLDENS = "spmd.testing._goldens"
 _UPDATE = "--spmd-update"
-_updated = pytest.StashKey[list[str]]()
+#: By path what workers of pytest-xdist wrote: checksums, and whether the file changed.
+_written = pytest.StashKey[dict[str, list[tuple[int, bool]]]]()
 _session = pytest.StashKey[Any]()
 
 
@@ -34,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Starts a session of goldens, where one could be needed."""
-    config.stash[_updated] = []
+    config.stash[_written] = {}
     update = bool(config.getoption(_UPDATE))
     if update and _in_ci() and not _is_worker(config):
         _demand_command_line(config)
@@ -86,7 +91,6 @@ def spmd_golden(request: pytest.FixtureRequest) -> Callable[..., Any]:
     taken: set[str | None] = set()
 
     def golden(f: Any, /, *args: Any, name: str | None = None, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
         from spmd.testing import _goldens
 
         if name in taken:
@@ -129,28 +133,48 @@ def _file_name(text: str) -> str:
 # Summary
 
 
-def _paths(config: pytest.Config) -> list[str]:
-    session = config.stash.get(_session, None)
-    return [] if session is None else [str(path) for path in session.updated]
-
-
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Hands the names of updated goldens to the process that prints the summary."""
-    if _is_worker(session.config):
-        session.config.workeroutput["spmd_updated"] = _paths(session.config)  # pyright: ignore
+    """Hands what was written to the process that prints the summary; fails on a conflict."""
+    config, goldens = session.config, session.config.stash.get(_session, None)
+    if _is_worker(config) and goldens is not None:
+        config.workeroutput["spmd_goldens"] = _digests(goldens)  # pyright: ignore
+    elif _conflicts(config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _digests(goldens: Any) -> dict[str, tuple[int, bool]]:
+    """A checksum of each text that was to be written, and whether the file changed by it."""
+    return {
+        str(path): (zlib.crc32(text.encode()), path in goldens.updated)
+        for path, text in goldens.texts.items()
+    }
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Takes the names from a worker of pytest-xdist."""
-    updated = getattr(node, "workeroutput", {}).get("spmd_updated", [])
-    node.config.stash[_updated].extend(updated)
+    """Takes what a worker of pytest-xdist has written."""
+    written = node.config.stash[_written]
+    for path, (checksum, updated) in (
+        getattr(node, "workeroutput", {}).get("spmd_goldens", {}).items()
+    ):
+        written.setdefault(path, []).append((checksum, updated))
+
+
+def _conflicts(config: pytest.Config) -> list[str]:
+    """Files that two workers wrote differently; within one process that is an error at once."""
+    return [p for p, texts in config.stash[_written].items() if len({c for c, _ in texts}) > 1]
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Lists the goldens that were updated."""
-    updated = sorted({*config.stash[_updated], *_paths(config)})
-    if updated:
-        terminalreporter.section("spmd goldens updated")
-        for path in updated:
+    """Lists the goldens that were updated, and those that several tests write differently."""
+    goldens = config.stash.get(_session, None)
+    updated = {str(path) for path in (goldens.updated if goldens else ())}
+    updated |= {p for p, texts in config.stash[_written].items() if any(u for _, u in texts)}
+    for title, paths in (
+        ("spmd goldens updated", updated),
+        ("spmd goldens that two tests write differently", _conflicts(config)),
+    ):
+        if paths:
+            terminalreporter.section(title)
+        for path in sorted(paths):
             terminalreporter.line(os.path.relpath(path, config.invocation_params.dir))
