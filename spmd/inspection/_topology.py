@@ -23,7 +23,7 @@ from spmd.errors import ArgumentError, Failure, MeshError, did_you_mean, explain
 
 #: Virtual CPU devices share this machine's cores and threads; more are no use to anyone.
 MOST_STAND_INS = 512
-# Eight times the largest pod there is; libtpu describes them in two seconds.
+# Seven times the largest pod there is; libtpu describes them in two seconds.
 _MOST_CHIPS = 65_536
 
 
