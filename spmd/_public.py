@@ -30,11 +30,14 @@ if TYPE_CHECKING:
         Report as Report,
         diff as diff,
         report as report,
+        sweep as sweep,
         topology as topology,
     )
 
 #: Names of features, and where they live: the core never imports those files.
-FEATURES = dict.fromkeys(("Diff", "Report", "diff", "report", "topology"), "spmd.inspection")
+FEATURES = dict.fromkeys(
+    ("Diff", "Report", "diff", "report", "sweep", "topology"), "spmd.inspection"
+)
 
 _jax.hide_own_frames()
 

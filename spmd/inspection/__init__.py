@@ -40,6 +40,7 @@ from spmd.inspection._records import (
 
 if TYPE_CHECKING:
     from spmd.inspection._report import report as report
+    from spmd.inspection._sweep import Sweep as Sweep, SweepRow as SweepRow, sweep as sweep
     from spmd.inspection._topology import (
         hbm_bytes as hbm_bytes,
         is_described as is_described,
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
 
 _COMPILING = {
     "report": "_report",
+    "Sweep": "_sweep",
+    "SweepRow": "_sweep",
+    "sweep": "_sweep",
     "topology": "_topology",
     "hbm_bytes": "_topology",
     "is_described": "_topology",

@@ -346,9 +346,14 @@ def _sweep(args: argparse.Namespace) -> int:
     function = load(args.function, "FUNCTION")
     import spmd
 
-    meshes = [(name, axes) for name in args.topology]
-    with _progress(f"compiling {args.function} for {len(meshes)} meshes"):
-        sweep = spmd.sweep(function, lambda mesh: _shapes(args.args, mesh), meshes=meshes)
+    places = [(name, axes) for name in args.topology]
+
+    def args_of(mesh: Any) -> tuple:
+        values, keywords = _shapes(args.args, mesh)
+        return inspect.signature(function).bind(*values, **keywords).args
+
+    with _progress(f"compiling {args.function} for {len(places)} meshes"):
+        sweep = spmd.sweep(function, meshes=places, args_of=args_of)
     _print(sweep)
     return _OK
 
