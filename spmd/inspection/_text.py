@@ -148,10 +148,15 @@ def source_cell(source: Source | None, *, prefix: str = "") -> Cell:
         return cell("no line", style="dim")
     path = short_path(source.file)
     base = PurePath(path).name or path
-    names = [path] if path == base else [path, base]
-    places = [f"{prefix}{name}:{source.line}" for name in names]
+    function = source.function
     # The function says more than the directories, which the tree of files has in full.
-    return cell(*(f"{place} {source.function}".rstrip() for place in places), places[-1])
+    spellings = [
+        f"{path}:{source.line} {function}",
+        f"{base}:{source.line} {function}",
+        f"{base}:{source.line} {function.rpartition('.<locals>.')[2]}",
+        f"{base}:{source.line}",
+    ]
+    return cell(*(f"{prefix}{spelling}".rstrip() for spelling in spellings))
 
 
 def short_path(file: str) -> str:

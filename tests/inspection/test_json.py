@@ -348,14 +348,18 @@ def test_wrong_types_are_named():
     """A wrong value is told with what it should be and what it is."""
     data = json.loads(json.dumps(SMALL.to_json()))
     data["collectives"][1]["executions"] = True
-    data["collectives"][2]["frames"] = [2, -1]
+    data["collectives"][2]["frames"] = [0, -1]
+    data["collectives"][3]["frames"] = [2]
     assert error(Report.from_json, data).split("\n") == [
         "argument of `Report.from_json` has a wrong value in collectives[1].executions.",
         "  expected  an integer",
         "  got       true",
         "argument of `Report.from_json` has a wrong value in collectives[2].frames.",
         "  expected  indices into the 2 frames",
-        "  got       [2, -1]",
+        "  got       [0, -1]",
+        "argument of `Report.from_json` has a wrong value in collectives[3].frames.",
+        "  expected  indices into the 2 frames",
+        "  got       [2]",
     ]
 
 

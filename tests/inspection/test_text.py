@@ -5,6 +5,8 @@ import io
 import os
 from pathlib import Path
 import re
+import subprocess
+import sys
 
 from hypothesis import given, settings, strategies as st
 import pytest
@@ -178,6 +180,38 @@ def test_long_paths_leave_room():
     text = plain(report(collectives=(collective(source=deep),)).__rich__(), width=80)
     assert "train.py:123" in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_spellings_of_a_line():
+    """A line is spelled with its path and qualified name first, and its bare place last."""
+    inner = source(7, "loss.<locals>.body", "/w/train.py")
+    assert [text.plain for text in _text.source_cell(inner, prefix="for ")] == [
+        "for /w/train.py:7 loss.<locals>.body",
+        "for train.py:7 loss.<locals>.body",
+        "for train.py:7 body",
+        "for train.py:7",
+    ]
+    assert [text.plain for text in _text.source_cell(None)] == ["no line"]
+
+
+def test_rich_is_loaded_when_something_is_drawn():
+    """Records, JSON, traces and differences come without rich; drawing loads it."""
+    code = (
+        "import sys, reports\n"
+        "from spmd.inspection import _diff, _json, _perfetto, _scalars\n"
+        "reports.SMALL.to_json(), reports.SMALL.trace_events(), reports.SMALL.scalars()\n"
+        "_diff.diff(reports.SMALL, reports.report())\n"
+        "assert 'rich' not in sys.modules\n"
+        "str(reports.SMALL)\n"
+        "assert 'rich' in sys.modules\n"
+    )
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), *sys.path])
+    subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )
 
 
 def test_shapes_are_compact():
