@@ -24,6 +24,7 @@ _MESH = re.compile(
     r"(?:,? ?device_ids=\((?P<devices>[^{]*)\))?"
     r" ?\{(?P<names>[^}]*)\}"
 )
+_SENT_PAIRS = re.compile(r'\b_xla_send_recv_source_target_pairs="?(\{(?:\{[\d, ]*\},?)*\})')
 _MESH_AXIS = re.compile(r"['\"]([^'\"]+)['\"]=(\d+)")
 _AXIS_REF = re.compile(r"['\"]([^'\"]+)['\"](?::\((\d+)\)(\d+))?")
 _DEVICE_IOTA = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?$")
@@ -123,7 +124,7 @@ def logical_groups(instruction: Instruction, module: Module) -> Groups:
     """
     text = written_groups(instruction)
     groups = expand_replica_groups(text)
-    if instruction.attribute("source_target_pairs"):
+    if _pairs(instruction):
         groups = connected(groups)
     replicas, partitions = range(module.num_replicas), range(module.num_partitions)
 
@@ -145,8 +146,15 @@ def logical_groups(instruction: Instruction, module: Module) -> Groups:
 
 def written_groups(instruction: Instruction) -> str:
     """The groups, or the pairs of a permute, as XLA prints them."""
-    pairs = instruction.attribute("source_target_pairs")
-    return pairs or instruction.attribute("replica_groups") or "{}"
+    return _pairs(instruction) or instruction.attribute("replica_groups") or "{}"
+
+
+def _pairs(instruction: Instruction) -> str | None:
+    """Sources and targets, which a send and its recv have among the front-end's attributes."""
+    if instruction.opcode not in ("send", "recv"):
+        return instruction.attribute("source_target_pairs")
+    found = _SENT_PAIRS.search(instruction.attributes)
+    return found[1] if found else None
 
 
 def numbering(instruction: Instruction) -> str:
@@ -168,11 +176,18 @@ def numbering(instruction: Instruction) -> str:
 
 def connected(pairs: Iterable[Sequence[int]]) -> Groups:
     """The sets of devices that the source and target pairs of a permute join, smallest first."""
-    group_of: dict[int, set[int]] = {}
+    group_of: dict[int, list[int]] = {}
     for source, target in pairs:
-        merged = group_of.get(source, {source}) | group_of.get(target, {target})
-        group_of.update(dict.fromkeys(merged, merged))
-    return tuple(sorted({tuple(sorted(group)) for group in group_of.values()}))
+        larger, smaller = (group_of.setdefault(device, [device]) for device in (source, target))
+        if larger is smaller:
+            continue
+        if len(larger) < len(smaller):
+            larger, smaller = smaller, larger
+        larger += smaller
+        # Only the smaller one moves: a ring through a whole pod has thousands of pairs.
+        group_of.update(dict.fromkeys(smaller, larger))
+    groups = {id(group): group for group in group_of.values()}
+    return tuple(sorted(tuple(sorted(group)) for group in groups.values()))
 
 
 def mesh_axes_of(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
