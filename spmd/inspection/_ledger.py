@@ -8,7 +8,7 @@ import dataclasses
 from spmd.inspection import _groups, _hlo, _source
 from spmd.inspection._hlo import Computation, Instruction, Module
 from spmd.inspection._records import KINDS, Collective, Shape, Shapes, Source
-from spmd.inspection._walk import Visit, visits
+from spmd.inspection._walk import Visit, calls_of, visits
 
 
 def collectives(hlo_text: str, axis_sizes: Mapping[str, int]) -> tuple[Collective, ...]:
@@ -35,11 +35,31 @@ def ledger(
     """List the collectives of a module whose computations run as `visited` says."""
     reader = _Reader(module, axis_sizes)
     started = _started_channels(module)
-    for name, visit in visited.items():
-        computation = module.computations[name]
-        for one in computation.instructions:
-            if is_collective(one) and not _goes_on(one, computation, started):
-                yield reader.record(one, computation, visit)
+    for one, computation in _in_program_order(module, visited):
+        if is_collective(one) and not _goes_on(one, computation, started):
+            yield reader.record(one, computation, visited[computation.name])
+
+
+def _in_program_order(
+    module: Module, visited: Mapping[str, Visit]
+) -> Iterator[tuple[Instruction, Computation]]:
+    """Every instruction that runs, where the program first reaches it, with its computation."""
+    if not visited:
+        return
+    entered = {module.entry}
+    entry = module.computations[module.entry]
+    pending = [(entry, iter(entry.instructions))]
+    while pending:
+        computation, rest = pending[-1]
+        one = next(rest, None)
+        if one is None:
+            pending.pop()
+            continue
+        yield one, computation
+        inside = dict.fromkeys(name for name, _ in calls_of(one) if name in visited)
+        callees = [module.computations[name] for name in reversed(inside) if name not in entered]
+        entered.update(inside)
+        pending += [(callee, iter(callee.instructions)) for callee in callees]
 
 
 def wire_bytes(kind: str, operand: int, result: int, group_size: int) -> int:
