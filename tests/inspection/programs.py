@@ -16,7 +16,6 @@ import dataclasses
 from fractions import Fraction
 import functools
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ import numpy as np
 
 import spmd
 from spmd import with_sharding_constraint as constrain
+from spmd.inspection._topology import topology
 
 AXES = {"data": 4, "model": 2}
 DATA, MODEL = AXES["data"], AXES["model"]
@@ -151,21 +151,9 @@ def cpu_target(order: tuple[int, ...] = tuple(range(8))) -> Target:
 
 
 def tpu_target() -> Target:
-    """Eight chips of a described TPU v5e.
-
-    Raises:
-        ImportError: libtpu is not installed.
-    """
-    import libtpu  # noqa: F401  the message of a missing package beats that of its absence later
-
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    # Several test processes compile at the same time; only one could hold a real TPU.
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    from jax.experimental import topologies
-
-    found = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4")
-    devices = np.array(found.devices).reshape(DATA, MODEL)
-    return Target(backend="tpu", mesh=Mesh(devices, tuple(AXES)))
+    """Eight chips of a described TPU v5e, which needs libtpu."""
+    described = topology("v5e:2x4").devices.reshape(DATA, MODEL)
+    return Target(backend="tpu", mesh=Mesh(described, tuple(AXES)))
 
 
 def array(*dims: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:

@@ -1,6 +1,7 @@
 """The ledger against programs that were counted by hand, on CPU and for TPU."""
 
 import functools
+import importlib.util
 import math
 from pathlib import Path
 import re
@@ -18,7 +19,8 @@ FILE = Path(programs.__file__)
 def _target(backend):
     if backend == "cpu":
         return programs.cpu_target()
-    pytest.importorskip("libtpu", reason="programs for TPU are compiled by libtpu (spmd[tpu])")
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu, which compiles for TPUs, is not installed: pip install 'spmd[tpu]'")
     return programs.tpu_target()
 
 
