@@ -40,5 +40,6 @@ def show_bytes(count: int) -> str:
     """A size in the largest binary unit that leaves at least one: ``1.5 MiB``."""
     if count < 1024:
         return f"{count} B"
-    power = min(int(math.log(count, 1024)), 4)
+    # What rounds to 1024.0 of a unit is 1.0 of the next.
+    power = min(int(math.log(count / 1023.95, 1024)) + 1, 4)
     return f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import dataclasses
 import itertools
 import os
 from pathlib import PurePath
@@ -380,7 +381,10 @@ def render_sources(report: Report, limit: int | None = LIMIT) -> RenderableType:
         report: what is drawn.
         limit: the most lines over all files; None for all.
     """
-    lines = _grouped(report.collectives, lambda one: one.source)
+    # Several operations of one line differ in their columns.
+    lines = _grouped(
+        report.collectives, lambda one: one.source and dataclasses.replace(one.source, column=0)
+    )
     files = _grouped(report.collectives, lambda one: one.source and one.source.file)
     kept = dict(list(lines.items())[:limit])
     below: dict[str | None, dict[Source, list[Collective]]] = {}
