@@ -1,8 +1,7 @@
 """Writes the HLO texts of this folder: ``python tests/inspection/goldens/write.py cpu`` (or tpu).
 
-Which texts come out depends on the JAX that runs it; the files say which one made them. The
-ledgers beside them (``.ledger.txt``) are not written by any program: they are counted by hand, most
-of them in `programs.py`.
+Which texts come out depends on the JAX that runs it; the files say which one made them. It does not
+write the ledgers beside them: whoever makes a new text has to check what it must say.
 """
 
 import os
@@ -13,14 +12,14 @@ import sys
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec as P
 import programs
 
+HERE = Path(__file__).parent
 # By backend and JAX: programs of `programs.py`, and reshards of an array of 24 x 40 floats.
 NAMED = {
     "cpu-0.10": ["moe_dispatch", "megatron_block", "swapped_axes", "until_the_data_say_so"],
