@@ -239,13 +239,14 @@ def _frames(tables: dict[str, dict[int, str]]) -> dict[int, tuple[Source, int]]:
         number: _place(row, tables["FileNames"], tables["FunctionNames"])
         for number, row in tables["FileLocations"].items()
     }
-    frames = {}
-    for number, row in tables["StackFrames"].items():
-        # The printed number of the caller is one too high: the outermost frame names itself.
-        place, caller = places.get(_field(row, "file_location_id")), _field(row, "parent_frame_id")
-        if place:
-            frames[number] = place, caller - 1
-    return frames
+    frames = {
+        number: (places.get(_field(row, "file_location_id")), _field(row, "parent_frame_id"))
+        for number, row in tables["StackFrames"].items()
+    }
+    # The printed number of the caller is one too high, so that no outermost frame says 0. Should a
+    # release print the number itself, one does.
+    excess = min((caller for _, caller in frames.values()), default=0) > 0
+    return {n: (place, caller - excess) for n, (place, caller) in frames.items() if place}
 
 
 def _place(row: str, files: dict[int, str], functions: dict[int, str]) -> Source:

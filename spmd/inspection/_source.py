@@ -8,7 +8,7 @@ from pathlib import Path
 import re
 import sysconfig
 
-from spmd.inspection._hlo import Instruction, Module
+from spmd.inspection._hlo import Instruction, Module, unescape
 from spmd.inspection._records import Source
 
 # What JAX before 0.10 and other front-ends write instead of a frame.
@@ -26,19 +26,17 @@ def frames_of(instruction: Instruction, module: Module) -> tuple[Source, ...]:
     Returns:
         The frames, those of libraries included; none where the compiler gave none.
     """
-    number, frames = instruction.frame_id, []
-    while number in module.frames:
-        place, caller = module.frames[number]
-        frames.append(place)
-        number = caller if caller < number else 0  # a caller stands before: no endless walk
-    return tuple(frames) or _single_frame(instruction.attributes)
+    number, frames = instruction.frame_id, {}
+    while number in module.frames and number not in frames:
+        frames[number], number = module.frames[number]
+    return tuple(frames.values()) or _single_frame(instruction.attributes)
 
 
 def _single_frame(attributes: str) -> tuple[Source, ...]:
     file, line = _FILE.search(attributes), _LINE.search(attributes)
     if not file or not line:
         return ()
-    return (Source(file=file[1], line=int(line[1]), column=0, function=""),)
+    return (Source(file=unescape(file[1]), line=int(line[1]), column=0, function=""),)
 
 
 def user_source(frames: Sequence[Source]) -> Source | None:
@@ -60,9 +58,12 @@ def is_library(file: str) -> bool:
     if ours in path.parents:
         return ours / "demo" not in path.parents
     # A module's text may come from another machine, whose folders are not ours.
-    if file.startswith("<frozen ") or {"site-packages", "dist-packages"} & set(path.parts):
+    if file.startswith("<frozen ") or _ELSEWHERE.search(file):
         return True
     return any(folder in path.parents for folder in _library_folders())
+
+
+_ELSEWHERE = re.compile(r"[\\/](?:site-packages|dist-packages|lib(?:64)?[\\/]python3\.\d+t?)[\\/]")
 
 
 @functools.lru_cache(maxsize=1)
@@ -76,6 +77,11 @@ def direction_of(op_name: str) -> str:
     JAX writes ``jvp(...)`` around what a gradient differentiates, ``transpose(jvp(...))`` around
     its backward pass; what a rematerialization computes again stands inside the latter.
     """
-    if "transpose(" in op_name:
+    found = set(_TRANSFORM.findall(op_name))
+    if "transpose" in found:
         return "backward"
-    return "forward" if "jvp(" in op_name else "other"
+    return "forward" if found else "other"
+
+
+# Names of functions and scopes may end in these words; transformations stand by themselves.
+_TRANSFORM = re.compile(r"(?:^|[/(])(transpose|jvp)\(")
