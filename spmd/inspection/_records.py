@@ -368,6 +368,9 @@ class Report:
 
         return _text.render_report(self)
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))  # the last value of a notebook's cell
+
     def show(
         self, console: Console | None = None, *, all_frames: bool = False, limit: int | None = 40
     ) -> None:

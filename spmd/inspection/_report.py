@@ -13,7 +13,7 @@ import numpy as np
 
 import spmd
 from spmd import _mesh, _resolve, stages
-from spmd.errors import ArgumentError, Failure, explain
+from spmd.errors import ArgumentError, Failure, MeshError, explain
 from spmd.inspection._cost import cost_of
 from spmd.inspection._hlo import Module, parse_modules
 from spmd.inspection._ledger import ledger
@@ -93,17 +93,44 @@ def _nothing_to_compile(f: Any) -> Failure:
 
 def _mesh_of(compiled: Any, mesh: Any) -> Any:
     """The mesh that the axes of a program belong to, or None."""
+    if mesh is not None:
+        if failure := _bound_elsewhere(compiled, mesh) or _runs_elsewhere(compiled, mesh):
+            raise explain("report", [failure])
+        return mesh
     if isinstance(compiled, stages.Compiled):
         return compiled.mesh
-    if mesh is not None:
-        return mesh
     found = (getattr(s, "mesh", None) for s in _shardings(compiled))
     return next((m for m in found if m is not None and m.axis_names), None) or _current(compiled)
 
 
+def _bound_elsewhere(compiled: Any, mesh: Any) -> Failure | None:
+    if not isinstance(compiled, stages.Compiled) or _mesh.plain_mesh(mesh) == compiled.mesh:
+        return None
+    return Failure(
+        what="cannot compile for another mesh than the function's own",
+        given=f"mesh={_mesh.show_mesh(mesh)}",
+        expected=f"{_mesh.show_mesh(compiled.mesh)}, to which the function is bound",
+        error=MeshError,
+    )
+
+
+def _runs_elsewhere(compiled: Any, mesh: Any) -> Failure | None:
+    devices = _devices(compiled)
+    if {*devices} == {*mesh.devices.flat}:
+        return None
+    shown = _mesh.show_devices(sorted(devices, key=lambda device: device.id))
+    return Failure(
+        what="cannot match the program with this mesh",
+        given=f"mesh={_mesh.show_mesh(mesh)}",
+        got=f"a program for {shown}",
+        fix="give arguments shardings over the mesh, as in jax.jit(f, in_shardings=...)",
+        error=MeshError,
+    )
+
+
 def _current(compiled: Any) -> Any:
     mesh = _mesh.current_mesh()
-    fits = mesh is not None and {*mesh.devices.flat} == {*_devices(compiled, None)}
+    fits = mesh is not None and {*mesh.devices.flat} == {*_devices(compiled)}
     return mesh if fits else None
 
 
@@ -111,15 +138,16 @@ def _shardings(compiled: Any) -> list[Any]:
     return jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
 
 
-def _devices(compiled: Any, mesh: Any) -> list[Any]:
-    if mesh is not None:
-        return [*mesh.devices.flat]
+def _devices(compiled: Any) -> list[Any]:
+    """The devices of a program, in the order of its mesh if there is one."""
+    if isinstance(compiled, stages.Compiled):
+        return [*compiled.mesh.devices.flat]
     found = next((s.device_set for s in _shardings(compiled)), None)
     return [*found] if found else jax.devices()[:1]
 
 
 def _report_of(compiled: Any, mesh: Any) -> Report:
-    devices = _devices(compiled, mesh)
+    devices = _devices(compiled)
     axis_sizes = dict(mesh.shape) if mesh is not None else {}
     modules = parse_modules(compiled.as_text() or "")
     visited = [visits(module) for module in modules]

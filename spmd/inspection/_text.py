@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import itertools
-import os
 from pathlib import PurePath
 from typing import Any
 
@@ -25,6 +24,7 @@ from spmd.inspection._layout import (
     flow,
     plain as plain,
 )
+from spmd.inspection._places import short_path
 from spmd.inspection._records import (
     DIRECTIONS,
     Buffer,
@@ -158,15 +158,6 @@ def source_cell(source: Source | None, *, prefix: str = "") -> Cell:
         f"{base}:{source.line}",
     ]
     return cell(*(f"{prefix}{spelling}".rstrip() for spelling in spellings))
-
-
-def short_path(file: str) -> str:
-    """A path relative to the working directory where the file is below it."""
-    try:
-        here = os.path.join(os.getcwd(), "")
-    except OSError:  # the directory is gone
-        return file
-    return file[len(here) :] if file.startswith(here) and len(file) > len(here) else file
 
 
 def shapes_cell(shapes: Shapes) -> Cell:
