@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-import os
 from pathlib import Path
 from typing import Any
 
 from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, explain
 from spmd.inspection._bytes import show_bytes
+from spmd.inspection._places import short_path
 from spmd.inspection._records import DIRECTIONS, Collective, Report, Source
+from spmd.inspection._source import direction_of
 from spmd.testing._budgets import (
     SUBJECT,
     Budget,
@@ -48,7 +49,8 @@ def assert_collectives(
     `max_bytes` and `max_count`), on both (``"all-gather@model"``, ``"*@model"``), or on everything
     (``"*"``). A collective over two axes counts for each of them, one over a part of an axis for
     that axis. Both branches of a conditional count as if they ran. A limit on a collective whose
-    number of executions is unknown is broken: unknown is not taken for one.
+    number of executions is unknown is broken: unknown is not taken for one. What the compiler
+    combined into one exchange is in every place whose name it kept: all on CPU, one on TPU.
 
     Args:
         f: what `spmd.report` takes (a `pjit` or `jax.jit` function, or a lowered or compiled one),
@@ -161,12 +163,18 @@ def _part(report: Report, place: str, budget: Budget) -> tuple[Collective, ...]:
 
 def _is_in(one: Collective, place: str) -> bool:
     if place in _PLACES:
-        return one.in_loop if place == "loop" else one.direction == place
+        return one.in_loop if place == "loop" else place in _directions(one)
     return (
         _in_file(one.source, place)
         or any(_is_function(frame.function, place) for frame in _frames(one))
         or any(f"/{place}/" in f"/{'/'.join(components(s))}/" for s in stacks(one))
     )
+
+
+def _directions(one: Collective) -> set[str]:
+    # What the compiler combined can be of both passes at once.
+    others = (direction_of(stack) for stack in stacks(one)) if one.combined > 1 else ()
+    return {one.direction, *others}
 
 
 def _frames(one: Collective) -> tuple[Source, ...]:
@@ -264,10 +272,4 @@ def _where(one: Collective) -> str:
         return f"at an unknown line ({one.op_name or one.name or 'no name'})"
     function = f" ({one.source.function})" if one.source.function else ""
     used = "used " if one.source_is_consumer else ""
-    return f"{used}at {_relative(one.source.file)}:{one.source.line}{function}"
-
-
-def _relative(file: str) -> str:
-    """A path that a terminal opens, without the folders down to the current one."""
-    folder = os.getcwd() + os.sep
-    return file.removeprefix(folder)
+    return f"{used}at {short_path(one.source.file)}:{one.source.line}{function}"

@@ -364,10 +364,9 @@ def _unmatched(
     candidates: dict[Row, list[Row]] = {}
     for new in extra:
         candidates.setdefault(new.without_place(), []).append(new)
+    # A combined row can stand for any place: those that need one are served first.
     for old in sorted(missing, key=lambda row: row.combined):
-        alike = candidates.get(old.without_place(), [])
-        # A combined row can stand for any place: those that need one are served first.
-        for new in sorted(alike, key=lambda row: row.combined is old.combined):
+        for new in candidates.get(old.without_place(), ()):
             if any_place or old.combined or new.combined:
                 both = min(missing[old], extra[new])
                 missing[old] -= both

@@ -58,8 +58,8 @@ def _split(path: str, separator: str = "/") -> Iterator[str]:
 def stacks(one: Collective) -> list[str]:
     """The name stacks of all exchanges that were combined into one collective, in their order.
 
-    XLA joins them by colons and takes out what they have in common, where it does not lose them:
-    ``jit(step)/(jvp(a)/add:jvp(b)/add)``.
+    On CPU, XLA joins them by colons and takes out what they have in common, as in
+    ``jit(step)/(jvp(a)/add:jvp(b)/add)``; on TPU it keeps the first alone.
     """
     return list(_expand(one.op_name)) if one.combined > 1 else [one.op_name]
 

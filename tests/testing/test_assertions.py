@@ -249,6 +249,13 @@ def test_an_axis_that_the_mesh_does_not_have():
     )
 
 
+@pytest.mark.parametrize("option", ["none", "only", "max_bytes", "max_count"])
+def test_every_option_knows_the_axes(option):
+    """No option takes an axis that is not there for one over which nothing happens."""
+    with pytest.raises(ValueError, match="knows no mesh axis 'x'"):
+        assert_collectives(ALL, **{option: {"*@x": 1} if option[:3] == "max" else ["*@x"]})
+
+
 def test_an_axis_without_a_mesh():
     """A program without a mesh has no axes, and a limit on everything still holds."""
     plain = report(mesh={})
@@ -525,10 +532,22 @@ def test_stacks_of_one_collective():
     assert stacks(collective(op_name="jit(f)/a:b/add")) == ["jit(f)/a:b/add"]
 
 
+def test_the_direction_of_one_exchange_is_the_ledgers():
+    """Names are asked only where several exchanges are in one: the ledger may know better."""
+    one = collective(op_name="jit(f)/transpose(jvp(a))/add", direction="other")
+    assert breaks(report(one), within={"backward": {"none": "*"}}) == []
+    assert breaks(report(one), within={"other": {"none": "*"}})
+
+
 def test_within_finds_what_was_combined():
     """A collective is in the place of each exchange that was combined into it."""
     both = report(collective(op_name="jit(f)/(a/add:b/add)", combined=2))
-    assert breaks(both, within={"b": {"none": "*"}, "a/add": {"max_count": 0}, "f": {}})
+    assert len(breaks(both, within={"b": {"none": "*"}, "a/add": {"max_count": 0}, "f": {}})) == 2
+    names = "jit(f)/(jvp(a)/add:transpose(jvp(b))/add)"
+    both = report(collective(op_name=names, combined=2, direction="backward"))
+    nothing = {"none": "*"}
+    assert len(breaks(both, within={"forward": nothing, "backward": nothing})) == 2
+    assert breaks(both, within={"other": nothing}) == []
 
 
 # Programs

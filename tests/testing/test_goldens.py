@@ -208,12 +208,26 @@ def test_combining_hides_nothing_else(golden):
         golden(report(joined(MLP, ATTN), ATTN), report(joined(MLP, ATTN), HEAD))
 
 
+def test_combined_rows_are_matched_as_well_as_they_can(golden):
+    """What could stand for anything is left to what needs it."""
+    then = joined(MLP, ATTN, op_name="jit(step)/a", direction="backward")
+    now = joined(MLP, ATTN, op_name="jit(step)/b", direction="backward")
+    golden(report(then, HEAD), report(now, MLP))
+
+
 def test_a_combined_row_says_so():
     """The place of a combined exchange is that of one of them, and marked."""
     rows = golden_text(report(joined(MLP, ATTN))).splitlines()[6:]
     assert rows == [
         "all-reduce | data | f32[256,1024] -> f32[256,1024] | 1048576 B | 1 run | x2 | forward | ~ mlp/dot_general"
     ]
+
+
+def test_what_is_combined_and_cannot_be_taken_apart(golden):
+    """An exchange of several that is one whole has the place of one of them too."""
+    then = collective("all-to-all", combined=2)
+    assert golden_text(report(then)).splitlines()[6].endswith(" | ~ mlp/dot_general")
+    golden(report(then), report(dataclasses.replace(then, op_name="jit(step)/head/mul")))
 
 
 def test_a_name_for_each(golden):
@@ -353,6 +367,9 @@ def test_update(tmp_path, session):
     assert_golden(report(GATHER), path)
     assert session.updated == [path]
     assert os.listdir(path.parent) == ["a.ledger"]
+    path.write_text("something else")
+    assert_golden(report(GATHER), path)
+    assert session.updated == [path] * 2
     session.update = False
     assert_golden(report(GATHER), path)
     with pytest.raises(AssertionError):
@@ -384,6 +401,14 @@ def test_line_ends_of_another_system(tmp_path):
     path = tmp_path / "a.ledger"
     path.write_bytes(golden_text(report(GATHER, MLP)).replace("\n", "\r\n").encode() + b"\r\n")
     assert_golden(report(MLP, GATHER), path)
+
+
+def test_a_row_that_stands_twice(tmp_path):
+    """A merge can leave a row twice: their numbers add up."""
+    path = tmp_path / "a.ledger"
+    text = golden_text(report(GATHER))
+    path.write_text(text + text.splitlines()[-1])
+    assert_golden(report(GATHER, GATHER), path)
 
 
 @pytest.mark.parametrize(

@@ -256,8 +256,9 @@ def test_update_in_ci(inner, pytester, monkeypatch):
     assert " | 2 runs | " in next(pytester.path.rglob("*.ledger")).read_text()
 
 
-def test_xdist(inner, pytester):
-    """Several processes write several goldens; the summary lists all of them, once."""
+def test_xdist(inner, pytester, monkeypatch):
+    """Several processes write several goldens, in CI too; the summary lists all of them, once."""
+    monkeypatch.setenv("CI", "true")
     tests = """
         import pytest
         from made import collective, report

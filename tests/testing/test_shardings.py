@@ -132,6 +132,7 @@ def test_memory_kinds(mesh):
     assert_sharding(x, P("data"))
     assert_sharding(x, P("data", U))
     assert_sharding(x, sharding)
+    assert differs(x, NamedSharding(mesh, P("data", U)))
     told(
         """
         assert_sharding finds x sharded otherwise.
