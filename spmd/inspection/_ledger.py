@@ -238,7 +238,7 @@ class _Origin:
 
 
 def _origin(one: Instruction, computation: Computation, visit: Visit, module: Module) -> _Origin:
-    """The frames and the name of a collective, or else of what it is wrapped in or needed for."""
+    """The frames and the name of a collective, or of what wraps it, needs it, or makes its data."""
     op_name = one.op_name
     if frames := _source.frames_of(one, module):
         return _Origin(frames, op_name, _source.direction_of(op_name))
@@ -249,6 +249,10 @@ def _origin(one: Instruction, computation: Computation, visit: Visit, module: Mo
         if frames := _source.frames_of(user, module):
             direction = _source.direction_of(user.op_name)
             return _Origin(frames, op_name or user.op_name, direction, is_consumer=True)
+    for maker in _makers(one, computation):
+        frames, op_name = _source.frames_of(maker, module), op_name or maker.op_name
+        if frames:
+            return _Origin(frames, op_name, _source.direction_of(maker.op_name))
     return _Origin((), op_name, _source.direction_of(op_name))
 
 
@@ -259,4 +263,13 @@ def _users(one: Instruction, computation: Computation) -> Iterator[Instruction]:
     for other in computation.instructions:
         if not reached.isdisjoint(other.operand_names):
             reached.add(other.name)
+            yield other
+
+
+def _makers(one: Instruction, computation: Computation) -> Iterator[Instruction]:
+    """The instructions that make what a collective exchanges, the nearest first."""
+    needed = set(one.operand_names)
+    for other in reversed(computation.instructions):
+        if other.name in needed:
+            needed.update(other.operand_names)
             yield other

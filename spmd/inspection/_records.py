@@ -107,10 +107,10 @@ class Collective:
         group_size: devices in the largest group that exchange with each other.
         executions: how often it runs in one call of the program: the product of the trip counts of
             the loops around it; None where one of them is unknown.
-        source: the user's line that it comes from: the innermost frame outside of libraries; None
-            where the compiler gives none.
-        source_is_consumer: True where the compiler gave the exchange itself no line, and `source`
-            is the line of the first operation that uses its result.
+        source: the user's line that it comes from: the innermost frame outside of libraries. Where
+            the compiler gave the exchange itself none, the line of the first operation that uses
+            its result, or else of the last one that makes its data; None without any of them.
+        source_is_consumer: True where `source` is the line of the operation that uses it.
         frames: all frames, innermost first, libraries included.
         direction: one of `DIRECTIONS`, as the name stack tells.
         op_name: the name-stack path that JAX gave the operation; for a resharded argument, the

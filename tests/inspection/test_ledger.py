@@ -1,6 +1,7 @@
 """The list of collectives, against programs counted by hand."""
 
 import dataclasses
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -247,3 +248,28 @@ def test_totals_by_nothing_known(by):
     """A property that collectives do not have is an error that lists those they have."""
     with pytest.raises(ValueError, match="by kind, axis, line, direction"):
         inspection.totals((), *by)
+
+
+def test_a_gathered_result_has_the_line_that_makes_it(mesh):
+    """A gather that only the result needs is of the last operation; of an argument, the argument."""
+
+    def doubled(x):
+        return x * 2  # here
+
+    text = _compile(mesh, doubled, P("data"), P(), X).as_text()
+    (gather,) = inspection.collectives(text, mesh.shape)
+    assert (gather.kind, gather.source.function.split(".")[-1]) == ("all-gather", "doubled")
+    assert (
+        "# here"
+        in inspect.getsource(doubled).splitlines()[
+            gather.source.line - inspect.getsourcelines(doubled)[1]
+        ]
+    )
+    assert not gather.source_is_consumer
+
+
+def test_a_gathered_argument_is_named(mesh):
+    """A gather of an argument, for nothing but the result, names it."""
+    text = _compile(mesh, lambda weights: weights, P("data"), P(), X).as_text()
+    (gather,) = inspection.collectives(text, mesh.shape)
+    assert gather.op_name == "weights"
