@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Starts a session of goldens, where one could be needed."""
     config.stash[_written] = {}
     update = bool(config.getoption(_UPDATE))
-    if update and _in_ci() and not _is_worker(config):
+    if update and _in_ci():
         _demand_command_line(config)
     # Inside of another run, as with pytester, the outer one's goldens are loaded already.
     if update or _GOLDENS in sys.modules:
@@ -64,7 +64,7 @@ def _in_ci() -> bool:
 
 
 def _is_worker(config: pytest.Config) -> bool:
-    return hasattr(config, "workerinput")  # of pytest-xdist, which takes the controller's options
+    return hasattr(config, "workerinput")  # of pytest-xdist
 
 
 def _demand_command_line(config: pytest.Config) -> None:
