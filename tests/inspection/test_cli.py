@@ -1,0 +1,233 @@
+"""`spmd report`, `sweep`, `fits` and `diff`: what they print, refuse and return."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from spmd import __main__ as cli
+from spmd.inspection import Report
+from spmd.inspection._options import CommandError, load, parse_axes, parse_limits, parse_vary
+
+TRAIN = """
+import jax, jax.numpy as jnp
+from spmd import P, pjit
+
+def predict(w, x):
+    return jnp.tanh(x @ w) @ w.T
+
+specs = P(None, "model"), P("data")
+forward = pjit(predict, in_axis_resources=specs, out_axis_resources=P("data"))
+
+class Nested:
+    forward = forward
+
+def example_args():
+    return jax.ShapeDtypeStruct((64, 32), jnp.float32), jax.ShapeDtypeStruct((16, 64), jnp.float32)
+
+def arrays():
+    return tuple(jnp.ones(a.shape, a.dtype) for a in example_args())
+
+KEYWORDS = dict(zip("wx", example_args()))
+"""
+MESH = ("--mesh", "data=4,model=2")
+
+
+@pytest.fixture(name="here", autouse=True)
+def _here(tmp_path, monkeypatch):
+    """A folder with a module `a_train`, as the working directory; the module is gone after."""
+    (tmp_path / "a_train.py").write_text(textwrap.dedent(TRAIN))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    # The process of the tests has its devices already.
+    monkeypatch.setattr(cli, "set_device_count", lambda count: None)
+    yield tmp_path
+    sys.modules.pop("a_train", None)
+
+
+def _report(*args):
+    return cli.main(["report", "a_train:forward", "--args", "a_train:example_args", *args])
+
+
+def test_a_report_is_printed_and_written(here, capsys):
+    """The terminal shows the ledger; the file holds the same report; the trace is JSON."""
+    assert _report(*MESH, "--json", "r.json", "--trace", "t.json") == 0
+    out, err = capsys.readouterr()
+    report = Report.load(here / "r.json")
+    (one,) = report.collectives
+    assert (one.kind, one.mesh_axes) == ("all-reduce", ("model",))
+    # 16 / 4 rows of 64 floats, on each device.
+    assert one.payload_bytes == 16 // 4 * 64 * 4
+    assert f"a_train.py:{one.source.line}" in out
+    assert str(report).splitlines()[-1].split()[:2] == ["peak", out.splitlines()[-1].split()[1]]
+    assert err.startswith("compiling a_train:forward ...\n")
+    assert json.loads((here / "t.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("a_train.py:forward", "--args", "a_train.py:example_args"),
+        ("a_train:Nested.forward", "--args", "a_train:KEYWORDS"),
+        ("a_train:forward", "--args", "a_train:arrays"),
+    ],
+    ids=["files", "keywords", "arrays"],
+)
+def test_ways_to_name_things(args, here):
+    """Files, attributes of attributes, keyword arguments and real arrays give the same report."""
+    assert cli.main(["report", *args, *MESH, "--quiet", "--json", "r.json"]) == 0
+    assert Report.load(here / "r.json").total.payload_bytes == 16 // 4 * 64 * 4
+
+
+def test_stand_ins_and_other_topologies(here):
+    """A topology takes the place of the devices of this machine."""
+    assert _report("--mesh", "data=-1,model=2", "--topology", "cpu:16", "--json", "r.json") == 0
+    report = Report.load(here / "r.json")
+    assert (dict(report.mesh), report.stand_in) == ({"data": 8, "model": 2}, True)
+
+
+def test_a_broken_limit_is_an_exit_code(capsys):
+    """A limit that holds gives 0, a broken one 1 and the reason; `--quiet` prints only that."""
+    assert _report(*MESH, "--quiet", "--none", "all-gather", "--max-bytes", "model=1KiB") == 0
+    assert capsys.readouterr().out == ""
+    limits = ("--none", "all-reduce@model", "--max-bytes", "*=100", "--max-count", "all-reduce=0")
+    assert _report(*MESH, "--quiet", *limits) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "breaks 3 limits" in err
+    assert "1. none, all-reduce over model: allowed 0, found 1" in err
+
+
+BAD = [
+    (("report", "a_train"), "FUNCTION a_train names no object: write module:name, such as"),
+    (("report", "a_trian:forward"), "FUNCTION: there is no module 'a_trian' here"),
+    (("report", "no.py:forward"), "FUNCTION: there is no file no.py."),
+    (("report", "a_train:forwrad"), "a_train has no 'forwrad'; did you mean 'forward'?"),
+    (("report", "a_train:forward", "--mesh", "data"), "--mesh data is not a mesh: write axis=size"),
+    (("report", "a_train:forward", "--mesh", "a=0"), "--mesh a=0 gives the axis 'a' size 0"),
+    (("report", "a_train:forward", "--mesh", "a=1,a=2"), "--mesh a=1,a=2 names the axis 'a' twice"),
+    (("report", "a_train:forward", *MESH), "a_train:forward cannot be called so: missing a"),
+    (("report", "a_train:forward", "--devices", "0"), "--devices 0 is too few"),
+    (("report", "a_train:forward", "--json", "no/r.json"), "--json no/r.json is in a folder that"),
+    (("report", "a_train:forward", "--max-bytes", "4MB"), "--max-bytes 4MB is not a limit: write"),
+    (("report", "a_train:forward", "--max-count", "a=b"), "--max-count a=b is no whole number."),
+    (("fits", "a_train:forward", "--vary", "x"), "--vary x is no dimension of an argument: write"),
+    (("sweep", "a_train:forward", *MESH), "sweep needs --topology, once for each mesh to compare."),
+    (("sweep", "a_train:forward", "--topology", "cpu:8"), "--topology needs --mesh, such as"),
+    (("diff", "no.json", "no.json"), "no.json cannot be read: No such file or directory."),
+]
+
+
+@pytest.mark.parametrize(("args", "sentence"), BAD, ids=lambda part: " ".join(part)[:40])
+def test_a_bad_argument_gets_one_sentence(args, sentence, capsys):
+    """What cannot be done is said in a sentence on the standard error, with exit code 2."""
+    assert cli.main(args) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("spmd: ")
+    assert sentence in err
+
+
+def test_a_missing_mesh_is_answered_with_the_option(capsys):
+    """A function that needs a mesh, and has none, is told the option."""
+    assert cli.main(["report", "a_train:forward", "--args", "a_train:example_args"]) == 2
+    assert "add --mesh, such as --mesh data=4,model=2" in capsys.readouterr().err
+
+
+def test_an_error_of_the_package_is_printed_without_a_traceback(capsys):
+    """An error that names its cause is enough; the exit code is 1."""
+    args = ["report", "a_train:forward", "--args", "a_train:example_args", "--mesh", "data=8"]
+    assert cli.main(args) == 1
+    assert "mesh axes out of 'data'" in capsys.readouterr().err
+
+
+def test_errors_in_the_users_code_keep_their_traceback(here):
+    """What fails inside of the named module is not dressed up."""
+    (here / "a_broken.py").write_text("import no_such_package\n")
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        cli.main(["report", "a_broken:f"])
+
+
+def test_differences_are_an_exit_code(here, capsys):
+    """Equal ledgers give 0, others 1 and a table; `--json` writes it."""
+    assert _report(*MESH, "--quiet", "--json", "a.json") == 0
+    assert _report("--mesh", "data=8,model=1", "--quiet", "--json", "b.json") == 0
+    capsys.readouterr()
+    assert cli.main(["diff", "a.json", "a.json"]) == 0
+    assert cli.main(["diff", "a.json", "b.json", "--json", "d.json"]) == 1
+    assert "1 removed (-)" in capsys.readouterr().out
+    assert json.loads((here / "d.json").read_text())["removed"]
+    (here / "x.json").write_text("{}")
+    assert cli.main(["diff", "a.json", "x.json"]) == 1
+    assert "x.json" in capsys.readouterr().err
+
+
+def test_a_sweep_has_a_row_for_each_topology(capsys):
+    """Meshes are compared in one table, the axis that was left open filled in."""
+    args = ("--topology", "cpu:4", "--topology", "cpu:8", "--mesh", "data=-1,model=2")
+    function = ("a_train:forward", "--args", "a_train:example_args")
+    assert cli.main(["sweep", *function, *args]) == 0
+    out = capsys.readouterr().out
+    assert "data=2, model=2" in out
+    assert "data=4, model=2" in out
+
+
+def test_fits_is_an_exit_code(capsys):
+    """What fits gives 0, what does not 1, and a varied dimension its largest size."""
+    function = ("a_train:forward", "--args", "a_train:example_args", *MESH)
+    assert cli.main(["fits", *function, "--budget", "1MB"]) == 0
+    assert cli.main(["fits", *function, "--budget", "1KB"]) == 1
+    out = capsys.readouterr().out
+    assert "does not fit" in out
+    assert cli.main(["fits", *function, "--budget", "100KB", "--vary", "x:0"]) == 0
+
+
+@pytest.mark.parametrize("command", ["report", "fits", "sweep", "diff"])
+def test_help_has_examples(command, capsys):
+    """`--help` says what the command does, and how it is used."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main([command, "--help"])
+    assert stop.value.code == 0
+    assert f"  spmd {command} " in capsys.readouterr().out
+
+
+def test_help_and_diff_import_no_jax(here):
+    """Neither needs JAX, which takes a second to import."""
+    _report(*MESH, "--quiet", "--json", "a.json")
+    code = (
+        "import sys\n"
+        "from spmd.__main__ import main\n"
+        "assert main(['diff', 'a.json', 'a.json']) == 0\n"
+        "assert 'jax' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+def test_the_command_sets_its_devices(here):
+    """In a process of its own, as many virtual devices start as the mesh has."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "spmd", "report", "a_train:forward", "--args"]
+        + ["a_train:example_args", "--mesh", "data=3,model=4", "--json", "r.json"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "dimension 0 to be divisible by 3" in done.stderr  # of 16 rows
+
+
+def test_readers_of_options():
+    """What options say, and what they may not say."""
+    assert parse_axes(" data = 4 ,model=-1") == {"data": 4, "model": -1}
+    assert parse_limits("--x", ["model=4MB", "a=b=3"]) == {"model": "4MB", "a=b": "3"}
+    assert parse_vary("batch['x:y']:-1") == ("batch['x:y']", -1)
+    with pytest.raises(CommandError, match="limits 'a' twice"):
+        parse_limits("--x", ["a=1", "a=2"])
+    with pytest.raises(CommandError, match="names no object"):
+        load(":x", "FUNCTION")
