@@ -135,6 +135,7 @@ class Module:
         num_partitions: over how many devices each replica is partitioned.
         frames: the table of stack frames: by number, the place and the number of the caller's
             frame, which is 0 for the outermost.
+        header: the first line, with properties of the whole module.
     """
 
     name: str
@@ -143,6 +144,7 @@ class Module:
     num_replicas: int
     num_partitions: int
     frames: dict[int, tuple[Source, int]] = dataclasses.field(default_factory=dict)
+    header: str = ""
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
@@ -208,6 +210,7 @@ def parse_module(text: str) -> Module:
         num_replicas=_header_count(header, "replica_count"),
         num_partitions=_header_count(header, "num_partitions"),
         frames=_frames(tables),
+        header=header,
     )
 
 

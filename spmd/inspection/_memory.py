@@ -29,7 +29,6 @@ def memory_of(
     analysis: Any,
     *,
     arg_names: Sequence[str] = (),
-    header: str = "",
     largest: int = LARGEST,
 ) -> Memory | None:
     """Reads the compiler's memory plan.
@@ -50,7 +49,6 @@ def memory_of(
         analysis: what ``compiled.memory_analysis()`` gives; None where the backend gives nothing.
         arg_names: paths of the program's parameters; where their number differs, the names that
             the module itself has are used.
-        header: first line of the module's text, which says which outputs lie in donated arguments.
         largest: how many arrays to name.
 
     Returns:
@@ -66,7 +64,7 @@ def memory_of(
     }
     aliased = int(analysis.alias_size_in_bytes)
     peak = sum(sizes.values()) - aliased
-    found = largest_buffers(module, arg_names=arg_names, header=header, largest=largest)
+    found = largest_buffers(module, arg_names=arg_names, largest=largest)
     return Memory(**sizes, aliased=aliased, peak=peak, buffers=found)
 
 
@@ -74,7 +72,6 @@ def largest_buffers(
     module: Module,
     *,
     arg_names: Sequence[str] = (),
-    header: str = "",
     largest: int | None = LARGEST,
 ) -> tuple[Buffer, ...]:
     """The largest arrays of a scheduled module, largest first.
@@ -85,13 +82,12 @@ def largest_buffers(
     Args:
         module: the compiled module.
         arg_names: as in `memory_of`.
-        header: as in `memory_of`.
         largest: how many; None for all.
     """
     if module.entry not in module.computations:
         return ()
     schedule = _Schedule(module)
-    _place_results(schedule, _donations(header))
+    _place_results(schedule, _donations(module.header))
     _share_memory(schedule)
     if not schedule.tiled:
         _hide_in_outputs(schedule.arrays)

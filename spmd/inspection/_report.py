@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import contextlib
 import importlib.metadata
 import itertools
@@ -17,6 +17,7 @@ from spmd.errors import ArgumentError, Failure, MeshError, explain
 from spmd.inspection._cost import cost_of
 from spmd.inspection._hlo import Module, parse_modules
 from spmd.inspection._ledger import ledger
+from spmd.inspection._memory import memory_of
 from spmd.inspection._records import Cost, Memory, Report, Reshard
 from spmd.inspection._walk import visits
 
@@ -164,7 +165,7 @@ def _report_of(compiled: Any, mesh: Any) -> Report:
             itertools.chain.from_iterable(ledger(m, v, axis_sizes) for m, v in pairs)
         ),
         cost=sum((cost_of(m, v) for m, v in pairs), Cost.zeros()),
-        memory=_memory(compiled.memory_analysis()),
+        memory=_memory(modules, compiled.memory_analysis()),
         reshards=_reshards(compiled) if isinstance(compiled, stages.Compiled) else (),
     )
 
@@ -184,20 +185,9 @@ def _name(compiled: Any, modules: tuple[Module, ...]) -> str:
     return modules[0].name.removeprefix("jit_") if modules else ""
 
 
-def _memory(analysis: Any) -> Memory | None:
-    if analysis is None:
-        return None
-    return Memory(
-        arguments=analysis.argument_size_in_bytes,
-        outputs=analysis.output_size_in_bytes,
-        temporaries=analysis.temp_size_in_bytes,
-        aliased=analysis.alias_size_in_bytes,
-        code=analysis.generated_code_size_in_bytes,
-        peak=analysis.argument_size_in_bytes
-        + analysis.output_size_in_bytes
-        - analysis.alias_size_in_bytes
-        + analysis.temp_size_in_bytes,
-    )
+def _memory(modules: Sequence[Module], analysis: Any) -> Memory | None:
+    # Of several modules the compiler gives one plan, and the last one holds the program.
+    return memory_of(modules[-1], analysis) if modules else None
 
 
 # Arguments that move
