@@ -7,8 +7,6 @@ import functools
 import math
 import re
 
-import numpy as np
-
 from spmd.inspection._hlo import Computation, Instruction, Module, parse_shapes, tuple_elements
 from spmd.inspection._records import Cost, Shape
 from spmd.inspection._walk import Visit
@@ -27,8 +25,7 @@ def cost_of(module: Module, visited: Mapping[str, Visit]) -> Cost:
         The cost, with the number of loops and calls that are not in it.
     """
     traffic = _Traffic(module)
-    callers = (v.caller for v in visited.values() if v.executions is None)
-    unknown = {one.name for one in callers if one and one.opcode == "while"}
+    unknown = frozenset[str]().union(*(visit.unknown_loops for visit in visited.values()))
     total = Cost(flops=0, hbm_bytes=0, unknown_loops=len(unknown))
     for name, visit in visited.items():
         computation = module.computations[name]
@@ -54,6 +51,23 @@ def flops_of(computation: Computation) -> Iterator[int]:
             yield rule(one, _operands(one, types))
 
 
+def _base(one: Instruction) -> str:
+    """What an instruction does, or starts to do: ``slice`` for a ``slice-start``."""
+    return one.opcode.removesuffix("-start")
+
+
+def _result_type(one: Instruction) -> str:
+    """The type of what an instruction gives, or of what its start will have given at its end.
+
+    Starts give (operands, result, contexts...), copies (result, operand, contexts...), and
+    all-reduces the result alone.
+    """
+    elements = tuple_elements(one.type)
+    if not one.opcode.endswith("-start") or len(elements) < 2 or _base(one) == "all-reduce":
+        return one.type
+    return elements[0] if _base(one) == "copy" else elements[1]
+
+
 def _operands(one: Instruction, types: Mapping[str, str]) -> list[Shape]:
     inline = parse_shapes(one.operands)
     named = (parse_shapes(types.get(name, "")) for name in one.operand_names)
@@ -70,8 +84,14 @@ def _dot_flops(one: Instruction, operands: list[Shape]) -> int:
 
 
 def _product_flops(one: Instruction, operands: list[Shape], contracted: list[int]) -> int:
-    result = parse_shapes(one.type)[0]
-    return 2 * math.prod(result.dims) * math.prod(operands[0].dims[d] for d in contracted)
+    result = parse_shapes(_result_type(one))[0]
+    sums = math.prod(result.dims) * math.prod(operands[0].dims[d] for d in contracted)
+    return _flops_per_term(result) * sums
+
+
+def _flops_per_term(result: Shape) -> int:
+    """Of a multiplication with its addition; one of complex numbers is four of real ones."""
+    return 8 if result.dtype.startswith("c") else 2
 
 
 def _convolution_flops(one: Instruction, operands: list[Shape]) -> int:
@@ -95,7 +115,7 @@ def _convolution_flops(one: Instruction, operands: list[Shape]) -> int:
         for d in outputs
         if d.isdigit()
     )
-    return 2 * outputs["b"] * outputs["f"] * kernel["i"] * met
+    return _flops_per_term(result) * outputs["b"] * outputs["f"] * kernel["i"] * met
 
 
 def _window(text: str) -> tuple[list[int], ...]:
@@ -114,10 +134,23 @@ def _window(text: str) -> tuple[list[int], ...]:
 def _met(
     size: int, kernel: int, out: int, stride: int, low: int, spread: int, kernel_spread: int
 ) -> int:
-    """Pairs of an output and a kernel position that meet an element of the input."""
-    steps = np.arange(out)[:, None] * stride + np.arange(kernel)[None] * kernel_spread - low
-    inside = (steps >= 0) & (steps < (size - 1) * spread + 1) & (steps % spread == 0)
-    return int(inside.sum())
+    """Pairs of an output and a kernel position that meet an element of the input.
+
+    Output o and position k lie at o * stride + k * kernel_spread - low of the input, whose elements
+    are `spread` apart. A window may be as large as a batch, so outputs are counted, not listed.
+    """
+    divisor = math.gcd(stride, spread)
+    period = spread // divisor
+    inverse = pow(stride // divisor, -1, period)
+    count = 0
+    for start in range(-low, kernel * kernel_spread - low, kernel_spread):
+        if start % divisor == 0:
+            # Outputs first, first + period, ... lie on elements; some of them inside.
+            first = -(start // divisor) * inverse % period
+            lowest = max(0, -(start // stride))
+            end = min(out, ((size - 1) * spread - start) // stride + 1)
+            count += max(0, (end - 1 - first) // period - (lowest - 1 - first) // period)
+    return count
 
 
 # Matrix products that a library computes: GPU's cuBLAS and CPU's oneDNN.
@@ -128,6 +161,10 @@ _EMPTY_CALLS = re.compile(
     r"Sharding|SPMD|AllocateBuffer|AsyncCollective|AssumeGatherIndicesInBound|ConcatBitcast"
     r"|SliceId|annotate_device_placement|MoveTo|LayoutConstraint|xla\.sdy"
 )
+# TPU splits numbers of 64 bits into two of 32, and joins them: they are moved, not computed with.
+_HALVES = ("X64SplitLow", "X64SplitHigh")
+_MOVING_CALLS = (*_HALVES, "X64Combine")
+_CALLS = ("custom-call", "custom-call-start")
 
 
 def _call_flops(one: Instruction, operands: list[Shape]) -> int:
@@ -136,22 +173,35 @@ def _call_flops(one: Instruction, operands: list[Shape]) -> int:
 
 
 def _library_product(one: Instruction) -> list[int] | None:
-    if not _PRODUCT_CALL.search(one.attribute("custom_call_target") or ""):
+    if not _PRODUCT_CALL.search(_target(one)):
         return None
     found = _CONTRACTED.search(one.attributes)
     return [int(n) for n in re.findall(r"\d+", found[1])] if found else None
 
 
 def _is_opaque(one: Instruction) -> bool:
-    if one.opcode != "custom-call" or _library_product(one) is not None:
+    if one.opcode not in _CALLS or _library_product(one) is not None:
         return False
-    return not _EMPTY_CALLS.search(one.attribute("custom_call_target") or "")
+    return not _is_empty_call(one) and _target(one) not in _MOVING_CALLS
+
+
+def _is_empty_call(one: Instruction) -> bool:
+    return bool(_EMPTY_CALLS.search(_target(one)))
+
+
+def _is_half(one: Instruction) -> bool:
+    return one.opcode in _CALLS and _target(one) in _HALVES
+
+
+def _target(one: Instruction) -> str:
+    """What a custom call calls."""
+    return (one.attribute("custom_call_target") or "").strip('"')
 
 
 _FLOPS: dict[str, Callable[[Instruction, list[Shape]], int]] = {
     "dot": _dot_flops,
     "convolution": _convolution_flops,
-    "custom-call": _call_flops,
+    **dict.fromkeys(_CALLS, _call_flops),
 }
 
 
@@ -176,14 +226,25 @@ def hbm_size(type_text: str) -> int:
     )
 
 
+@functools.lru_cache(maxsize=65536)
+def _logical_size(type_text: str) -> int:
+    # Inside a fusion nothing has a place yet: what is sliced from main memory is read from there.
+    return sum(shape.nbytes for shape in parse_shapes(type_text))
+
+
 # Names for places, and what is counted inside or was counted at its start.
 _FREE = (
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "conditional",
-    "call", "after-all", "partition-id", "replica-id", "opt-barrier", "optimization-barrier",
-    "domain", "async-update",
+    "call", "while-start", "conditional-start", "call-start", "async-start", "after-all",
+    "add-dependency", "partition-id", "replica-id", "opt-barrier", "domain",
 )  # fmt: skip
+_LATER = ("-done", "-update")
 _SLICES = ("dynamic-slice", "slice", "gather")
-_RENAMES = ("bitcast", "reshape", "copy")
+_UPDATES = ("dynamic-update-slice", "scatter")
+_RENAMES = ("bitcast", "reshape")
+_TURNS = (*_RENAMES, "copy", "transpose", "convert")
+_PARTIAL = frozenset((*_SLICES, *_UPDATES, "fusion"))
+_DEEPEST = 50
 
 
 class _Traffic:
@@ -191,115 +252,166 @@ class _Traffic:
 
     def __init__(self, module: Module):
         self.module = module
-        self.fusions: dict[str, int] = {}
+        self.fusions: dict[str, _Fused | None] = {}
+        self.depth = 0
 
     def of(self, computation: Computation) -> Iterator[int]:
         types = {one.name: one.type for one in computation.instructions}
         for one in computation.instructions:
-            if one.opcode not in _FREE and not one.opcode.endswith("-done"):
+            if one.opcode not in _FREE and not one.opcode.endswith(_LATER):
                 yield self._instruction(one, types)
 
     def _instruction(self, one: Instruction, types: Mapping[str, str]) -> int:
-        sizes = [hbm_size(types.get(name, "")) for name in one.operand_names]
-        match one.opcode:
-            case "fusion" | "async-start":
-                return sum(self._callee(name) for name in one.callees().get("calls", ()))
-            case "dynamic-slice" | "slice" | "gather":
-                return 2 * hbm_size(one.type) + sum(sizes[1:])
-            case "dynamic-update-slice":
-                return 2 * sizes[1] if len(sizes) > 1 else 0
-            case "scatter":  # of operands, indices and updates: reads what it adds to
-                count = len(sizes) // 2
-                return sum(sizes[count:]) + 2 * sum(sizes[count + 1 :])
-            case "custom-call" if _EMPTY_CALLS.search(one.attributes):
+        operands = [types.get(name, "") for name in one.operand_names]
+        result = _result_type(one)
+        match _base(one):
+            case "fusion":
+                names = one.callees().get("calls", ())
+                return sum(fused.total() for name in names if (fused := self.fused(name)))
+            case "custom-call" if _is_empty_call(one):
                 return 0
-        if one.opcode.endswith("-start"):
-            result = tuple_elements(one.type)
-            return sum(sizes) + hbm_size(_destination(one.opcode, result))
-        return sum(sizes) + hbm_size(one.type)
+            case kind if operands and (kind in _SLICES or _is_half(one)):
+                read = min(hbm_size(operands[0]), _logical_size(result))
+                return read + sum(map(hbm_size, operands[1:])) + hbm_size(result)
+            case "dynamic-update-slice" if len(operands) > 1:
+                written = min(hbm_size(result), _logical_size(operands[1]))
+                return written + sum(map(hbm_size, operands[1:]))
+            case "scatter":  # of operands, indices and updates: reads what it adds to
+                count = len(operands) // 2
+                updates = sum(map(_logical_size, operands[count + 1 :]))
+                return 2 * min(hbm_size(result), updates) + sum(map(hbm_size, operands[count:]))
+            case "send":  # gives its operand back
+                result = ""
+        read = {name: hbm_size(types.get(name, "")) for name in one.operand_names}
+        return sum(read.values()) + hbm_size(result)
 
-    def _callee(self, name: str) -> int:
-        """Bytes that a fused computation moves: what of its parameters it uses, and its result."""
+    def fused(self, name: str) -> _Fused | None:
+        """The inside of a fusion; None where the text has none, or one that is too deep."""
         if name not in self.fusions:
+            self.fusions[name] = None
             computation = self.module.computations.get(name)
-            self.fusions[name] = _Fused(self, computation).total() if computation else 0
+            if computation and self.depth < _DEEPEST:
+                self.depth += 1
+                self.fusions[name] = _Fused(self, computation)
+                self.depth -= 1
         return self.fusions[name]
 
 
-def _destination(opcode: str, result: tuple[str, ...]) -> str:
-    # Starts give (source, destination, ...), copies (destination, source, ...).
-    return result[1 if len(result) > 1 and opcode != "copy-start" else 0]
-
-
 class _Fused:
-    """The inside of a fusion: only its parameters and its result touch memory."""
+    """The inside of a fusion: only its parameters and its result touch memory.
+
+    Args:
+        traffic: of the module.
+        computation: what is fused.
+
+    Attributes:
+        used: bytes that are needed of a value; all of one that is not here.
+    """
 
     def __init__(self, traffic: _Traffic, computation: Computation):
         self.traffic = traffic
+        self.used: dict[str, int] = {}
         self.instructions = {one.name: one for one in computation.instructions}
         self.root = computation.root
+        # Most fusions use all that they get.
+        opcodes = {one.opcode for one in computation.instructions}
+        if opcodes.isdisjoint(_PARTIAL) and (self.root is None or self.root.opcode != "tuple"):
+            return
+        self.in_place = {one.name for output, _ in self._outputs() for one in self._updates(output)}
         self.users: dict[str, list[Instruction]] = {}
         for one in computation.instructions:
             for name in dict.fromkeys(one.operand_names):
                 self.users.setdefault(name, []).append(one)
+        # Users stand behind what they use.
+        for one in reversed(computation.instructions):
+            if one.opcode in ("parameter", *_TURNS, *_UPDATES):
+                self.used[one.name] = self._use(one)
 
     def total(self) -> int:
-        read = sum(
-            self.read(one.name, hbm_size(one.type))
+        return sum(
+            min(hbm_size(one.type), self.used.get(one.name, hbm_size(one.type)))
             for one in self.instructions.values()
             if one.opcode == "parameter"
+        ) + sum(self._written(one, text) for one, text in self._outputs())
+
+    def parameter_use(self, index: int) -> int | None:
+        """Bytes that are used of a parameter; None for all."""
+        found = (
+            self.used.get(one.name)
+            for one in self.instructions.values()
+            if one.opcode == "parameter" and one.operands == str(index)
         )
-        return read + (self.written(self.root.name) if self.root else 0)
+        return next(found, None)
 
-    def read(self, name: str, size: int) -> int:
-        """Bytes of a value that are used, at most its size."""
-        return min(size, sum(self._used(name, user, size) for user in self.users.get(name, ())))
+    def _use(self, one: Instruction) -> int:
+        size = _logical_size(one.type)
+        return min(
+            size, sum(self._used_by(one, user, size) for user in self.users.get(one.name, ()))
+        )
 
-    def _used(self, name: str, user: Instruction, size: int) -> int:
-        first = user.operand_names[0] == name
-        if user.opcode in _SLICES and first:
-            return min(size, _logical_size(user.type))
-        if user.opcode == "dynamic-update-slice" and first:
-            return 0  # it is written in place
-        if user.opcode == "tuple":
-            return 0  # it is passed on
-        if user.opcode in _RENAMES and user is not self.root:
-            return self.read(user.name, size)
+    def _used_by(self, one: Instruction, user: Instruction, size: int) -> int:
+        """Bytes of a value that one of its users needs."""
         if user.opcode == "fusion":
-            return self._used_in(name, user, size)
+            return self._used_in_fusion(one, user, size)
+        if user.opcode == "tuple" and user is self.root:
+            return 0  # it is passed on
+        if one.name in user.operand_names[1:]:
+            return size
+        if user.opcode in _SLICES:
+            return _logical_size(user.type)
+        if user.opcode in _UPDATES:
+            return self._used_by_update(user, size)
+        if user.opcode in _TURNS and user is not self.root:
+            # Only those elements are turned or converted that are used then.
+            return self.used.get(user.name, size) * size // max(1, _logical_size(user.type))
         return size
 
-    def _used_in(self, name: str, user: Instruction, size: int) -> int:
-        """What a fusion inside the fusion uses of it."""
-        callee = self.traffic.module.computations.get(user.callees().get("calls", ("",))[0])
-        if callee is None:
-            return size
-        inner = _Fused(self.traffic, callee)
-        indices = [i for i, operand in enumerate(user.operand_names) if operand == name]
-        return sum(
-            inner.read(one.name, size)
-            for one in callee.instructions
-            if one.opcode == "parameter" and int(one.operands) in indices
-        )
+    def _used_by_update(self, user: Instruction, size: int) -> int:
+        if user.name not in self.in_place:
+            return self.used.get(user.name, size) if user is not self.root else size
+        # A slice is overwritten; what a scatter adds to is read.
+        return self._new(user) if user.opcode == "scatter" else 0
 
-    def written(self, name: str) -> int:
-        """Bytes of the result that are new."""
-        one = self.instructions[name]
-        match one.opcode:
-            case "tuple":
-                return sum(self.written(n) for n in one.operand_names if n in self.instructions)
-            case "parameter":
-                return 0
-            case "bitcast":
-                inner = self.instructions.get(one.operand_names[0])
-                if inner and inner.opcode == "dynamic-update-slice":
-                    return self.written(inner.name)
-            case "dynamic-update-slice":
-                update = self.instructions.get(one.operand_names[1])
-                return min(hbm_size(one.type), _logical_size(update.type)) if update else 0
-        return hbm_size(one.type)
+    def _used_in_fusion(self, one: Instruction, user: Instruction, size: int) -> int:
+        fused = self.traffic.fused(user.callees().get("calls", ("",))[0])
+        places = [i for i, name in enumerate(user.operand_names) if name == one.name]
+        uses = [fused.parameter_use(i) if fused else None for i in places]
+        return sum(size if use is None else use for use in uses)
+
+    def _outputs(self) -> list[tuple[Instruction, str]]:
+        """What makes each element of the result, with the type that says where it lies."""
+        if self.root is None or self.root.opcode != "tuple":
+            return [(self.root, self.root.type)] if self.root else []
+        elements = zip(self.root.operand_names, tuple_elements(self.root.type), strict=False)
+        return [(self.instructions[n], text) for n, text in elements if n in self.instructions]
+
+    def _updates(self, one: Instruction) -> list[Instruction]:
+        """The updates that make a value of a parameter, in its place; none for one that is new."""
+        found = []
+        for _ in self.instructions:
+            if one.opcode == "parameter":
+                return found
+            if one.opcode == "dynamic-update-slice" or _is_single_scatter(one):
+                found.append(one)
+            elif one.opcode not in _RENAMES:
+                break
+            operand = one.operand_names[:1]
+            if not operand or operand[0] not in self.instructions:
+                break
+            one = self.instructions[operand[0]]
+        return []
+
+    def _written(self, one: Instruction, text: str) -> int:
+        """Bytes of an element of the result that are new."""
+        if one.opcode == "parameter":
+            return 0
+        updates = self._updates(one)
+        return min(hbm_size(text), sum(map(self._new, updates))) if updates else hbm_size(text)
+
+    def _new(self, update: Instruction) -> int:
+        name = update.operand_names[2 if update.opcode == "scatter" else 1]
+        return _logical_size(self.instructions[name].type) if name in self.instructions else 0
 
 
-def _logical_size(type_text: str) -> int:
-    # Inside a fusion nothing has a place yet: what is sliced from main memory is read from there.
-    return sum(shape.nbytes for shape in parse_shapes(type_text))
+def _is_single_scatter(one: Instruction) -> bool:
+    return one.opcode == "scatter" and len(one.operand_names) == 3
