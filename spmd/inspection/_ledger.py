@@ -33,10 +33,9 @@ def ledger(
     module: Module, visited: Mapping[str, Visit], axis_sizes: Mapping[str, int]
 ) -> Iterator[Collective]:
     """List the collectives of a module whose computations run as `visited` says."""
-    reader = _Reader(module, axis_sizes)
-    started = _started_channels(module)
+    reader = _Reader(module, visited, axis_sizes)
     for one, computation in _in_program_order(module, visited):
-        if is_collective(one) and not _goes_on(one, computation, started):
+        if is_collective(one) and not reader.goes_on(one, computation):
             yield reader.record(one, computation, visited[computation.name])
 
 
@@ -107,48 +106,48 @@ def is_collective(one: Instruction) -> bool:
 # TPU writes a gather that runs beside other work into three fusions: one that starts it, one with
 # the work, one that waits. The gather stands in each, with the same channel.
 
-_START = 'custom_call_target="AsyncCollectiveStart"'
 _FUSED = '"async_collective_fusion_config"'
 
 
-def _starts(computation: Computation) -> bool:
-    return any(
-        _START in i.attributes for i in computation.instructions if i.opcode == "custom-call"
-    )
+def _channels(module: Module, target: str) -> dict[str, list[str]]:
+    """The computations that call a target, by the channel of the collective beside the call."""
+    mark = f'custom_call_target="{target}"'
+    found: dict[str, list[str]] = {}
+    for computation in module.computations.values():
+        if any(mark in i.attributes for i in computation.instructions if i.opcode == "custom-call"):
+            for one in filter(is_collective, computation.instructions):
+                found.setdefault(_channel(one), []).append(computation.name)
+    return found
 
 
-def _started_channels(module: Module) -> frozenset[str | None]:
-    return frozenset(
-        one.attribute("channel_id")
-        for computation in module.computations.values()
-        if _starts(computation)
-        for one in computation.instructions
-        if is_collective(one)
-    )
-
-
-def _goes_on(one: Instruction, computation: Computation, started: frozenset[str | None]) -> bool:
-    """Whether this is a later part of a collective that another fusion starts."""
-    return (
-        bool(started)
-        and _FUSED in one.attributes
-        and one.attribute("channel_id") in started
-        and not _starts(computation)
-    )
+def _channel(one: Instruction) -> str:
+    return one.attribute("channel_id") or ""
 
 
 class _Reader:
     """Turns instructions of one module into records; groups that occur again are read once."""
 
-    def __init__(self, module: Module, axis_sizes: Mapping[str, int]):
+    def __init__(self, module: Module, visited: Mapping[str, Visit], axis_sizes: Mapping[str, int]):
         self.module = module
+        self.visited = visited
         self.axis_sizes = axis_sizes
         self.crossed: dict[object, tuple[tuple[str, ...], int]] = {}
+        self.starts = _channels(module, "AsyncCollectiveStart")
+        self.waits = _channels(module, "AsyncCollectiveDone") if self.starts else {}
+
+    def goes_on(self, one: Instruction, computation: Computation) -> bool:
+        """Whether this is a later part of a collective that another fusion starts."""
+        if not self.starts or _FUSED not in one.attributes:
+            return False
+        return computation.name not in self.starts.get(_channel(one), [computation.name])
+
+    def _starts(self, one: Instruction, computation: Computation) -> bool:
+        return computation.name in self.starts.get(_channel(one), ())
 
     def record(self, one: Instruction, computation: Computation, visit: Visit) -> Collective:
         kind, shapes = _exchange(one, computation, visit)
         mesh_axes, group_size = self._crossing(one)
-        origin = _origin(one, computation, visit, self.module)
+        origin = self._origin(one, computation, visit)
         operand, result = map(_nbytes, shapes)
         return Collective(
             kind=kind,
@@ -164,7 +163,9 @@ class _Reader:
             frames=origin.frames,
             direction=origin.direction,
             op_name=origin.op_name,
-            is_async=one.opcode.endswith("-start") or visit.is_async or _starts(computation),
+            is_async=one.opcode.endswith("-start")
+            or visit.is_async
+            or self._starts(one, computation),
             # One all-to-all takes its operand in pieces, one for each member of a group.
             combined=1 if kind == "all-to-all" else max(1, len(shapes.operands)),
             conditional=visit.conditional,
@@ -180,6 +181,35 @@ class _Reader:
             axes = _groups.mesh_axes_of(groups, self.axis_sizes)
             self.crossed[key] = axes, max(map(len, groups), default=1)
         return self.crossed[key]
+
+    def _origin(self, one: Instruction, computation: Computation, visit: Visit) -> _Origin:
+        """The frames and the name of a collective.
+
+        What has none takes those of the operation around it, of the first that uses its result,
+        or of the last that makes its data.
+        """
+        places = [(one, computation), *self._around(one, computation, visit)]
+        op_name = next((place.op_name for place, _ in places if place.op_name), "")
+        for place, _ in places:
+            if frames := _source.frames_of(place, self.module):
+                return _Origin(frames, op_name, _source.direction_of(place.op_name))
+        for others, uses in ((_users, True), (_makers, False)):
+            for other in (other for place in places for other in others(*place)):
+                op_name = op_name or other.op_name
+                if frames := _source.frames_of(other, self.module):
+                    direction = _source.direction_of(other.op_name)
+                    return _Origin(frames, op_name, direction, is_consumer=uses)
+        return _Origin((), op_name, _source.direction_of(op_name))
+
+    def _around(
+        self, one: Instruction, computation: Computation, visit: Visit
+    ) -> Iterator[tuple[Instruction, Computation]]:
+        """The operation that holds a collective, in its computation; the one that waits for it."""
+        if self._starts(one, computation):
+            for waiting in self.waits.get(_channel(one), ()):
+                visit = self.visited.get(waiting, visit)
+        if (visit.in_fusion or visit.is_async) and visit.caller:
+            yield visit.caller, self.module.computations[visit.home]
 
 
 # What is exchanged
@@ -235,25 +265,6 @@ class _Origin:
     op_name: str
     direction: str
     is_consumer: bool = False
-
-
-def _origin(one: Instruction, computation: Computation, visit: Visit, module: Module) -> _Origin:
-    """The frames and the name of a collective, or of what wraps it, needs it, or makes its data."""
-    op_name = one.op_name
-    if frames := _source.frames_of(one, module):
-        return _Origin(frames, op_name, _source.direction_of(op_name))
-    wrapper = visit.caller if visit.in_fusion or visit.is_async else None
-    if wrapper and (frames := _source.frames_of(wrapper, module)):
-        return _Origin(frames, op_name or wrapper.op_name, _source.direction_of(wrapper.op_name))
-    for user in _users(one, computation):
-        if frames := _source.frames_of(user, module):
-            direction = _source.direction_of(user.op_name)
-            return _Origin(frames, op_name or user.op_name, direction, is_consumer=True)
-    for maker in _makers(one, computation):
-        frames, op_name = _source.frames_of(maker, module), op_name or maker.op_name
-        if frames:
-            return _Origin(frames, op_name, _source.direction_of(maker.op_name))
-    return _Origin((), op_name, _source.direction_of(op_name))
 
 
 def _users(one: Instruction, computation: Computation) -> Iterator[Instruction]:

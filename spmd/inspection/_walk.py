@@ -22,6 +22,7 @@ class Visit:
         in_fusion: True where it is the inside of one operation.
         is_async: True where it is started, and waited for later.
         caller: the instruction that calls it first; None for the entry.
+        home: the name of the computation that `caller` stands in.
         constants: elements of its parameter that have one known value whenever it runs.
         unknown_loops: names of the loops of unknown trip count that it is the body or condition of.
     """
@@ -32,6 +33,7 @@ class Visit:
     in_fusion: bool = False
     is_async: bool = False
     caller: Instruction | None = None
+    home: str = ""
     constants: Constants = dataclasses.field(default_factory=dict)
     unknown_loops: frozenset[str] = frozenset()
 
@@ -43,6 +45,7 @@ class Visit:
             in_fusion=self.in_fusion and other.in_fusion,
             is_async=self.is_async and other.is_async,
             caller=self.caller,
+            home=self.home,
             constants={
                 index: value
                 for index, value in self.constants.items()
@@ -127,12 +130,12 @@ def _called(
         if _base(one) == "while":
             loop = around.loop(one)
             for _, callee, role in group:
-                yield callee, _loop_visit(one, loop, here, tests=role == "condition")
+                yield callee, _loop_visit(one, name, loop, here, tests=role == "condition")
             continue
         for index, (_, callee, _) in enumerate(group):
             argument = _argument(one, index)
             constants = around.constants_of(argument) if argument else {}
-            yield callee, _call_visit(one, here, constants)
+            yield callee, _call_visit(one, name, here, constants)
 
 
 def _argument(one: Instruction, branch: int) -> str:
@@ -172,7 +175,7 @@ _ROLES = {
 }
 
 
-def _loop_visit(one: Instruction, loop: Loop, here: Visit, *, tests: bool) -> Visit:
+def _loop_visit(one: Instruction, home: str, loop: Loop, here: Visit, *, tests: bool) -> Visit:
     # A loop tests once more than its body runs.
     trips = None if loop.trips is None else loop.trips + tests
     return dataclasses.replace(
@@ -181,18 +184,20 @@ def _loop_visit(one: Instruction, loop: Loop, here: Visit, *, tests: bool) -> Vi
         in_loop=True,
         is_async=here.is_async or one.opcode.endswith("-start"),
         caller=one,
+        home=home,
         constants=loop.constants,
         unknown_loops=frozenset([one.name] if loop.trips is None else []),
     )
 
 
-def _call_visit(one: Instruction, here: Visit, constants: Constants) -> Visit:
+def _call_visit(one: Instruction, home: str, here: Visit, constants: Constants) -> Visit:
     return dataclasses.replace(
         here,
         conditional=here.conditional or _base(one) == "conditional",
         in_fusion=here.in_fusion or _base(one) == "fusion",
         is_async=here.is_async or one.opcode.endswith("-start"),
         caller=one,
+        home=home,
         constants=constants,
         unknown_loops=frozenset(),
     )

@@ -273,3 +273,49 @@ def test_a_gathered_argument_is_named(mesh):
     text = _compile(mesh, lambda weights: weights, P("data"), P(), X).as_text()
     (gather,) = inspection.collectives(text, mesh.shape)
     assert gather.op_name == "weights"
+
+
+WAITED_FOR = """\
+HloModule m, num_partitions=8
+
+FileNames
+1 "model.py"
+
+FunctionNames
+1 "loss"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=7 end_line=7 column=4 end_column=9}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+
+%start (p: f32[8]) -> f32[16] {
+  %p = f32[8]{0} parameter(0)
+  %gather.1 = f32[16]{0} all-gather(%p), channel_id=5, replica_groups=[4,2]<=[8], dimensions={0}, \
+use_global_device_ids=true, backend_config={"async_collective_fusion_config":{}}
+  ROOT %call.1 = f32[16]{0} custom-call(%gather.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%wait (p: f32[8]) -> f32[16] {
+  %p = f32[8]{0} parameter(0)
+  %gather.2 = f32[16]{0} all-gather(%p), channel_id=5, replica_groups=[4,2]<=[8], dimensions={0}, \
+use_global_device_ids=true, backend_config={"async_collective_fusion_config":{}}
+  ROOT %call.2 = f32[16]{0} custom-call(%gather.2), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main (w: f32[8]) -> f32[16] {
+  %w = f32[8]{0} parameter(0), metadata={op_name="w"}
+  %started = f32[16]{0} fusion(%w), kind=kCustom, calls=%start
+  %waited = f32[16]{0} fusion(%started), kind=kCustom, calls=%wait, metadata={op_name="w"}
+  ROOT %used = f32[16]{0} negate(%waited), metadata={op_name="jit(f)/jvp()/neg" stack_frame_id=1}
+}
+"""
+
+
+def test_a_gather_that_runs_beside_other_work_has_the_line_that_waits_for_it():
+    """The gather is one record, found through the fusion that waits, of the line that uses it."""
+    (gather,) = inspection.collectives(WAITED_FOR, AXES)
+    assert (gather.name, gather.is_async, gather.op_name) == ("gather.1", True, "w")
+    assert (str(gather.source), gather.direction) == ("model.py:7", "forward")
+    assert gather.source_is_consumer
