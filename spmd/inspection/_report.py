@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import contextlib
+import functools
 import importlib.metadata
 import itertools
+import re
+import types
 from typing import Any
 
 import jax
-import numpy as np
 
 import spmd
 from spmd import _mesh, _resolve, stages
@@ -22,30 +24,33 @@ from spmd.inspection._records import Cost, Memory, Report, Reshard
 from spmd.inspection._walk import visits
 
 
-def report(f: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
+def report(f: Any, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
     """Compile a function, and say what the program does between and on its devices.
 
     Nothing is run: the arguments may be arrays or `jax.ShapeDtypeStruct`s.
 
     Args:
         f: a function of `spmd.pjit` or `jax.jit`, or what one of them was traced, lowered or
-            compiled to, `jax.stages.Lowered` and `jax.stages.Compiled` included.
+            compiled to, `jax.stages.Lowered` and `jax.stages.Compiled` included; also a method that
+            is one, and a `functools.partial` of one.
         *args: what the function is called with; none for a stage, which has them already.
         mesh: the mesh to compile for, real or from `spmd.topology`. By default it is the current
             mesh or the function's own, and for `jax.jit` the mesh of its shardings.
-        **kwargs: keyword arguments of the call.
+        **kwargs: keyword arguments of the call. For one called ``mesh``, report ``f.lower(...)``.
 
     Returns:
         The collectives with their lines, axes and bytes, the cost, and the memory.
 
     Raises:
-        TypeError: `f` is nothing that can be compiled, or a stage is given arguments.
+        TypeError: `f` is nothing that can be compiled, a stage is given arguments, or `mesh` is no
+            mesh.
+        RuntimeError: the program is for another mesh.
 
     Example:
         report = spmd.report(step, state, batch)
         print(report)
     """
-    if isinstance(f, Report):
+    if isinstance(f, Report) and not args and not kwargs:
         return f
     with _entered(mesh):
         compiled = _compiled(f, args, kwargs)
@@ -55,7 +60,19 @@ def report(f: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
 def _entered(mesh: Any) -> Any:
     if mesh is None:
         return contextlib.nullcontext()
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise explain("report", [_no_mesh(mesh)])
     return mesh if isinstance(mesh, spmd.Mesh) else spmd.Mesh(mesh.devices, mesh.axis_names)
+
+
+def _no_mesh(mesh: Any) -> Failure:
+    return Failure(
+        what="cannot use this mesh",
+        given=f"mesh={mesh!r}"[:100],
+        expected="a spmd.Mesh or jax.sharding.Mesh, such as spmd.topology and spmd.make_mesh give",
+        got=type(mesh).__name__,
+        error=ArgumentError,
+    )
 
 
 _LOWERED = (stages.Lowered, jax.stages.Lowered)
@@ -64,20 +81,35 @@ _COMPILED = (stages.Compiled, jax.stages.Compiled)
 
 def _compiled(f: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Walk from wherever `f` stands to a compiled program."""
-    if isinstance(f, (*_LOWERED, *_COMPILED, stages.Traced, jax.stages.Traced)):
+    if isinstance(f, (*_LOWERED, *_COMPILED, stages.Traced, jax.stages.Traced, Report)):
         if args or kwargs:
             raise explain("report", [_stage_with_arguments(f)])
         f = f.lower() if isinstance(f, (stages.Traced, jax.stages.Traced)) else f
         return f if isinstance(f, _COMPILED) else f.compile()
-    if not callable(getattr(f, "lower", None)):
+    function, args, kwargs = _unbound(f, args, kwargs)
+    lower = getattr(function, "lower", None)
+    # Strings have a `lower`, too, and other libraries' wrappers one that gives something else.
+    lowered: Any = lower(*args, **kwargs) if callable(function) and callable(lower) else None
+    if not isinstance(lowered, _LOWERED):
         raise explain("report", [_nothing_to_compile(f)])
-    return f.lower(*args, **kwargs).compile()
+    return lowered.compile()
+
+
+def _unbound(f: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, tuple, dict[str, Any]]:
+    """The function behind methods and partial calls, with all of its arguments."""
+    while True:
+        if isinstance(f, types.MethodType):
+            f, args = f.__func__, (f.__self__, *args)
+        elif isinstance(f, functools.partial):
+            f, args, kwargs = f.func, (*f.args, *args), {**f.keywords, **kwargs}
+        else:
+            return f, args, kwargs
 
 
 def _stage_with_arguments(f: Any) -> Failure:
     return Failure(
-        what=f"takes no arguments for a {type(f).__name__} stage, which has them already",
-        expected="report(stage), or report(function, *args)",
+        what=f"takes no arguments for a {type(f).__name__}, which has them already",
+        expected=f"report({type(f).__name__.lower()}), or report(function, *args)",
         error=ArgumentError,
     )
 
@@ -87,7 +119,7 @@ def _nothing_to_compile(f: Any) -> Failure:
         what="cannot compile this",
         expected="a function of spmd.pjit or jax.jit, or a stage of one",
         got=f"{getattr(f, '__name__', '')} {type(f)}".strip(),
-        fix="spmd.report(spmd.pjit(f, in_axis_resources=...), *args)" if callable(f) else "",
+        fix="report(spmd.pjit(f, in_axis_resources=...), *args)" if callable(f) else "",
         error=ArgumentError,
     )
 
@@ -105,7 +137,10 @@ def _mesh_of(compiled: Any, mesh: Any) -> Any:
 
 
 def _bound_elsewhere(compiled: Any, mesh: Any) -> Failure | None:
-    if not isinstance(compiled, stages.Compiled) or _mesh.plain_mesh(mesh) == compiled.mesh:
+    if not isinstance(compiled, stages.Compiled):
+        return None
+    # All axes of a program are Auto inside, whatever those of its mesh are.
+    if _mesh.auto_mesh(mesh) == _mesh.auto_mesh(compiled.mesh):
         return None
     return Failure(
         what="cannot compile for another mesh than the function's own",
@@ -182,7 +217,9 @@ def versions() -> Mapping[str, str]:
 def _name(compiled: Any, modules: tuple[Module, ...]) -> str:
     if isinstance(compiled, stages.Compiled):
         return compiled.name
-    return modules[0].name.removeprefix("jit_") if modules else ""
+    # XLA's names hold no angle brackets.
+    name = re.sub("^(p?jit|pmap)_", "", modules[0].name) if modules else ""
+    return "<lambda>" if name.strip("_") == "lambda" else name
 
 
 def _memory(modules: Sequence[Module], analysis: Any) -> Memory | None:
@@ -213,7 +250,8 @@ def _moved_bytes(aval: Any, given: Any, wanted: Any) -> int:
         _count(index, index, aval.shape) - _count(index, held[device], aval.shape)
         for device, index in needed.items()
     )
-    return max(missing, default=0) * np.dtype(aval.dtype).itemsize
+    # Keys of random numbers have a dtype that NumPy does not know, and a size.
+    return max(missing, default=0) * aval.dtype.itemsize
 
 
 def _count(a: tuple[slice, ...], b: tuple[slice, ...], shape: tuple[int, ...]) -> int:
