@@ -1,7 +1,7 @@
-"""Runs the benchmarks: `python -m tests.benchmarks [calls] [compile] [import] [--turns N]`.
+"""Runs the benchmarks: `python -m tests.benchmarks [calls|compile|import|report] [--turns N]`.
 
-Every figure is a ratio against a peer that took turns with us in the same process. Nothing here
-is asserted: timings belong to machines, not to tests.
+Where there is a peer, it took turns with us in the same process, and the figure is a ratio. Nothing
+here is asserted: timings belong to machines, not to tests.
 """
 
 import argparse
@@ -20,14 +20,14 @@ import spmd
 
 def main() -> None:
     """Prints one line per comparison."""
-    from . import compiling, dispatch, importing
+    from . import compiling, dispatch, importing, inspecting
     from .paired import HEADER
 
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks")
-    parser.add_argument("parts", nargs="*", default=[], metavar="calls | compile | import")
+    parser.add_argument("parts", nargs="*", default=[], metavar="calls | compile | import | report")
     parser.add_argument("--turns", type=int, default=101, help="turns per comparison of calls")
     options = parser.parse_args()
-    parts = options.parts or ["calls", "compile", "import"]
+    parts = options.parts or ["calls", "compile", "import", "report"]
     print(
         f"spmd {spmd.__version__}, jax {jax.__version__}, numpy {np.__version__}, "
         f"Python {platform.python_version()}, {os.cpu_count()} cores, "
@@ -42,6 +42,9 @@ def main() -> None:
             print(result, flush=True)
     if "import" in parts:
         print(importing.run(max(3, options.turns // 5)), flush=True)
+    if "report" in parts:
+        for line in inspecting.run(max(3, options.turns // 10)):
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

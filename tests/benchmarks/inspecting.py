@@ -1,8 +1,9 @@
-"""How fast HLO text is read, and what a report adds to the compile of the demo's training step."""
+"""How fast HLO text is read, what a report adds to a compile, and how long pods take to compile."""
 
 from collections.abc import Iterator
 import functools
 import gc
+import importlib.util
 import re
 import statistics
 import subprocess
@@ -10,9 +11,10 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from spmd import P, make_mesh, pjit, report
+from spmd import P, make_mesh, pjit, report, topology
 from spmd.demo import model, train
 
 MEBI = 2**20
@@ -21,9 +23,10 @@ PARSE_SECONDS, PARSE_BYTES, OVERHEAD = 20.0, 2 * 10**9, 0.10
 
 
 def run(turns: int) -> Iterator[str]:
-    """One line for reading 100 MB, one for the overhead of a report."""
+    """A line for reading 100 MB, one for the overhead of a report, one for each pod."""
     yield _reading()
     yield _overhead(turns)
+    yield from _pods()
 
 
 def _demo_step():
@@ -59,15 +62,15 @@ def large_module(text: str, size: int) -> str:
 
 READ = """
 import resource, sys, time
-from spmd.inspection import _hlo, _ledger, _cost, _walk
+from spmd.inspection import _hlo, _ledger, _cost, _memory, _walk
 text = open(sys.argv[1]).read()
-base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 start = time.perf_counter()
 module = _hlo.parse_modules(text)[0]
 parsed = time.perf_counter()
 visited = _walk.visits(module)
 found = list(_ledger.ledger(module, visited, {"data": 4, "model": 2}))
 _cost.cost_of(module, visited)
+_memory.largest_buffers(module)
 done = time.perf_counter()
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(len(text), len(found), parsed - start, done - start, peak * 1024)
@@ -87,7 +90,7 @@ def _reading() -> str:
     verdict = "ok" if whole <= PARSE_SECONDS and peak <= PARSE_BYTES else "MISSED"
     return (
         f"read {size / 1e6:.0f} MB of HLO: parsed in {parse:.1f} s; ledger of {found:.0f} "
-        f"collectives and cost after {whole:.1f} s, {peak / 1e9:.2f} GB  "
+        f"collectives, cost and buffers after {whole:.1f} s, {peak / 1e9:.2f} GB  "
         f"<= {PARSE_SECONDS:.0f} s, 2 GB  {verdict}"
     )
 
@@ -105,3 +108,43 @@ def _overhead(turns: int) -> str:
     median = statistics.median(ratios)
     verdict = "ok" if median <= OVERHEAD else "MISSED"
     return f"report of the demo's step, of its compile time: {median:.1%}  <= 10%  {verdict}"
+
+
+PODS = (
+    ("v5e:16x16", {"data": 32, "model": 8}),
+    ("v5p:8x16x16", {"data": 128, "model": 16}),
+    ("v4:16x16x32", {"data": 512, "model": 16}),
+)
+POD_SECONDS = 60.0
+
+
+def _pods() -> Iterator[str]:
+    if importlib.util.find_spec("libtpu") is None:
+        yield "pods: libtpu is not installed"
+        return
+
+    def loss(w, x):
+        return jnp.mean((jnp.tanh(x @ w["up"]) @ w["down"]) ** 2)
+
+    def step(w, x):
+        return jax.tree.map(lambda a, b: a - 0.1 * b, w, jax.grad(loss)(w, x))
+
+    def shape(*dims):
+        return jax.ShapeDtypeStruct(dims, jnp.bfloat16)
+
+    specs = {"up": P("data", "model"), "down": P("model", "data")}
+    args = {"up": shape(8192, 32768), "down": shape(32768, 8192)}, shape(65536, 8192)
+    for name, axes in PODS:
+        step_on = pjit(step, in_axis_resources=(specs, P("data")), out_axis_resources=specs)
+        start = time.perf_counter()
+        with topology(name, mesh=axes):
+            compiled = step_on.lower(*args).compile()
+        middle = time.perf_counter()
+        found = report(compiled)
+        done = time.perf_counter()
+        verdict = "ok" if done - start <= POD_SECONDS else "MISSED"
+        yield (
+            f"{name} of {found.num_devices:,} devices: compiled in {middle - start:.1f} s, "
+            f"{len(found.collectives)} collectives reported in {done - middle:.3f} s  "
+            f"<= 60 s  {verdict}"
+        )
