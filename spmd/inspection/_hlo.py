@@ -28,6 +28,8 @@ _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*\) -> 
 _HEADER = re.compile(r"HloModule (?P<name>[^\s,]+)")
 # A comment such as /*index=5*/ may stand before an operand without a blank.
 _OPERAND = re.compile(r"(?:^|[ ,(/])%([\w.\-]+)")
+_BARE_NAMES = re.compile(r"[a-zA-Z_][\w.\-]*(?:, [a-zA-Z_][\w.\-]*)*")
+_LITERALS = ("parameter", "constant", "iota")
 _CALLEE = re.compile(
     r"\b(calls|to_apply|body|condition|branch_computations|true_computation|false_computation)="
     r"(\{[^}]*\}|%?[\w.\-]+)"
@@ -62,7 +64,12 @@ class Instruction(NamedTuple):
     @property
     def operand_names(self) -> tuple[str, ...]:
         """Names of the operands, in order."""
-        return tuple(_OPERAND.findall(self.operands))
+        names = _OPERAND.findall(self.operands)
+        if not names and self.opcode not in _LITERALS:
+            # Short texts of XLA leave out percent signs, and types with them.
+            bare = re.sub(r"/\*.*?\*/", "", self.operands)
+            return tuple(bare.split(", ")) if _BARE_NAMES.fullmatch(bare) else ()
+        return tuple(names)
 
     @property
     def op_name(self) -> str:

@@ -67,6 +67,26 @@ def test_operands_behind_a_comment_are_operands():
         assert one.operand_names == tuple(f"x.{i}" for i in range(12))
 
 
+def test_names_without_percent_signs():
+    """XLA's short texts give the same operands; literals are none in either spelling."""
+    text = """HloModule m
+
+ENTRY %e (%x.1: f32[2], %y: f32[2]) -> (f32[2], pred[]) {
+  %x.1 = f32[2]{0} parameter(0)
+  %y = f32[2]{0} parameter(1)
+  %sum-1 = f32[2]{0} add(%x.1, /*index=1*/%y)
+  %yes = pred[] constant(true)
+  %id = u32[] partition-id()
+  ROOT %t = (f32[2]{0}, pred[]) tuple(%sum-1, %yes)
+}"""
+    names = [
+        [one.operand_names for one in _hlo.parse_module(t).computations["e"].instructions]
+        for t in (text, text.replace("%", ""))
+    ]
+    assert names[0] == [(), (), ("x.1", "y"), (), (), ("sum-1", "yes")]
+    assert names[1] == names[0]
+
+
 def test_op_names_are_not_escaped():
     """Quotes and letters outside of ASCII come back as the user wrote them."""
     text = """HloModule m
