@@ -142,6 +142,16 @@ def _leaves(text: str, tiled: bool) -> tuple[_Leaf, ...]:
     )
 
 
+def type_arrays(text: str, *, tiled: bool) -> tuple[tuple[Shape, int], ...]:
+    """The arrays of a type that lie in main memory, with the bytes that they take there.
+
+    Args:
+        text: the type as XLA prints it.
+        tiled: True on TPU, where arrays take whole tiles.
+    """
+    return tuple((leaf.shape, leaf.nbytes) for leaf in _leaves(text, tiled))
+
+
 def _nbytes(text: str, shape: Shape, tiled: bool) -> int:
     """Bytes that an array takes, with what the layout adds; 0 outside of main memory."""
     found = _ARRAY.match(text)

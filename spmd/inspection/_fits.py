@@ -1,0 +1,538 @@
+"""Whether a program fits the memory of its devices, and the largest size that does.
+
+The compiler plans all memory of a program ahead, so nothing has to run: what it planned, or its
+refusal, is the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+
+from spmd import _api, _mesh, stages
+from spmd._arguments import argument_names, parse_parameters
+from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, explain
+from spmd.inspection import _report
+from spmd.inspection._bytes import parse_bytes
+from spmd.inspection._fit import Fit, size_verdict_of, verdict_of
+from spmd.inspection._hlo import parse_modules
+from spmd.inspection._oom import OutOfMemory, out_of_memory
+from spmd.inspection._records import Buffer, Memory
+from spmd.inspection._search import IndivisibleSizeError, Trial, search
+from spmd.inspection._topology import hbm_bytes, topology as describe
+
+
+def fits(
+    f: Any,
+    /,
+    *specs: Any,
+    topology: Any = None,
+    mesh: Any = None,
+    budget: int | float | str | None = None,
+    vary: Any = None,
+    max_compiles: int = 24,
+    progress: Callable[[int, Fit], None] | None = None,
+    **kwargs: Any,
+) -> Fit:
+    """Says whether a function fits the memory of its devices, by how much, or up to which size.
+
+    Nothing is run and nothing is allocated. What a program needs on each device is what its
+    compiler planned: arguments, results that do not lie in donated arguments, temporaries and, on
+    TPU, its code. A refusal of the TPU compiler is an answer, not an exception; any other error
+    passes through.
+
+    With `vary`, the largest size is found over compiles: sizes double until one does not fit, then
+    the interval is halved, or cut where a straight line through what is known says. This takes for
+    granted that every size below one that fits does, too. Sizes go in the steps that the shardings
+    of the arguments and results allow.
+
+    Args:
+        f: a function of `spmd.pjit` or `jax.jit`; without `vary`, also a stage of one.
+        *specs: what `f` is called with: arrays or `jax.ShapeDtypeStruct`s, in any pytrees.
+        topology: the name of described hardware, such as ``"v5e:4x4"``, or a mesh.
+        mesh: sizes by axis name, or a mesh. By default the axes are those of the current mesh where
+            they fit the topology.
+        budget: memory of one device, such as ``"16GB"``; by default what the hardware has.
+        vary: an argument's path and a dimension of it, ``("batch['x']", 0)``, or several such
+            pairs that all get the same size.
+        max_compiles: no more sizes are tried.
+        progress: called with each size and its answer.
+        **kwargs: keyword arguments of the call.
+
+    Returns:
+        The answer; ``print`` shows it with the largest arrays.
+
+    Raises:
+        ValueError: the budget is missing or unreadable, or `vary` names nothing that can vary.
+        TypeError: `f` is nothing that can be compiled.
+        RuntimeError: the topology or mesh does not exist or does not fit the function.
+
+    Example:
+        fit = spmd.fits(step, state, batch, topology="v5e:4x4", vary=("batch['x']", 0))
+        print(fit.largest)
+    """
+    f, specs, kwargs = _report._unbound(f, specs, kwargs)
+    subject = f"fits of `{_name(f)}`"
+    on = _mesh_for(topology, mesh, subject)
+    question = _Question(
+        f=f, mesh=on, budget=_read_budget(budget, subject), subject=subject, name=_name(f)
+    )
+    question.check()
+    if vary is None:
+        return question.answer(specs, kwargs)
+    return _largest(question, specs, kwargs, vary, max_compiles, progress)
+
+
+# The question
+
+
+def _name(f: Any) -> str:
+    name = getattr(f, "name", None) or getattr(f, "__name__", None)
+    if isinstance(f, (jax.stages.Lowered, jax.stages.Compiled)):
+        name = "the program"
+    return str(name or type(f).__name__)
+
+
+def _read_budget(budget: Any, subject: str) -> int | None:
+    try:
+        return None if budget is None else parse_bytes(budget)
+    except ValueError as e:
+        failure = Failure(what="cannot read the budget", got=str(e), error=OptionError)
+        raise explain(subject, [failure]) from None
+
+
+def _mesh_for(topology: Any, mesh: Any, subject: str) -> Any:
+    """The mesh to compile for, or None for that of the function."""
+    if isinstance(topology, str):
+        return _described(topology, mesh)
+    if topology is not None and mesh is not None:
+        failure = Failure(
+            what="got a mesh twice",
+            given=f"topology={_show(topology)}, mesh={_show(mesh)}",
+            expected="topology='v5e:4x4' with the sizes of its axes as mesh, or one mesh",
+            error=OptionError,
+        )
+        raise explain(subject, [failure])
+    found = mesh if topology is None else topology
+    if isinstance(found, Mapping):
+        return _mesh.make_mesh(found)
+    if found is not None and not isinstance(found, jax.sharding.Mesh):
+        failure = Failure(
+            what="cannot use this mesh",
+            expected="a mesh, or sizes by axis name",
+            got=type(found).__name__,
+            error=ArgumentError,
+        )
+        raise explain(subject, [failure])
+    return found
+
+
+def _described(name: str, mesh: Any) -> Any:
+    if isinstance(mesh, Mapping):
+        return describe(name, mesh)
+    found, current = describe(name), mesh if mesh is not None else _mesh.current_mesh()
+    if current is None or current.size != found.size:
+        return found
+    return describe(name, dict(current.shape))
+
+
+def _show(mesh: Any) -> str:
+    return _mesh.show_mesh(mesh) if isinstance(mesh, jax.sharding.Mesh) else repr(mesh)
+
+
+_STAGES = (
+    stages.Traced,
+    stages.Lowered,
+    stages.Compiled,
+    jax.stages.Traced,
+    jax.stages.Lowered,
+    jax.stages.Compiled,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Question:
+    """What is asked, up to the arguments.
+
+    Args:
+        f: the function, or a stage.
+        mesh: to compile for; None for that of the function.
+        budget: bytes; None for what the devices have.
+        subject: the first words of an error.
+        name: of the function.
+    """
+
+    f: Any
+    mesh: Any
+    budget: int | None
+    subject: str
+    name: str
+
+    def check(self) -> None:
+        """Refuses what no compile can answer, before one starts.
+
+        Raises:
+            ValueError: there is no budget, and the devices are known to have none.
+        """
+        if self.mesh is not None and not isinstance(self.f, _STAGES):
+            self.limit(self.mesh.devices.flat[0])
+
+    def answer(self, specs: Sequence[Any], kwargs: Mapping[str, Any]) -> Fit:
+        """Compiles, and says whether the program fits."""
+        specs, kwargs = jtu.tree_map(functools.partial(_described_leaf, self.mesh), (specs, kwargs))
+        with _report._entered(self.mesh):
+            lowered = self._lowered(specs, kwargs)
+            try:
+                compiled = lowered.compile() if hasattr(lowered, "compile") else lowered
+            except Exception as e:
+                verdict = out_of_memory(e)
+                if verdict is None:
+                    raise
+            else:
+                return self._planned(compiled)
+        return self._refused(lowered, verdict)
+
+    def _lowered(self, specs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        f: Any = self.f
+        if isinstance(f, _STAGES):
+            if specs or kwargs:
+                raise explain(self.subject, [_stage_with_arguments(f)])
+            return f.lower() if isinstance(f, (stages.Traced, jax.stages.Traced)) else f
+        lower: Any = getattr(f, "lower", None)
+        if not callable(f) or not callable(lower):
+            raise explain(self.subject, [_nothing_to_compile(f)])
+        return lower(*specs, **kwargs)
+
+    def limit(self, device: Any) -> int:
+        """Bytes that the program may take on a device.
+
+        Raises:
+            ValueError: that is not known.
+        """
+        if self.budget is not None:
+            return self.budget
+        known = hbm_bytes(device.device_kind) or _own_limit(device)
+        if known is None:
+            raise explain(self.subject, [_no_budget(device)])
+        return known
+
+    def _planned(self, compiled: Any) -> Fit:
+        mesh, devices = _report._mesh_of(compiled, self.mesh), _report._devices(compiled)
+        modules = parse_modules(compiled.as_text() or "")
+        memory = _report._memory(modules, compiled.memory_analysis())
+        if memory is None:
+            raise explain(self.subject, [_no_plan(devices[0])])
+        budget = self.limit(devices[0])
+        return self._fit(
+            mesh, devices, budget=budget, needed=memory.peak, memory=memory, buffers=memory.buffers
+        )
+
+    def _refused(self, lowered: Any, verdict: OutOfMemory) -> Fit:
+        mesh = self.mesh if self.mesh is not None else getattr(lowered, "mesh", None)
+        devices = [] if mesh is None else [*mesh.devices.flat]
+        known = [] if verdict.available is None else [verdict.available]
+        if self.budget is not None or not known:
+            known.append(self.limit(devices[0]) if devices else self.budget or 0)
+        needed = verdict.needed
+        return self._fit(mesh, devices, budget=min(known), needed=needed, buffers=verdict.buffers)
+
+    def _fit(
+        self,
+        mesh: Any,
+        devices: Sequence[Any],
+        *,
+        budget: int,
+        needed: int | None,
+        buffers: tuple[Buffer, ...],
+        memory: Memory | None = None,
+    ) -> Fit:
+        device = devices[0] if devices else None
+        fit = Fit(
+            fits=memory is not None and memory.peak <= budget,
+            needed=needed,
+            budget=budget,
+            memory=memory,
+            buffers=buffers,
+            verdict="",
+            name=self.name,
+            mesh={} if mesh is None else dict(mesh.shape),
+            num_devices=len(devices),
+            device_kind=device.device_kind if device else "",
+            backend=device.platform if device else "tpu",
+            stand_in=device is not None and device.platform == "cpu",
+        )
+        return dataclasses.replace(fit, verdict=verdict_of(fit))
+
+
+def _described_leaf(mesh: Any, leaf: Any) -> Any:
+    """An array as its shape, without the devices where it lies if the mesh has others."""
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        return leaf
+    sharding = getattr(leaf, "sharding", None)
+    if not getattr(leaf, "_committed", True):
+        sharding = None
+    if mesh is not None and sharding is not None:
+        sharding = sharding if sharding.device_set == {*mesh.devices.flat} else None
+    weak = bool(getattr(leaf, "weak_type", False))
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
+
+
+def _own_limit(device: Any) -> int | None:
+    """What a device that is there leaves to programs, where its runtime says it."""
+    try:
+        return (device.memory_stats() or {}).get("bytes_limit")
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return None  # described devices have no runtime
+
+
+def _stage_with_arguments(f: Any) -> Failure:
+    return Failure(
+        what=f"takes no arguments for a {type(f).__name__} stage, which has them already",
+        expected="fits(stage), or fits(function, *args)",
+        error=ArgumentError,
+    )
+
+
+def _nothing_to_compile(f: Any) -> Failure:
+    return Failure(
+        what="cannot compile this",
+        expected="a function of spmd.pjit or jax.jit, or a stage of one",
+        got=f"a {type(f).__name__}",
+        fix="spmd.fits(spmd.pjit(f, in_axis_resources=...), *args)" if callable(f) else "",
+        error=ArgumentError,
+    )
+
+
+def _no_budget(device: Any) -> Failure:
+    return Failure(
+        what="needs a budget",
+        expected="the memory of one device, which is not known",
+        got=f"devices of kind {device.device_kind!r}",
+        fix="budget='16GB', or topology='v5e:4x4', whose memory is known",
+        error=OptionError,
+    )
+
+
+def _no_plan(device: Any) -> Failure:
+    return Failure(
+        what="has no answer: the compiler tells nothing about memory",
+        got=f"devices of kind {device.device_kind!r}",
+        error=OptionError,
+    )
+
+
+# The largest size
+
+
+def _largest(
+    question: _Question,
+    specs: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    vary: Any,
+    max_compiles: int,
+    progress: Callable[[int, Fit], None] | None,
+) -> Fit:
+    if isinstance(question.f, _STAGES):
+        raise explain(question.subject, [_stage_with_vary(question.f)])
+    if not isinstance(max_compiles, int) or max_compiles < 1:
+        raise explain(question.subject, [_bad_cap(max_compiles)])
+    call = _Call.of(question, specs, kwargs, vary)
+    answers: dict[int, Fit] = {}
+
+    def trial(size: int) -> Trial:
+        fit = call.answer(size)
+        answers[size] = fit
+        if progress is not None:
+            progress(size, fit)
+        return Trial(size, fit.needed, fit.fits)
+
+    budget = (
+        question.budget
+        if question.mesh is None
+        else question.limit(*question.mesh.devices.flat[:1])
+    )
+    found = search(trial, start=call.size, budget=budget, max_trials=max_compiles)
+    best = answers[found.largest] if found.largest else answers[min(answers)]
+    fit = dataclasses.replace(
+        best,
+        vary=call.vary,
+        largest=found.largest,
+        too_large=found.too_large,
+        step=found.step,
+        tried=found.tried,
+    )
+    return dataclasses.replace(fit, verdict=size_verdict_of(fit))
+
+
+_DIVISIBLE = re.compile(r"divisible by (\d+)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """A call whose arguments vary in size.
+
+    Args:
+        question: what is asked.
+        leaves: of the arguments.
+        tree: of ``(args, kwargs)``.
+        vary: paths and dimensions.
+        places: the same, with the number of the leaf for its path.
+    """
+
+    question: _Question
+    leaves: tuple[Any, ...]
+    tree: Any
+    vary: tuple[tuple[str, int], ...]
+    places: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(
+        cls, question: _Question, specs: Sequence[Any], kwargs: Mapping[str, Any], vary: Any
+    ) -> _Call:
+        """Finds the leaves that vary.
+
+        Raises:
+            ValueError: a path or a dimension is not there.
+            TypeError: `vary` is no pair of a path and a dimension, nor several.
+        """
+        pairs = _pairs(vary, question.subject)
+        fun = getattr(question.f, "__wrapped__", question.f)
+        params = parse_parameters(fun, question.subject, (), (), (), ())
+        args, named = params.bind(tuple(specs), kwargs)
+        leaves, tree = jtu.tree_flatten((args, named))
+        names = argument_names(params, range(len(args)), tree)
+        failures, places = [], []
+        for path, dim in pairs:
+            found = _place(path, dim, names, leaves)
+            (failures if isinstance(found, Failure) else places).append(found)
+        if failures:
+            raise explain(question.subject, failures)
+        shown = tuple((names[i], dim) for i, dim in places)
+        return cls(
+            question=question, leaves=tuple(leaves), tree=tree, vary=shown, places=tuple(places)
+        )
+
+    @property
+    def size(self) -> int:
+        """The size that the first of the arguments has now."""
+        index, dim = self.places[0]
+        return self.leaves[index].shape[dim]
+
+    def answer(self, size: int) -> Fit:
+        """Compiles for one size, with a copy of the function whose programs go with it.
+
+        Raises:
+            IndivisibleSizeError: a sharding splits the dimension into so many parts.
+        """
+        leaves = list(self.leaves)
+        for index, dim in self.places:
+            leaf = _described_leaf(None, leaves[index])
+            shape = (*leaf.shape[:dim], size, *leaf.shape[dim + 1 :])
+            leaves[index] = leaf.update(shape=shape)
+        args, kwargs = jtu.tree_unflatten(self.tree, leaves)
+        question = dataclasses.replace(self.question, f=_copied(self.question.f))
+        try:
+            return question.answer(args, kwargs)
+        except Exception as e:
+            factors = [int(n) for n in _DIVISIBLE.findall(str(e))]
+            if factor := next((n for n in factors if n and size % n), None):
+                raise IndivisibleSizeError(factor) from None
+            what = " and ".join(f"dimension {d} of {path}" for path, d in self.vary)
+            e.add_note(f"This is from spmd.fits, which tried {size:,} for {what}.")
+            raise
+
+
+def _copied(f: Any) -> Any:
+    """A pjit function with caches of its own, so that what is compiled for it is not kept."""
+    if not isinstance(f, _api.PjitFunction):
+        return f
+    fun = f._line.fun
+
+    def copy(*args: Any, **kwargs: Any) -> Any:
+        return fun(*args, **kwargs)
+
+    return _api.pjit_function(functools.wraps(fun)(copy), f._line.options)
+
+
+def _pairs(vary: Any, subject: str) -> list[tuple[str, int]]:
+    one = isinstance(vary, (tuple, list)) and len(vary) == 2 and isinstance(vary[0], str)
+    pairs = [vary] if one else vary
+    if isinstance(pairs, (tuple, list)) and pairs:
+        right = [
+            isinstance(p, (tuple, list))
+            and len(p) == 2
+            and isinstance(p[0], str)
+            and isinstance(p[1], int)
+            and not isinstance(p[1], bool)
+            for p in pairs
+        ]
+        if all(right):
+            return [(path, dim) for path, dim in pairs]
+    failure = Failure(
+        what="cannot read vary",
+        given=f"vary={vary!r}"[:200],
+        expected="an argument's path and a dimension, or a list of such pairs",
+        fix="vary=(\"batch['x']\", 0)",
+        error=ArgumentError,
+    )
+    raise explain(subject, [failure])
+
+
+def _place(
+    path: str, dim: int, names: Sequence[str], leaves: Sequence[Any]
+) -> tuple[int, int] | Failure:
+    """The leaf that a path names, and the dimension counted from the first."""
+    given, wanted = f"vary=({path!r}, {dim})", path.replace('"', "'")
+    if wanted not in names:
+        inside = [n for n in names if n.startswith((f"{wanted}[", f"{wanted}."))]
+        missing = f"has no array {path}{did_you_mean(wanted, names)}"
+        return Failure(
+            what=f"cannot vary {path}, which holds several arrays" if inside else missing,
+            given=given,
+            expected="the path of an array: " + _listed(inside or names),
+            error=OptionError,
+        )
+    leaf = leaves[names.index(wanted)]
+    rank = len(getattr(leaf, "shape", ()))
+    if not -rank <= dim < rank:
+        return Failure(
+            what=f"has no dimension {dim} in {path}",
+            given=given,
+            expected=f"a dimension from {-rank} to {rank - 1}"
+            if rank
+            else "an array of rank 1 or more",
+            got=f"shape {tuple(leaf.shape)}"
+            if hasattr(leaf, "shape")
+            else f"a {type(leaf).__name__}",
+            error=OptionError,
+        )
+    return names.index(wanted), dim % rank
+
+
+def _listed(names: Sequence[str], most: int = 10) -> str:
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "") or "there is none"
+
+
+def _stage_with_vary(f: Any) -> Failure:
+    return Failure(
+        what=f"cannot vary the size of a {type(f).__name__} stage",
+        expected="a function, which is lowered for each size",
+        fix="fits(function, *args, vary=...)",
+        error=ArgumentError,
+    )
+
+
+def _bad_cap(max_compiles: Any) -> Failure:
+    return Failure(
+        what="cannot compile so often",
+        given=f"max_compiles={max_compiles!r}",
+        expected="a whole number of at least 1",
+        error=OptionError,
+    )
