@@ -316,6 +316,24 @@ UNKNOWN = {
         "%far = s32[] constant(300)\n%next = s32[] add(%e0, %far)\n%out = (s32[]) tuple(%next)",
         [0],
     ),
+    "the step cuts bits off": (
+        "%limit = s32[] constant(250)\n%test = pred[] compare(%e0, %limit), direction=LT",
+        """
+        %low = s8[] convert(%e0)
+        %far = s8[] constant(100)
+        %sum = s8[] add(%low, %far)
+        %next = s32[] convert(%sum)
+        %out = (s32[]) tuple(%next)
+        """,
+        [0],
+    ),
+    "the body cuts bits off the limit": (
+        "%test = pred[] compare(%e0, %e1), direction=LT",
+        ADD_ONE
+        + "%low = s8[] convert(%e1)\n%cut = s32[] convert(%low)\n"
+        + "%out = (s32[], s32[]) tuple(%next, %cut)",
+        [0, 300],
+    ),
     "the test is of other bits": (
         """
         %bits = u32[] bitcast-convert(%e0)
