@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
+import math
 import re
 from typing import Any
 
@@ -185,9 +186,17 @@ class _Question:
 
     def answer(self, specs: Sequence[Any], kwargs: Mapping[str, Any]) -> Fit:
         """Compiles, and says whether the program fits."""
+        return self.judge(self.lower(specs, kwargs))
+
+    def lower(self, specs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Everything up to the compile."""
         specs, kwargs = jtu.tree_map(functools.partial(_described_leaf, self.mesh), (specs, kwargs))
         with _report._entered(self.mesh):
-            lowered = self._lowered(specs, kwargs)
+            return self._lowered(specs, kwargs)
+
+    def judge(self, lowered: Any) -> Fit:
+        """Compiles what was lowered, and says whether it fits."""
+        with _report._entered(self.mesh):
             try:
                 compiled = lowered.compile() if hasattr(lowered, "compile") else lowered
             except Exception as e:
@@ -346,17 +355,15 @@ def _largest(
     answers: dict[int, Fit] = {}
 
     def trial(size: int) -> Trial:
-        fit = call.answer(size)
+        fit = call.answer(size, first=not answers)
         answers[size] = fit
         if progress is not None:
             progress(size, fit)
         return Trial(size, fit.needed, fit.fits)
 
-    budget = (
-        question.budget
-        if question.mesh is None
-        else question.limit(*question.mesh.devices.flat[:1])
-    )
+    def budget() -> int | None:
+        return next((fit.budget for fit in answers.values()), None)
+
     found = search(trial, start=call.size, budget=budget, max_trials=max_compiles)
     best = answers[found.largest] if found.largest else answers[min(answers)]
     fit = dataclasses.replace(
@@ -424,28 +431,55 @@ class _Call:
         index, dim = self.places[0]
         return self.leaves[index].shape[dim]
 
-    def answer(self, size: int) -> Fit:
+    def answer(self, size: int, *, first: bool) -> Fit:
         """Compiles for one size, with a copy of the function whose programs go with it.
 
+        Args:
+            size: to compile for.
+            first: True where no size was ever lowered, so that an error need not be of the size.
+
         Raises:
-            IndivisibleSizeError: a sharding splits the dimension into so many parts.
+            IndivisibleSizeError: a sharding or the function itself takes multiples only.
         """
+        question = dataclasses.replace(self.question, f=_copied(self.question.f))
+        try:
+            lowered = question.lower(*self._resized(size))
+        except Exception as e:
+            factor = self._factor(e, size, first=first)
+            if factor is not None:
+                raise IndivisibleSizeError(factor) from None
+            self._name_size(e, size)
+            raise
+        try:
+            return question.judge(lowered)
+        except Exception as e:
+            self._name_size(e, size)
+            raise
+
+    def _resized(self, size: int) -> tuple[Any, Any]:
         leaves = list(self.leaves)
         for index, dim in self.places:
             leaf = _described_leaf(None, leaves[index])
             shape = (*leaf.shape[:dim], size, *leaf.shape[dim + 1 :])
             leaves[index] = leaf.update(shape=shape)
-        args, kwargs = jtu.tree_unflatten(self.tree, leaves)
-        question = dataclasses.replace(self.question, f=_copied(self.question.f))
-        try:
-            return question.answer(args, kwargs)
-        except Exception as e:
-            factors = [int(n) for n in _DIVISIBLE.findall(str(e))]
-            if factor := next((n for n in factors if n and size % n), None):
-                raise IndivisibleSizeError(factor) from None
-            what = " and ".join(f"dimension {d} of {path}" for path, d in self.vary)
-            e.add_note(f"This is from spmd.fits, which tried {size:,} for {what}.")
-            raise
+        return jtu.tree_unflatten(self.tree, leaves)
+
+    def _factor(self, error: Exception, size: int, *, first: bool) -> int | None:
+        """What sizes should be a multiple of, where that may be what is wrong with this one."""
+        said = [int(n) for n in _DIVISIBLE.findall(str(error))]
+        if factor := next((n for n in said if n and size % n), None):
+            return factor
+        # A function may reshape its arguments: it took the size that it was given, so it will
+        # take multiples of a divisor of that one.
+        if first or not self.size or size % self.size == 0:
+            return None
+        step = math.gcd(size, self.size)
+        rest = self.size // step
+        return step * next(p for p in range(2, rest + 1) if rest % p == 0)
+
+    def _name_size(self, error: Exception, size: int) -> None:
+        what = " and ".join(f"dimension {d} of {path}" for path, d in self.vary)
+        error.add_note(f"This is from spmd.fits, which tried {size:,} for {what}.")
 
 
 def _copied(f: Any) -> Any:

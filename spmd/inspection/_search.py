@@ -61,7 +61,11 @@ class Found:
 
 
 def search(
-    trial: Callable[[int], Trial], *, start: int, budget: int | None, max_trials: int
+    trial: Callable[[int], Trial],
+    *,
+    start: int,
+    budget: Callable[[], int | None],
+    max_trials: int,
 ) -> Found:
     """Finds the largest size that fits, where every size below one that fits does too.
 
@@ -73,7 +77,7 @@ def search(
     Args:
         trial: tries a size; may raise `IndivisibleSizeError`, which is no trial.
         start: the first size.
-        budget: bytes that there are, for the straight line.
+        budget: gives the bytes that there are, for the straight line, once that is known.
         max_trials: no more are made.
 
     Returns:
@@ -93,7 +97,7 @@ class _State:
     """An interval of sizes: `low` fits, or is 0; `high` does not, or is None."""
 
     start: int
-    budget: int | None
+    budget: Callable[[], int | None]
     step: int = 1
     low: int = 0
     high: int | None = None
@@ -168,9 +172,10 @@ class _State:
 
     def _line(self, points: list[Trial]) -> int | None:
         """The largest size that fits if memory grows as between two trials; None if unknown."""
-        if self.budget is None or len(points) < 2:
+        budget = self.budget()
+        if budget is None or len(points) < 2:
             return None
         (size, needed, _), (other, more, _) = points
         if needed is None or more is None or more <= needed:
             return None
-        return size + (self.budget - needed) * (other - size) // (more - needed)
+        return size + (budget - needed) * (other - size) // (more - needed)

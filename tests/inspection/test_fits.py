@@ -377,6 +377,21 @@ def test_text_with_sizes(mesh):
     ]
 
 
+def test_a_function_that_reshapes_its_argument(mesh):
+    """Sizes that the function itself does not take are passed over, not errors."""
+
+    def f(x):
+        return x.reshape(-1, 24, 4).sum(axis=1)
+
+    rows = spmd.pjit(f, in_axis_resources=P("data"))
+    budget = 50_000
+    fit = fits(rows, _spec(96, 4), mesh=mesh, budget=budget, vary=("x", 0))
+    assert fit.largest is not None
+    assert (fit.step % 24, 96 % fit.step, fit.is_exact) == (0, 0, True)
+    assert fits(rows, _spec(fit.largest, 4), mesh=mesh, budget=budget)
+    assert not fits(rows, _spec(fit.largest + fit.step, 4), mesh=mesh, budget=budget)
+
+
 def test_an_error_at_one_size_names_it(mesh):
     """An error that a size provokes passes through, with the size."""
 
@@ -432,7 +447,7 @@ def test_the_search_against_brute_force(seed):
         told = needed(size) if rng.random() < sized else None
         return Trial(size, told, needed(size) <= budget)
 
-    found = search(trial, start=rng.randrange(1, 500), budget=budget, max_trials=200)
+    found = search(trial, start=rng.randrange(1, 500), budget=lambda: budget, max_trials=200)
     sizes = range(step, MOST + 1, step)
     count = bisect.bisect_right(sizes, budget, key=needed)
     assert found.largest == (sizes[count - 1] if count else None)
@@ -446,7 +461,7 @@ def test_memory_in_proportion_takes_few_compiles():
     def trial(size):
         return Trial(size, 1000 + 37 * size, 1000 + 37 * size <= 10**9)
 
-    found = search(trial, start=64, budget=10**9, max_trials=100)
+    found = search(trial, start=64, budget=lambda: 10**9, max_trials=100)
     assert found.largest == (10**9 - 1000) // 37
     assert found.is_exact
     assert len(found.tried) == 4
