@@ -38,6 +38,7 @@ def fits(
     budget: int | float | str | None = None,
     vary: Any = None,
     max_compiles: int = 24,
+    tolerance: float = 0.0,
     progress: Callable[[int, Fit], None] | None = None,
     **kwargs: Any,
 ) -> Fit:
@@ -63,6 +64,9 @@ def fits(
         vary: an argument's path and a dimension of it, ``("batch['x']", 0)``, or several such
             pairs that all get the same size.
         max_compiles: no more sizes are tried.
+        tolerance: how far below the largest size the search may stop, as a part of the size: with
+            0.01 the next one that is known not to fit is at most 1 % larger. Most compiles of an
+            exact search are spent on the last percent.
         progress: called with each size and its answer.
         **kwargs: keyword arguments of the call.
 
@@ -87,7 +91,8 @@ def fits(
     question.check()
     if vary is None:
         return question.answer(specs, kwargs)
-    return _largest(question, specs, kwargs, vary, max_compiles, progress)
+    options = {"max_trials": max_compiles, "tolerance": tolerance}
+    return _largest(question, specs, kwargs, vary, options, progress)
 
 
 # The question
@@ -344,13 +349,13 @@ def _largest(
     specs: Sequence[Any],
     kwargs: Mapping[str, Any],
     vary: Any,
-    max_compiles: int,
+    options: Mapping[str, Any],
     progress: Callable[[int, Fit], None] | None,
 ) -> Fit:
     if isinstance(question.f, _STAGES):
         raise explain(question.subject, [_stage_with_vary(question.f)])
-    if not isinstance(max_compiles, int) or max_compiles < 1:
-        raise explain(question.subject, [_bad_cap(max_compiles)])
+    if failure := _bad_options(**options):
+        raise explain(question.subject, [failure])
     call = _Call.of(question, specs, kwargs, vary)
     answers: dict[int, Fit] = {}
 
@@ -364,7 +369,7 @@ def _largest(
     def budget() -> int | None:
         return next((fit.budget for fit in answers.values()), None)
 
-    found = search(trial, start=call.size, budget=budget, max_trials=max_compiles)
+    found = search(trial, start=call.size, budget=budget, **options)
     best = answers[found.largest] if found.largest else answers[min(answers)]
     fit = dataclasses.replace(
         best,
@@ -563,10 +568,19 @@ def _stage_with_vary(f: Any) -> Failure:
     )
 
 
-def _bad_cap(max_compiles: Any) -> Failure:
-    return Failure(
-        what="cannot compile so often",
-        given=f"max_compiles={max_compiles!r}",
-        expected="a whole number of at least 1",
-        error=OptionError,
-    )
+def _bad_options(max_trials: Any, tolerance: Any) -> Failure | None:
+    if not isinstance(max_trials, int) or max_trials < 1:
+        return Failure(
+            what="cannot compile so often",
+            given=f"max_compiles={max_trials!r}",
+            expected="a whole number of at least 1",
+            error=OptionError,
+        )
+    if not isinstance(tolerance, (int, float)) or not 0 <= tolerance < 1:
+        return Failure(
+            what="cannot stop there",
+            given=f"tolerance={tolerance!r}",
+            expected="a part of the size, from 0 to 1",
+            error=OptionError,
+        )
+    return None

@@ -66,6 +66,7 @@ def search(
     start: int,
     budget: Callable[[], int | None],
     max_trials: int,
+    tolerance: float = 0.0,
 ) -> Found:
     """Finds the largest size that fits, where every size below one that fits does too.
 
@@ -79,11 +80,13 @@ def search(
         start: the first size.
         budget: gives the bytes that there are, for the straight line, once that is known.
         max_trials: no more are made.
+        tolerance: the search ends where what fits and what does not differ by no more than this
+            part of what fits.
 
     Returns:
         The size, and whether it is exact.
     """
-    state = _State(start=start, budget=budget)
+    state = _State(start=start, budget=budget, tolerance=tolerance)
     while len(state.tried) < max_trials and (size := state.next_size()) is not None:
         try:
             state.note(trial(size))
@@ -98,6 +101,7 @@ class _State:
 
     start: int
     budget: Callable[[], int | None]
+    tolerance: float
     step: int = 1
     low: int = 0
     high: int | None = None
@@ -132,7 +136,8 @@ class _State:
         most = MOST if self.high is None else self.high - 1
         most = most // self.step * self.step
         least = self._above(self.low)
-        if least > most:
+        width = self._width()
+        if least > most or (width is not None and width <= self.tolerance * self.low):
             return None
         size = self._beyond() if self.high is None else self._between()
         return min(max(size // self.step * self.step, least), most)

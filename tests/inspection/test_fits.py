@@ -368,6 +368,22 @@ def test_a_cap_on_compiles(mesh):
         fits(double, _spec(4, 16), mesh=mesh, budget=10**6, vary=("x", 0), max_compiles=0)
 
 
+def test_a_tolerance(mesh):
+    """With a tolerance the search stops earlier, within it, and says that more may fit."""
+    f = spmd.pjit(
+        lambda x: jnp.tanh(x @ x.T) @ x, in_axis_resources=P("data"), out_axis_resources=P("data")
+    )
+    ask = {"mesh": mesh, "budget": 10**6, "vary": ("x", 0)}
+    exact, rough = fits(f, _spec(8, 3), **ask), fits(f, _spec(8, 3), **ask, tolerance=0.3)
+    assert None not in (exact.largest, rough.largest, rough.too_large)
+    assert rough.largest <= exact.largest < rough.too_large <= 1.3 * rough.largest
+    assert len(rough.tried) < len(exact.tried)
+    assert not rough.is_exact
+    assert rough.verdict.endswith(f"compiled, and more may fit, but not {rough.too_large:,}")
+    with pytest.raises(spmd.OptionError, match="cannot stop there"):
+        fits(f, _spec(8, 3), **ask, tolerance=2)
+
+
 def test_text_with_sizes(mesh):
     """The text lists what was tried."""
     text = str(fits(double, _spec(64, 16), mesh=mesh, budget=2048, vary=("x", 0)))
