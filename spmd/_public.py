@@ -16,6 +16,7 @@ from spmd.errors import (
     DonatedArrayError as DonatedArrayError,
     MeshError as MeshError,
     OptionError as OptionError,
+    OutOfMemoryError as OutOfMemoryError,
     RecoveryError as RecoveryError,
     ReportError as ReportError,
     ShardingError as ShardingError,
@@ -27,8 +28,10 @@ from spmd.stages import Compiled as Compiled, Lowered as Lowered, Traced as Trac
 if TYPE_CHECKING:
     from spmd.inspection import (
         Diff as Diff,
+        Fit as Fit,
         Report as Report,
         diff as diff,
+        fits as fits,
         report as report,
         sweep as sweep,
         topology as topology,
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
 
 #: Names of features, and where they live: the core never imports those files.
 FEATURES = dict.fromkeys(
-    ("Diff", "Report", "diff", "report", "sweep", "topology"), "spmd.inspection"
+    ("Diff", "Fit", "Report", "diff", "fits", "report", "sweep", "topology"), "spmd.inspection"
 )
 
 _jax.hide_own_frames()

@@ -16,6 +16,7 @@ __all__ = [
     "DonatedArrayError",
     "MeshError",
     "OptionError",
+    "OutOfMemoryError",
     "RecoveryError",
     "ReportError",
     "ShardingError",
@@ -62,6 +63,12 @@ class ArgumentError(SpmdError, TypeError):
 
 class OptionError(SpmdError, ValueError):
     """An option of `pjit` names an argument that is not there, or contradicts another."""
+
+    __module__ = "spmd"
+
+
+class OutOfMemoryError(SpmdError, RuntimeError):
+    """A program needs more memory than its devices have, as the compiler says."""
 
     __module__ = "spmd"
 

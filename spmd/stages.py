@@ -18,7 +18,7 @@ from spmd._arguments import Parameters, split_arguments
 from spmd._call import PjitCall
 from spmd._counts import count
 from spmd._lower import lower, program_of
-from spmd._mesh import described_failure
+from spmd._mesh import described_failure, show_mesh
 from spmd._recover import parse_op_sharding
 from spmd._resolve import is_equivalent, placed_sharding, show_aval, show_sharding
 from spmd.errors import ArgumentError, Failure, RecoveryError, ShardingError, explain
@@ -170,12 +170,25 @@ class Lowered(_Stage):
 
         Args:
             compiler_options: Options for the compiler, on top of those of `pjit`.
+
+        Raises:
+            OutOfMemoryError: The compiler says that the program does not fit the devices.
         """
         options = None if compiler_options is None else dict(compiler_options)
         if options is not None or not _jax.is_compiled(self._lowering):
             count("compiles")
-        executable = self._lowering.compile(options)
+        try:
+            executable = self._lowering.compile(options)
+        except RuntimeError as error:
+            if failure := self._out_of_memory(error):
+                raise explain(_dispatch.subject_of(self._call), [failure]) from error
+            raise
         return Compiled(self, executable)
+
+    def _out_of_memory(self, error: RuntimeError) -> Failure | None:
+        from spmd.inspection import oom_failure
+
+        return oom_failure(error, given=show_mesh(self.mesh))
 
 
 def _check_dialect(dialect: str | None) -> None:

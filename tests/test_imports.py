@@ -42,6 +42,7 @@ LAZY = {
     ("_api", "_global_aval", "distributed"),
     ("_api", "_to_global", "distributed"),
     ("_api", "_to_local", "distributed"),
+    ("stages", "_out_of_memory", "inspection"),
     ("stages", "report", "inspection"),
 }
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from spmd.inspection._bytes import parse_bytes as parse_bytes, show_bytes as show_bytes
 from spmd.inspection._diff import Diff as Diff, diff as diff
+from spmd.inspection._fit import Fit as Fit
 from spmd.inspection._groups import expand_replica_groups as expand_replica_groups
 from spmd.inspection._hlo import (
     Computation as Computation,
@@ -22,6 +23,7 @@ from spmd.inspection._hlo import (
     parse_modules as parse_modules,
 )
 from spmd.inspection._ledger import collectives as collectives, wire_bytes as wire_bytes
+from spmd.inspection._oom import explain_oom as explain_oom, oom_failure as oom_failure
 from spmd.inspection._records import (
     DIRECTIONS as DIRECTIONS,
     KINDS as KINDS,
@@ -39,6 +41,7 @@ from spmd.inspection._records import (
 )
 
 if TYPE_CHECKING:
+    from spmd.inspection._fits import fits as fits
     from spmd.inspection._report import report as report
     from spmd.inspection._sweep import Sweep as Sweep, SweepRow as SweepRow, sweep as sweep
     from spmd.inspection._topology import (
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
     )
 
 _COMPILING = {
+    "fits": "_fits",
     "report": "_report",
     "Sweep": "_sweep",
     "SweepRow": "_sweep",

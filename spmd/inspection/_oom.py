@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import dataclasses
 import re
 
+from spmd.errors import Failure, OutOfMemoryError
 from spmd.inspection._bytes import show_bytes
 from spmd.inspection._memory import type_arrays
 from spmd.inspection._records import Buffer, Source
@@ -94,6 +95,28 @@ def explain_oom(error: object) -> str | None:
     if verdict is None:
         return None
     return "\n".join([shortage(verdict), *buffer_lines(verdict.buffers)])
+
+
+def oom_failure(error: object, given: str = "") -> Failure | None:
+    """An exception of the compiler about too little memory, as a failure to explain.
+
+    Args:
+        error: as in `out_of_memory`.
+        given: what the program was compiled for.
+
+    Returns:
+        The failure; None for another exception.
+    """
+    verdict = out_of_memory(error)
+    if verdict is None:
+        return None
+    return Failure(
+        what=f"does not fit: it {shortage(verdict)}",
+        given=given,
+        got="\n            ".join(line.strip() for line in buffer_lines(verdict.buffers)),
+        fix="spmd.fits(f, *args, vary=(argument, dimension)) finds the largest size that fits",
+        error=OutOfMemoryError,
+    )
 
 
 def shortage(verdict: OutOfMemory, where: str = "each device") -> str:

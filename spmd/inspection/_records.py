@@ -272,7 +272,8 @@ class Memory:
         temporaries: what is allocated in between.
         aliased: the part of the outputs that lies in donated arguments.
         code: the program itself.
-        peak: the most that is in use at one time, arguments and outputs included.
+        peak: all of it together: arguments, outputs that are not aliased, temporaries and code. It
+            is what a TPU's compiler holds against the memory of the device.
         buffers: the largest arrays, largest first.
     """
 

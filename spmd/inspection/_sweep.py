@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
-import re
 import time
 from typing import TYPE_CHECKING, Any
 
-from spmd.errors import ArgumentError, Failure, MeshError, explain
+from spmd.errors import ArgumentError, Failure, explain
+from spmd.inspection._oom import out_of_memory
 from spmd.inspection._records import Report, Total
 
 if TYPE_CHECKING:
@@ -304,7 +304,7 @@ def _row(f: Any, args: tuple, kwargs: Any, label: str, mesh: Any, subject: str) 
     try:
         found = report(f, *args, mesh=mesh, **kwargs)
     except RuntimeError as e:
-        verdict = out_of_memory(str(e))
+        verdict = out_of_memory(e)
         if verdict is None:
             raise
         return SweepRow(
@@ -313,48 +313,9 @@ def _row(f: Any, args: tuple, kwargs: Any, label: str, mesh: Any, subject: str) 
             num_devices=mesh.devices.size,
             device_kind=kind,
             stand_in=is_stand_in(mesh),
-            capacity=verdict[1],
+            capacity=verdict.available or hbm_bytes(kind),
             seconds=time.perf_counter() - start,
-            needed=verdict[0],
+            needed=verdict.needed,
         )
     seconds = time.perf_counter() - start
-    if (found.mesh, found.num_devices, found.device_kind) != (mesh.shape, mesh.size, kind):
-        raise explain(subject, [_bound(found, mesh, kind)])
     return SweepRow.of(found, label=label, capacity=hbm_bytes(kind), seconds=seconds)
-
-
-def _bound(found: Report, mesh: Any, kind: str) -> Failure:
-    def show(axes: Mapping[str, int], devices: int, kind: str) -> str:
-        names = ", ".join(f"{n}={s}" for n, s in axes.items()) or "no axes"
-        return f"mesh {names} of {devices} {kind}"
-
-    return Failure(
-        what="cannot compile for another mesh than the function's own",
-        expected=show(mesh.shape, mesh.size, kind),
-        got=show(found.mesh, found.num_devices, found.device_kind),
-        fix="leave out pjit(mesh=...), and place no argument on a mesh",
-        error=MeshError,
-    )
-
-
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_VERDICTS = (
-    re.compile(r"\(([\d.]+)([KMGT]?)B?\) exceeds available HBM \(([\d.]+)([KMGT]?)B?\)"),
-    re.compile(r"Used ([\d.]+)([KMGT]?)B? of ([\d.]+)([KMGT]?)B? hbm"),
-)
-
-
-def out_of_memory(message: str) -> tuple[int, int] | None:
-    """What the TPU compiler says about a program that does not fit.
-
-    Args:
-        message: of its exception.
-
-    Returns:
-        Bytes that the program needs, and bytes that there are; None for another exception.
-    """
-    for pattern in _VERDICTS:
-        if found := pattern.search(message):
-            needed, have = (float(found[i]) * _UNITS[found[i + 1]] for i in (1, 3))
-            return int(needed), int(have)
-    return None

@@ -251,7 +251,7 @@ def test_totals_by_nothing_known(by):
 
 
 def test_a_gathered_result_has_the_line_that_makes_it(mesh):
-    """A gather that only the result needs is of the last operation; of an argument, the argument."""
+    """A gather that only the result needs is of the operation that makes it."""
 
     def doubled(x):
         return x * 2  # here
