@@ -8,8 +8,8 @@ import re
 
 from spmd.errors import Failure, OutOfMemoryError
 from spmd.inspection._bytes import show_bytes
-from spmd.inspection._memory import type_arrays
 from spmd.inspection._records import Buffer, Source
+from spmd.inspection._types import type_arrays
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)i?B?"
