@@ -40,15 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; those of the process by default.
 
     Returns:
-        The exit code: 0; 1 where a check failed or something is missing; 2 for bad arguments.
+        The exit code: 0; 1 where a check says no: a broken limit, a program that does not fit,
+        reports that differ, a loss that is another; 2 where there was nothing to check, for bad
+        arguments or an error.
     """
     args = _parser().parse_args(argv)
     try:
         return args.command(args)
-    except (DemoError, CommandError) as error:
+    except (DemoError, CommandError, SpmdError) as error:
         return _fail(str(error), _USAGE)
-    except SpmdError as error:
-        return _fail(str(error), _FAILED)
     except KeyboardInterrupt:
         return _fail("interrupted", _INTERRUPTED)
 
@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 def _demo(args: argparse.Namespace) -> int:
     options = options_from(args)
     if importlib.util.find_spec("optax") is None:
-        return _fail("the demo needs optax: pip install 'spmd[demo]'", _FAILED)
+        return _fail("the demo needs optax: pip install 'spmd[demo]'", _USAGE)
     set_device_count(options.devices)
     return _run_demo(options)
 

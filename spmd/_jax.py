@@ -634,6 +634,11 @@ def placement_key(shardings: Sequence[Any], avals: Sequence[Any]) -> Any:
     return pxla.SemanticallyEqualShardings(tuple(shardings), tuple(avals))
 
 
+def device_order(sharding: Any) -> list[Any]:
+    """The devices of a sharding in the order in which programs number them."""
+    return [*sharding._device_assignment]
+
+
 def args_info(in_tree: Any, avals: Sequence[Any], donated: Sequence[bool]) -> Any:
     """The tree of argument descriptions that JAX's stages hold."""
     infos = [stages.ArgInfo(a, d) for a, d in zip(avals, donated, strict=True)]

@@ -74,7 +74,7 @@ class OutOfMemoryError(SpmdError, RuntimeError):
 
 
 class ReportError(SpmdError, ValueError):
-    """A file or a dictionary is no report, or none that this version can read or write."""
+    """Something is no report, or nothing that this version can read, write or report on."""
 
     __module__ = "spmd"
 

@@ -114,7 +114,7 @@ def test_without_optax_the_extra_is_named(monkeypatch, capsys):
     monkeypatch.setattr(
         cli.importlib.util, "find_spec", lambda name: None if name == "optax" else find_spec(name)
     )
-    assert cli.main(["demo"]) == 1
+    assert cli.main(["demo"]) == 2
     assert capsys.readouterr().err == "spmd: the demo needs optax: pip install 'spmd[demo]'\n"
 
 

@@ -24,6 +24,7 @@ from spmd.inspection._options import (
     parse_vary,
     writable,
 )
+from spmd.testing._budgets import check_axes, read_budget
 
 _OK, _FAILED = 0, 1
 _DEVICES = 8
@@ -41,14 +42,16 @@ examples:
   spmd report train.py:step --args train.py:example_args --mesh data=32,model=8 \\
       --topology v5e:16x16 --json r.json
   spmd report train:step --args train:example_args --mesh data=8 \\
-      --none all-gather --max-bytes data=4MB     # exit code 1 where a limit is broken
+      --none all-gather --max-bytes data=4MB
+
+The exit code is 0, 1 where a limit is broken, and 2 for an error.
 """
 _FITS = """\
 examples:
   spmd fits train:step --args train:example_args --mesh data=16 --topology v5e:4x4
   spmd fits train:step --args train:example_args --mesh data=8 --budget 16GB --vary "tokens:0"
 
-The exit code is 0 where it fits and 1 where it does not.
+The exit code is 0 where it fits, 1 where it does not, and 2 where that cannot be told.
 """
 _SWEEP = """\
 examples:
@@ -60,7 +63,7 @@ examples:
   spmd diff before.json after.json
   spmd diff before.json after.json --json diff.json
 
-The exit code is 0 where both have the same collectives and 1 where they differ.
+The exit code is 0 where both have the same collectives, 1 where they differ, and 2 for an error.
 """
 
 SetDevices = Callable[[int], None]
@@ -110,8 +113,8 @@ def add_commands(commands: Any, set_device_count: SetDevices) -> None:
 
     diff = _command(commands, "diff", _diff, "show in what two reports differ")
     diff.epilog = _DIFF
-    diff.add_argument("a", type=Path, metavar="A.json")
-    diff.add_argument("b", type=Path, metavar="B.json")
+    diff.add_argument("a", type=Path, metavar="A.json", help="a report that --json wrote")
+    diff.add_argument("b", type=Path, metavar="B.json", help="another one")
     diff.add_argument("--json", type=Path, metavar="FILE", help="write the differences to FILE too")
 
 
@@ -128,7 +131,7 @@ def _command(commands: Any, name: str, run: Callable, about: str) -> argparse.Ar
 def _add_program(
     parser: argparse.ArgumentParser, set_device_count: SetDevices, *, several: bool = False
 ) -> None:
-    parser.add_argument("function", metavar="FUNCTION")
+    parser.add_argument("function", metavar="FUNCTION", help="such as train:step or train.py:step")
     parser.add_argument("--args", metavar="ARGS", help="what it is called with; default: nothing")
     parser.add_argument("--mesh", metavar="AXES", help="axis sizes, such as data=4,model=2")
     parser.add_argument(
@@ -249,7 +252,8 @@ def _progress(what: str) -> Iterator[Callable[[str], None]]:
     """Shows on the standard error that something is going on; gives a function to say more."""
     from rich.console import Console
 
-    console, start = Console(stderr=True, highlight=False), time.monotonic()
+    console = Console(stderr=True, highlight=False, emoji=False)
+    start = time.monotonic()
     if not console.is_terminal:
         console.print(f"{what} ...", markup=False)
         yield lambda text: console.print(text, markup=False)
@@ -284,11 +288,16 @@ def _report(args: argparse.Namespace) -> int:
         "max_bytes": parse_limits("--max-bytes", args.max_bytes),
         "max_count": _counts(parse_limits("--max-count", args.max_count)),
     }
+    limits = {name: limit for name, limit in limits.items() if limit}
+    # A slip in a limit is told before anything compiles, which may take minutes.
+    budget = read_budget(limits)
     axes = _start(args)
     function, mesh = load(args.function, "FUNCTION"), _mesh(args.topology, axes)
     values, keywords = _call(args, function, mesh)
     import spmd
 
+    if mesh is not None:
+        check_axes([budget], dict(mesh.shape))
     with _progress(f"compiling {args.function}"), _mesh_needed(args):
         report = spmd.report(function, *values, mesh=mesh, **keywords)
     if not args.quiet:
@@ -297,7 +306,7 @@ def _report(args: argparse.Namespace) -> int:
         report.save(args.json)
     if args.trace:
         report.save_trace(args.trace)
-    return _hold(report, limits)
+    return _hold(report, limits) if limits else _OK
 
 
 def _counts(limits: dict[str, str]) -> dict[str, int]:
@@ -311,7 +320,7 @@ def _hold(report: Any, limits: dict[str, Any]) -> int:
     from spmd.testing import assert_collectives
 
     try:
-        assert_collectives(report, **{k: v for k, v in limits.items() if v})
+        assert_collectives(report, **limits)
     except AssertionError as error:
         print(error, file=sys.stderr)
         return _FAILED

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
 
 from spmd.inspection import _groups, _hlo, _source
@@ -185,14 +185,20 @@ class _Reader:
     def _origin(self, one: Instruction, computation: Computation, visit: Visit) -> _Origin:
         """The frames and the name of a collective.
 
-        What has none takes those of the operation around it, of the first that uses its result,
-        or of the last that makes its data.
+        What has no frames takes those of the operation around it, of its reduction, of the first
+        operation that uses its result, or of the last that makes its data.
         """
         places = [(one, computation), *self._around(one, computation, visit)]
         op_name = next((place.op_name for place, _ in places if place.op_name), "")
         for place, _ in places:
             if frames := _source.frames_of(place, self.module):
                 return _Origin(frames, op_name, _source.direction_of(place.op_name))
+        near = self._nearest(places, op_name)
+        # A reduction that the user wrote has its line in the function that adds two elements.
+        frames = self._reduction_frames(one)
+        return dataclasses.replace(near, frames=frames, is_consumer=False) if frames else near
+
+    def _nearest(self, places: Sequence[tuple[Instruction, Computation]], op_name: str) -> _Origin:
         for others, uses in ((_users, True), (_makers, False)):
             for other in (other for place in places for other in others(*place)):
                 op_name = op_name or other.op_name
@@ -200,6 +206,13 @@ class _Reader:
                     direction = _source.direction_of(other.op_name)
                     return _Origin(frames, op_name, direction, is_consumer=uses)
         return _Origin((), op_name, _source.direction_of(op_name))
+
+    def _reduction_frames(self, one: Instruction) -> tuple[Source, ...]:
+        function = self.module.computations.get(one.callees().get("to_apply", ("",))[0])
+        found = (
+            (_source.frames_of(i, self.module) for i in function.instructions) if function else ()
+        )
+        return next(filter(None, found), ())
 
     def _around(
         self, one: Instruction, computation: Computation, visit: Visit

@@ -149,10 +149,16 @@ def _file(path: str, option: str) -> Any:
 
 
 def writable(path: Path | None, option: str) -> None:
-    """Sees that a file could be written, before anything takes long.
+    """Sees that a JSON file can be written, before anything takes long.
 
     Raises:
-        CommandError: its folder does not exist.
+        CommandError: it cannot, or has another ending than ``.json``.
     """
-    if path is not None and not path.absolute().parent.is_dir():
+    if path is None:
+        return
+    if path.suffix != ".json":
+        raise CommandError(f"{option} {path} does not end in .json.")
+    if not path.absolute().parent.is_dir():
         raise CommandError(f"{option} {path} is in a folder that does not exist.")
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise CommandError(f"{option} {path} cannot be written.")

@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import math
 import os
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from spmd.inspection._bytes import show_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -61,6 +64,10 @@ class Shape:
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+# An axis may have a colon in its own name.
+_PART = re.compile(r":(?:\(\d+\)\d+|part)$")
 
 
 class Shapes(NamedTuple):
@@ -147,7 +154,7 @@ class Collective:
     @property
     def axis_names(self) -> tuple[str, ...]:
         """The mesh axes without the suffix that names a part."""
-        return tuple(axis.partition(":")[0] for axis in self.mesh_axes)
+        return tuple(_PART.sub("", axis) for axis in self.mesh_axes)
 
     @property
     def total_payload_bytes(self) -> int | None:
@@ -339,7 +346,7 @@ class Report:
         """The sum over all collectives."""
         return sum(map(Total.of, self.collectives), Total.zeros())
 
-    def totals(self, *by: str) -> dict:
+    def totals(self, *by: str) -> dict[Any, Total]:
         """Sums the collectives by one or several of their properties.
 
         Args:
@@ -358,6 +365,17 @@ class Report:
         return totals(self.collectives, *by)
 
     # What a report opens is imported when it is used: records stay free of those who read them.
+
+    def __repr__(self) -> str:
+        mesh = "".join(f", {name}={size}" for name, size in self.mesh.items())
+        sent = show_bytes(self.total.wire_bytes)
+        return (
+            f"<Report of {self.name} on {self.backend}{mesh}: {len(self.collectives)} collectives, "
+            f"{sent} on the wire>"
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.backend, *self.mesh.items(), self.collectives))
 
     def __str__(self) -> str:
         from spmd.inspection import _text
@@ -502,12 +520,13 @@ _KEYS: dict[str, Callable[[Collective], object]] = {
 }
 
 
-def totals(found: Iterable[Collective], *by: str) -> dict:
+def totals(found: Iterable[Collective], *by: str) -> dict[Any, Total]:
     """Sums collectives by one or several properties, as `Report.totals` does."""
     unknown = [key for key in by if key not in _KEYS]
     if unknown or not by:
-        raise ValueError(f"totals by {', '.join(_KEYS)} are known, not by {unknown}")
-    sums: dict = {}
+        got = ", ".join(map(repr, unknown)) or "nothing"
+        raise ValueError(f"totals are by {', '.join(_KEYS)}, or several of them; not by {got}")
+    sums: dict[Any, Total] = {}
     for one in found:
         values = tuple(_KEYS[name](one) for name in by)
         key = values[0] if len(by) == 1 else values

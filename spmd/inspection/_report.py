@@ -14,8 +14,8 @@ from typing import Any
 import jax
 
 import spmd
-from spmd import _mesh, _resolve, stages
-from spmd.errors import ArgumentError, Failure, MeshError, explain
+from spmd import _jax, _mesh, _resolve, stages
+from spmd.errors import ArgumentError, Failure, MeshError, ReportError, explain
 from spmd.inspection._cost import cost_of
 from spmd.inspection._hlo import Module, parse_modules
 from spmd.inspection._ledger import ledger
@@ -126,39 +126,47 @@ def _nothing_to_compile(f: Any) -> Failure:
 
 def _mesh_of(compiled: Any, mesh: Any) -> Any:
     """The mesh that the axes of a program belong to, or None."""
-    if mesh is not None:
-        if failure := _bound_elsewhere(compiled, mesh) or _runs_elsewhere(compiled, mesh):
-            raise explain("report", [failure])
+    if mesh is None:
+        own = _own_mesh(compiled)
+        return own if own is not None else _current(compiled)
+    if isinstance(compiled, stages.Compiled):
+        # All axes of a program are Auto inside, whatever those of its mesh are.
+        if _mesh.auto_mesh(mesh) != _mesh.auto_mesh(compiled.mesh):
+            raise explain("report", [_bound_elsewhere(mesh, compiled.mesh)])
         return mesh
+    # A program of `jax.jit` may be read with other names for the axes of its devices.
+    if failure := _runs_elsewhere(compiled, mesh):
+        raise explain("report", [failure])
+    return mesh
+
+
+def _own_mesh(compiled: Any) -> Any:
     if isinstance(compiled, stages.Compiled):
         return compiled.mesh
-    found = (getattr(s, "mesh", None) for s in _shardings(compiled))
-    return next((m for m in found if m is not None and m.axis_names), None) or _current(compiled)
+    found = (getattr(sharding, "mesh", None) for sharding in _shardings(compiled))
+    return next((mesh for mesh in found if mesh is not None and mesh.axis_names), None)
 
 
-def _bound_elsewhere(compiled: Any, mesh: Any) -> Failure | None:
-    if not isinstance(compiled, stages.Compiled):
-        return None
-    # All axes of a program are Auto inside, whatever those of its mesh are.
-    if _mesh.auto_mesh(mesh) == _mesh.auto_mesh(compiled.mesh):
-        return None
+def _bound_elsewhere(mesh: Any, own: Any) -> Failure:
+    shown, owned = _mesh.show_mesh(mesh), _mesh.show_mesh(own)
     return Failure(
         what="cannot compile for another mesh than the function's own",
-        given=f"mesh={_mesh.show_mesh(mesh)}",
-        expected=f"{_mesh.show_mesh(compiled.mesh)}, to which the function is bound",
+        given=shown,
+        expected=f"{owned}, to which the function is bound"
+        + (", of other devices or in another order" if shown == owned else ""),
         error=MeshError,
     )
 
 
 def _runs_elsewhere(compiled: Any, mesh: Any) -> Failure | None:
-    devices = _devices(compiled)
-    if {*devices} == {*mesh.devices.flat}:
+    devices, wanted = _devices(compiled), [*mesh.devices.flat]
+    if devices == wanted:
         return None
-    shown = _mesh.show_devices(sorted(devices, key=lambda device: device.id))
+    order = ", in another order" if {*devices} == {*wanted} else ""
     return Failure(
         what="cannot match the program with this mesh",
-        given=f"mesh={_mesh.show_mesh(mesh)}",
-        got=f"a program for {shown}",
+        given=_mesh.show_mesh(mesh),
+        got=f"a program for {_mesh.show_devices(devices)}{order}",
         fix="give arguments shardings over the mesh, as in jax.jit(f, in_shardings=...)",
         error=MeshError,
     )
@@ -166,8 +174,7 @@ def _runs_elsewhere(compiled: Any, mesh: Any) -> Failure | None:
 
 def _current(compiled: Any) -> Any:
     mesh = _mesh.current_mesh()
-    fits = mesh is not None and {*mesh.devices.flat} == {*_devices(compiled)}
-    return mesh if fits else None
+    return mesh if mesh is not None and [*mesh.devices.flat] == _devices(compiled) else None
 
 
 def _shardings(compiled: Any) -> list[Any]:
@@ -175,17 +182,17 @@ def _shardings(compiled: Any) -> list[Any]:
 
 
 def _devices(compiled: Any) -> list[Any]:
-    """The devices of a program, in the order of its mesh if there is one."""
+    """The devices of a program, in the order in which it numbers them."""
     if isinstance(compiled, stages.Compiled):
         return [*compiled.mesh.devices.flat]
-    found = next((s.device_set for s in _shardings(compiled)), None)
-    return [*found] if found else jax.devices()[:1]
+    found = next(iter(_shardings(compiled)), None)
+    return jax.devices()[:1] if found is None else _jax.device_order(found)
 
 
 def _report_of(compiled: Any, mesh: Any) -> Report:
     devices = _devices(compiled)
     axis_sizes = dict(mesh.shape) if mesh is not None else {}
-    modules = parse_modules(compiled.as_text() or "")
+    modules = parse_modules(_text_of(compiled))
     visited = [visits(module) for module in modules]
     pairs = [*zip(modules, visited, strict=True)]
     return Report(
@@ -203,6 +210,21 @@ def _report_of(compiled: Any, mesh: Any) -> Report:
         memory=_memory(modules, compiled.memory_analysis()),
         reshards=_reshards(compiled) if isinstance(compiled, stages.Compiled) else (),
     )
+
+
+def _text_of(compiled: Any) -> str:
+    try:
+        return compiled.as_text() or ""
+    except jax.errors.JaxRuntimeError as error:
+        # A libtpu of another age writes programs that this jaxlib cannot read.
+        failure = Failure(
+            what="cannot read what the compiler made",
+            got=str(error).partition("\n")[0][:200],
+            expected="a compiler of the same release as jaxlib",
+            fix=f"pip install 'jax[tpu]=={jax.__version__}', which brings the libtpu that fits",
+            error=ReportError,
+        )
+        raise explain("report", [failure]) from None
 
 
 def versions() -> Mapping[str, str]:

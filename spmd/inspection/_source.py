@@ -75,7 +75,9 @@ def direction_of(op_name: str) -> str:
     """Which half of a gradient a name stack belongs to: ``forward``, ``backward`` or ``other``.
 
     JAX writes ``jvp(...)`` around what a gradient differentiates, ``transpose(jvp(...))`` around
-    its backward pass; what a rematerialization computes again stands inside the latter.
+    its backward pass; what a rematerialization computes again stands inside the latter. Where the
+    compiler combined several exchanges and joined their names, one backward part makes all of it
+    backward.
     """
     found = set(_TRANSFORM.findall(op_name))
     if "transpose" in found:
@@ -84,4 +86,4 @@ def direction_of(op_name: str) -> str:
 
 
 # Names of functions and scopes may end in these words; transformations stand by themselves.
-_TRANSFORM = re.compile(r"(?:^|[/(])(transpose|jvp)\(")
+_TRANSFORM = re.compile(r"(?:^|[/(:])(transpose|jvp)\(")

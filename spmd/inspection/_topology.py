@@ -341,6 +341,9 @@ def _described(kind: str, sizes: tuple[int, ...]) -> list[Any]:
         options["chip_config_name"] = known.config
     if known and any(known.wrap(sizes)):
         options["wrap"] = known.wrap(sizes)
+    if 1 in sizes[:2]:
+        # A part of a host, which older releases describe only when they are told so.
+        options["chips_per_host_bounds"] = [min(2, size) for size in sizes[:2]] + [1]
     try:
         with _quiet_libtpu():
             found = topologies.get_topology_desc(f"{kind}:{_show(sizes)}", "tpu", **options)

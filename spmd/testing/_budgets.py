@@ -108,6 +108,11 @@ class Budget:
     max_count: tuple[Limit, ...] = ()
     empty_ok: bool = False
 
+    @property
+    def limits_anything(self) -> bool:
+        """Whether there is a limit in it; an empty `only` is one."""
+        return bool(self.all_keys()) or self.only is not None
+
     def all_keys(self) -> tuple[Key, ...]:
         """Every key that a limit is on."""
         limits = (*self.max_bytes, *self.max_count)

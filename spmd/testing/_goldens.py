@@ -180,8 +180,12 @@ class Row:
 
 
 def rows_of(report: Report) -> Counter[Row]:
-    """How many of each row a report has."""
-    return Counter(row for one in report.collectives for row in _rows(one))
+    """How many of each row a report has.
+
+    What stays within one device, over an axis of size 1, is no exchange: not every backend has it.
+    """
+    found = (one for one in report.collectives if one.group_size > 1)
+    return Counter(row for one in found for row in _rows(one))
 
 
 def _rows(one: Collective) -> Iterator[Row]:

@@ -599,10 +599,8 @@ def psum_scatter(on: Target) -> Counted:
 def psum_scatter_of_odd_rows(on: Target) -> Counted:
     """The same for 3 rows a device: no whole tile of TPU's memory, so it sums all and slices."""
     lowered, (scattered,) = _psum_scatter(on, 24, 20)
-    if on.tpu:  # which forgets the line
-        summed = dataclasses.replace(
-            scattered, kind="all-reduce", results=scattered.operands, at=()
-        )
+    if on.tpu:  # which forgets the line of the sum, and keeps that of its reduction
+        summed = dataclasses.replace(scattered, kind="all-reduce", results=scattered.operands)
         return lowered, [summed]
     return lowered, [scattered]
 

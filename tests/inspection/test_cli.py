@@ -40,6 +40,7 @@ MESH = ("--mesh", "data=4,model=2")
 def _here(tmp_path, monkeypatch):
     """A folder with a module `a_train`, as the working directory; the module is gone after."""
     (tmp_path / "a_train.py").write_text(textwrap.dedent(TRAIN))
+    (tmp_path / "a.json").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     # The process of the tests has its devices already.
@@ -114,6 +115,10 @@ BAD = [
     (("report", "a_train:forward", "--json", "no/r.json"), "--json no/r.json is in a folder that"),
     (("report", "a_train:forward", "--max-bytes", "4MB"), "--max-bytes 4MB is not a limit: write"),
     (("report", "a_train:forward", "--max-count", "a=b"), "--max-count a=b is no whole number."),
+    (("report", "a_train:forward", "--max-bytes", "model=1XB"), "no number of bytes"),
+    (("report", "a_train:forward", "--none", "all-gathers"), "did you mean 'all-gather'?"),
+    (("report", "a_train:forward", "--json", "r.txt"), "--json r.txt does not end in .json."),
+    (("report", "a_train:forward", "--json", "a.json"), "--json a.json cannot be written."),
     (("fits", "a_train:forward", "--vary", "x"), "--vary x is no dimension of an argument: write"),
     (("sweep", "a_train:forward", *MESH), "sweep needs --topology, once for each mesh to compare."),
     (("sweep", "a_train:forward", "--topology", "cpu:8"), "--topology needs --mesh, such as"),
@@ -131,6 +136,23 @@ def test_a_bad_argument_gets_one_sentence(args, sentence, capsys):
     assert sentence in err
 
 
+def test_a_slip_in_an_axis_is_told_before_the_compile(capsys):
+    """A limit on an axis that the mesh lacks is an error before anything is compiled."""
+    assert _report(*MESH, "--max-bytes", "modle=1KB") == 2
+    out, err = capsys.readouterr()
+    assert (out, "compiling" in err) == ("", False)
+    assert "knows no mesh axis 'modle'" in err
+
+
+def test_names_are_not_read_as_emoji(here, capsys):
+    """A function `train` of a module `train` is not a train."""
+    (here / "train.py").write_text((here / "a_train.py").read_text() + "\ntrain = forward\n")
+    args = ("--args", "train:example_args", *MESH, "--quiet")
+    assert cli.main(["report", "train:train", *args]) == 0
+    sys.modules.pop("train")
+    assert "compiling train:train: " in capsys.readouterr().err
+
+
 def test_a_missing_mesh_is_answered_with_the_option(capsys):
     """A function that needs a mesh, and has none, is told the option."""
     assert cli.main(["report", "a_train:forward", "--args", "a_train:example_args"]) == 2
@@ -138,9 +160,9 @@ def test_a_missing_mesh_is_answered_with_the_option(capsys):
 
 
 def test_an_error_of_the_package_is_printed_without_a_traceback(capsys):
-    """An error that names its cause is enough; the exit code is 1."""
+    """An error that names its cause is enough; the exit code is 2."""
     args = ["report", "a_train:forward", "--args", "a_train:example_args", "--mesh", "data=8"]
-    assert cli.main(args) == 1
+    assert cli.main(args) == 2
     assert "mesh axes out of 'data'" in capsys.readouterr().err
 
 
@@ -153,15 +175,15 @@ def test_errors_in_the_users_code_keep_their_traceback(here):
 
 def test_differences_are_an_exit_code(here, capsys):
     """Equal ledgers give 0, others 1 and a table; `--json` writes it."""
-    assert _report(*MESH, "--quiet", "--json", "a.json") == 0
-    assert _report("--mesh", "data=8,model=1", "--quiet", "--json", "b.json") == 0
+    assert _report(*MESH, "--quiet", "--json", "1.json") == 0
+    assert _report("--mesh", "data=8,model=1", "--quiet", "--json", "2.json") == 0
     capsys.readouterr()
-    assert cli.main(["diff", "a.json", "a.json"]) == 0
-    assert cli.main(["diff", "a.json", "b.json", "--json", "d.json"]) == 1
+    assert cli.main(["diff", "1.json", "1.json"]) == 0
+    assert cli.main(["diff", "1.json", "2.json", "--json", "d.json"]) == 1
     assert "1 removed (-)" in capsys.readouterr().out
     assert json.loads((here / "d.json").read_text())["removed"]
     (here / "x.json").write_text("{}")
-    assert cli.main(["diff", "a.json", "x.json"]) == 1
+    assert cli.main(["diff", "1.json", "x.json"]) == 2
     assert "x.json" in capsys.readouterr().err
 
 
@@ -196,11 +218,11 @@ def test_help_has_examples(command, capsys):
 
 def test_help_and_diff_import_no_jax(here):
     """Neither needs JAX, which takes a second to import."""
-    _report(*MESH, "--quiet", "--json", "a.json")
+    _report(*MESH, "--quiet", "--json", "1.json")
     code = (
         "import sys\n"
         "from spmd.__main__ import main\n"
-        "assert main(['diff', 'a.json', 'a.json']) == 0\n"
+        "assert main(['diff', '1.json', '1.json']) == 0\n"
         "assert 'jax' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
@@ -218,7 +240,7 @@ def test_the_command_sets_its_devices(here):
         timeout=120,
         check=False,
     )
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 2, done.stderr
     assert "dimension 0 to be divisible by 3" in done.stderr  # of 16 rows
 
 

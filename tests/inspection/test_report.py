@@ -437,7 +437,7 @@ def test_another_mesh_than_that_of_the_program(mesh):
     assert error is spmd.MeshError
     assert text == (
         "report cannot compile for another mesh than the function's own.\n"
-        "  given     mesh=mesh data=2\n"
+        "  given     mesh data=2\n"
         "  expected  mesh data=4, model=2, to which the function is bound"
     )
     calls = [(_jit(mesh), X, W), *((stage,) for stage in _stages(_jit(mesh)))]
@@ -446,7 +446,7 @@ def test_another_mesh_than_that_of_the_program(mesh):
         assert error is spmd.MeshError
         assert text.splitlines()[:3] == [
             "report cannot match the program with this mesh.",
-            "  given     mesh=mesh data=2",
+            "  given     mesh data=2",
             "  got       a program for 8 devices cpu:0..7",
         ]
     error, text = _message(jax.jit(_loss), X, W, mesh=mesh)
@@ -538,3 +538,25 @@ def test_what_lies_right_or_nowhere_does_not_move(mesh):
     (found,) = spmd.report(f, described).reshards
     assert found.nbytes == 0  # every device has all of it, and keeps a part
     assert math.prod(X.shape) == 128
+
+
+def test_another_order_of_the_same_devices():
+    """Axes are positions in the program: a mesh of the same devices in another order is refused."""
+    devices = np.array(jax.devices())
+    own = jax.sharding.Mesh(devices.reshape(2, 4), ("a", "b"))
+    other = jax.sharding.Mesh(devices.reshape(2, 4).T, ("p", "q"))
+    same = jax.sharding.Mesh(devices.reshape(2, 4), ("p", "q"))
+    ins, outs = jax.NamedSharding(own, P("a", "b")), jax.NamedSharding(own, P("b"))
+    f = jax.jit(lambda x: x.sum(0), in_shardings=ins, out_shardings=outs)
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    (one,) = spmd.report(f, x, mesh=same).collectives
+    assert one.mesh_axes == ("p",)
+    with pytest.raises(spmd.MeshError, match="another order"):
+        spmd.report(f, x, mesh=other)
+
+
+def test_reports_in_a_terminal():
+    """A report has a short `repr`, and can be hashed."""
+    found = spmd.report(jax.jit(jnp.sin), jax.ShapeDtypeStruct((8,), jnp.float32))
+    assert repr(found) == "<Report of sin on cpu: 0 collectives, 0 B on the wire>"
+    assert len({found, spmd.Report.from_json(found.to_json())}) == 1

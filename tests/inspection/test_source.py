@@ -239,6 +239,9 @@ def test_the_innermost_frame_outside_of_libraries_is_the_users():
         ("jit(step)/transpose", "other"),
         ("jit(my_transpose)/jit(jvp)/dot_general", "other"),
         ("jit(step)/the_jvp(x)/dot_general", "other"),
+        # What XLA joins where it combines.
+        ("pjit(f)/(reduce_sum:reduce_sum:transpose(jvp(btd,vd->btv))/dot_general)", "backward"),
+        ("pjit(f)/(reduce_sum:jvp()/reduce_sum)", "forward"),
         ("", "other"),
     ],
 )

@@ -319,7 +319,7 @@ def test_a_function_of_another_mesh():
         sweep(bound, x, meshes=[mesh, ("cpu:4", {"data": 4})])
     assert str(caught.value) == (
         "report cannot compile for another mesh than the function's own.\n"
-        "  given     mesh=mesh data=4\n"
+        "  given     mesh data=4\n"
         "  expected  mesh data=2, to which the function is bound"
     )
     assert "sweep of `sum` was at cpu:4, {'data': 4}." in caught.value.__notes__

@@ -523,14 +523,17 @@ def test_memory_of_kinds_that_are_not_known():
 @needs_libtpu
 @pytest.mark.parametrize("name", [*NAMES, "tpu7x:2x2x1"])
 def test_memory_is_what_the_compiler_says(name):
-    """The capacity in the table is the one in the compiler's own out-of-memory verdict."""
+    """The capacity in the table is that of the compiler's own verdict, to 0.02 GiB.
+
+    Releases differ in the last digit, and the table has the smaller figure.
+    """
     device = topology(name).devices.flat[0]
     mesh = jax.sharding.Mesh(np.array([device]), ("one",))
     large = jax.ShapeDtypeStruct((2**18, 2**18), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         jax.jit(lambda x: (x @ x).T @ x).lower(large).compile()
     said = re.search(r"exceeds available HBM \(([\d.]+)G\)", str(caught.value))
-    assert hbm_bytes(device.device_kind) == int(float(said[1]) * 2**30)
+    assert 0 <= float(said[1]) * 2**30 - hbm_bytes(device.device_kind) <= 0.02 * 2**30
 
 
 # Surroundings

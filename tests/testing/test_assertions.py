@@ -92,13 +92,12 @@ def test_none_counts_what_may_not_run():
 
 
 def test_only():
-    """Everything but what is listed is broken; an empty list allows nothing, None everything."""
+    """Everything but what is listed is broken; an empty list allows nothing."""
     assert breaks(ALL, only=["all-gather", "all-reduce"]) == []
     assert breaks(ALL, only=["all-gather", "all-reduce@model"]) == [
         "only: allowed all-gather, all-reduce over model; found 1 of something else"
     ]
     assert breaks(ALL, only=()) == ["only: allowed nothing; found 2 of something else"]
-    assert breaks(ALL, only=None) == []
 
 
 def test_a_kind_that_does_not_exist():
@@ -458,6 +457,7 @@ def test_a_report_takes_no_arguments():
         1,
         2,
         y=3,
+        max_count=9,
     )
     with pytest.raises(TypeError, match="got       mesh="):
         assert_collectives(ALL, mesh=object())
@@ -672,3 +672,27 @@ def test_arrays_are_taken(in_mesh):
     assert_collectives(g, np.ones((8, 8), np.float32), none="*")
     jax.effects_barrier()
     assert not ran
+
+
+def test_no_limit_is_no_assertion():
+    """Without a limit nothing would be asserted, which is refused; an empty `only` is a limit."""
+    with pytest.raises(spmd.OptionError, match="is given no limit, so it would assert nothing"):
+        assert_collectives(report(REDUCE))
+    assert_collectives(report(REDUCE), within={"loss": {}})  # asserts that there is such a place
+    with pytest.raises(AssertionError):
+        assert_collectives(report(REDUCE), only=())
+
+
+def test_within_one_device_nothing_is_exchanged():
+    """An exchange over an axis of size 1, which CPU keeps and TPU drops, breaks no limit."""
+    alone = report(dataclasses.replace(REDUCE, group_size=1, wire_bytes=0))
+    assert_collectives(alone, none=["*"], only=(), max_count=0)
+    assert testing.golden_text(alone) == testing.golden_text(report())
+
+
+def test_axes_with_a_colon_in_their_name():
+    """Only the suffix of a part is taken off a name."""
+    one = collective(axes=("a:b", "c:(2)2", "d:part"))
+    assert one.axis_names == ("a:b", "c", "d")
+    with pytest.raises(AssertionError):
+        assert_collectives(report(one, mesh={"a:b": 8}), none=["all-reduce@a:b"])
