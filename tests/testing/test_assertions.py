@@ -460,7 +460,7 @@ def test_a_report_takes_no_arguments():
         max_count=9,
     )
     with pytest.raises(TypeError, match="got       mesh="):
-        assert_collectives(ALL, mesh=object())
+        assert_collectives(ALL, mesh=object(), max_count=9)
 
 
 # Name stacks
