@@ -560,3 +560,21 @@ def test_reports_in_a_terminal():
     found = spmd.report(jax.jit(jnp.sin), jax.ShapeDtypeStruct((8,), jnp.float32))
     assert repr(found) == "<Report of sin on cpu: 0 collectives, 0 B on the wire>"
     assert len({found, spmd.Report.from_json(found.to_json())}) == 1
+
+
+def test_a_compiler_of_another_age(monkeypatch):
+    """Where jaxlib cannot read what a newer libtpu made, the error says what to install."""
+    compiled = jax.jit(jnp.sin).lower(jax.ShapeDtypeStruct((8,), jnp.float32)).compile()
+
+    def as_text(self):
+        raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure\nmore")
+
+    monkeypatch.setattr(jax.stages.Compiled, "as_text", as_text)
+    with pytest.raises(spmd.ReportError) as caught:
+        spmd.report(compiled)
+    assert str(caught.value) == (
+        "report cannot read what the compiler made.\n"
+        "  expected  a compiler of the same release as jaxlib\n"
+        "  got       INTERNAL: RET_CHECK failure\n"
+        f"  fix       pip install 'jax[tpu]=={jax.__version__}', which brings the libtpu that fits"
+    )
