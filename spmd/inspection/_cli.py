@@ -266,11 +266,11 @@ def _progress(what: str) -> Iterator[Callable[[str], None]]:
 @contextlib.contextmanager
 def _mesh_needed(args: argparse.Namespace) -> Iterator[None]:
     """Answers a missing mesh in terms of the command line."""
-    from spmd import MeshError
+    from spmd import MeshError, ShardingError
 
     try:
         yield
-    except MeshError as error:
+    except (MeshError, ShardingError) as error:
         if args.mesh is not None:
             raise
         text = f"{error}\n  here      add --mesh, such as --mesh data=4,model=2"
@@ -334,7 +334,7 @@ def _fits(args: argparse.Namespace) -> int:
     values, keywords = _call(args, function, mesh)
     import spmd
 
-    with _progress(f"compiling {args.function}") as say:
+    with _progress(f"compiling {args.function}") as say, _mesh_needed(args):
         fit = spmd.fits(
             function,
             *values,

@@ -58,8 +58,8 @@ def fits(
         f: a function of `spmd.pjit` or `jax.jit`; without `vary`, also a stage of one.
         *specs: what `f` is called with: arrays or `jax.ShapeDtypeStruct`s, in any pytrees.
         topology: the name of described hardware, such as ``"v5e:4x4"``, or a mesh.
-        mesh: sizes by axis name, or a mesh. By default the axes are those of the current mesh where
-            they fit the topology.
+        mesh: sizes by axis name, or a mesh. By default the axes are those of the current mesh, of
+            which the first one grows or shrinks to the size of the topology.
         budget: memory of one device, such as ``"16GB"``; by default what the hardware has.
         vary: an argument's path and a dimension of it, ``("batch['x']", 0)``, or several such
             pairs that all get the same size.
@@ -143,9 +143,11 @@ def _described(name: str, mesh: Any) -> Any:
     if isinstance(mesh, Mapping):
         return describe(name, mesh)
     found, current = describe(name), mesh if mesh is not None else _mesh.current_mesh()
-    if current is None or current.size != found.size:
+    if current is None:
         return found
-    return describe(name, dict(current.shape))
+    first, *others = current.shape.items()
+    axes = {first[0]: found.size // math.prod(size for _, size in others), **dict(others)}
+    return describe(name, axes) if math.prod(axes.values()) == found.size else found
 
 
 def _show(mesh: Any) -> str:

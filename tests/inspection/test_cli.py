@@ -159,6 +159,16 @@ def test_a_missing_mesh_is_answered_with_the_option(capsys):
     assert "add --mesh, such as --mesh data=4,model=2" in capsys.readouterr().err
 
 
+def test_axes_that_a_topology_lacks_are_answered_with_the_option(capsys):
+    """A topology without `--mesh` has one axis, which is rarely meant."""
+    args = ["a_train:forward", "--args", "a_train:example_args", "--topology", "cpu:8"]
+    for command in ("report", "fits"):
+        assert cli.main([command, *args]) == 2
+        err = capsys.readouterr().err
+        assert "unknown axis 'data'" in err
+        assert "add --mesh, such as --mesh data=4,model=2" in err
+
+
 def test_an_error_of_the_package_is_printed_without_a_traceback(capsys):
     """An error that names its cause is enough; the exit code is 2."""
     args = ["report", "a_train:forward", "--args", "a_train:example_args", "--mesh", "data=8"]

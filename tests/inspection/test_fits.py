@@ -665,3 +665,18 @@ def test_jit_with_shardings_of_described_chips(v5e):
     assert refused.verdict == (
         "does not fit: <lambda> needs 16.0 GiB of 15.8 GiB on each device: 256.0 MiB too much"
     )
+
+
+def test_the_current_mesh_grows_to_the_topology():
+    """Without sizes, the first axis of the current mesh takes what the topology has."""
+    f = spmd.pjit(
+        lambda x: x * 2, in_axis_resources=spmd.P("data"), out_axis_resources=spmd.P("data")
+    )
+    x = jax.ShapeDtypeStruct((1024, 4), np.float32)
+    with spmd.make_mesh({"data": 4, "model": 2}):
+        fit = fits(f, x, topology="cpu:16", budget="1MB")
+        assert dict(fit.mesh) == {"data": 8, "model": 2}
+        # Arguments and results of 1024/8 rows of 4 floats.
+        assert fit.needed == 2 * 1024 // 8 * 4 * 4
+        with pytest.raises(spmd.ShardingError, match="unknown axis 'data'"):
+            fits(f, x, topology="cpu:3", budget="1MB")
