@@ -162,8 +162,8 @@ def test_a_missing_mesh_is_answered_with_the_option(capsys):
 def test_axes_that_a_topology_lacks_are_answered_with_the_option(capsys):
     """A topology without `--mesh` has one axis, which is rarely meant."""
     args = ["a_train:forward", "--args", "a_train:example_args", "--topology", "cpu:8"]
-    for command in ("report", "fits"):
-        assert cli.main([command, *args]) == 2
+    for command in (["report", *args], ["fits", *args, "--budget", "1GB"]):
+        assert cli.main(command) == 2
         err = capsys.readouterr().err
         assert "unknown axis 'data'" in err
         assert "add --mesh, such as --mesh data=4,model=2" in err
