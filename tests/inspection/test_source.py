@@ -202,13 +202,20 @@ def test_libraries(file):
         "<string>",
         "train.py",
         "",
-        str(Path(spmd.__file__).parent / "demo" / "model.py"),
-        str(Path(spmd.__file__).parent) + "_of_mine/model.py",
+        "/home/me/spmd_of_mine/model.py",
     ],
 )
 def test_users(file):
     """Scripts, notebooks and folders that only look like an environment are the user's."""
     assert not _source.is_library(file)
+
+
+def test_the_demo_is_a_users():
+    """The demo's model is user code, wherever the package lies; the rest of it is a library."""
+    package = Path(spmd.__file__).parent
+    assert not _source.is_library(str(package / "demo" / "model.py"))
+    assert _source.is_library(str(package / "stages.py"))
+    assert _source.is_library(str(package / "inspection" / "_report.py"))
 
 
 def _source_in(*files):
