@@ -12,7 +12,7 @@ from typing import Any
 from spmd import _dispatch, _jax
 from spmd._call import PjitCall
 from spmd._lower import lower_inner_call
-from spmd._mesh import auto_mesh, enclosing_pjit, show_mesh
+from spmd._mesh import auto_mesh, enclosing_pjit, show_mesh, tracing
 from spmd._resolve import to_sharding
 from spmd._spec import UNSPECIFIED, ParsedPartitionSpec, show_origin, show_spec
 from spmd.errors import Failure, MeshError, OptionError, ShardingError, did_you_mean, explain
@@ -192,7 +192,9 @@ def _taken_failure(taken: Sequence[Any], resource: ParsedPartitionSpec) -> Failu
 
 def _pjit_jvp(primals: Any, tangents: Any, *, jaxpr: Any, call: PjitCall) -> Any:
     nz_in = [type(t) is not _jax.Zero for t in tangents]
-    jvp, nz_out = _jax.jvp_jaxpr(jaxpr, nz_in, instantiate=False)
+    # The rules of a `custom_vjp` or `custom_jvp` in the body are traced only here.
+    with tracing(call.mesh, call.name):
+        jvp, nz_out = _jax.jvp_jaxpr(jaxpr, nz_in, instantiate=False)
     nz_tangents = list(compress(tangents, nz_in))
     outs = pjit_p.bind(*primals, *nz_tangents, jaxpr=jvp, call=call.jvp(nz_in, nz_out))
     count = len(jaxpr.out_avals)
@@ -265,7 +267,8 @@ _jax.remat_rule(pjit_p, _pjit_remat)
 
 
 def _pjit_transpose(cts: Any, *args: Any, jaxpr: Any, call: PjitCall) -> Any:
-    flat, transposed, kept, has_ct, logs, finish = _jax.transpose_jaxpr(jaxpr, cts, args)
+    with tracing(call.mesh, call.name):
+        flat, transposed, kept, has_ct, logs, finish = _jax.transpose_jaxpr(jaxpr, cts, args)
     nz_cts = [type(ct) is not _jax.Zero for ct in cts]
     new_call = call.transpose(kept, nz_cts, has_ct).add_outputs(logs)
     return finish(pjit_p.bind(*flat, jaxpr=transposed, call=new_call))

@@ -810,3 +810,29 @@ def test_effect_in_scan_inside_jit():
     jax.jit(lambda: jax.lax.fori_loop(0, 4, lambda i, x: f(x), 0))()
     jax.effects_barrier()
     assert seen == [0, 1, 2, 3]
+
+
+# Rules of the user's own
+
+
+def test_rules_of_a_custom_vjp_find_the_mesh_of_their_call(mesh):
+    """A custom_vjp in a function with a mesh of its own may constrain in both of its rules."""
+
+    def split(x):
+        return with_sharding_constraint(x, P("data"))
+
+    @jax.custom_vjp
+    def triple(x):
+        return split(3 * x)
+
+    triple.defvjp(lambda x: (split(3 * x), None), lambda _, ct: (split(7 * ct),))
+    f = pjit(lambda x: triple(x).sum(), P("data"), None, mesh=mesh)
+    x = np.ones((8, 4), np.float32)
+    # Seven, not three: the gradient is that of the rule.
+    for gradient in (
+        jax.grad(f),
+        jax.jit(jax.grad(f)),
+        lambda x: jax.vjp(f, x)[1](np.float32(1))[0],
+    ):
+        np.testing.assert_array_equal(gradient(x), np.full((8, 4), 7, np.float32))
+    np.testing.assert_array_equal(jax.vmap(jax.grad(f))(x[None])[0], np.full((8, 4), 7))
