@@ -20,8 +20,8 @@ def __getattr__(name: str) -> Any:
     if not name.startswith("_"):
         from spmd import _public
 
-        if name in _public.FEATURES:
-            value = getattr(importlib.import_module(_public.FEATURES[name]), name)
+        if name in _public._FEATURES:
+            value = getattr(importlib.import_module(_public._FEATURES[name]), name)
             return globals().setdefault(name, value)
         for place in (vars(_public), globals()):
             if name in place:
@@ -32,8 +32,5 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     from spmd import _public
 
-    core = [n for n in vars(_public) if not n.startswith("_") and n not in _NOT_PUBLIC]
-    return ["__version__", *core, *_public.FEATURES]
-
-
-_NOT_PUBLIC = ("FEATURES", "TYPE_CHECKING")
+    core = (n for n in vars(_public) if not n.startswith("_"))
+    return ["__version__", *core, *_public._FEATURES]

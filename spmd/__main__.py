@@ -14,7 +14,7 @@ import os
 import sys
 
 import spmd
-from spmd.demo.options import DemoError, Options, add_arguments, options_from
+from spmd.demo.options import Options, add_arguments, options_from
 from spmd.errors import SpmdError
 from spmd.inspection import _cli
 from spmd.inspection._options import CommandError
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return args.command(args)
-    except (DemoError, CommandError, SpmdError) as error:
+    except (CommandError, SpmdError) as error:
         return _fail(str(error), _USAGE)
     except KeyboardInterrupt:
         return _fail("interrupted", _INTERRUPTED)

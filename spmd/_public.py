@@ -1,6 +1,6 @@
 """The public names of `spmd`, each from the file that it lives in."""
 
-from typing import TYPE_CHECKING
+import typing as _typing
 
 from jax.sharding import NamedSharding as NamedSharding, PartitionSpec as PartitionSpec
 
@@ -25,7 +25,7 @@ from spmd.errors import (
 )
 from spmd.stages import Compiled as Compiled, Lowered as Lowered, Traced as Traced
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from spmd.inspection import (
         Diff as Diff,
         Fit as Fit,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     )
 
 #: Names of features, and where they live: the core never imports those files.
-FEATURES = dict.fromkeys(
+_FEATURES = dict.fromkeys(
     ("Diff", "Fit", "Report", "diff", "fits", "report", "sweep", "topology"), "spmd.inspection"
 )
 

@@ -209,13 +209,14 @@ class Compiled(_Stage):
     """
 
     __module__ = "spmd"
-    __slots__ = ("_consts", "_dispatch", "_executable", "_lowering", "_shardings")
+    __slots__ = ("_consts", "_described", "_dispatch", "_executable", "_lowering", "_shardings")
 
     def __init__(self, lowered: Lowered, executable: Any):
         super().__init__(lowered._jaxpr, lowered._call, lowered._placed, lowered._signature)
         self._lowering = lowered._lowering
         self._shardings = lowered._shardings
         self._executable = executable
+        self._described = described_failure(lowered.mesh)
         self._consts = _jax.const_args(self._lowering, executable)
         self._dispatch = _dispatch.dispatcher(
             None, self.name, self._run, self._signature.params, "spmd.Compiled"
@@ -236,8 +237,8 @@ class Compiled(_Stage):
         values = (*self._signature.consts, *flat)
         if any(isinstance(x, _jax.Tracer) for x in flat):
             raise explain(_dispatch.subject_of(self._call), [_traced_call()])
-        if failure := described_failure(self.mesh):
-            raise explain(_dispatch.subject_of(self._call), [failure])
+        if self._described:
+            raise explain(_dispatch.subject_of(self._call), [self._described])
         self._check(flat)
         _dispatch.check_alive(values, self._call)
         repeatable = _dispatch.may_repeat(values, self._call) and not self._signature.consts

@@ -7,7 +7,8 @@ import dataclasses
 import difflib
 import math
 from pathlib import Path
-import re
+
+from spmd.inspection._options import CommandError, parse_axes
 
 AXES = ("data", "model")
 BATCH = 32
@@ -16,7 +17,7 @@ DEVICES = 8
 DEFAULT_MESH = "data=4,model=2"
 
 
-class DemoError(Exception):
+class DemoError(CommandError):
     """A demo that cannot run as asked; the message is one sentence for its user."""
 
 
@@ -65,7 +66,7 @@ def options_from(args: argparse.Namespace) -> Options:
     """Check parsed arguments.
 
     Raises:
-        DemoError: the mesh, a count or the seed cannot be used, or the file cannot be written.
+        CommandError: the mesh, a count or the seed cannot be used, or the file cannot be written.
     """
     devices = DEVICES if args.devices is None else args.devices
     _at_least_one("--devices", devices)
@@ -100,34 +101,18 @@ def parse_mesh(text: str) -> dict[str, int]:
     """Read ``data=4,model=2``; an axis left out has size 1.
 
     Raises:
-        DemoError: the text is no mesh, or not one of the axes `AXES`.
+        CommandError: the text is no mesh, or not one of the axes `AXES`.
     """
-    mesh: dict[str, int] = {}
-    for part in text.split(","):
-        name, size = _parse_axis(part.strip(), text)
-        if name in mesh:
-            raise DemoError(f"--mesh {text} names the axis '{name}' twice.")
-        mesh[name] = size
+    mesh = parse_axes(text)
+    for name in mesh:
+        if name not in AXES:
+            close = difflib.get_close_matches(name, AXES, n=1)
+            hint = f"; did you mean '{close[0]}'?" if close else "."
+            raise DemoError(
+                f"--mesh {text} names the axis '{name}', "
+                f"but the demo's are 'data' and 'model'{hint}"
+            )
     return mesh | {name: 1 for name in AXES if name not in mesh}
-
-
-def _parse_axis(part: str, text: str) -> tuple[str, int]:
-    found = re.fullmatch(r"([A-Za-z_]\w*) *= *(-?\d+)", part)
-    if not found:
-        raise DemoError(
-            f"--mesh {text or repr(text)} is not a mesh: "
-            f"write axis=size pairs, such as {DEFAULT_MESH}."
-        )
-    name, size = found[1], int(found[2])
-    if name not in AXES:
-        close = difflib.get_close_matches(name, AXES, n=1)
-        hint = f"; did you mean '{close[0]}'?" if close else "."
-        raise DemoError(
-            f"--mesh {text} names the axis '{name}', but the demo's are 'data' and 'model'{hint}"
-        )
-    if size < 1:
-        raise DemoError(f"--mesh {text} gives the axis '{name}' size {size}: at least 1 is needed.")
-    return name, size
 
 
 def check_mesh(mesh: dict[str, int], devices: int) -> None:

@@ -124,7 +124,7 @@ class DemoReport:
 
     def to_json(self) -> dict[str, Any]:
         """The report in types that JSON knows."""
-        data = dataclasses.asdict(dataclasses.replace(self, step=None))  # type: ignore[arg-type]
+        data = dataclasses.asdict(self)
         data["options"]["json"] = None if self.options.json is None else str(self.options.json)
         return {
             "schema": 2,

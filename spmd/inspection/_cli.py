@@ -185,7 +185,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 def _start(args: argparse.Namespace) -> dict[str, int] | None:
     """Checks mesh and devices, and has JAX start on them; gives the axis sizes."""
-    axes = None if args.mesh is None else parse_axes(args.mesh)
+    axes = None if args.mesh is None else parse_axes(args.mesh, open_size=True)
     if args.topology and axes is None and not isinstance(args.topology, str):
         raise CommandError("--topology needs --mesh, such as --mesh data=-1,model=4.")
     if args.devices is not None and args.devices < 1:
@@ -213,10 +213,12 @@ def _shapes(path: str | None, mesh: Any) -> tuple[tuple, dict[str, Any]]:
     """What the function is called with, arrays replaced by their shapes."""
     import jax
 
+    from spmd.inspection._compiling import shape_of
+
     given = () if path is None else load(path, "--args")
     with mesh if mesh is not None else contextlib.nullcontext():
         given = given() if callable(given) else given
-    given = jax.tree.map(_shape, given)
+    given = jax.tree.map(shape_of, given)
     if isinstance(given, dict):
         return (), given
     return tuple(given) if isinstance(given, (tuple, list)) else (given,), {}
@@ -236,15 +238,6 @@ def _call(args: argparse.Namespace, function: Any, mesh: Any) -> tuple[tuple, di
             f"{args.function} cannot be called so: {error}; {given} {count}."
         ) from None
     return values, keywords
-
-
-def _shape(leaf: Any) -> Any:
-    import jax
-
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        return leaf
-    weak = getattr(leaf, "weak_type", False)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
 
 
 @contextlib.contextmanager

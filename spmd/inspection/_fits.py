@@ -16,11 +16,22 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
-from spmd import _api, _mesh, stages
+from spmd import _api, _mesh
 from spmd._arguments import argument_names, parse_parameters
+from spmd._resolve import placed_sharding
 from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, explain
-from spmd.inspection import _report
 from spmd.inspection._bytes import parse_bytes
+from spmd.inspection._compiling import (
+    STAGES,
+    devices_of,
+    entered,
+    lower,
+    memory_plan,
+    mesh_of,
+    shape_of,
+    text_of,
+    unbound,
+)
 from spmd.inspection._fit import Fit, size_verdict_of, verdict_of
 from spmd.inspection._hlo import parse_modules
 from spmd.inspection._oom import OutOfMemory, out_of_memory
@@ -82,7 +93,7 @@ def fits(
         fit = spmd.fits(step, state, batch, topology="v5e:4x4", vary=("batch['x']", 0))
         print(fit.largest)
     """
-    f, specs, kwargs = _report._unbound(f, specs, kwargs)
+    f, given, named = unbound(f, specs, kwargs)
     subject = f"fits of `{_name(f)}`"
     on = _mesh_for(topology, mesh, subject)
     question = _Question(
@@ -90,9 +101,9 @@ def fits(
     )
     question.check()
     if vary is None:
-        return question.answer(specs, kwargs)
+        return question.answer(given, named)
     options = {"max_trials": max_compiles, "tolerance": tolerance}
-    return _largest(question, specs, kwargs, vary, options, progress)
+    return _largest(question, given, named, vary, options, progress)
 
 
 # The question
@@ -154,16 +165,6 @@ def _show(mesh: Any) -> str:
     return _mesh.show_mesh(mesh) if isinstance(mesh, jax.sharding.Mesh) else repr(mesh)
 
 
-_STAGES = (
-    stages.Traced,
-    stages.Lowered,
-    stages.Compiled,
-    jax.stages.Traced,
-    jax.stages.Lowered,
-    jax.stages.Compiled,
-)
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Question:
     """What is asked, up to the arguments.
@@ -188,7 +189,7 @@ class _Question:
         Raises:
             ValueError: there is no budget, and the devices are known to have none.
         """
-        if self.mesh is not None and not isinstance(self.f, _STAGES):
+        if self.mesh is not None and not isinstance(self.f, STAGES):
             self.limit(self.mesh.devices.flat[0])
 
     def answer(self, specs: Sequence[Any], kwargs: Mapping[str, Any]) -> Fit:
@@ -198,12 +199,12 @@ class _Question:
     def lower(self, specs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Everything up to the compile."""
         specs, kwargs = jtu.tree_map(functools.partial(_described_leaf, self.mesh), (specs, kwargs))
-        with _report._entered(self.mesh):
-            return self._lowered(specs, kwargs)
+        with entered(self.mesh):
+            return lower(self.f, specs, kwargs, subject=self.subject, verb="fits")
 
     def judge(self, lowered: Any) -> Fit:
         """Compiles what was lowered, and says whether it fits."""
-        with _report._entered(self.mesh):
+        with entered(self.mesh):
             try:
                 compiled = lowered.compile() if hasattr(lowered, "compile") else lowered
             except Exception as e:
@@ -213,17 +214,6 @@ class _Question:
             else:
                 return self._planned(compiled)
         return self._refused(lowered, verdict)
-
-    def _lowered(self, specs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        f: Any = self.f
-        if isinstance(f, _STAGES):
-            if specs or kwargs:
-                raise explain(self.subject, [_stage_with_arguments(f)])
-            return f.lower() if isinstance(f, (stages.Traced, jax.stages.Traced)) else f
-        lower: Any = getattr(f, "lower", None)
-        if not callable(f) or not callable(lower):
-            raise explain(self.subject, [_nothing_to_compile(f)])
-        return lower(*specs, **kwargs)
 
     def limit(self, device: Any) -> int:
         """Bytes that the program may take on a device.
@@ -239,9 +229,8 @@ class _Question:
         return known
 
     def _planned(self, compiled: Any) -> Fit:
-        mesh, devices = _report._mesh_of(compiled, self.mesh), _report._devices(compiled)
-        modules = parse_modules(compiled.as_text() or "")
-        memory = _report._memory(modules, compiled.memory_analysis())
+        mesh, devices = mesh_of(compiled, self.mesh), devices_of(compiled)
+        memory = memory_plan(compiled, parse_modules(text_of(compiled)))
         if memory is None:
             raise explain(self.subject, [_no_plan(devices[0])])
         budget = self.limit(devices[0])
@@ -288,15 +277,10 @@ class _Question:
 
 def _described_leaf(mesh: Any, leaf: Any) -> Any:
     """An array as its shape, without the devices where it lies if the mesh has others."""
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        return leaf
-    sharding = getattr(leaf, "sharding", None)
-    if not getattr(leaf, "_committed", True):
-        sharding = None
+    sharding = placed_sharding(leaf)
     if mesh is not None and sharding is not None:
         sharding = sharding if sharding.device_set == {*mesh.devices.flat} else None
-    weak = bool(getattr(leaf, "weak_type", False))
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
+    return shape_of(leaf, sharding)
 
 
 def _own_limit(device: Any) -> int | None:
@@ -305,24 +289,6 @@ def _own_limit(device: Any) -> int | None:
         return (device.memory_stats() or {}).get("bytes_limit")
     except (RuntimeError, NotImplementedError, AttributeError):
         return None  # described devices have no runtime
-
-
-def _stage_with_arguments(f: Any) -> Failure:
-    return Failure(
-        what=f"takes no arguments for a {type(f).__name__} stage, which has them already",
-        expected="fits(stage), or fits(function, *args)",
-        error=ArgumentError,
-    )
-
-
-def _nothing_to_compile(f: Any) -> Failure:
-    return Failure(
-        what="cannot compile this",
-        expected="a function of spmd.pjit or jax.jit, or a stage of one",
-        got=f"a {type(f).__name__}",
-        fix="spmd.fits(spmd.pjit(f, in_axis_resources=...), *args)" if callable(f) else "",
-        error=ArgumentError,
-    )
 
 
 def _no_budget(device: Any) -> Failure:
@@ -354,7 +320,7 @@ def _largest(
     options: Mapping[str, Any],
     progress: Callable[[int, Fit], None] | None,
 ) -> Fit:
-    if isinstance(question.f, _STAGES):
+    if isinstance(question.f, STAGES):
         raise explain(question.subject, [_stage_with_vary(question.f)])
     if failure := _bad_options(**options):
         raise explain(question.subject, [failure])

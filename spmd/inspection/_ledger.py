@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
+import functools
+import heapq
+import itertools
 
 from spmd.inspection import _groups, _hlo, _source
 from spmd.inspection._hlo import Computation, Instruction, Module
@@ -132,6 +135,7 @@ class _Reader:
         self.visited = visited
         self.axis_sizes = axis_sizes
         self.crossed: dict[object, tuple[tuple[str, ...], int]] = {}
+        self.around: dict[str, _Around] = {}
         self.starts = _channels(module, "AsyncCollectiveStart")
         self.waits = _channels(module, "AsyncCollectiveDone") if self.starts else {}
 
@@ -145,7 +149,7 @@ class _Reader:
         return computation.name in self.starts.get(_channel(one), ())
 
     def record(self, one: Instruction, computation: Computation, visit: Visit) -> Collective:
-        kind, shapes = _exchange(one, computation, visit)
+        kind, shapes = _exchange(one, computation, self._around(computation).types, visit)
         mesh_axes, group_size = self._crossing(one)
         origin = self._origin(one, computation, visit)
         operand, result = map(_nbytes, shapes)
@@ -174,6 +178,11 @@ class _Reader:
             groups=_groups.written_groups(one),
         )
 
+    def _around(self, computation: Computation) -> _Around:
+        if computation.name not in self.around:
+            self.around[computation.name] = _Around(computation)
+        return self.around[computation.name]
+
     def _crossing(self, one: Instruction) -> tuple[tuple[str, ...], int]:
         key = _groups.numbering(one), _groups.written_groups(one)
         if key not in self.crossed:
@@ -188,7 +197,7 @@ class _Reader:
         What has no frames takes those of the operation around it, of its reduction, of the first
         operation that uses its result, or of the last that makes its data.
         """
-        places = [(one, computation), *self._around(one, computation, visit)]
+        places = [(one, computation), *self._holder(one, computation, visit)]
         op_name = next((place.op_name for place, _ in places if place.op_name), "")
         for place, _ in places:
             if frames := _source.frames_of(place, self.module):
@@ -199,8 +208,9 @@ class _Reader:
         return dataclasses.replace(near, frames=frames, is_consumer=False) if frames else near
 
     def _nearest(self, places: Sequence[tuple[Instruction, Computation]], op_name: str) -> _Origin:
-        for others, uses in ((_users, True), (_makers, False)):
-            for other in (other for place in places for other in others(*place)):
+        for others, uses in ((_Around.users, True), (_Around.makers, False)):
+            near = (others(self._around(computation), one) for one, computation in places)
+            for other in itertools.chain.from_iterable(near):
                 op_name = op_name or other.op_name
                 if frames := _source.frames_of(other, self.module):
                     direction = _source.direction_of(other.op_name)
@@ -214,7 +224,7 @@ class _Reader:
         )
         return next(filter(None, found), ())
 
-    def _around(
+    def _holder(
         self, one: Instruction, computation: Computation, visit: Visit
     ) -> Iterator[tuple[Instruction, Computation]]:
         """The operation that holds a collective, in its computation; the one that waits for it."""
@@ -228,10 +238,12 @@ class _Reader:
 # What is exchanged
 
 
-def _exchange(one: Instruction, computation: Computation, visit: Visit) -> tuple[str, Shapes]:
+def _exchange(
+    one: Instruction, computation: Computation, types: Mapping[str, str], visit: Visit
+) -> tuple[str, Shapes]:
     """The kind of a collective, and its shapes."""
     kind = one.opcode.removesuffix("-start")
-    operands, results = _operand_shapes(one, computation), _result_shapes(one)
+    operands, results = _operand_shapes(one, types), _result_shapes(one)
     match kind:
         case "all-reduce" if _is_scatter(computation, visit) and visit.caller:
             # On TPU a reduce-scatter is a fusion around an all-reduce and the slice of it.
@@ -252,12 +264,11 @@ def _nbytes(shapes: Iterable[Shape]) -> int:
     return sum(shape.nbytes for shape in shapes)
 
 
-def _operand_shapes(one: Instruction, computation: Computation) -> tuple[Shape, ...]:
+def _operand_shapes(one: Instruction, types: Mapping[str, str]) -> tuple[Shape, ...]:
     # Some printers write the operands' types in place, others only their names.
     inline = _hlo.parse_shapes(one.operands)
     if inline:
         return inline
-    types = {other.name: other.type for other in computation.instructions}
     return _hlo.parse_shapes(" ".join(types[n] for n in one.operand_names if n in types))
 
 
@@ -280,20 +291,43 @@ class _Origin:
     is_consumer: bool = False
 
 
-def _users(one: Instruction, computation: Computation) -> Iterator[Instruction]:
-    """The instructions that use a result, then those that use theirs, and so on."""
-    reached = {one.name}
-    # Operands stand before their users, so one pass in order finds all of them.
-    for other in computation.instructions:
-        if not reached.isdisjoint(other.operand_names):
-            reached.add(other.name)
-            yield other
+class _Around:
+    """What is near an instruction: the types, users and makers in one computation."""
 
+    def __init__(self, computation: Computation):
+        self.instructions = computation.instructions
+        self.types = {one.name: one.type for one in computation.instructions}
+        self.places = {one.name: i for i, one in enumerate(computation.instructions)}
 
-def _makers(one: Instruction, computation: Computation) -> Iterator[Instruction]:
-    """The instructions that make what a collective exchanges, the nearest first."""
-    needed = set(one.operand_names)
-    for other in reversed(computation.instructions):
-        if other.name in needed:
-            needed.update(other.operand_names)
-            yield other
+    @functools.cached_property
+    def _used_by(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for i, one in enumerate(self.instructions):
+            for name in dict.fromkeys(one.operand_names):
+                found.setdefault(name, []).append(i)
+        return found
+
+    def users(self, one: Instruction) -> Iterator[Instruction]:
+        """The instructions that use a result, and those that use theirs, in program order."""
+        return self._reached(one, lambda other: self._used_by.get(other.name, ()), 1)
+
+    def makers(self, one: Instruction) -> Iterator[Instruction]:
+        """The instructions that make the operands, and theirs, the nearest first."""
+        places = self.places
+        return self._reached(
+            one, lambda other: (places[n] for n in other.operand_names if n in places), -1
+        )
+
+    def _reached(
+        self, one: Instruction, after: Callable[[Instruction], Iterable[int]], way: int
+    ) -> Iterator[Instruction]:
+        pending = [way * i for i in after(one)]
+        heapq.heapify(pending)
+        seen: set[int] = set()
+        while pending:
+            i = way * heapq.heappop(pending)
+            if i not in seen:
+                seen.add(i)
+                yield self.instructions[i]
+                for j in after(self.instructions[i]):
+                    heapq.heappush(pending, way * j)

@@ -17,11 +17,12 @@ class CommandError(Exception):
     """A command that cannot run as asked; the message is for its user."""
 
 
-def parse_axes(text: str) -> dict[str, int]:
+def parse_axes(text: str, *, open_size: bool = False) -> dict[str, int]:
     """Reads ``data=4,model=2``.
 
     Args:
-        text: sizes by name; one may be -1, which stands for what is left.
+        text: sizes by name.
+        open_size: whether a size may be -1, which stands for what is left.
 
     Returns:
         Size by axis name, in the order given.
@@ -40,10 +41,10 @@ def parse_axes(text: str) -> dict[str, int]:
         name, size = found[1], int(found[2])
         if name in mesh:
             raise CommandError(f"--mesh {text} names the axis '{name}' twice.")
-        if size < 1 and size != -1:
+        if size < 1 and not (open_size and size == -1):
+            rest = ", or -1 for what is left" * open_size
             raise CommandError(
-                f"--mesh {text} gives the axis '{name}' size {size}: "
-                "at least 1 is needed, or -1 for what is left."
+                f"--mesh {text} gives the axis '{name}' size {size}: at least 1 is needed{rest}."
             )
         mesh[name] = size
     return mesh

@@ -256,7 +256,7 @@ def test_the_command_sets_its_devices(here):
 
 def test_readers_of_options():
     """What options say, and what they may not say."""
-    assert parse_axes(" data = 4 ,model=-1") == {"data": 4, "model": -1}
+    assert parse_axes(" data = 4 ,model=-1", open_size=True) == {"data": 4, "model": -1}
     assert parse_limits("--x", ["model=4MB", "a=b=3"]) == {"model": "4MB", "a=b": "3"}
     assert parse_vary("batch['x:y']:-1") == ("batch['x:y']", -1)
     with pytest.raises(CommandError, match="limits 'a' twice"):

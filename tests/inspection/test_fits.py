@@ -195,8 +195,8 @@ def test_no_function(mesh):
     assert str(e.value) == (
         "fits of `plain` cannot compile this.\n"
         "  expected  a function of spmd.pjit or jax.jit, or a stage of one\n"
-        "  got       a function\n"
-        "  fix       spmd.fits(spmd.pjit(f, in_axis_resources=...), *args)"
+        "  got       plain <class 'function'>\n"
+        "  fix       fits(spmd.pjit(f, in_axis_resources=...), *args)"
     )
 
 
