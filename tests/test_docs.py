@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 
+from hardware import require_libtpu
 import jax
 import pytest
 
@@ -73,7 +74,7 @@ def test_page(page, monkeypatch, tmp_path):
     """Every block of a page runs, and prints the output below it to the letter."""
     text = page.read_text()
     if "--topology v" in text or 'topology("v' in text:
-        pytest.importorskip("libtpu", reason="the page compiles for TPUs, which needs libtpu")
+        require_libtpu()
     monkeypatch.chdir(tmp_path)
     # Readers do not run under the strict promotion of the test suite.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

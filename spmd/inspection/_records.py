@@ -10,7 +10,7 @@ import dataclasses
 import math
 import os
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from spmd.inspection._bytes import show_bytes
 
@@ -167,8 +167,26 @@ class Collective:
         return None if self.executions is None else self.executions * self.wire_bytes
 
 
+class _Sum:
+    """Records whose fields add up."""
+
+    __slots__ = ()
+
+    @classmethod
+    def zeros(cls) -> Self:
+        """The sum over nothing."""
+        return cls(**dict.fromkeys(_names(cls), 0))
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(**{n: getattr(self, n) + getattr(other, n) for n in _names(type(self))})
+
+
+def _names(record: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(record))
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Total:
+class Total(_Sum):
     """A sum over collectives, for one device and one call of the program.
 
     Args:
@@ -187,11 +205,6 @@ class Total:
     wire_bytes: int
 
     @classmethod
-    def zeros(cls) -> Total:
-        """The sum over nothing."""
-        return cls(sites=0, unknown=0, executions=0, payload_bytes=0, wire_bytes=0)
-
-    @classmethod
     def of(cls, one: Collective) -> Total:
         """The sum over one collective."""
         times = one.executions or 0
@@ -203,18 +216,9 @@ class Total:
             wire_bytes=times * one.wire_bytes,
         )
 
-    def __add__(self, other: Total) -> Total:
-        return Total(
-            sites=self.sites + other.sites,
-            unknown=self.unknown + other.unknown,
-            executions=self.executions + other.executions,
-            payload_bytes=self.payload_bytes + other.payload_bytes,
-            wire_bytes=self.wire_bytes + other.wire_bytes,
-        )
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class Cost(_Sum):
     """What one device computes in one call of the program.
 
     Args:
@@ -231,19 +235,6 @@ class Cost:
     hbm_bytes: int
     unknown_loops: int = 0
     opaque_calls: int = 0
-
-    @classmethod
-    def zeros(cls) -> Cost:
-        """The cost of nothing."""
-        return cls(flops=0, hbm_bytes=0)
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            flops=self.flops + other.flops,
-            hbm_bytes=self.hbm_bytes + other.hbm_bytes,
-            unknown_loops=self.unknown_loops + other.unknown_loops,
-            opaque_calls=self.opaque_calls + other.opaque_calls,
-        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

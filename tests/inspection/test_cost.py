@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 
+from hardware import require_libtpu
 from hypothesis import given, settings, strategies as st
 import jax
 from jax import lax
@@ -24,7 +25,7 @@ BACKENDS = ["cpu", "tpu"]
 def _target(backend):
     if backend == "cpu":
         return programs.cpu_target()
-    pytest.importorskip("libtpu", reason="programs for TPU are compiled by libtpu (spmd[tpu])")
+    require_libtpu()
     return programs.tpu_target()
 
 

@@ -2,9 +2,10 @@
 
 import bisect
 import gc
-import importlib.util
 import random
+import re
 
+from hardware import needs_libtpu
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -15,11 +16,6 @@ import spmd
 from spmd.inspection._fits import fits
 from spmd.inspection._oom import explain_oom, out_of_memory
 from spmd.inspection._search import MOST, IndivisibleSizeError, Trial, search
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu, which compiles for TPUs, is not installed: pip install 'spmd[tpu]'",
-)
 
 F32 = jnp.float32
 
@@ -680,3 +676,28 @@ def test_the_current_mesh_grows_to_the_topology():
         assert fit.needed == 2 * 1024 // 8 * 4 * 4
         with pytest.raises(spmd.ShardingError, match="unknown axis 'data'"):
             fits(f, x, topology="cpu:3", budget="1MB")
+
+
+@needs_libtpu
+def test_a_compile_that_does_not_fit_says_so_in_words():
+    """What the TPU compiler refuses is an OutOfMemoryError, with its figures and a way on."""
+    f = spmd.pjit(lambda x: (x @ x).T @ x, in_axis_resources=None, out_axis_resources=None)
+    with spmd.topology("v5e:2x2", mesh={"data": 4}):
+        lowered = f.lower(jax.ShapeDtypeStruct((2**17, 2**17), np.float32))
+    with pytest.raises(spmd.OutOfMemoryError) as e:
+        lowered.compile()
+    first, *rest = str(e.value).splitlines()
+    found = re.fullmatch(
+        r"pjit of `<lambda>` does not fit: it needs ([\d.]+) GiB of 15.[78] GiB on each device: "
+        r"([\d.]+) GiB too much\.",
+        first,
+    )
+    # Argument, result and the first product, 64 GiB each.
+    assert 128 <= float(found[1]) <= 256
+    assert abs(float(found[1]) - float(found[2]) - 15.75) < 0.2
+    assert rest == [
+        "  given     mesh data=4",
+        "  fix       spmd.fits(f, *args, vary=(argument, dimension)) finds the largest size that "
+        "fits",
+    ]
+    assert isinstance(e.value.__cause__, jax.errors.JaxRuntimeError)

@@ -3,6 +3,7 @@
 import operator
 import re
 
+from hardware import require_libtpu
 from hypothesis import example, given, settings, strategies as st
 import jax
 from jax import lax
@@ -596,7 +597,7 @@ def _bodies(text):
 def test_loops_of_real_compilers(backend):
     """Each loop that JAX writes has the count that its Python says, without a printed one."""
     if backend == "tpu":
-        pytest.importorskip("libtpu", reason="programs for TPU are compiled by libtpu (spmd[tpu])")
+        require_libtpu()
     target = programs.tpu_target() if backend == "tpu" else programs.cpu_target()
     text = _lowered(target.mesh.devices.flat[0]).compile().as_text()
     assert ("known_trip_count" in text) == (backend == "cpu")

@@ -1,10 +1,10 @@
 """The memory plan: against sizes counted by hand, brute force, and the compiler's own total."""
 
-import importlib.util
 from pathlib import Path
 import random
 from types import SimpleNamespace
 
+from hardware import needs_libtpu
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
@@ -14,11 +14,6 @@ import pytest
 import spmd
 from spmd.inspection._hlo import parse_module
 from spmd.inspection._memory import largest_buffers, memory_of
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu, which compiles for TPUs, is not installed: pip install 'spmd[tpu]'",
-)
 
 F32 = jnp.float32
 N = 128

@@ -1,11 +1,11 @@
 """The ledger against programs that were counted by hand, on CPU and for TPU."""
 
 import functools
-import importlib.util
 import math
 from pathlib import Path
 import re
 
+from hardware import require_libtpu
 import programs
 from programs import AXES, PROGRAMS
 import pytest
@@ -19,8 +19,7 @@ FILE = Path(programs.__file__)
 def _target(backend):
     if backend == "cpu":
         return programs.cpu_target()
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("libtpu, which compiles for TPUs, is not installed: pip install 'spmd[tpu]'")
+    require_libtpu()
     return programs.tpu_target()
 
 

@@ -4,6 +4,7 @@ import functools
 from pathlib import Path
 import sysconfig
 
+from hardware import require_libtpu
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -352,7 +353,7 @@ def _place(source):
 def test_exchanges_name_the_marked_lines(backend):
     """Each exchange of a step names the user's line, also where optax lies in between."""
     if backend == "tpu":
-        pytest.importorskip("libtpu", reason="programs for TPU are compiled by libtpu (spmd[tpu])")
+        require_libtpu()
     target = programs.tpu_target() if backend == "tpu" else programs.cpu_target()
     args = programs.array(256, 512), programs.array(64, 256)
     found = spmd.report(_step(target.mesh), *args).collectives

@@ -1,10 +1,10 @@
 """Sweeps: rows from reports, the table to the letter, and real compiles on growing meshes."""
 
-import importlib.util
 import io
 import json
 from pathlib import Path
 
+from hardware import needs_libtpu
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -18,11 +18,6 @@ from spmd.inspection import Collective, Cost, Memory, Report, Shape, Shapes
 from spmd.inspection._sweep import Sweep, SweepRow, sweep
 from spmd.inspection._sweep_text import plain, render_sweep
 from spmd.inspection._topology import topology
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu, which compiles for TPUs, is not installed: pip install 'spmd[tpu]'",
-)
 
 
 def exchange(*axes, wire, executions=1):

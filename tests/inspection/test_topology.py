@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 
+from hardware import needs_libtpu
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -19,11 +20,6 @@ import pytest
 import spmd
 from spmd import pjit
 from spmd.inspection._topology import hbm_bytes, is_described, is_stand_in, topology
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu, which compiles for TPUs, is not installed: pip install 'spmd[tpu]'",
-)
 
 
 def two_products(params, x):
