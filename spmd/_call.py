@@ -58,10 +58,12 @@ class PjitCall:
             **{n: tuple(compress(getattr(self, n), ins)) for n in _PER_INPUT},
         )
 
-    def add_inputs(self, names: Sequence[str], *, leading: bool = False) -> PjitCall:
-        """The call with further inputs that keep whatever sharding they have."""
+    def add_inputs(
+        self, names: Sequence[str], *, leading: bool = False, resources: Sequence[Any] = ()
+    ) -> PjitCall:
+        """The call with further inputs, in `resources` or in whatever sharding they have."""
         new = {
-            "in_axis_resources": (UNSPECIFIED,) * len(names),
+            "in_axis_resources": tuple(resources) or (UNSPECIFIED,) * len(names),
             "donated_invars": (False,) * len(names),
             "in_positional_semantics": ("global",) * len(names),
             "arg_names": tuple(names),
@@ -70,10 +72,10 @@ class PjitCall:
         pairs = {n: (getattr(self, n), new[n]) for n in _PER_INPUT}
         return replace(self, **{n: b + a if leading else a + b for n, (a, b) in pairs.items()})
 
-    def add_outputs(self, count: int) -> PjitCall:
+    def add_outputs(self, count: int, *, leading: bool = False) -> PjitCall:
         """The call with further outputs whose sharding is the partitioner's choice."""
-        more = (UNSPECIFIED,) * count
-        return replace(self, out_axis_resources=self.out_axis_resources + more)
+        more, outs = (UNSPECIFIED,) * count, self.out_axis_resources
+        return replace(self, out_axis_resources=more + outs if leading else outs + more)
 
     def keep_alive(self, inputs: Iterable[int]) -> PjitCall:
         """The call that does not donate these inputs: someone still needs them."""
@@ -106,6 +108,16 @@ class PjitCall:
         outs = self.out_axis_resources
         return replace(self, out_axis_resources=outs + tuple(compress(outs, nz_out)), **doubled)
 
+    def linear_map(self, nz_in: Sequence[bool], nz_out: Sequence[bool]) -> PjitCall:
+        """The call of the linear map from tangents to tangents."""
+        call = self.keep(nz_in, nz_out)
+        return replace(call, arg_names=tuple(f"the tangent of {n}" for n in call.arg_names))
+
+    def discharge(self, is_ref: Sequence[bool]) -> PjitCall:
+        """The call whose outputs are followed by the last values of its references."""
+        refs = tuple(compress(self.in_axis_resources, is_ref))
+        return replace(self, out_axis_resources=self.out_axis_resources + refs)
+
     def transpose(
         self, kept_in: Sequence[bool], nz_cts: Sequence[bool], ct_out: Sequence[bool]
     ) -> PjitCall:
@@ -125,8 +137,6 @@ class PjitCall:
             in_axis_resources=kept.in_axis_resources + cts,
             out_axis_resources=tuple(compress(self.in_axis_resources, ct_out)),
             donated_invars=(False,) * len(call.donated_invars),
-            # Nobody placed a cotangent by hand: moving it is not the user's mistake.
-            implicit_reshard="allow",
         )
 
 

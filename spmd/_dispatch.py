@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+import functools
 import logging
 import os
 import sys
@@ -24,15 +25,17 @@ from spmd._call import PjitCall
 from spmd._counts import count
 from spmd._lower import clear_lower_cache, lower, program_of
 from spmd._mesh import described_failure
+from spmd._recover import parse_op_sharding
 from spmd._resolve import (
     device_failure,
     input_sharding,
+    is_equivalent,
     placed_sharding,
     reshard_failure,
     spec_failure,
 )
-from spmd._spec import ParsedPartitionSpec, SpecSync
-from spmd.errors import DonatedArrayError, Failure, OptionError, explain
+from spmd._spec import UNSPECIFIED, ParsedPartitionSpec, SpecSync
+from spmd.errors import DonatedArrayError, Failure, OptionError, RecoveryError, explain
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,12 @@ RESHARD_MODES = ("allow", "warn", "error")
 
 class ImplicitReshardWarning(UserWarning):
     """An argument was placed otherwise than the call says, and is moved at every call."""
+
+    __module__ = "spmd"
+
+
+class DonationWarning(UserWarning):
+    """An argument was declared donated and is not: its value is needed after the call."""
 
     __module__ = "spmd"
 
@@ -68,11 +77,13 @@ class Prepared:
         program: The program.
         shardings: Where each argument has to be.
         moves: Indices of committed arguments that are elsewhere.
+        refs: Indices of arguments that are mutable references.
     """
 
     program: Program
     shardings: tuple[Any, ...]
     moves: tuple[int, ...]
+    refs: tuple[int, ...]
 
 
 def run(*args: Any, jaxpr: Any, call: PjitCall) -> Sequence[Any]:
@@ -82,6 +93,8 @@ def run(*args: Any, jaxpr: Any, call: PjitCall) -> Sequence[Any]:
     if prepared.moves:
         _govern(args, prepared, call)
         args = _move(args, prepared, call)
+    for i in prepared.refs:
+        _place_ref(args[i], prepared.shardings[i])
     program = prepared.program
     return execute(program.executable, program.consts, args, call)
 
@@ -131,7 +144,8 @@ def _prepare(jaxpr: Any, call: PjitCall, placed: tuple[Any, ...]) -> Prepared:
     # However the mesh was entered outside, an equal one is one program.
     with _jax.tracing_under(mesh):
         program = _program(jaxpr, program_of(call, mesh), mesh, key)
-    return Prepared(program=program, shardings=shardings, moves=moves)
+    refs = tuple(i for i, a in enumerate(jaxpr.in_avals) if _jax.is_ref(a))
+    return Prepared(program=program, shardings=shardings, moves=moves, refs=refs)
 
 
 def place(
@@ -205,6 +219,47 @@ def _program(jaxpr: Any, call: PjitCall, mesh: Any, in_key: Any) -> Program:
     executable = lowering.compile()
     consts = _jax.const_args(lowering, executable)
     return Program(lowering=lowering, executable=executable, consts=consts)
+
+
+def resource_of(value: Any, mesh: Any) -> Any:
+    """Returns what a call says of a value that passes from one program to the next.
+
+    Args:
+        value: An output of the first one.
+        mesh: The mesh of both, or None.
+
+    Returns:
+        The spec of the sharding that the compiler chose; the sharding itself where no spec says
+        it; UNSPECIFIED where it is not known, in an outer trace, or speaks for itself.
+    """
+    if mesh is None or not isinstance(value, jax.Array) or isinstance(value, _jax.Tracer):
+        return UNSPECIFIED
+    return _recovered(value.sharding, value.ndim, mesh)
+
+
+@functools.lru_cache(maxsize=4096)
+def _recovered(sharding: Any, ndim: int, mesh: Any) -> Any:
+    if _jax.device_order(sharding) != [*mesh.devices.flat]:
+        return sharding
+    try:
+        return parse_op_sharding(_jax.op_sharding(sharding, ndim), mesh)
+    except RecoveryError:
+        return sharding
+
+
+def warn_kept(names: Sequence[str], call: PjitCall) -> None:
+    """Warns of arguments that are not donated since a derivative still needs them."""
+    failures = [
+        Failure(
+            what=f"does not donate argument {n}: its derivative needs the value",
+            given=f"argument {n} among those to donate{_jax.used_at()}",
+            fix="differentiate inside of the function that donates, or do not donate it",
+        )
+        for n in names
+    ]
+    warnings.warn(
+        str(explain(subject_of(call), failures)), DonationWarning, stacklevel=_user_level()
+    )
 
 
 def subject_of(call: PjitCall) -> str:
@@ -284,7 +339,9 @@ def bad_reshard_mode(mode: Any) -> Failure:
 
 def _govern(args: Sequence[Any], prepared: Prepared, call: PjitCall) -> None:
     mode = reshard_mode(call)
-    if mode == "allow":
+    # Nobody placed a residual or a cotangent by hand: to move it is not the user's mistake.
+    moves = [i for i in prepared.moves if call.given[i]]
+    if mode == "allow" or not moves:
         logger.debug("%s reshards %d arguments", subject_of(call), len(prepared.moves))
         return
     failures = [
@@ -295,7 +352,7 @@ def _govern(args: Sequence[Any], prepared: Prepared, call: PjitCall) -> None:
             f"argument {call.arg_names[i]}",
             call.given[i],
         )
-        for i in prepared.moves
+        for i in moves
     ]
     error = explain(subject_of(call), failures)
     if mode == "error":
@@ -311,8 +368,19 @@ def _user_level() -> int:
     return level
 
 
-def _move(args: Sequence[Any], prepared: Prepared, call: PjitCall) -> tuple[Any, ...]:
-    return _replaced(args, prepared.moves, [prepared.shardings[i] for i in prepared.moves], call)
+def _move(args: Sequence[Any], prepared: Prepared, call: PjitCall) -> Sequence[Any]:
+    at = [i for i in prepared.moves if i not in prepared.refs]
+    return _replaced(args, at, [prepared.shardings[i] for i in at], call) if at else args
+
+
+def _place_ref(ref: Any, sharding: Any) -> None:
+    """Puts what a mutable reference holds where a program expects it; it stays there."""
+    held = _jax.buffer_of(ref)
+    if held.committed and is_equivalent(held.sharding, sharding, held.ndim):
+        return
+    same_devices = held.sharding.device_set == sharding.device_set
+    new = _jax.reshard([held], [sharding])[0] if same_devices else jax.device_put(held, sharding)
+    _jax.set_buffer(ref, new)
 
 
 def _in_default_layout(args: Sequence[Any], call: PjitCall) -> Sequence[Any]:

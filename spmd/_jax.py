@@ -31,10 +31,12 @@ from jax._src import (
     tree_util,
     util,
 )
-from jax._src.interpreters import ad, batching, mlir, partial_eval as pe, pxla
+from jax._src.interpreters import ad, batching, mlir, partial_eval as pe, pxla, remat
 from jax._src.lib import _jax, xla_client
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import func as func_dialect
+from jax._src.state import discharge
+from jax._src.state.types import AbstractRef
 from jax.experimental.layout import Layout
 import numpy as np
 
@@ -42,6 +44,9 @@ import numpy as np
 
 #: ClosedJaxpr and Jaxpr are one class; DCE rules take live inputs; transposes return logs.
 MERGED_JAXPR = not hasattr(core, "ClosedJaxpr") or core.ClosedJaxpr is core.Jaxpr
+
+#: Linearization rules may return residuals that keep a structure of their own.
+STRUCTURED_RESIDUALS = "structured_residuals" in ad.LinearizeTrace.__annotations__
 
 #: The C++ fast path looks whether an array was deleted. Before, it crashes the process.
 FAST_PATH_CHECKS_DELETED = jax.__version_info__ >= (0, 12)
@@ -86,6 +91,21 @@ def _without_sharding(aval: Any) -> Any:
     return aval.update(sharding=None)
 
 
+def is_ref(aval: Any) -> bool:
+    """Whether an aval is that of a mutable reference."""
+    return isinstance(aval, AbstractRef)
+
+
+def buffer_of(x: Any) -> Any:
+    """Returns the array that a mutable reference holds now; anything else is itself."""
+    return x._refs._buf if isinstance(x, core.Ref) else x
+
+
+def set_buffer(ref: Any, array: Any) -> None:
+    """Lets a mutable reference hold another array of equal value."""
+    ref._refs._buf = array
+
+
 def short_aval(aval: Any) -> str:
     """Returns ``f32[30,512]``."""
     return f"{dtypes.short_dtype_name(aval.dtype)}[{','.join(map(str, aval.shape))}]"
@@ -112,9 +132,9 @@ def close_jaxpr(jaxpr: Any, consts: Sequence[Any]) -> Any:
     return jaxpr.with_consts(consts) if MERGED_JAXPR else core.ClosedJaxpr(jaxpr, consts)
 
 
-def separate_tracer_consts(jaxpr: Any) -> tuple[Any, list[Any]]:
-    """Turns constants into leading inputs if one of them is a tracer of an outer trace."""
-    if not any(isinstance(c, Tracer) for c in jaxpr.consts):
+def separate_live_consts(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """Turns constants into leading inputs if one is a tracer of an outer trace or a reference."""
+    if not any(isinstance(c, (Tracer, core.Ref)) for c in jaxpr.consts):
         return jaxpr, []
     jaxpr, consts = pe.separate_consts(jaxpr)
     return jaxpr, list(consts)
@@ -225,7 +245,88 @@ def explicit_axes() -> bool:
     return mesh_lib.get_abstract_mesh()._any_axis_explicit
 
 
-def remat_rule(primitive: Any, update: Callable) -> None:
+def bind_inputs(jaxpr: Any, values: Sequence[Any]) -> Any:
+    """Makes inputs of a closed jaxpr without constants its constants.
+
+    Args:
+        jaxpr: The jaxpr.
+        values: Per input its value, or None where it stays an input.
+    """
+    known = [v is not None for v in values] + [False] * (len(jaxpr.in_avals) - len(values))
+    consts = [v for v in values if v is not None]
+    if not consts:
+        return jaxpr
+    jaxpr = pe.move_binders_to_front(jaxpr, known)
+    if MERGED_JAXPR:
+        return jaxpr.with_consts(consts)
+    return core.ClosedJaxpr(pe.convert_invars_to_constvars(jaxpr.jaxpr, len(consts)), consts)
+
+
+def repeated_outputs(jaxpr: Any, first: int) -> tuple[Any, list[int]]:
+    """Drops outputs from `first` on that repeat an earlier one.
+
+    Returns:
+        The closed jaxpr, and per output from `first` on which of its outputs that is.
+    """
+    outvars = inner_jaxpr(jaxpr).outvars
+    seen = {id(v): i for i, v in reversed([*enumerate(outvars[:first])])}
+    at, keep = [], [True] * first
+    kept = first
+    for var in outvars[first:]:
+        found = None if isinstance(var, core.Literal) else seen.get(id(var))
+        keep.append(found is None)
+        if found is None:
+            found = seen[id(var)] = kept
+            kept += 1
+        at.append(found)
+    return (jaxpr if all(keep) else pe.prune_closed_jaxpr_outputs(jaxpr, keep)), at
+
+
+def linearize_jaxpr(
+    jaxpr: Any, nz_in: Sequence[bool], *, is_vjp: bool
+) -> tuple[Any, list[bool], list[int | None], Any]:
+    """Splits a closed jaxpr into its value and its linear map.
+
+    Args:
+        jaxpr: Closed jaxpr.
+        nz_in: Per input, whether it has a tangent.
+        is_vjp: Whether the linear map is there to be transposed.
+
+    Returns:
+        The closed jaxpr of the outputs and computed residuals; per output, whether it has a
+        tangent; per residual, the constant or input that it is, or None where it is computed; the
+        closed jaxpr of the linear map, which takes the residuals, then the tangents.
+    """
+    known, layout, nz_out, forwarded, linear = ad.linearize_jaxpr(jaxpr, nz_in, is_vjp=is_vjp)
+    if not STRUCTURED_RESIDUALS:
+        return known, list(nz_out), list(forwarded), linear
+    structured = len(layout.unpack()[2])
+    tangents = len(linear.in_avals) - len(forwarded) - structured
+    residual = [True] * len(forwarded) + [False] * tangents + [True] * structured
+    linear = pe.move_binders_to_front(linear, residual)
+    return known, list(nz_out), [*forwarded, *[None] * structured], linear
+
+
+def linearization_rule(primitive: Any, rule: Callable) -> None:
+    """Registers how a primitive is linearized.
+
+    Args:
+        primitive: The primitive.
+        rule: Given which inputs have tangents, whether the linear map is there to be transposed,
+            the inputs and the parameters, returns the outputs, which of them have tangents, the
+            residuals, and the linear map as a function of residuals and tangents.
+    """
+
+    def adapted(is_vjp: bool, nz_in: Sequence[bool], *primals: Any, **params: Any) -> Any:
+        outs, nz_out, residuals, push = rule(tuple(nz_in), is_vjp, *primals, **params)
+        if not STRUCTURED_RESIDUALS:
+            return outs, nz_out, residuals, push
+        return outs, nz_out, residuals, None, lambda res, _, *tangents: push(res, *tangents)
+
+    ad.primitive_linearizations[primitive] = adapted
+
+
+def partial_eval_rule(primitive: Any, update: Callable) -> None:
     """Registers how an equation splits where a rematerialization policy or a loop splits it.
 
     Args:
@@ -236,6 +337,146 @@ def remat_rule(primitive: Any, update: Callable) -> None:
     """
     rule: Any = functools.partial(pe.closed_call_partial_eval_custom_rule, "jaxpr", update)
     pe.partial_eval_jaxpr_custom_rules[primitive] = rule
+
+
+def rematerialization_rule(primitive: Any, update: Callable) -> None:
+    """Registers how a call runs once for its outputs and again for its derivative.
+
+    Args:
+        primitive: A primitive with the parameters `jaxpr` and `call`.
+        update: Given the call, and how many residuals leave the first run and enter the second,
+            returns the calls of both.
+    """
+
+    def rule(context: Any, *args: Any, jaxpr: Any, call: Any) -> Any:
+        if MERGED_JAXPR:
+            first, again, shared = remat.remat_jaxpr(
+                jaxpr, context.policy, context.custom_vjp_rules, allow_fwds=True
+            )
+        else:
+            first, again, count = remat.remat_jaxpr(jaxpr, context)
+            shared = [None] * count
+        first_call, again_call = update(call, shared.count(None), len(shared))
+        results = primitive.bind(*args, jaxpr=first, call=first_call)
+        outs = results[: len(jaxpr.out_avals)]
+        computed = iter(results[len(outs) :])
+        residuals = [next(computed) if i is None else outs[i] for i in shared]
+
+        def rerun(residuals: Sequence[Any], *args: Any) -> Any:
+            return primitive.bind(*residuals, *args, jaxpr=again, call=again_call)
+
+        if MERGED_JAXPR:
+            return outs, residuals, rerun
+        return outs, functools.partial(rerun, residuals)
+
+    remat.rules[primitive] = rule
+
+
+def dead_code_rule(primitive: Any, keep: Callable) -> None:
+    """Registers which inputs and equations of a call are left if some outputs are not used.
+
+    Args:
+        primitive: A primitive with the parameters `jaxpr` and `call`.
+        keep: Given the call, which inputs and which outputs are left, returns the call of those.
+    """
+
+    def rule(used_out: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
+        *live, eqn = rest  # releases with one class of jaxprs say which references live on
+        if not any(used_out) and not pe.has_effects(eqn, *live):
+            return [False] * len(eqn.invars), None
+        jaxpr, used_in = _without_dead_code(eqn.params["jaxpr"], tuple(used_out), *map(tuple, live))
+        if not any(used_in) and not any(used_out) and not jaxpr.effects:
+            return used_in, None
+        if all(used_in) and all(used_out) and jaxpr is eqn.params["jaxpr"]:
+            return used_in, eqn
+        invars = [v for v, used in zip(eqn.invars, used_in, strict=True) if used]
+        outvars = [v for v, used in zip(eqn.outvars, used_out, strict=True) if used]
+        call = keep(eqn.params["call"], used_in, used_out)
+        found = core.eqn_effects(jaxpr, invars)
+        return used_in, eqn.replace(
+            invars=invars,
+            outvars=outvars,
+            params=dict(eqn.params, jaxpr=jaxpr, call=call),
+            effects=found,
+        )
+
+    pe.dce_rules[primitive] = rule
+
+
+@weakref_lru_cache
+def _without_dead_code(jaxpr: Any, used_out: tuple[bool, ...], *live: Any) -> tuple[Any, Any]:
+    if not MERGED_JAXPR:
+        inner, used_in = pe.dce_jaxpr(jaxpr.jaxpr, used_out)
+        return core.ClosedJaxpr(inner, jaxpr.consts), used_in
+    tokens = [a is core.abstract_token for a in jaxpr.in_avals]
+    more = {"live_inputs": live[0]} if live else {}
+    return pe.dce_jaxpr(jaxpr, used_out, instantiate=tokens, **more)
+
+
+def discharge_rule(primitive: Any, update: Callable) -> None:
+    """Registers how a call of mutable references becomes one of values.
+
+    Args:
+        primitive: A primitive with the parameters `jaxpr` and `call`.
+        update: Given the call and which inputs are references, returns the call whose outputs are
+            followed by the last values of those.
+    """
+
+    def rule(in_avals: Any, _: Any, *args: Any, jaxpr: Any, call: Any, **more: Any) -> Any:
+        refs = [is_ref(a) for a in jaxpr.in_avals]
+        pure = discharge.discharge_state(jaxpr, **more)
+        results = primitive.bind(*args, jaxpr=pure, call=update(call, refs))
+        last = iter(results[len(jaxpr.out_avals) :])
+        values = [next(last) if r else None for r in refs]
+        return values, results[: len(jaxpr.out_avals)]
+
+    def with_context(ctx: Any, *args: Any, **params: Any) -> Any:
+        strip = {"strip_memory_space": ctx.strip_memory_space}
+        return rule(ctx.in_avals, ctx.out_avals, *args, **params, **strip)
+
+    has_context = hasattr(discharge, "DischargeContext")
+    discharge.register_discharge_rule(primitive)(with_context if has_context else rule)
+
+
+#: What registers rules with parts of JAX that `import jax` does not load.
+_late_rules: list[Callable[[], None]] = []
+
+
+def load_late_rules() -> None:
+    """Registers rules with parts of JAX that load late; called before there is an equation."""
+    while _late_rules:
+        _late_rules.pop()()
+
+
+def checkify_rule(primitive: Any, update: Callable) -> None:
+    """Registers how `jax.experimental.checkify` finds the errors inside of a call.
+
+    Args:
+        primitive: A primitive with the parameters `jaxpr` and `call`.
+        update: Given the call, and how many error values enter and leave before the others,
+            returns the call with those.
+    """
+
+    def register() -> None:
+        from jax._src import checkify
+
+        def rule(*args: Any, jaxpr: Any, call: Any) -> Any:
+            split = 3 if hasattr(checkify, "CheckifyContext") else 2
+            *ctx, error, enabled = args[:split]
+            errors, tree = jax.tree_util.tree_flatten(error)
+            values = [*errors, *args[split:]]
+            avals = tuple(core.typeof(v) for v in values)
+            checked, out_tree, _ = checkify.jaxpr_to_checkify_jaxpr(
+                *ctx, jaxpr, enabled, tree, *avals
+            )
+            n_out = out_tree.num_leaves - len(jaxpr.out_avals)
+            new_call = update(call, len(errors), n_out)
+            results = primitive.bind(*values, jaxpr=checked, call=new_call)
+            return jax.tree_util.tree_unflatten(out_tree, results)
+
+        checkify.error_checks[primitive] = rule
+
+    _late_rules.append(register)
 
 
 #: What the runtime raises when `jax_debug_nans` finds one in a program.
@@ -632,6 +873,11 @@ def is_compiled(lowering: Any) -> bool:
 def placement_key(shardings: Sequence[Any], avals: Sequence[Any]) -> Any:
     """A key under which shardings that mean the same on these avals are equal."""
     return pxla.SemanticallyEqualShardings(tuple(shardings), tuple(avals))
+
+
+def op_sharding(sharding: Any, ndim: int) -> Any:
+    """The OpSharding that a compiler reads for this sharding."""
+    return sharding._to_xla_hlo_sharding(ndim).to_proto()
 
 
 def device_order(sharding: Any) -> list[Any]:

@@ -6,6 +6,7 @@ A rule is three moves: transform the jaxpr, transform the call, bind.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
 
@@ -208,6 +209,125 @@ def _pjit_jvp(primals: Any, tangents: Any, *, jaxpr: Any, call: PjitCall) -> Any
 
 _jax.primitive_jvps[pjit_p] = _pjit_jvp
 
+# Linearization
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class _Halves:
+    """A call split into what runs now and a rest that runs later; residuals pass between.
+
+    Attributes:
+        known: Closed jaxpr of the first half: its outputs, then the residuals that are no input
+            and no output already.
+        known_call: How it is called.
+        outs: Per output of the whole call, whether it is one of the rest (partial evaluation), or
+            whether it has a tangent (linearization).
+        rest: Closed jaxpr of the second half: it takes the residuals, then its own inputs.
+        rest_call: How it is called, but for the shardings of computed residuals.
+        inputs: Per residual the input of the first half that it is, or None.
+        outputs: Per residual that is none of those, the output that it is.
+        kept: Names of inputs that would have been donated and are residuals.
+    """
+
+    known: Any
+    known_call: PjitCall
+    outs: tuple[bool, ...]
+    rest: Any
+    rest_call: PjitCall
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int, ...]
+    kept: tuple[str, ...]
+
+    def run_known(self, args: Sequence[Any]) -> tuple[Any, Any, PjitCall]:
+        """Runs the first half; returns its outputs, the residuals and the call of the rest."""
+        results = pjit_p.bind(*args, jaxpr=self.known, call=self.known_call)
+        if self.kept and not any(isinstance(a, _jax.Tracer) for a in args):
+            _dispatch.warn_kept(self.kept, self.rest_call)
+        computed = iter(self.outputs)
+        residuals = [results[next(computed)] if i is None else args[i] for i in self.inputs]
+        return results, residuals, self._placed_rest(residuals)
+
+    def _placed_rest(self, residuals: Sequence[Any]) -> PjitCall:
+        """The call of the rest: what is known of where the first half left its residuals."""
+        call = self.rest_call
+        given = call.in_axis_resources
+        found = [
+            _dispatch.resource_of(r, call.mesh) if g is UNSPECIFIED else g
+            for r, g in zip(residuals, given, strict=False)
+        ]
+        new = (*found, *given[len(found) :])
+        return call if new == given else replace(call, in_axis_resources=new)
+
+
+def _halves(
+    jaxpr: Any,
+    known: Any,
+    known_call: PjitCall,
+    outs: Sequence[bool],
+    rest: Any,
+    rest_call: PjitCall,
+    forwarded: Sequence[int | None],
+) -> _Halves:
+    """Builds the halves of a call.
+
+    Args:
+        jaxpr: Closed jaxpr of the whole call.
+        known: Closed jaxpr of the first half, which returns all computed residuals.
+        known_call: How it is called, but for the residuals.
+        outs: As in :class:`_Halves`.
+        rest: Closed jaxpr of the second half, which takes all residuals first.
+        rest_call: How it is called, but for the residuals.
+        forwarded: Per residual, which of the constants and then the inputs of the first half it
+            is; None where it is computed.
+    """
+    n_out, n_consts = len(known_call.out_axis_resources), len(jaxpr.consts)
+    known, outputs = _jax.repeated_outputs(known, n_out)
+    # What both halves close over is a constant of both.
+    shared = [jaxpr.consts[i] if i is not None and i < n_consts else None for i in forwarded]
+    rest = _jax.bind_inputs(rest, shared)
+    inputs = [None if i is None else i - n_consts for i in forwarded if i is None or i >= n_consts]
+    alive = known_call.keep_alive(i for i in inputs if i is not None)
+    changed = [a != b for a, b in zip(known_call.donated_invars, alive.donated_invars, strict=True)]
+    # An input that is a residual is wanted in the rest where it is wanted in the first half.
+    wanted = known_call.in_axis_resources
+    resources = [UNSPECIFIED if i is None else wanted[i] for i in inputs]
+    names = residual_names(rest_call, len(inputs))
+    return _Halves(
+        known=known,
+        known_call=alive.add_outputs(len(known.out_avals) - n_out),
+        outs=tuple(outs),
+        rest=rest,
+        rest_call=rest_call.add_inputs(names, leading=True, resources=resources),
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        kept=tuple(compress(known_call.arg_names, changed)),
+    )
+
+
+def _pjit_linearize(
+    nz_in: tuple[bool, ...], is_vjp: bool, *primals: Any, jaxpr: Any, call: PjitCall
+) -> Any:
+    with tracing(call.mesh, call.name):
+        halves = _linearize(jaxpr, call, nz_in, is_vjp)
+    results, residuals, rest_call = halves.run_known(primals)
+
+    def push(residuals: Sequence[Any], *tangents: Any) -> list[Any]:
+        dense = compress(tangents, nz_in)
+        outs = iter(pjit_p.bind(*residuals, *dense, jaxpr=halves.rest, call=rest_call))
+        avals = zip(halves.outs, jaxpr.out_avals, strict=True)
+        return [next(outs) if nz else _jax.Zero(a.to_tangent_aval()) for nz, a in avals]
+
+    return results[: len(jaxpr.out_avals)], list(halves.outs), residuals, push
+
+
+@_jax.weakref_lru_cache
+def _linearize(jaxpr: Any, call: PjitCall, nz_in: tuple[bool, ...], is_vjp: bool) -> _Halves:
+    known, nz_out, forwarded, linear = _jax.linearize_jaxpr(jaxpr, nz_in, is_vjp=is_vjp)
+    return _halves(jaxpr, known, call, nz_out, linear, call.linear_map(nz_in, nz_out), forwarded)
+
+
+_jax.linearization_rule(pjit_p, _pjit_linearize)
+
 # Partial evaluation
 
 
@@ -217,33 +337,32 @@ def _pjit_partial_eval(trace: Any, *tracers: Any, jaxpr: Any, call: PjitCall) ->
     A residual leaves the known half with the sharding that the compiler chose and enters the
     unknown half with the sharding that it has: nothing is replicated, nothing compiled twice.
     """
-    unk_in = [not t.pval.is_known() for t in tracers]
-    known_jaxpr, unk_jaxpr, unk_out, res_avals, forwarded = _jax.partial_eval_jaxpr(
+    unk_in = tuple(not t.pval.is_known() for t in tracers)
+    halves = _split(jaxpr, call, unk_in)
+    known_args = [t.pval.get_known() for t in tracers if t.pval.is_known()]
+    results, residuals, rest_call = halves.run_known(known_args)
+    unk_args = [*map(trace.new_instantiated_const, residuals), *compress(tracers, unk_in)]
+    params = {"jaxpr": halves.rest, "call": rest_call}
+    staged = iter(_jax.stage_unknown(trace, pjit_p, unk_args, params, halves.rest))
+    known = iter(results)
+    return [next(staged) if unknown else next(known) for unknown in halves.outs]
+
+
+@_jax.weakref_lru_cache
+def _split(jaxpr: Any, call: PjitCall, unk_in: tuple[bool, ...]) -> _Halves:
+    known, unknown, unk_out, _, forwarded = _jax.partial_eval_jaxpr(
         jaxpr, unk_in, instantiate=False
     )
-    known_in, known_out = [not u for u in unk_in], [not u for u in unk_out]
-    known_args = [t.pval.get_known() for t in compress(tracers, known_in)]
-    known_call = call.keep(known_in, known_out).add_outputs(len(res_avals))
-    known_call = known_call.keep_alive(f - len(jaxpr.consts) for f in forwarded if f is not None)
-    known = pjit_p.bind(*known_args, jaxpr=known_jaxpr, call=known_call)
-    n_out = sum(known_out)
-    computed = iter(known[n_out:])
-    sources = [*jaxpr.consts, *known_args]
-    residuals = [next(computed) if f is None else sources[f] for f in forwarded]
-    names = [f"residual {i} of {call.name}" for i in range(len(residuals))]
-    unk_call = call.keep(unk_in, unk_out).add_inputs(names, leading=True)
-    unk_args = [*map(trace.new_instantiated_const, residuals), *compress(tracers, unk_in)]
-    staged = _jax.stage_unknown(
-        trace, pjit_p, unk_args, {"jaxpr": unk_jaxpr, "call": unk_call}, unk_jaxpr
+    known_call = call.keep([not u for u in unk_in], [not u for u in unk_out])
+    return _halves(
+        jaxpr, known, known_call, unk_out, unknown, call.keep(unk_in, unk_out), forwarded
     )
-    known_iter, staged_iter = iter(known[:n_out]), iter(staged)
-    return [next(staged_iter) if u else next(known_iter) for u in unk_out]
 
 
 _jax.custom_partial_eval_rules[pjit_p] = _pjit_partial_eval
 
 
-def _pjit_remat(
+def _pjit_partial_eval_custom(
     unk_in: Sequence[bool],
     inst_in: Sequence[bool],
     known_out: Sequence[bool],
@@ -255,13 +374,19 @@ def _pjit_remat(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The calls of both halves where a loop or a rematerialization policy splits the equation."""
     call = known["call"]
-    names = [f"residual {i} of {call.name}" for i in range(res_in)]
     known_call = call.keep([not u for u in unk_in], known_out).add_outputs(res_out)
+    names = residual_names(call, res_in)
     staged_call = call.keep(inst_in, staged_out).add_inputs(names, leading=True)
     return dict(known, call=known_call), dict(staged, call=staged_call)
 
 
-_jax.remat_rule(pjit_p, _pjit_remat)
+_jax.partial_eval_rule(pjit_p, _pjit_partial_eval_custom)
+
+
+def residual_names(call: PjitCall, count: int) -> list[str]:
+    """What messages call the residuals of a call."""
+    return [f"residual {i} of {call.name}" for i in range(count)]
+
 
 # Transpose
 
@@ -275,6 +400,34 @@ def _pjit_transpose(cts: Any, *args: Any, jaxpr: Any, call: PjitCall) -> Any:
 
 
 _jax.fancy_transposes[pjit_p] = _pjit_transpose
+
+# Rematerialization
+
+
+def _pjit_remat(call: PjitCall, res_out: int, res_in: int) -> tuple[PjitCall, PjitCall]:
+    names = residual_names(call, res_in)
+    return call.add_outputs(res_out), call.add_inputs(names, leading=True)
+
+
+_jax.rematerialization_rule(pjit_p, _pjit_remat)
+
+# Dead code
+
+_jax.dead_code_rule(pjit_p, PjitCall.keep)
+
+# Mutable references
+
+_jax.discharge_rule(pjit_p, PjitCall.discharge)
+
+# Checks
+
+
+def _pjit_checkify(call: PjitCall, errors_in: int, errors_out: int) -> PjitCall:
+    names = [f"error value {i} of checkify" for i in range(errors_in)]
+    return call.add_inputs(names, leading=True).add_outputs(errors_out, leading=True)
+
+
+_jax.checkify_rule(pjit_p, _pjit_checkify)
 
 # Printing
 

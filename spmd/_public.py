@@ -8,7 +8,10 @@ from spmd import _jax
 from spmd._api import clear_caches as clear_caches, pjit as pjit
 from spmd._constraint import with_sharding_constraint as with_sharding_constraint
 from spmd._counts import Counts as Counts, counts as counts
-from spmd._dispatch import ImplicitReshardWarning as ImplicitReshardWarning
+from spmd._dispatch import (
+    DonationWarning as DonationWarning,
+    ImplicitReshardWarning as ImplicitReshardWarning,
+)
 from spmd._mesh import Mesh as Mesh, current_mesh as current_mesh, make_mesh as make_mesh
 from spmd._spec import FROM_ARRAY as FROM_ARRAY
 from spmd.errors import (

@@ -229,8 +229,12 @@ def show_sharding(sharding: Any) -> str:
 
 def placed_sharding(arg: Any) -> Sharding | None:
     """Returns the sharding of a committed array or of a struct that has one, else None."""
-    sharding = getattr(arg, "sharding", None)
-    if sharding is None or not getattr(arg, "_committed", True):
+    held = _jax.buffer_of(arg)
+    sharding = getattr(held, "sharding", None)
+    if sharding is None or not getattr(held, "_committed", True):
+        return None
+    if held is not arg and sharding.num_devices == 1:
+        # `jax.new_ref` commits to a device even what nobody placed there.
         return None
     return sharding
 

@@ -174,5 +174,4 @@ def test_transpose(call):
     assert back.out_axis_resources == (A,)
     assert back.donated_invars == (False, False)
     assert back.arg_names == ("y", "cotangent 0 of f")
-    assert back.implicit_reshard == "allow"
     assert lengths(back) == {2}

@@ -356,7 +356,7 @@ def test_residuals_keep_the_sharding_of_the_compiler(mesh):
 
 
 def test_donated_argument_that_is_a_residual(mesh):
-    """Differentiating a donating call gives the right gradient: what is needed later is kept."""
+    """A donated argument that the backward pass needs is kept, with a warning, and right."""
     f = pjit(
         lambda x, w: x * w,
         in_axis_resources=P("data"),
@@ -364,9 +364,41 @@ def test_donated_argument_that_is_a_residual(mesh):
         donate_argnums=0,
         mesh=mesh,
     )
-    y, pull = jax.vjp(f, put(X, mesh, P("data")), put(X + 2, mesh, P("data")))
+    x, w = put(X, mesh, P("data")), put(X + 2, mesh, P("data"))
+    with pytest.warns(spmd.DonationWarning) as caught:
+        y, pull = jax.vjp(f, x, w)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    first, given, fix = str(caught[0].message).splitlines()
+    assert first == (
+        "pjit of `<lambda>` does not donate argument x: its derivative needs the value."
+    )
+    assert given.startswith("  given     argument x among those to donate, used at ")
+    assert given.endswith("(test_donated_argument_that_is_a_residual)")
+    assert fix == (
+        "  fix       differentiate inside of the function that donates, or do not donate it"
+    )
+    assert not x.is_deleted()
     close(y, X * (X + 2))
     close(pull(np.ones_like(X)), (X + 2, X))
+
+
+def test_donated_argument_that_is_no_residual(mesh):
+    """A donated argument that the backward pass does not need is donated, without a warning."""
+    f = pjit(
+        jnp.sin,
+        in_axis_resources=P("data"),
+        out_axis_resources=P("data"),
+        donate_argnums=0,
+        mesh=mesh,
+    )
+    x = put(X, mesh, P("data"))
+    y, pull = jax.vjp(f, x)
+    assert x.is_deleted()
+    close(y, np.sin(X))
+    ct = put(np.ones_like(X), mesh, P("data"))
+    close(pull(ct), (np.cos(X),))
+    close(pull(ct), (np.cos(X),))  # neither residuals nor cotangents are donated
 
 
 # Batching
