@@ -603,6 +603,7 @@ class _Line:
 
     def plan(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Flat, Plan]:
         """Walks the line up to the bind."""
+        _jax.load_late_rules()
         options = self.options
         flat = flatten(options, args, kwargs)
         mesh = find_mesh(options, flat)

@@ -118,6 +118,40 @@ class PjitCall:
         refs = tuple(compress(self.in_axis_resources, is_ref))
         return replace(self, out_axis_resources=self.out_axis_resources + refs)
 
+    def series(self, order: int) -> PjitCall:
+        """The call of values and their Taylor coefficients, each placed like its value."""
+        ins, outs = len(self.in_axis_resources), len(self.out_axis_resources)
+        at_in = [*range(ins), *(i for i in range(ins) for _ in range(order))]
+        at_out = [*range(outs), *(i for i in range(outs) for _ in range(order))]
+        return self._select(at_in, at_out)._donate_first(ins)
+
+    def expand(self, ins: Sequence[int], outs: Sequence[int]) -> PjitCall:
+        """The call whose values became several arrays each: of those no spec is known."""
+        call = self._select(
+            [i for i, n in enumerate(ins) for _ in range(n)],
+            [i for i, n in enumerate(outs) for _ in range(n)],
+        )
+        many_in = [n for n in ins for _ in range(n)]
+        many_out = [n for n in outs for _ in range(n)]
+        return replace(
+            call,
+            in_axis_resources=_only_whole(call.in_axis_resources, many_in),
+            out_axis_resources=_only_whole(call.out_axis_resources, many_out),
+            donated_invars=(False,) * len(many_in),
+        )
+
+    def _select(self, ins: Sequence[int], outs: Sequence[int]) -> PjitCall:
+        """The call with these of its inputs and outputs, in this order."""
+        return replace(
+            self,
+            out_axis_resources=tuple(self.out_axis_resources[i] for i in outs),
+            **{n: tuple(getattr(self, n)[i] for i in ins) for n in _PER_INPUT},
+        )
+
+    def _donate_first(self, count: int) -> PjitCall:
+        donated = tuple(d and i < count for i, d in enumerate(self.donated_invars))
+        return replace(self, donated_invars=donated)
+
     def transpose(
         self, kept_in: Sequence[bool], nz_cts: Sequence[bool], ct_out: Sequence[bool]
     ) -> PjitCall:
@@ -147,6 +181,11 @@ _PER_INPUT = (
     "arg_names",
     "given",
 )
+
+
+def _only_whole(resources: Sequence[Any], parts: Sequence[int]) -> tuple[Any, ...]:
+    pairs = zip(resources, parts, strict=True)
+    return tuple(r if n == 1 else UNSPECIFIED for r, n in pairs)
 
 
 def _batch(resources: Sequence[Any], dims: Sequence[Any], axes: tuple[Any, ...]) -> tuple:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,7 +19,13 @@ from spmd._mesh import (
     enclosing_pjit,
     show_mesh,
 )
-from spmd._pjit import Text, check_spmd_axes, nested_mesh_failure, spmd_axes
+from spmd._pjit import (
+    Text,
+    check_spmd_axes,
+    nested_mesh_failure,
+    other_manual_mesh,
+    spmd_axes,
+)
 from spmd._resolve import (
     canonical_leaf,
     is_equivalent,
@@ -164,6 +171,8 @@ def _constraint_abstract_eval(x: Any, *, axis_resources: Any, mesh: Any) -> Any:
     outer = enclosing_pjit()
     if outer is not None and outer[0] != mesh:
         raise explain(_SUBJECT, [nested_mesh_failure(mesh, outer)])
+    if failure := other_manual_mesh(mesh):
+        raise explain(_SUBJECT, [failure])
     return x
 
 
@@ -172,12 +181,14 @@ sharding_constraint_p.def_abstract_eval(_constraint_abstract_eval)
 # Lowering
 
 
-def _constraint_lower(ctx: Any, x: Any, *, axis_resources: Any, mesh: Any) -> list[Any]:
+def _constraint_lower(ctx: Any, x: Any, *, axis_resources: Any, mesh: Any) -> Sequence[Any]:
     sharding = to_sharding(axis_resources, mesh, inside=True)
-    return [_jax.wrap_with_sharding(ctx, x, ctx.avals_in[0], ctx.avals_out[0], sharding)]
+    value = _jax.wrap_with_sharding(ctx, x, ctx.avals_in[0], ctx.avals_out[0], sharding)
+    return _jax.free_in_branch([value])
 
 
-_jax.register_lowering(sharding_constraint_p, _constraint_lower)
+# Not cacheable: what is emitted depends on whether a branch of `cond` is around it.
+_jax.register_lowering(sharding_constraint_p, _constraint_lower, cacheable=False)
 
 
 def _constraint_shardings(eqn: Any) -> list[Any]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import functools
+import importlib
 import pathlib
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax._src import (
@@ -34,7 +35,7 @@ from jax._src import (
 from jax._src.interpreters import ad, batching, mlir, partial_eval as pe, pxla, remat
 from jax._src.lib import _jax, xla_client
 from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import func as func_dialect
+from jax._src.lib.mlir.dialects import func as func_dialect, hlo
 from jax._src.state import discharge
 from jax._src.state.types import AbstractRef
 from jax.experimental.layout import Layout
@@ -50,6 +51,9 @@ STRUCTURED_RESIDUALS = "structured_residuals" in ad.LinearizeTrace.__annotations
 
 #: The C++ fast path looks whether an array was deleted. Before, it crashes the process.
 FAST_PATH_CHECKS_DELETED = jax.__version_info__ >= (0, 12)
+
+#: An empty result has shards of its whole shape, whatever its sharding says.
+EMPTY_RESULTS_ARE_WHOLE = jax.__version_info__ < (0, 12)
 
 # Caches
 
@@ -297,7 +301,8 @@ def linearize_jaxpr(
         tangent; per residual, the constant or input that it is, or None where it is computed; the
         closed jaxpr of the linear map, which takes the residuals, then the tangents.
     """
-    known, layout, nz_out, forwarded, linear = ad.linearize_jaxpr(jaxpr, nz_in, is_vjp=is_vjp)
+    found: Any = ad.linearize_jaxpr(jaxpr, nz_in, is_vjp=is_vjp)
+    known, layout, nz_out, forwarded, linear = found
     if not STRUCTURED_RESIDUALS:
         return known, list(nz_out), list(forwarded), linear
     structured = len(layout.unpack()[2])
@@ -349,12 +354,12 @@ def rematerialization_rule(primitive: Any, update: Callable) -> None:
     """
 
     def rule(context: Any, *args: Any, jaxpr: Any, call: Any) -> Any:
+        split: Any = remat.remat_jaxpr
         if MERGED_JAXPR:
-            first, again, shared = remat.remat_jaxpr(
-                jaxpr, context.policy, context.custom_vjp_rules, allow_fwds=True
-            )
+            more = (context.policy, context.custom_vjp_rules, True)
+            first, again, shared = split(jaxpr, *more)
         else:
-            first, again, count = remat.remat_jaxpr(jaxpr, context)
+            first, again, count = split(jaxpr, context)
             shared = [None] * count
         first_call, again_call = update(call, shared.count(None), len(shared))
         results = primitive.bind(*args, jaxpr=first, call=first_call)
@@ -434,18 +439,33 @@ def discharge_rule(primitive: Any, update: Callable) -> None:
         strip = {"strip_memory_space": ctx.strip_memory_space}
         return rule(ctx.in_avals, ctx.out_avals, *args, **params, **strip)
 
-    has_context = hasattr(discharge, "DischargeContext")
-    discharge.register_discharge_rule(primitive)(with_context if has_context else rule)
+    fitting: Any = with_context if hasattr(discharge, "DischargeContext") else rule
+    discharge.register_discharge_rule(primitive)(fitting)
 
 
-#: What registers rules with parts of JAX that `import jax` does not load.
-_late_rules: list[Callable[[], None]] = []
+#: What registers a rule with a module that `import jax` does not load, and whether to load it.
+_late_rules: list[tuple[str, bool, Callable[[Any], None]]] = []
+
+
+def late_rule(module: str, register: Callable[[Any], None], *, load: bool = False) -> None:
+    """Registers a rule with a part of JAX that loads late.
+
+    Args:
+        module: Its name.
+        register: Given the module, registers the rule.
+        load: Whether the module does without the rule in silence: then it is loaded before there
+            is an equation.
+    """
+    _late_rules.append((module, load, register))
 
 
 def load_late_rules() -> None:
-    """Registers rules with parts of JAX that load late; called before there is an equation."""
-    while _late_rules:
-        _late_rules.pop()()
+    """Registers rules with what has been loaded; called before a call is bound."""
+    for rule in tuple(_late_rules):
+        name, load, register = rule
+        if load or name in sys.modules:
+            _late_rules.remove(rule)
+            register(importlib.import_module(name))
 
 
 def checkify_rule(primitive: Any, update: Callable) -> None:
@@ -457,15 +477,14 @@ def checkify_rule(primitive: Any, update: Callable) -> None:
             returns the call with those.
     """
 
-    def register() -> None:
-        from jax._src import checkify
+    def register(checkify: Any) -> None:
+        split = 3 if hasattr(checkify, "CheckifyContext") else 2
 
         def rule(*args: Any, jaxpr: Any, call: Any) -> Any:
-            split = 3 if hasattr(checkify, "CheckifyContext") else 2
             *ctx, error, enabled = args[:split]
             errors, tree = jax.tree_util.tree_flatten(error)
             values = [*errors, *args[split:]]
-            avals = tuple(core.typeof(v) for v in values)
+            avals = [core.typeof(v) for v in values]
             checked, out_tree, _ = checkify.jaxpr_to_checkify_jaxpr(
                 *ctx, jaxpr, enabled, tree, *avals
             )
@@ -476,7 +495,67 @@ def checkify_rule(primitive: Any, update: Callable) -> None:
 
         checkify.error_checks[primitive] = rule
 
-    _late_rules.append(register)
+    late_rule("jax._src.checkify", register, load=True)
+
+
+def jet_rule(primitive: Any, update: Callable) -> None:
+    """Registers how `jax.experimental.jet` carries Taylor series through a call.
+
+    Args:
+        primitive: A primitive with the parameters `jaxpr` and `call`.
+        update: Given the call and the order of the series, returns the call of values and series.
+    """
+
+    def register(jet: Any) -> None:
+        def rule(primals: Any, series: Any, *, jaxpr: Any, call: Any) -> Any:
+            values, tree = jax.tree_util.tree_flatten((primals, series))
+            order = len(series[0])
+            avals = tuple(core.shaped_abstractify(v) for v in values)
+            new, out_tree = jet._jet_jaxpr(jaxpr, order, avals, tree)
+            results = primitive.bind(*values, jaxpr=new, call=update(call, order))
+            return jax.tree_util.tree_unflatten(out_tree(), results)
+
+        jet.jet_rules[primitive] = rule
+
+    late_rule("jax.experimental.jet", register)
+
+
+def sparsify_rule(primitive: Any, update: Callable) -> None:
+    """Registers how `jax.experimental.sparse.sparsify` runs a call on sparse values.
+
+    Args:
+        primitive: A primitive with the parameters `jaxpr` and `call`.
+        update: Given the call, how many arrays each input and each output consists of, returns
+            the call of those arrays.
+    """
+
+    def register(sparse: Any) -> None:
+        def rule(env: Any, *values: Any, jaxpr: Any, call: Any) -> Any:
+            new, out_tree = sparse._sparsify_jaxpr(env, jaxpr, *values)
+            arrays = sparse.spvalues_to_arrays(env, values)
+            sizes_in = [len(jax.tree_util.tree_leaves(a)) for a in arrays]
+            sizes_out = [t.num_leaves for t in out_tree.children()]
+            flat = jax.tree_util.tree_leaves(arrays)
+            results = primitive.bind(*flat, jaxpr=new, call=update(call, sizes_in, sizes_out))
+            return sparse.arrays_to_spvalues(env, jax.tree_util.tree_unflatten(out_tree, results))
+
+        sparse.sparse_rules_bcoo[primitive] = rule
+        sparse.sparse_rules_bcsr[primitive] = rule
+
+    late_rule("jax.experimental.sparse.transform", register)
+
+
+def key_reuse_rule(primitive: Any) -> None:
+    """Lets `jax.debug_key_reuse` look into the calls of a primitive with a parameter `jaxpr`."""
+
+    def register(key_reuse: Any) -> None:
+        @key_reuse.dynamic_key_reuse_signature
+        def signature(eqn: Any) -> Any:
+            return key_reuse.jaxpr_type_signature(inner_jaxpr(eqn.params["jaxpr"]))
+
+        key_reuse.key_reuse_signatures[primitive] = signature
+
+    late_rule("jax.experimental.key_reuse._core", register)
 
 
 #: What the runtime raises when `jax_debug_nans` finds one in a program.
@@ -486,6 +565,18 @@ InternalFloatingPointError = api_util.InternalFloatingPointError
 def find_nan(error: Exception, fun: Callable, args: Any, kwargs: Any) -> None:
     """Runs a function unjitted to find the operation that made a NaN; always raises."""
     api_util.maybe_recursive_nan_check(error, fun, args, kwargs)
+
+
+def find_nan_backward(
+    error: Exception, jaxpr: Any, cts: Sequence[Any], args: Sequence[Any]
+) -> NoReturn:
+    """Runs a backward pass op by op to find the one that made a NaN; always raises."""
+    try:
+        ad.backward_pass3(inner_jaxpr(jaxpr), False, jaxpr.consts, args, cts)
+    except (FloatingPointError, ZeroDivisionError) as found:
+        raise found from None
+    api_util._raise_no_nan_in_deoptimized(error)
+    raise error
 
 
 def check_call(ctx_factory: Any, primitive: Any, in_atoms: Any, jaxpr: Any, params: Any) -> Any:
@@ -641,6 +732,12 @@ def manual_axes() -> frozenset[Any]:
     return frozenset(mesh_lib.get_abstract_mesh().manual_axes)
 
 
+def manual_mesh() -> dict[Any, int]:
+    """Axes ``{name: size}`` of the mesh that an enclosing `shard_map` is over; else empty."""
+    mesh = mesh_lib.get_abstract_mesh()
+    return dict(mesh.shape) if mesh._any_axis_manual else {}
+
+
 def mesh_fields(mesh: Any) -> dict[str, Any]:
     """The fields of a mesh, to build an equal one of a subclass."""
     return vars(mesh)
@@ -710,6 +807,18 @@ def wrap_with_sharding(ctx: Any, value: Any, aval_in: Any, aval_out: Any, shardi
     return mlir.wrap_with_sharding_op(ctx, value, aval_out, sdy)
 
 
+def free_in_branch(values: Sequence[Any]) -> Sequence[Any]:
+    """Separates values of a branch of `cond` from their shardings.
+
+    The results of all branches must be split alike, which the partitioner sees to only where no
+    result is itself the value that a sharding is put on.
+    """
+    at: Any = ir.InsertionPoint.current
+    if not values or at.block.owner.name != "stablehlo.case":
+        return values
+    return [*hlo.OptimizationBarrierOp(values).results]
+
+
 def lower_call(
     ctx: Any,
     args: Sequence[Any],
@@ -751,7 +860,7 @@ def lower_call(
     if ordered:
         out_tokens = dict(zip(ordered, results[: len(ordered)], strict=True))
         ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet(out_tokens)))
-    return results[len(ordered) :]
+    return free_in_branch(results[len(ordered) :])
 
 
 def _build_function(
@@ -844,9 +953,24 @@ def lower_module(
     mesh: Any,
     *,
     keep_unused: bool,
-    compiler_options: tuple[tuple[str, Any], ...],
+    compiler_options: tuple[tuple[str, Any], ...] = (),
+    platforms: tuple[str, ...] | None = None,
+    parameters: Any = None,
 ) -> Any:
-    """Lowers a closed jaxpr to a StableHLO module with shardings on its inputs and outputs."""
+    """Lowers a closed jaxpr to a StableHLO module with shardings on its inputs and outputs.
+
+    Args:
+        jaxpr: Closed jaxpr.
+        name: Name of the function.
+        in_shardings: One per input.
+        out_shardings: One per output.
+        donated: Per input, whether its buffers may be reused.
+        mesh: The mesh of the program.
+        keep_unused: Whether inputs that it does not use stay inputs of the module.
+        compiler_options: Pairs for the compiler.
+        platforms: Of an export: those that the module is for.
+        parameters: Of an export: JAX's own parameters of the lowering.
+    """
     return pxla.lower_sharding_computation(
         jaxpr,
         "pjit",
@@ -859,8 +983,8 @@ def lower_module(
         keep_unused=keep_unused,
         context_mesh=mesh,
         compiler_options_kvs=compiler_options,
-        lowering_platforms=None,
-        lowering_parameters=mlir.LoweringParameters(),
+        lowering_platforms=platforms,
+        lowering_parameters=parameters or mlir.LoweringParameters(),
         pgle_profiler=None,
     )
 
@@ -912,6 +1036,7 @@ def fast_path_data(executable: Any, consts: Sequence[Any], out_tree: Any, outs: 
         or call.has_unordered_effects
         or call.mut
         or config.no_execution.value
+        or config.debug_key_reuse.value
     ):
         return None
     outs, out_tree = pxla.reflatten_outputs_for_dispatch(out_tree, outs)

@@ -71,6 +71,39 @@ def _lower(jaxpr: Any, call: PjitCall, mesh: Any, in_key: Any) -> Any:
     return lowering
 
 
+def lower_for_export(
+    jaxpr: Any,
+    call: PjitCall,
+    mesh: Any,
+    shardings: Sequence[Any],
+    *,
+    lowering_platforms: Sequence[str],
+    _private_parameters: Any,
+) -> Any:
+    """Lowers a call to a module that `jax.export` can serialize; see :func:`lower`.
+
+    Args:
+        jaxpr: Closed jaxpr.
+        call: From :func:`program_of`.
+        mesh: The mesh whose devices the module is for.
+        shardings: One per input.
+        lowering_platforms: The platforms that the module is for.
+        _private_parameters: JAX's own parameters of an export.
+    """
+    with _jax.tracing_under(mesh):
+        return _jax.lower_module(
+            jaxpr,
+            call.name,
+            shardings,
+            [to_sharding(r, mesh) for r in call.out_axis_resources],
+            call.donated_invars,
+            mesh,
+            keep_unused=call.keep_unused,
+            platforms=tuple(lowering_platforms),
+            parameters=_private_parameters,
+        )
+
+
 def clear_lower_cache() -> None:
     """Forgets all modules."""
     _lower.cache_clear()

@@ -45,10 +45,27 @@ pjit_p.def_effectful_abstract_eval(_pjit_abstract_eval)
 
 
 def _check_enclosing_mesh(call: PjitCall) -> None:
-    outer = enclosing_pjit()
-    if outer is None or call.mesh is None or outer[0] == auto_mesh(call.mesh):
+    if call.mesh is None:
         return
-    raise explain(_dispatch.subject_of(call), [nested_mesh_failure(call.mesh, outer)])
+    outer = enclosing_pjit()
+    if outer is not None and outer[0] != auto_mesh(call.mesh):
+        raise explain(_dispatch.subject_of(call), [nested_mesh_failure(call.mesh, outer)])
+    if failure := other_manual_mesh(call.mesh):
+        raise explain(_dispatch.subject_of(call), [failure])
+
+
+def other_manual_mesh(mesh: Any) -> Failure | None:
+    """A `pmap`, or a `shard_map` over another mesh, has split the devices already."""
+    manual = _jax.manual_mesh()
+    if not manual or manual == dict(mesh.shape):
+        return None
+    return Failure(
+        what="cannot run inside of a pmap, or of a shard_map over another mesh",
+        given=f"{show_mesh(mesh)}{_jax.used_at()}",
+        expected="the mesh of the shard_map, of which each device runs this code by itself",
+        fix="call the plain function there, or map with jax.vmap(..., spmd_axis_name=...) instead",
+        error=MeshError,
+    )
 
 
 def nested_mesh_failure(mesh: Any, outer: tuple[Any, str]) -> Failure:
@@ -160,6 +177,8 @@ def check_spmd_axes(
     """
     if unknown := [a for a in axes if mesh is not None and a not in mesh.shape]:
         raise explain(subject, [_unknown_failure(unknown, mesh)])
+    if repeated := [a for i, a in enumerate(axes) if a in axes[:i]]:
+        raise explain(subject, [_repeated_failure(repeated, axes)])
     for resource, dim in zip(resources, dims, strict=True):
         if dim is None or not isinstance(resource, ParsedPartitionSpec):
             continue
@@ -174,6 +193,16 @@ def _unknown_failure(unknown: Sequence[Any], mesh: Any) -> Failure:
         expected=f"mesh axes out of {', '.join(map(repr, mesh.axis_names))}",
         got=f"an unknown axis{did_you_mean(unknown[0], mesh.axis_names)}",
         fix="use an axis of the mesh, or enter the mesh that has it",
+    )
+
+
+def _repeated_failure(repeated: Sequence[Any], axes: Sequence[Any]) -> Failure:
+    return Failure(
+        what=f"cannot be mapped over mesh axis {', '.join(map(repr, repeated))} twice",
+        given=f"vmap(spmd_axis_name={axes!r}){_jax.used_at()}",
+        expected="each mesh axis once",
+        fix=f"drop one {repeated[0]!r}",
+        error=ShardingError,
     )
 
 
@@ -396,7 +425,11 @@ def _pjit_transpose(cts: Any, *args: Any, jaxpr: Any, call: PjitCall) -> Any:
         flat, transposed, kept, has_ct, logs, finish = _jax.transpose_jaxpr(jaxpr, cts, args)
     nz_cts = [type(ct) is not _jax.Zero for ct in cts]
     new_call = call.transpose(kept, nz_cts, has_ct).add_outputs(logs)
-    return finish(pjit_p.bind(*flat, jaxpr=transposed, call=new_call))
+    try:
+        results = pjit_p.bind(*flat, jaxpr=transposed, call=new_call)
+    except _jax.InternalFloatingPointError as e:
+        _jax.find_nan_backward(e, jaxpr, cts, args)
+    return finish(results)
 
 
 _jax.fancy_transposes[pjit_p] = _pjit_transpose
@@ -428,6 +461,12 @@ def _pjit_checkify(call: PjitCall, errors_in: int, errors_out: int) -> PjitCall:
 
 
 _jax.checkify_rule(pjit_p, _pjit_checkify)
+_jax.key_reuse_rule(pjit_p)
+
+# Taylor series, sparse values
+
+_jax.jet_rule(pjit_p, PjitCall.series)
+_jax.sparsify_rule(pjit_p, PjitCall.expand)
 
 # Printing
 

@@ -134,7 +134,8 @@ def _indivisible(spec: Any, aval: Any, mesh: Any, subject: str, given: str) -> F
     bad = []
     for dim, part in enumerate(spec):
         factor = axes_size(part, mesh)
-        if aval.shape[dim] % factor:
+        # Of a symbolic size of `jax.export` only the caller of the export knows whether it divides.
+        if isinstance(aval.shape[dim], int) and aval.shape[dim] % factor:
             bad.append((dim, aval.shape[dim], factor))
     if not bad:
         return None

@@ -92,7 +92,6 @@ def _trace(fun: Callable, signature: Signature, mesh: Any, name: str) -> Trace:
     with _jax.log_elapsed("Finished tracing {fun_name} for pjit in {elapsed_time:.9f} sec", name):
         jaxpr = _jax.trace_to_jaxpr(flat_fun, signature.avals, info)
     count("traces")
-    _jax.load_late_rules()
     _jax.result_paths(jaxpr, out_names or ())
     jaxpr, consts = _jax.separate_live_consts(jaxpr)
     return Trace(jaxpr=jaxpr, consts=tuple(consts), out_tree=out_tree, out_names=out_names or ())

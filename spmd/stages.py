@@ -17,7 +17,7 @@ from spmd import _dispatch, _jax
 from spmd._arguments import Parameters, split_arguments
 from spmd._call import PjitCall
 from spmd._counts import count
-from spmd._lower import lower, program_of
+from spmd._lower import lower, lower_for_export, program_of
 from spmd._mesh import described_failure, show_mesh
 from spmd._recover import parse_op_sharding
 from spmd._resolve import is_equivalent, placed_sharding, show_aval, show_sharding
@@ -112,16 +112,27 @@ class Traced(_Stage):
         """The closed jaxpr of the function's body."""
         return self._jaxpr
 
-    def lower(self) -> Lowered:
+    @property
+    def fun_name(self) -> str:
+        """Name of the function, as JAX's stages call it."""
+        return self.name
+
+    def lower(self, **export: Any) -> Any:
         """Lowers to StableHLO with sharding annotations.
+
+        Args:
+            **export: What `jax.export.export` asks for; it gets a ``jax.stages.Lowered``.
 
         Raises:
             RuntimeError: There is no mesh, or an argument lives on other devices.
         """
         mesh, shardings, _ = _dispatch.place(self._jaxpr, self._call, self._placed)
         key = _jax.placement_key(shardings, self._jaxpr.in_avals)
-        lowering = lower(self._jaxpr, program_of(self._call, mesh), mesh, key)
-        return Lowered(self, lowering, shardings)
+        program = program_of(self._call, mesh)
+        if export:
+            lowering = lower_for_export(self._jaxpr, program, mesh, shardings, **export)
+            return Lowered(self, lowering, shardings).jax_stage
+        return Lowered(self, lower(self._jaxpr, program, mesh, key), shardings)
 
 
 class Lowered(_Stage):
