@@ -484,6 +484,29 @@ def check_from_array(flat: Flat, plan: Plan, options: PjitOptions) -> None:
         raise explain(options.subject, failures)
 
 
+def check_refs(flat: Flat, plan: Plan, options: PjitOptions) -> None:
+    """Checks that no mutable reference is two arguments.
+
+    Raises:
+        ValueError: One is, or is an argument and closed over.
+    """
+    values, names = [*plan.consts, *flat.leaves], plan.call.arg_names
+    first: dict[int, str] = {}
+    failures = [
+        Failure(
+            what=f"cannot take one reference as {first[id(values[i])]} and as {names[i]}",
+            given=f"{_jax.short_aval(plan.jaxpr.in_avals[i])}{_jax.used_at()}",
+            expected="each mutable reference once: a program updates it in place",
+            fix="pass a second jax.new_ref with a copy of the value",
+            error=ArgumentError,
+        )
+        for i in plan.refs
+        if first.setdefault(id(values[i]), names[i]) != names[i]
+    ]
+    if failures:
+        raise explain(options.subject, failures)
+
+
 # Resolve outputs
 
 
@@ -543,6 +566,7 @@ class Plan:
         out_tree: Structure of the results.
         out_names: What to call each result.
         from_array: Indices of the arguments under FROM_ARRAY.
+        refs: Indices of the mutable references among constants and arguments.
     """
 
     jaxpr: Any
@@ -551,6 +575,7 @@ class Plan:
     out_tree: Any
     out_names: tuple[str, ...]
     from_array: tuple[int, ...]
+    refs: tuple[int, ...]
 
 
 @_jax.weakref_lru_cache
@@ -588,6 +613,7 @@ def make_plan(
         out_tree=traced.out_tree,
         out_names=traced.out_names,
         from_array=tuple(i for i, r in enumerate(resources) if r is FROM_ARRAY),
+        refs=tuple(i for i, a in enumerate(traced.jaxpr.in_avals) if _jax.is_ref(a)),
     )
 
 
@@ -610,6 +636,8 @@ class _Line:
         plan = make_plan(self.fun, options, flat.signature, flat.semantics, mesh)
         if plan.from_array:
             check_from_array(flat, plan, options)
+        if len(plan.refs) > 1:
+            check_refs(flat, plan, options)
         return flat, plan
 
 

@@ -7,7 +7,7 @@ that a transformation means for specs, donation and names is here, once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any
 
@@ -49,6 +49,15 @@ class PjitCall:
     inline: bool = False
     implicit_reshard: str | None = None
     compiler_options: tuple[tuple[str, Any], ...] = ()
+    # Computed once: the record is part of the key of every lookup.
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
+
+    def __post_init__(self) -> None:
+        parts = (self.name, self.mesh, self.in_axis_resources, self.out_axis_resources)
+        object.__setattr__(self, "_hash", hash((*parts, self.donated_invars)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def keep(self, ins: Sequence[bool], outs: Sequence[bool]) -> PjitCall:
         """The call of a jaxpr of which only some inputs and outputs are left."""

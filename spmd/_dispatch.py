@@ -14,9 +14,11 @@ import os
 import sys
 from typing import Any
 import warnings
+import weakref
 
 import jax
 from jax.sharding import AxisType, NamedSharding
+import jax.tree_util as jtu
 import numpy as np
 
 from spmd import _jax
@@ -88,13 +90,37 @@ class Prepared:
 
 def run(*args: Any, jaxpr: Any, call: PjitCall) -> Sequence[Any]:
     """Executes a call on concrete arguments: the impl rule of `pjit_p`."""
+    return _repeater(jaxpr, call)(*args)
+
+
+@_jax.weakref_lru_cache
+def _repeater(jaxpr: Any, call: PjitCall) -> Callable:
+    """Returns what runs a call: in C++ from the second time on, where that may be."""
+    body = weakref.ref(jaxpr)  # the cache lets go of a jaxpr that nothing else holds
+
+    def once(*args: Any) -> list[Any]:
+        return [*_run(args, body(), call)]
+
+    def miss(*args: Any) -> tuple[list[Any], Any, bool]:
+        repeatable = may_repeat(args, call)
+        outs = once(*args)
+        tree = jtu.tree_structure(outs)
+        data = fast_path_data(args, body(), call, tree, outs) if repeatable else None
+        return outs, data, False
+
+    # `once` is what runs where `jax.disable_jit` switches the dispatcher off.
+    fast = _jax.make_dispatcher(once, call.name, miss, (), (), "spmd.pjit_p")
+    return PythonDispatcher(miss) if fast is None else fast
+
+
+def _run(args: tuple[Any, ...], jaxpr: Any, call: PjitCall) -> Sequence[Any]:
     check_alive(args, call)
     prepared = prepare(args, jaxpr, call)
     if prepared.moves:
         _govern(args, prepared, call)
         args = _move(args, prepared, call)
     for i in prepared.refs:
-        _place_ref(args[i], prepared.shardings[i])
+        place_ref(args[i], prepared.shardings[i])
     program = prepared.program
     return execute(program.executable, program.consts, args, call)
 
@@ -234,25 +260,24 @@ def _program(jaxpr: Any, call: PjitCall, mesh: Any, in_key: Any) -> Program:
 
 
 def resource_of(value: Any, mesh: Any) -> Any:
-    """Returns what a call says of a value that passes from one program to the next.
+    """Returns what a call says of a value that is already on the devices of its mesh.
 
     Args:
-        value: An output of the first one.
-        mesh: The mesh of both, or None.
+        value: An argument of an eager program, or a result that goes into the next.
+        mesh: The mesh of both.
 
     Returns:
-        The spec of the sharding that the compiler chose; the sharding itself where no spec says
-        it; UNSPECIFIED where it is not known, in an outer trace, or speaks for itself.
+        The spec of its sharding; the sharding itself where no spec says it; UNSPECIFIED where it
+        is not known, in an outer trace, or where nobody has chosen one.
     """
-    if mesh is None or not isinstance(value, jax.Array) or isinstance(value, _jax.Tracer):
-        return UNSPECIFIED
-    return _recovered(value.sharding, value.ndim, mesh)
+    placed = None if isinstance(value, _jax.Tracer) else placed_sharding(value)
+    return UNSPECIFIED if placed is None else _recovered(placed, value.ndim, mesh)
 
 
 @functools.lru_cache(maxsize=4096)
 def _recovered(sharding: Any, ndim: int, mesh: Any) -> Any:
     if _jax.device_order(sharding) != [*mesh.devices.flat]:
-        return sharding
+        return UNSPECIFIED
     try:
         return parse_op_sharding(_jax.op_sharding(sharding, ndim), mesh)
     except RecoveryError:
@@ -385,7 +410,7 @@ def _move(args: tuple[Any, ...], prepared: Prepared, call: PjitCall) -> tuple[An
     return _replaced(args, at, [prepared.shardings[i] for i in at], call) if at else args
 
 
-def _place_ref(ref: Any, sharding: Any) -> None:
+def place_ref(ref: Any, sharding: Any) -> None:
     """Puts what a mutable reference holds where a program expects it; it stays there."""
     held = _jax.buffer_of(ref)
     if held.committed and is_equivalent(held.sharding, sharding, held.ndim):
@@ -505,6 +530,7 @@ def _with_hash_errors(fast: Any, cache_miss: Callable) -> Callable:
 
 def clear_dispatch_caches() -> None:
     """Forgets all programs."""
+    _repeater.cache_clear()
     _prepare.cache_clear()
     _program.cache_clear()
     clear_lower_cache()

@@ -606,38 +606,46 @@ def stage_unknown(
     return outs
 
 
-def transpose_jaxpr(jaxpr: Any, cts_in: Sequence[Any], args: Sequence[Any]) -> Any:
-    """Builds the jaxpr that turns cotangents of the outputs into cotangents of the linear inputs.
+def flatten_transpose(cts_in: Sequence[Any], args: Sequence[Any]) -> tuple[list[Any], Any]:
+    """Flattens what a transpose rule is given.
 
     Args:
-        jaxpr: Closed jaxpr, linear in the inputs that `args` has accumulators for.
         cts_in: Cotangents of the outputs; Zeros stay symbolic.
         args: Accumulators of the linear inputs, values of the others.
 
     Returns:
-        The flat inputs, the transposed closed jaxpr, per argument whether it is still an input,
-        per argument whether it has a cotangent, how many outputs follow the cotangents, and a
-        function that takes the flat results: it accumulates the cotangents and returns what JAX
-        wants back from the rule.
+        The inputs of the transposed jaxpr, and what that one depends on.
     """
     primals, specs = ad.project_accums(args)
     flat, in_tree = jax.tree_util.tree_flatten((primals, list(cts_in)))
-    transposed, out_tree = _transpose_jaxpr(
-        jaxpr, in_tree, tuple(core.typeof(x) for x in flat), specs
-    )
+    return flat, (in_tree, tuple(core.typeof(x) for x in flat), specs)
+
+
+def transpose_jaxpr(jaxpr: Any, key: Any) -> tuple[Any, Any, list[bool], list[bool], int]:
+    """Builds the jaxpr that turns cotangents of the outputs into cotangents of the linear inputs.
+
+    Args:
+        jaxpr: Closed jaxpr, linear in the inputs that had accumulators.
+        key: From :func:`flatten_transpose`.
+
+    Returns:
+        The transposed closed jaxpr, the tree of its outputs, per argument whether it is still an
+        input, per argument whether it has a cotangent, and how many outputs follow those.
+    """
+    transposed, out_tree = _transpose_jaxpr(jaxpr, *key)
     avals, logs = jax.tree_util.tree_unflatten(out_tree, transposed.out_avals)
-    kept = [kind is None or kind is ad.RefAccum for kind, _ in specs]
+    kept = [kind is None or kind is ad.RefAccum for kind, _ in key[2]]
     has_ct = [isinstance(a, core.AbstractValue) for a in avals]
+    return transposed, out_tree, kept, has_ct, len(jax.tree_util.tree_leaves(logs))
 
-    def finish(results: Sequence[Any]) -> Any:
-        cts, logs = jax.tree_util.tree_unflatten(out_tree, results)
-        for arg, ct in zip(args, cts, strict=True):
-            if isinstance(arg, ad.ValAccum):
-                arg.accum(ct)
-        return logs
 
-    log_leaves = len(jax.tree_util.tree_leaves(logs))
-    return flat, transposed, kept, has_ct, log_leaves, finish
+def accumulate(out_tree: Any, args: Sequence[Any], results: Sequence[Any]) -> Any:
+    """Adds the results of a transposed jaxpr up; returns what JAX wants back from the rule."""
+    cts, logs = jax.tree_util.tree_unflatten(out_tree, results)
+    for arg, ct in zip(args, cts, strict=True):
+        if isinstance(arg, ad.ValAccum):
+            arg.accum(ct)
+    return logs
 
 
 @weakref_lru_cache

@@ -6,7 +6,7 @@ Precedence: ``pjit(mesh=...)``, then ``with spmd.Mesh(...)``, then JAX's own ``w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import math
 import threading
@@ -301,6 +301,26 @@ def tracing(mesh: Any, name: str) -> Iterator[None]:
     finally:
         _context.tracing.pop()
         _context.meshes.pop()
+
+
+def traced_under(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Caches what is computed from the jaxpr of a call, under the mesh of that call.
+
+    Rules that users write for what is in the jaxpr are traced only then, and find the mesh. The
+    mesh that a caller has entered makes no difference to what is found; asking for it again
+    enters no mesh at all.
+
+    Args:
+        compute: A function of a jaxpr, a call, and more hashable arguments.
+    """
+    cached = _jax.weakref_lru_cache(compute)
+
+    @_jax.weakref_lru_cache
+    def lookup(jaxpr: Any, call: Any, *args: Any) -> Any:
+        with tracing(call.mesh, call.name):
+            return cached(jaxpr, call, *args)
+
+    return lookup
 
 
 def enclosing_pjit() -> tuple[Any, str] | None:

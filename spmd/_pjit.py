@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+import functools
 from itertools import compress
 from typing import Any
 
 from spmd import _dispatch, _jax
 from spmd._call import PjitCall
 from spmd._lower import lower_inner_call
-from spmd._mesh import auto_mesh, enclosing_pjit, show_mesh, tracing
+from spmd._mesh import auto_mesh, enclosing_pjit, show_mesh, traced_under
 from spmd._resolve import to_sharding
 from spmd._spec import UNSPECIFIED, ParsedPartitionSpec, show_origin, show_spec
 from spmd.errors import Failure, MeshError, OptionError, ShardingError, did_you_mean, explain
@@ -152,10 +153,16 @@ def _pjit_batch(axis_data: Any, vals: Any, dims: Any, *, jaxpr: Any, call: PjitC
     subject = _dispatch.subject_of(call)
     # Before the body: a conflict of the function's own specs names the function.
     check_spmd_axes(axes, call.mesh, call.in_axis_resources, dims, subject)
-    new_jaxpr, out_dims = _jax.batch_jaxpr(jaxpr, axis_data, tuple(dims))
+    new_jaxpr, out_dims = _batch(jaxpr, call, axis_data, tuple(dims))
     check_spmd_axes(axes, call.mesh, call.out_axis_resources, out_dims, subject)
     outs = pjit_p.bind(*vals, jaxpr=new_jaxpr, call=call.batch(dims, out_dims, axes))
     return outs, out_dims
+
+
+@traced_under
+def _batch(jaxpr: Any, call: PjitCall, axis_data: Any, dims: tuple[Any, ...]) -> Any:
+    del call
+    return _jax.batch_jaxpr(jaxpr, axis_data, dims)
 
 
 _jax.fancy_batchers[pjit_p] = _pjit_batch
@@ -221,19 +228,26 @@ def _taken_failure(taken: Sequence[Any], resource: ParsedPartitionSpec) -> Failu
 
 
 def _pjit_jvp(primals: Any, tangents: Any, *, jaxpr: Any, call: PjitCall) -> Any:
-    nz_in = [type(t) is not _jax.Zero for t in tangents]
-    # The rules of a `custom_vjp` or `custom_jvp` in the body are traced only here.
-    with tracing(call.mesh, call.name):
-        jvp, nz_out = _jax.jvp_jaxpr(jaxpr, nz_in, instantiate=False)
-    nz_tangents = list(compress(tangents, nz_in))
-    outs = pjit_p.bind(*primals, *nz_tangents, jaxpr=jvp, call=call.jvp(nz_in, nz_out))
+    nz_in = tuple(type(t) is not _jax.Zero for t in tangents)
+    jvp, jvp_call, nz_out = _jvp(jaxpr, call, nz_in)
+    outs = pjit_p.bind(*primals, *compress(tangents, nz_in), jaxpr=jvp, call=jvp_call)
     count = len(jaxpr.out_avals)
-    dense = iter(outs[count:])
-    tangents_out = [
-        next(dense) if nz else _jax.Zero(aval.to_tangent_aval())
-        for nz, aval in zip(nz_out, jaxpr.out_avals, strict=True)
+    return outs[:count], _with_zeros(outs[count:], nz_out, jaxpr)
+
+
+@traced_under
+def _jvp(jaxpr: Any, call: PjitCall, nz_in: tuple[bool, ...]) -> tuple[Any, PjitCall, list[bool]]:
+    jvp, nz_out = _jax.jvp_jaxpr(jaxpr, nz_in, instantiate=False)
+    return jvp, call.jvp(nz_in, nz_out), nz_out
+
+
+def _with_zeros(dense: Sequence[Any], nz_out: Sequence[bool], jaxpr: Any) -> list[Any]:
+    """Tangents of all outputs of a jaxpr, from those that are not zero."""
+    found, avals = iter(dense), jaxpr.out_avals
+    return [
+        next(found) if nz else _jax.Zero(a.to_tangent_aval())
+        for nz, a in zip(nz_out, avals, strict=True)
     ]
-    return outs[:count], tangents_out
 
 
 _jax.primitive_jvps[pjit_p] = _pjit_jvp
@@ -267,25 +281,41 @@ class _Halves:
     outputs: tuple[int, ...]
     kept: tuple[str, ...]
 
-    def run_known(self, args: Sequence[Any]) -> tuple[Any, Any, PjitCall]:
-        """Runs the first half; returns its outputs, the residuals and the call of the rest."""
+    def run_known(
+        self, args: Sequence[Any], like: Sequence[Any] = ()
+    ) -> tuple[Sequence[Any], list[Any], PjitCall]:
+        """Runs the first half.
+
+        Args:
+            args: Its inputs.
+            like: Per input of the rest that is no residual, a value that is placed like it.
+
+        Returns:
+            Its outputs, the residuals, and the call of the rest.
+        """
         results = pjit_p.bind(*args, jaxpr=self.known, call=self.known_call)
         if self.kept and not any(isinstance(a, _jax.Tracer) for a in args):
             _dispatch.warn_kept(self.kept, self.rest_call)
         computed = iter(self.outputs)
         residuals = [results[next(computed)] if i is None else args[i] for i in self.inputs]
-        return results, residuals, self._placed_rest(residuals)
+        return results, residuals, _placed(self.rest_call, (*residuals, *like))
 
-    def _placed_rest(self, residuals: Sequence[Any]) -> PjitCall:
-        """The call of the rest: what is known of where the first half left its residuals."""
-        call = self.rest_call
-        given = call.in_axis_resources
-        found = [
-            _dispatch.resource_of(r, call.mesh) if g is UNSPECIFIED else g
-            for r, g in zip(residuals, given, strict=False)
-        ]
-        new = (*found, *given[len(found) :])
-        return call if new == given else replace(call, in_axis_resources=new)
+
+def _placed(call: PjitCall, values: Sequence[Any]) -> PjitCall:
+    """The call with what is known of where its inputs are, where nothing else is said of them."""
+    given = call.in_axis_resources
+    if call.mesh is None or UNSPECIFIED not in given:
+        return call
+    found = [
+        _dispatch.resource_of(v, call.mesh) if g is UNSPECIFIED else g
+        for v, g in zip(values, given, strict=False)
+    ]
+    return _with_inputs(call, (*found, *given[len(found) :]))
+
+
+@functools.lru_cache(maxsize=4096)
+def _with_inputs(call: PjitCall, resources: tuple[Any, ...]) -> PjitCall:
+    return replace(call, in_axis_resources=resources)
 
 
 def _halves(
@@ -336,20 +366,19 @@ def _halves(
 def _pjit_linearize(
     nz_in: tuple[bool, ...], is_vjp: bool, *primals: Any, jaxpr: Any, call: PjitCall
 ) -> Any:
-    with tracing(call.mesh, call.name):
-        halves = _linearize(jaxpr, call, nz_in, is_vjp)
-    results, residuals, rest_call = halves.run_known(primals)
+    halves = _linearize(jaxpr, call, nz_in, is_vjp)
+    # A tangent, and so the cotangent, is placed like its primal even if only that one knows how.
+    results, residuals, linear = halves.run_known(primals, [*compress(primals, nz_in)])
 
     def push(residuals: Sequence[Any], *tangents: Any) -> list[Any]:
         dense = compress(tangents, nz_in)
-        outs = iter(pjit_p.bind(*residuals, *dense, jaxpr=halves.rest, call=rest_call))
-        avals = zip(halves.outs, jaxpr.out_avals, strict=True)
-        return [next(outs) if nz else _jax.Zero(a.to_tangent_aval()) for nz, a in avals]
+        outs = pjit_p.bind(*residuals, *dense, jaxpr=halves.rest, call=linear)
+        return _with_zeros(outs, halves.outs, jaxpr)
 
     return results[: len(jaxpr.out_avals)], list(halves.outs), residuals, push
 
 
-@_jax.weakref_lru_cache
+@traced_under
 def _linearize(jaxpr: Any, call: PjitCall, nz_in: tuple[bool, ...], is_vjp: bool) -> _Halves:
     known, nz_out, forwarded, linear = _jax.linearize_jaxpr(jaxpr, nz_in, is_vjp=is_vjp)
     return _halves(jaxpr, known, call, nz_out, linear, call.linear_map(nz_in, nz_out), forwarded)
@@ -421,15 +450,22 @@ def residual_names(call: PjitCall, count: int) -> list[str]:
 
 
 def _pjit_transpose(cts: Any, *args: Any, jaxpr: Any, call: PjitCall) -> Any:
-    with tracing(call.mesh, call.name):
-        flat, transposed, kept, has_ct, logs, finish = _jax.transpose_jaxpr(jaxpr, cts, args)
-    nz_cts = [type(ct) is not _jax.Zero for ct in cts]
-    new_call = call.transpose(kept, nz_cts, has_ct).add_outputs(logs)
+    flat, key = _jax.flatten_transpose(cts, args)
+    nz_cts = tuple(type(ct) is not _jax.Zero for ct in cts)
+    transposed, back, out_tree = _transpose(jaxpr, call, key, nz_cts)
     try:
-        results = pjit_p.bind(*flat, jaxpr=transposed, call=new_call)
+        results = pjit_p.bind(*flat, jaxpr=transposed, call=back)
     except _jax.InternalFloatingPointError as e:
         _jax.find_nan_backward(e, jaxpr, cts, args)
-    return finish(results)
+    return _jax.accumulate(out_tree, args, results)
+
+
+@traced_under
+def _transpose(
+    jaxpr: Any, call: PjitCall, key: Any, nz_cts: tuple[bool, ...]
+) -> tuple[Any, PjitCall, Any]:
+    transposed, out_tree, kept, has_ct, logs = _jax.transpose_jaxpr(jaxpr, key)
+    return transposed, call.transpose(kept, nz_cts, has_ct).add_outputs(logs), out_tree
 
 
 _jax.fancy_transposes[pjit_p] = _pjit_transpose

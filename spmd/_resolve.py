@@ -254,7 +254,8 @@ def input_sharding(
     Returns:
         The sharding, and whether a committed argument has to move.
     """
-    if resource is UNSPECIFIED:
+    free = isinstance(resource, ParsedPartitionSpec) and resource.has_unconstrained
+    if resource is UNSPECIFIED or free:  # what is said of a dimension is said inside
         # What no one placed is the same on all devices: NumPy first and the program's own
         # replicated result next are then one program.
         wanted = _kept(placed, mesh) if placed is not None else _named(mesh, PartitionSpec())

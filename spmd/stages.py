@@ -252,6 +252,9 @@ class Compiled(_Stage):
             raise explain(_dispatch.subject_of(self._call), [self._described])
         self._check(flat)
         _dispatch.check_alive(values, self._call)
+        for value, sharding in zip(values, self._shardings, strict=True):
+            if _jax.buffer_of(value) is not value:
+                _dispatch.place_ref(value, sharding)
         repeatable = _dispatch.may_repeat(values, self._call) and not self._signature.consts
         outs = _dispatch.execute(self._executable, self._consts, values, self._call)
         data = None
