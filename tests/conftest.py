@@ -17,6 +17,16 @@ import pytest
 import spmd
 
 
+def pytest_addoption(parser):
+    """Adds the size of the slow sampler of transformations."""
+    parser.addoption(
+        "--transformation-cases",
+        type=int,
+        default=2052,
+        help="how many cases the slow test of two transformations draws (default: %(default)s)",
+    )
+
+
 @pytest.fixture
 def mesh():
     """The 4x2 mesh `data, model` over 8 devices, not entered."""
