@@ -1,12 +1,16 @@
-"""Runs the benchmarks: `python -m tests.benchmarks [calls|compile|import|report] [--turns N]`.
+"""Runs the benchmarks: `python -m tests.benchmarks [PART ...] [--turns N]`.
 
-Where there is a peer, it took turns with us in the same process, and the figure is a ratio. Nothing
-here is asserted: timings belong to machines, not to tests.
+Where there is a peer, it took turns with us in the same process, and the figure is a ratio. No
+timing is asserted: timings belong to machines, not to tests. Bytes come out the same on all of
+them, so the exit status is 1 where the part `grad` finds more than the peer's.
 """
 
 import argparse
+from collections.abc import Iterable
 import os
 import platform
+import sys
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":
@@ -17,35 +21,50 @@ import numpy as np
 
 import spmd
 
+PARTS = ("calls", "compile", "import", "report", "grad")
 
-def main() -> None:
+
+def main() -> int:
     """Prints one line per comparison."""
-    from . import compiling, dispatch, importing, inspecting
-    from .paired import HEADER
-
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks")
-    parser.add_argument("parts", nargs="*", default=[], metavar="calls | compile | import | report")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=" | ".join(PARTS))
     parser.add_argument("--turns", type=int, default=101, help="turns per comparison of calls")
     options = parser.parse_args()
-    parts = options.parts or ["calls", "compile", "import", "report"]
+    if unknown := {*options.parts} - {*PARTS}:
+        parser.error(f"no such part: {', '.join(sorted(unknown))}")
     print(
         f"spmd {spmd.__version__}, jax {jax.__version__}, numpy {np.__version__}, "
         f"Python {platform.python_version()}, {os.cpu_count()} cores, "
         f"{jax.device_count()} {jax.default_backend()} devices"
     )
-    print(HEADER)
-    if "calls" in parts:
-        for result in dispatch.run(options.turns):
-            print(result, flush=True)
-    if "compile" in parts:
-        for result in compiling.run(max(3, options.turns // 10)):
-            print(result, flush=True)
-    if "import" in parts:
-        print(importing.run(max(3, options.turns // 5)), flush=True)
-    if "report" in parts:
-        for line in inspecting.run(max(3, options.turns // 10)):
-            print(line, flush=True)
+    missed, header = False, None
+    for part in PARTS:
+        if part in (options.parts or PARTS):
+            title, lines = _lines(part, options.turns)
+            if title not in (None, header):
+                print(title)
+                header = title
+            for line in lines:
+                print(line, flush=True)
+                missed |= not getattr(line, "passed", True)
+    return int(missed)
+
+
+def _lines(part: str, turns: int) -> tuple[str | None, Iterable[Any]]:
+    """What stands above the lines of a part, and the lines."""
+    from . import compiling, differentiating, dispatch, importing, inspecting
+    from .paired import HEADER
+
+    if part == "calls":
+        return HEADER, dispatch.run(turns)
+    if part == "compile":
+        return HEADER, compiling.run(max(3, turns // 10))
+    if part == "import":
+        return HEADER, [importing.run(max(3, turns // 5))]
+    if part == "report":
+        return None, inspecting.run(max(3, turns // 10))
+    return differentiating.HEADER, differentiating.run()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
