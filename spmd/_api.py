@@ -126,7 +126,8 @@ def pjit(
         donate_argnames: As `donate_argnums`, by name.
         keep_unused: Whether arguments that the function does not use stay in the program.
         inline: Whether an outer trace takes the operations over, where no spec is given.
-        mesh: The mesh to use instead of the active one.
+        mesh: The mesh to use instead of the active one. An ``AbstractMesh``, which has no
+            devices, will do to trace and lower.
         positional_semantics: ``"global"``: every process passes the whole of a host array;
             ``"local"``: each passes, and gets, its own part.
         implicit_reshard: What to do about a committed argument that is placed otherwise than its
@@ -280,12 +281,12 @@ def _one_of(subject: str, name: str, value: Any, alias: str, other: Any) -> tupl
 
 def _choice_failures(mesh: Any, semantics: str, reshard: str | None) -> list[Failure]:
     failures = []
-    if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
+    if mesh is not None and not isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
         failures.append(
             Failure(
                 what="cannot use this mesh",
                 given=f"mesh={mesh!r}"[:100],
-                expected="a spmd.Mesh or jax.sharding.Mesh",
+                expected="a spmd.Mesh, a jax.sharding.Mesh or an AbstractMesh",
                 got=type(mesh).__name__,
                 error=ArgumentError,
             )

@@ -24,6 +24,7 @@ from spmd._pjit import (
     check_spmd_axes,
     nested_mesh_failure,
     other_manual_mesh,
+    spec_text,
     spmd_axes,
 )
 from spmd._resolve import (
@@ -42,7 +43,6 @@ from spmd._spec import (
     SpecSync,
     broadcast_prefix,
     parse_specs,
-    show_spec,
 )
 from spmd.errors import ArgumentError, Failure, explain
 
@@ -230,7 +230,7 @@ _jax.deflinear(sharding_constraint_p, _constraint_transpose)
 def _constraint_pp(eqn: Any, context: Any, settings: Any) -> Any:
     resource, mesh = eqn.params["axis_resources"], eqn.params["mesh"]
     params = {
-        "spec": Text(show_spec(resource)),
+        "spec": spec_text(resource),
         "mesh": Text(show_mesh(mesh).removeprefix("mesh ")),
     }
     return _jax.pp_equation(eqn, context, settings, params)

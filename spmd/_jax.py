@@ -695,6 +695,17 @@ def set_mesh_value() -> Any:
     return mesh_lib.get_concrete_mesh()
 
 
+def abstract_mesh_value() -> Any:
+    """The mesh of `jax.sharding.use_abstract_mesh`, or None; inside of a trace it is JAX's own."""
+    mesh = mesh_lib.get_abstract_mesh()
+    return None if mesh.empty or not trace_state_clean() else mesh
+
+
+def is_abstract(mesh: Any) -> bool:
+    """Whether a mesh has axes and no devices."""
+    return isinstance(mesh, mesh_lib.AbstractMesh)
+
+
 def push_mesh(mesh: Any) -> None:
     """Enters a mesh as JAX's own context manager does, without its DeprecationWarning."""
     resources = mesh_lib.thread_resources
@@ -721,12 +732,14 @@ def tracing_under(mesh: Any) -> Iterator[None]:
     """Lets code that is traced find `mesh`, and nothing else, where JAX looks for one."""
     manual = mesh_lib.get_abstract_mesh()._any_axis_manual
     resources, outer = mesh_lib.thread_resources, mesh_lib.thread_resources.stack
+    meshes = (_TRACING,) if is_abstract(mesh) else (_TRACING, mesh)
     with contextlib.ExitStack() as stack:
         if not manual:
-            stack.enter_context(sharding_impls._internal_use_concrete_mesh(mesh))
+            concrete = mesh_lib.empty_concrete_mesh if is_abstract(mesh) else mesh
+            stack.enter_context(sharding_impls._internal_use_concrete_mesh(concrete))
             stack.enter_context(mesh_lib.use_abstract_mesh(mesh.abstract_mesh))
         # What was entered outside is not part of the key: the same mesh traces once.
-        resources.stack = [outer[0], *(outer[0].with_mesh(m) for m in (_TRACING, mesh))]
+        resources.stack = [outer[0], *(outer[0].with_mesh(m) for m in meshes)]
         _mesh_stack_changed()
         try:
             yield
@@ -979,6 +992,8 @@ def lower_module(
         platforms: Of an export: those that the module is for.
         parameters: Of an export: JAX's own parameters of the lowering.
     """
+    if is_abstract(mesh):
+        platforms = platforms or (jax.default_backend(),)
     return pxla.lower_sharding_computation(
         jaxpr,
         "pjit",

@@ -231,7 +231,7 @@ def current_mesh() -> Any:
         return _context.meshes[-1]
     entered, was_set = _jax.thread_mesh(), _jax.set_mesh_value()
     if entered.empty:
-        return None if was_set.empty else was_set
+        return _jax.abstract_mesh_value() if was_set.empty else was_set
     if not was_set.empty and was_set != entered:
         raise explain("Mesh", [_ambiguous(entered, was_set)])
     return entered
@@ -268,11 +268,20 @@ def show_devices(devices: Sequence[Any]) -> str:
 
 def is_described(mesh: Any) -> bool:
     """Whether the devices of a mesh are only described; they are all of one kind."""
+    if _jax.is_abstract(mesh):
+        return False
     return _jax.is_described(next(iter(mesh.devices.flat), None))
 
 
 def described_failure(mesh: Any) -> Failure | None:
-    """Something is to run on devices that are only described."""
+    """Something is to run on devices that are only described, or not even that."""
+    if _jax.is_abstract(mesh):
+        return Failure(
+            what=f"cannot run on {show_mesh(mesh)}: it is an AbstractMesh, which has no devices",
+            expected="a mesh of devices",
+            fix="stop at .lower(...); to compile and run, use spmd.make_mesh or spmd.topology",
+            error=MeshError,
+        )
     if not is_described(mesh):
         return None
     devices = list(mesh.devices.flat)
@@ -292,7 +301,7 @@ def tracing(mesh: Any, name: str) -> Iterator[None]:
     if mesh is None:
         yield
         return
-    ours = Mesh(mesh.devices, mesh.axis_names)
+    ours = mesh if _jax.is_abstract(mesh) else Mesh(mesh.devices, mesh.axis_names)
     _context.meshes.append(ours)
     _context.tracing.append((mesh, name))
     try:

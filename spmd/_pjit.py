@@ -16,7 +16,14 @@ from spmd._call import PjitCall
 from spmd._lower import lower_inner_call
 from spmd._mesh import auto_mesh, enclosing_pjit, show_mesh, traced_under
 from spmd._resolve import to_sharding
-from spmd._spec import UNSPECIFIED, ParsedPartitionSpec, show_origin, show_spec
+from spmd._spec import (
+    BATCH,
+    UNCONSTRAINED,
+    UNSPECIFIED,
+    ParsedPartitionSpec,
+    show_origin,
+    show_spec,
+)
 from spmd.errors import Failure, MeshError, OptionError, ShardingError, did_you_mean, explain
 
 # Parameters
@@ -531,5 +538,12 @@ class Text(str):
     __repr__ = str.__str__
 
 
+def spec_text(resource: Any) -> Text:
+    """How a jaxpr shows a resource: a dimension that vmap added is free inside of a program."""
+    if isinstance(resource, ParsedPartitionSpec) and BATCH in resource.partitions:
+        resource = resource.to_partition_spec(batch=UNCONSTRAINED)
+    return Text("*" if resource is UNSPECIFIED else show_spec(resource))
+
+
 def _specs_text(resources: Sequence[Any]) -> Text:
-    return Text("(" + ", ".join("*" if r is UNSPECIFIED else show_spec(r) for r in resources) + ")")
+    return Text("(" + ", ".join(map(spec_text, resources)) + ")")

@@ -36,6 +36,8 @@ def canonical_leaf(leaf: Any) -> Any:
 
 
 def _default_memory(sharding: NamedSharding) -> str | None:
+    if _jax.is_abstract(sharding.mesh):
+        return None
     devices: Any = sharding.mesh.devices
     return devices.flat[0].default_memory().kind
 
@@ -52,14 +54,17 @@ def mesh_of_leaves(leaves: Sequence[Any], names: Sequence[str]) -> tuple[Any, li
         Failure(
             what="got shardings on different meshes",
             given="\n".join(
-                f"{name} on {show_mesh(m)}, {show_devices(list(m.devices.flat))}"
-                for m, name in found.items()
+                f"{name} on {show_mesh(m)}, {_devices_text(m)}" for m, name in found.items()
             ),
             expected="one mesh for all of them",
             fix="build all NamedShardings from the same mesh",
             error=MeshError,
         )
     ]
+
+
+def _devices_text(mesh: Any) -> str:
+    return "no devices" if _jax.is_abstract(mesh) else show_devices(list(mesh.devices.flat))
 
 
 def no_mesh(*, constraint: bool = False) -> Failure:
@@ -261,13 +266,16 @@ def input_sharding(
         wanted = _kept(placed, mesh) if placed is not None else _named(mesh, PartitionSpec())
     else:
         wanted = to_sharding(resource, mesh, inside=False)
-    moves = placed is not None and not is_equivalent(placed, wanted, ndim)
+    abstract = isinstance(wanted, NamedSharding) and _jax.is_abstract(wanted.mesh)
+    moves = placed is not None and not abstract and not is_equivalent(placed, wanted, ndim)
     return wanted, moves
 
 
 def _kept(placed: Sharding, mesh: Any) -> Sharding:
     """The sharding of a placed argument, on the devices of the mesh in the order of the mesh."""
-    if mesh is None or placed._device_assignment == tuple(mesh.devices.flat):
+    if mesh is None or (
+        not _jax.is_abstract(mesh) and placed._device_assignment == tuple(mesh.devices.flat)
+    ):
         return placed
     if isinstance(placed, NamedSharding) and dict(placed.mesh.shape) == dict(mesh.shape):
         return _named(mesh, placed.spec)
@@ -276,7 +284,7 @@ def _kept(placed: Sharding, mesh: Any) -> Sharding:
 
 def device_failure(placed: Sharding | None, mesh: Any, subject: str) -> Failure | None:
     """A committed argument lives on other devices than the mesh has."""
-    if placed is None:
+    if placed is None or _jax.is_abstract(mesh):
         return None
     want = set(mesh.devices.flat)
     if placed.device_set == want:

@@ -183,8 +183,12 @@ class Lowered(_Stage):
             compiler_options: Options for the compiler, on top of those of `pjit`.
 
         Raises:
+            RuntimeError: The mesh is abstract: there is nothing to compile for.
             OutOfMemoryError: The compiler says that the program does not fit the devices.
         """
+        if _jax.is_abstract(self.mesh):
+            failure: Any = described_failure(self.mesh)
+            raise explain(_dispatch.subject_of(self._call), [failure])
         options = None if compiler_options is None else dict(compiler_options)
         if options is not None or not _jax.is_compiled(self._lowering):
             count("compiles")

@@ -175,3 +175,63 @@ def test_transpose(call):
     assert back.donated_invars == (False, False)
     assert back.arg_names == ("y", "cotangent 0 of f")
     assert lengths(back) == {2}
+
+
+def test_inputs_with_resources(call):
+    """Added inputs may say where they are."""
+    more = call.add_inputs(["r0", "r1"], leading=True, resources=[C, UNSPECIFIED])
+    assert more.in_axis_resources == (C, UNSPECIFIED, A, B, UNSPECIFIED)
+    assert more.donated_invars == (False, False, False, True, False)
+    assert more.given[:2] == ("", "")
+    assert lengths(more) == {5}
+
+
+def test_leading_outputs(call):
+    """Added outputs may come before the others."""
+    assert call.add_outputs(2, leading=True).out_axis_resources == (
+        UNSPECIFIED,
+        UNSPECIFIED,
+        OUT,
+        OUT2,
+    )
+
+
+def test_linear_map(call):
+    """The linear map takes and gives tangents, placed and donated like their primals."""
+    linear = call.linear_map([True, True, False], [False, True])
+    assert linear.in_axis_resources == (A, B)
+    assert linear.out_axis_resources == (OUT2,)
+    assert linear.donated_invars == (False, True)
+    assert linear.arg_names == ("the tangent of x", "the tangent of y")
+    assert lengths(linear) == {2}
+
+
+def test_discharge(call):
+    """The last value of a reference comes out where the reference is."""
+    assert call.discharge([False, True, False]).out_axis_resources == (OUT, OUT2, B)
+
+
+def test_series(call):
+    """Taylor coefficients follow all values, those of one value together, placed like it."""
+    series = call.series(2)
+    u = UNSPECIFIED
+    assert series.in_axis_resources == (A, B, u, A, A, B, B, u, u)
+    assert series.out_axis_resources == (OUT, OUT2, OUT, OUT, OUT2, OUT2)
+    assert series.donated_invars == (False, True) + (False,) * 7
+    assert lengths(series) == {9}
+
+
+def test_expand(call):
+    """A value of several arrays has no spec, one of a single array keeps its own."""
+    parts = call.expand([1, 2, 1], [2, 1])
+    assert parts.in_axis_resources == (A, UNSPECIFIED, UNSPECIFIED, UNSPECIFIED)
+    assert parts.out_axis_resources == (UNSPECIFIED, UNSPECIFIED, OUT2)
+    assert parts.arg_names == ("x", "y", "y", "z")
+    assert parts.donated_invars == (False,) * 4
+
+
+def test_hash_follows_the_fields(call):
+    """The hash is computed anew for a changed record, and equal for an equal one."""
+    other = dataclasses.replace(call, in_axis_resources=(B, A, UNSPECIFIED))
+    assert hash(other) != hash(call)
+    assert hash(dataclasses.replace(other, in_axis_resources=call.in_axis_resources)) == hash(call)

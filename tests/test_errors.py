@@ -841,7 +841,7 @@ def test_mesh_option_is_no_mesh():
         """
         pjit of `step` cannot use this mesh.
           given     mesh='data'
-          expected  a spmd.Mesh or jax.sharding.Mesh
+          expected  a spmd.Mesh, a jax.sharding.Mesh or an AbstractMesh
           got       str
         """,
     )

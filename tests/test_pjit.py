@@ -6,10 +6,14 @@ in NumPy what each device must hold.
 
 import dataclasses
 import functools
+import subprocess
+import sys
 
 import jax
+from jax._src.sharding_impls import GSPMDSharding
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental import io_callback
+from jax.experimental import io_callback, sparse
+from jax.experimental.jet import jet
 from jax.extend.core import check_jaxpr
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +22,10 @@ import pytest
 
 import spmd
 from spmd import NamedSharding, P, pjit, primitives, with_sharding_constraint
+from spmd._dispatch import resource_of
+from spmd._jax import HloSharding
+from spmd._mesh import plain_mesh
+from spmd._spec import UNSPECIFIED
 
 X = (np.arange(64, dtype=np.float32).reshape(8, 8) - 30) / 40
 W = (np.arange(128, dtype=np.float32).reshape(8, 16) % 7 - 3) / 5
@@ -868,3 +876,116 @@ def test_rules_of_a_custom_vjp_find_the_mesh_of_their_call(mesh):
     ):
         np.testing.assert_array_equal(gradient(x), np.full((8, 4), 7, np.float32))
     np.testing.assert_array_equal(jax.vmap(jax.grad(f))(x[None])[0], np.full((8, 4), 7))
+
+
+def test_rules_of_a_custom_vmap_find_the_mesh_of_their_call(mesh):
+    """A custom_vmap in a function with a mesh of its own may constrain in its rule."""
+
+    @jax.custom_batching.custom_vmap
+    def double(x):
+        return 2 * x
+
+    @double.def_vmap
+    def rule(axis_size, in_batched, x):
+        return with_sharding_constraint(2 * x + axis_size, P(None, "data")), in_batched[0]
+
+    f = pjit(double, P("data"), P("data"), mesh=mesh)
+    np.testing.assert_array_equal(jax.vmap(f)(np.stack([X, X])), np.stack([2 * X + 2] * 2))
+
+
+# Residuals of the compiler's own making
+
+
+def test_sharding_that_no_spec_says_stays_as_it_is():
+    """A residual with parts of an axis keeps the compiler's sharding in the record."""
+    mesh = mesh_of({"x": 8})
+    tiled = HloSharding.iota_tile([2, 4])
+    sharding = GSPMDSharding(tuple(mesh.devices.flat), tiled)
+    value = jax.make_array_from_callback((2, 8), sharding, lambda i: np.ones((2, 8))[i])
+    assert resource_of(value, plain_mesh(mesh)) is sharding
+
+
+def test_what_speaks_for_nothing_is_unspecified(mesh):
+    """Host values, uncommitted arrays, tracers and other device orders have no resource."""
+    plain = plain_mesh(mesh)
+    assert resource_of(X, plain) is UNSPECIFIED
+    assert resource_of(jnp.asarray(X), plain) is UNSPECIFIED
+    other = jax.sharding.Mesh(mesh.devices[::-1], mesh.axis_names)
+    assert resource_of(put(X, other, P("data")), plain) is UNSPECIFIED
+    assert resource_of(put(X, mesh, P("data")), plain).partitions == (("data",), ())
+    jax.jit(lambda x: resource_of(x, plain) is UNSPECIFIED or 1 / 0)(X)
+
+
+def test_closed_over_arrays_are_no_residuals(mesh):
+    """What both halves close over is a constant of both: the second takes no argument for it."""
+    table = np.arange(8.0, dtype=np.float32)[:, None]
+    f = pjit(lambda x: jnp.sin(x) * table, P("data"), P("data"), mesh=mesh)
+    _, pull = jax.vjp(f, X)
+    held = [r for r in jax.tree.leaves(pull) if hasattr(r, "shape")]
+    assert [r.shape for r in held] == [(8, 8)]  # the cosine
+    close(pull(np.ones_like(X)), (np.cos(X) * table,))
+
+
+# Rules with parts of JAX that load late
+
+
+def test_jet_through_a_call(mesh):
+    """Taylor series go through a call, at the specs of their values."""
+    f = pjit(lambda x, y: (jnp.sin(x) * y, x), (P("data"), P("model")), P("data"), mesh=mesh)
+    series = ((X, 2 * X), (X + 1, X - 1))
+    got = jet(f, (X, X + 2), series)
+    want = jet(lambda x, y: (jnp.sin(x) * y, x), (X, X + 2), series)
+    close(got, want)
+    eqns = jax.make_jaxpr(lambda *s: jet(f, (X, X + 2), s))(*series).eqns
+    (eqn,) = [e for e in eqns if e.primitive is primitives.pjit_p]
+    assert [r.partitions[0] for r in eqn.params["call"].in_axis_resources] == (
+        [("data",), ("model",)] + [("data",)] * 2 + [("model",)] * 2
+    )
+
+
+def test_sparse_arguments(mesh):
+    """`sparsify` runs a call on sparse matrices."""
+    dense = X * (X > 0.3)
+    f = pjit(lambda s, w: (s @ w, s * 2), (P("data"), P(None, "model")), mesh=mesh)
+    product, twice = sparse.sparsify(f)(sparse.BCOO.fromdense(dense), W)
+    close(product, dense @ W)
+    close(twice.todense(), dense * 2)
+
+
+def test_key_reuse_is_found_inside(mesh):
+    """With `jax.debug_key_reuse` a key that a call consumed cannot be used again."""
+    f = pjit(lambda k: jax.random.normal(k, (8,)), out_axis_resources=P("data"), mesh=mesh)
+    key = jax.random.key(0)
+    for _ in range(3):
+        f(key)  # a repeated call, in C++, that nobody checks
+    with jax.debug_key_reuse(True):
+        key = jax.random.key(1)
+        f(key)
+        with pytest.raises(jax.errors.KeyReuseError):
+            f(key)
+
+
+def test_checkify_loads_with_the_first_call():
+    """A check inside of a call that was traced before checkify was imported is not lost."""
+    code = """
+import jax, numpy as np, sys
+import spmd
+f = spmd.pjit(lambda x: 1 / x, spmd.P("x"), mesh=spmd.make_mesh({"x": 8}))
+g = jax.jit(f)
+g(np.ones(8, np.float32)), f(np.ones(8, np.float32))
+from jax.experimental import checkify
+for h in (f, g):
+    error, _ = checkify.checkify(h, errors=checkify.float_checks)(np.zeros(8, np.float32))
+    assert "division by zero" in error.get(), error
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_nan_in_a_backward_pass_is_found(mesh):
+    """With `jax_debug_nans` a NaN that only the backward pass makes names its operation."""
+    f = pjit(lambda x: jnp.sqrt(x).sum(), P("data"), P(), mesh=mesh)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"nan.* encountered in mul"):
+        jax.grad(lambda x: f(x) * 0.0)(np.zeros((8, 8), np.float32))
