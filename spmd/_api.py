@@ -737,6 +737,8 @@ def _call(line: _Line, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
 
 def _bind(values: Sequence[Any], plan: Plan, options: PjitOptions) -> Sequence[Any]:
     if not _jax.explicit_axes() or not any(isinstance(v, _jax.Tracer) for v in values):
+        if _jax.has_explicit_axes(plan.call.mesh) and any(map(_jax.is_derived, values)):
+            raise explain(options.subject, [_not_set(plan.call.mesh)])
         return pjit_p.bind(*values, jaxpr=plan.jaxpr, call=plan.call)
     # Where shardings are types, a traced result needs one: the boundary says it.
     outs = plan.call.out_axis_resources
@@ -747,13 +749,24 @@ def _bind(values: Sequence[Any], plan: Plan, options: PjitOptions) -> Sequence[A
     ]
     if vague:
         raise explain(options.subject, [_vague_output(n) for n in vague])
-    specs = [r.to_partition_spec() for r in outs]
+    specs = [_jax.explicit_part(r.to_partition_spec()) for r in outs]
     call = plan.call
     if call.mesh is not None:
         call = replace(call, mesh=auto_mesh(call.mesh))
     inside = functools.partial(pjit_p.bind, jaxpr=plan.jaxpr, call=call)
     boundary: Any = jax.sharding.auto_axes(lambda *v: inside(*v), out_sharding=specs)
     return boundary(*values)
+
+
+def _not_set(mesh: Any) -> Failure:
+    return Failure(
+        what="cannot be differentiated eagerly on a mesh with Explicit axes that is not set",
+        given=f"{show_mesh(mesh)}{_jax.used_at()}",
+        expected="jax.set_mesh around it: the types of derivatives refer to that mesh",
+        fix="with jax.set_mesh(mesh): ..., or differentiate inside of jax.jit,\n"
+        "or use a mesh with Auto axes",
+        error=MeshError,
+    )
 
 
 def _vague_output(name: str) -> Failure:

@@ -146,7 +146,9 @@ class PjitCall:
             call,
             in_axis_resources=_only_whole(call.in_axis_resources, many_in),
             out_axis_resources=_only_whole(call.out_axis_resources, many_out),
-            donated_invars=(False,) * len(many_in),
+            donated_invars=tuple(
+                d and n == 1 for d, n in zip(call.donated_invars, many_in, strict=True)
+            ),
         )
 
     def _select(self, ins: Sequence[int], outs: Sequence[int]) -> PjitCall:

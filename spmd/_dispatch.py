@@ -474,7 +474,7 @@ def fast_path_data(
         return None
     if _jax.EMPTY_RESULTS_ARE_WHOLE and any(0 in o.shape for o in outs):
         return None
-    prepared = prepare(args, jaxpr, call)
+    prepared = prepare(args, _jax.plain_jaxpr(jaxpr), call)
     if prepared.moves:
         return None
     return _jax.fast_path_data(prepared.program.executable, prepared.program.consts, out_tree, outs)

@@ -126,6 +126,12 @@ def underlying(x: Any) -> Any:
             return x
 
 
+def is_derived(x: Any) -> bool:
+    """Whether an eager `grad`, `jvp` or the like works on a value."""
+    derived = isinstance(x, (ad.JVPTracer, ad.LinearizeTracer))
+    return derived and not isinstance(underlying(x), Tracer)
+
+
 def inner_jaxpr(jaxpr: Any) -> Any:
     """Returns the open jaxpr of a closed one; they are one object since JAX 0.11."""
     return jaxpr if MERGED_JAXPR else jaxpr.jaxpr
@@ -242,6 +248,18 @@ fancy_transposes = ad.fancy_transposes
 partial_eval_jaxpr = pe.partial_eval_jaxpr_nounits_fwd
 inline_jaxpr_into_trace = pe.inline_jaxpr_into_trace
 custom_staging_rules = pe.custom_staging_rules
+
+
+def has_explicit_axes(mesh: Any) -> bool:
+    """Whether shardings over some axes of a mesh are part of types."""
+    return mesh is not None and any(t == mesh_lib.AxisType.Explicit for t in mesh.axis_types)
+
+
+def explicit_part(spec: Any) -> Any:
+    """What of a spec is part of a type under `jax.set_mesh`: its Explicit axes."""
+    typed = set(mesh_lib.get_abstract_mesh().explicit_axes)
+    entries = [() if e is None else e if isinstance(e, tuple) else (e,) for e in spec]
+    return jax.P(*(tuple(a for a in e if a in typed) or None for e in entries))
 
 
 def explicit_axes() -> bool:
@@ -441,6 +459,34 @@ def discharge_rule(primitive: Any, update: Callable) -> None:
 
     fitting: Any = with_context if hasattr(discharge, "DischargeContext") else rule
     discharge.register_discharge_rule(primitive)(fitting)
+
+
+def hijax_rule(primitive: Any, update: Callable) -> None:
+    """Registers how a call whose body has operations of `jax.experimental.hijax` becomes plain.
+
+    Args:
+        primitive: A primitive with the parameters `jaxpr` and `call`.
+        update: Given the call, how many arrays each input and each output consists of, returns
+            the call of those arrays.
+    """
+
+    def to_lojax(*args: Any, jaxpr: Any, call: Any) -> Any:
+        parts = [a.lower_val(x) for a, x in zip(jaxpr.in_avals, args, strict=True)]
+        plain = plain_jaxpr(jaxpr)
+        sizes = [len(a.lo_ty()) for a in jaxpr.out_avals]
+        values = [x for xs in parts for x in xs]
+        results = primitive.bind(
+            *values, jaxpr=plain, call=update(call, [len(xs) for xs in parts], sizes)
+        )
+        return pe.raise_lo_outs(jaxpr.out_avals, results)
+
+    primitive.is_high = lambda *_, jaxpr, **__: inner_jaxpr(jaxpr).is_high
+    primitive.to_lojax = to_lojax
+
+
+def plain_jaxpr(jaxpr: Any) -> Any:
+    """Returns a closed jaxpr without operations of hijax; its values have to be plain."""
+    return pe.lower_jaxpr2(jaxpr) if inner_jaxpr(jaxpr).is_high else jaxpr
 
 
 #: What registers a rule with a module that `import jax` does not load, and whether to load it.

@@ -303,7 +303,7 @@ def tracing(mesh: Any, name: str) -> Iterator[None]:
         return
     ours = mesh if _jax.is_abstract(mesh) else Mesh(mesh.devices, mesh.axis_names)
     _context.meshes.append(ours)
-    _context.tracing.append((mesh, name))
+    _context.tracing.append((auto_mesh(mesh), name))
     try:
         with _jax.tracing_under(mesh):
             yield

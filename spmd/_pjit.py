@@ -506,10 +506,11 @@ def _pjit_checkify(call: PjitCall, errors_in: int, errors_out: int) -> PjitCall:
 _jax.checkify_rule(pjit_p, _pjit_checkify)
 _jax.key_reuse_rule(pjit_p)
 
-# Taylor series, sparse values
+# Taylor series, sparse values, values of several arrays
 
 _jax.jet_rule(pjit_p, PjitCall.series)
 _jax.sparsify_rule(pjit_p, PjitCall.expand)
+_jax.hijax_rule(pjit_p, PjitCall.expand)
 
 # Printing
 

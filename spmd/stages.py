@@ -126,13 +126,14 @@ class Traced(_Stage):
         Raises:
             RuntimeError: There is no mesh, or an argument lives on other devices.
         """
-        mesh, shardings, _ = _dispatch.place(self._jaxpr, self._call, self._placed)
-        key = _jax.placement_key(shardings, self._jaxpr.in_avals)
+        jaxpr = _jax.plain_jaxpr(self._jaxpr)
+        mesh, shardings, _ = _dispatch.place(jaxpr, self._call, self._placed)
+        key = _jax.placement_key(shardings, jaxpr.in_avals)
         program = program_of(self._call, mesh)
         if export:
-            lowering = lower_for_export(self._jaxpr, program, mesh, shardings, **export)
+            lowering = lower_for_export(jaxpr, program, mesh, shardings, **export)
             return Lowered(self, lowering, shardings).jax_stage
-        return Lowered(self, lower(self._jaxpr, program, mesh, key), shardings)
+        return Lowered(self, lower(jaxpr, program, mesh, key), shardings)
 
 
 class Lowered(_Stage):
