@@ -426,14 +426,19 @@ def dead_code_rule(primitive: Any, keep: Callable) -> None:
     pe.dce_rules[primitive] = rule
 
 
-@weakref_lru_cache
 def _without_dead_code(jaxpr: Any, used_out: tuple[bool, ...], *live: Any) -> tuple[Any, Any]:
     if not MERGED_JAXPR:
-        inner, used_in = pe.dce_jaxpr(jaxpr.jaxpr, used_out)
-        return core.ClosedJaxpr(inner, jaxpr.consts), used_in
+        return _closed_without_dead_code(jaxpr, used_out)
+    # JAX has a cache of its own; one here would keep alive a jaxpr that comes back as it is.
     tokens = [a is core.abstract_token for a in jaxpr.in_avals]
     more = {"live_inputs": live[0]} if live else {}
     return pe.dce_jaxpr(jaxpr, used_out, instantiate=tokens, **more)
+
+
+@weakref_lru_cache
+def _closed_without_dead_code(jaxpr: Any, used_out: tuple[bool, ...]) -> tuple[Any, Any]:
+    inner, used_in = pe.dce_jaxpr(jaxpr.jaxpr, used_out)
+    return core.ClosedJaxpr(inner, jaxpr.consts), used_in
 
 
 def discharge_rule(primitive: Any, update: Callable) -> None:
