@@ -250,6 +250,7 @@ def barrier(wrap):
 #: Reverse mode has no rule for a loop of unknown length, forward mode none for a custom_vjp.
 NO_REVERSE = (while_of_calls, while_in_a_call_in_a_fori)
 NO_FORWARD = (custom_vjp_around_calls,)
+LONG = (scan_of_trees, map_in_batches, scan_in_reverse, custom_linear_solve)
 SECOND_ORDER = (cond_of_two_calls, fori_of_a_call, custom_jvp_around_calls, by_platform, barrier)
 PROGRAMS = (
     cond_of_two_calls,
@@ -314,14 +315,14 @@ def hessian_vector(fun):
 
 
 def transforms_of(program):
-    """The transformations that the program has; two programs are too big for all of them."""
+    """The transformations that the program has; some take too long to compile for all of them."""
     if program is everything_inside:
         return [value, rematerialized]
     if program is custom_vjp_around_calls:
         return [mapped(value), mapped(gradient), rematerialized]
     if program in NO_REVERSE:
         return [value, tangent, mapped(value)]
-    found = [tangent, mapped(gradient)]
+    found = [tangent] if program in LONG else [tangent, mapped(gradient)]
     if program is checkpointed_scan_of_nested_calls:
         found = [tangent, hessian_vector]  # the checks of JAX 0.10 fail on its own vmap of this
     if program is not associative_scan_of_pairs:
@@ -347,12 +348,9 @@ EAGER = (
     cond_of_two_calls,
     while_of_calls,
     fori_of_a_call,
-    scan_of_trees,
     scan_of_a_donating_call,
     checkpointed_scan_of_nested_calls,
-    switch_of_calls_in_scan,
     custom_vjp_around_calls,
-    custom_linear_solve,
     by_platform,
 )
 
