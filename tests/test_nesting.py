@@ -816,6 +816,19 @@ def test_scope_and_line_survive_into_the_program(case, mesh):
     assert all("jit(layer_with_a_scope)" in p for p in our_paths)
 
 
+def test_each_call_of_one_function_keeps_its_own_line(mesh):
+    """Two calls of one function on two lines are two places in the module."""
+    call = pjit(_double_sine, A, A, mesh=mesh)
+
+    def fun(x):
+        y = call(x)
+        return call(y)
+
+    text = jax.jit(fun).lower(X).as_text(debug_info=True)
+    calls = re.findall(r"call @_double_sine\(.*loc\((#loc\d+)\)", text)
+    assert len(calls) == len(set(calls)) == 2
+
+
 # Other transformations of JAX
 
 
