@@ -736,11 +736,21 @@ def _call(line: _Line, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
 
 
 def _bind(values: Sequence[Any], plan: Plan, options: PjitOptions) -> Sequence[Any]:
-    if not _jax.explicit_axes() or not any(isinstance(v, _jax.Tracer) for v in values):
-        if _jax.has_explicit_axes(plan.call.mesh) and any(map(_jax.is_derived, values)):
-            raise explain(options.subject, [_not_set(plan.call.mesh)])
-        return pjit_p.bind(*values, jaxpr=plan.jaxpr, call=plan.call)
-    # Where shardings are types, a traced result needs one: the boundary says it.
+    call = plan.call
+    traced = any(isinstance(v, _jax.Tracer) for v in values)
+    if traced and _jax.explicit_axes():
+        return _bind_typed(values, plan, options)
+    if _jax.has_explicit_axes(call.mesh):
+        if any(map(_jax.is_derived, values)):
+            raise explain(options.subject, [_not_set(call.mesh)])
+        if traced and any(map(_jax.has_explicit_type, values)):
+            with _jax.typing_under(call.mesh):
+                return _bind_typed(values, plan, options)
+    return pjit_p.bind(*values, jaxpr=plan.jaxpr, call=call)
+
+
+def _bind_typed(values: Sequence[Any], plan: Plan, options: PjitOptions) -> Sequence[Any]:
+    """Binds where shardings are types: a traced result needs one, which the boundary says."""
     outs = plan.call.out_axis_resources
     vague = [
         n

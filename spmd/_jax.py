@@ -251,8 +251,24 @@ custom_staging_rules = pe.custom_staging_rules
 
 
 def has_explicit_axes(mesh: Any) -> bool:
-    """Whether shardings over some axes of a mesh are part of types."""
-    return mesh is not None and any(t == mesh_lib.AxisType.Explicit for t in mesh.axis_types)
+    """Whether shardings over some axes of a mesh of devices are part of types."""
+    return isinstance(mesh, mesh_lib.Mesh) and any(
+        t == mesh_lib.AxisType.Explicit for t in mesh.axis_types
+    )
+
+
+def has_explicit_type(x: Any) -> bool:
+    """Whether the type of a value has a sharding over Explicit axes."""
+    sharding = getattr(core.typeof(x), "sharding", None)
+    return sharding is not None and sharding.mesh._any_axis_explicit
+
+
+@contextlib.contextmanager
+def typing_under(mesh: Any) -> Iterator[None]:
+    """Makes a mesh the one that types refer to."""
+    with sharding_impls._internal_use_concrete_mesh(mesh):
+        with mesh_lib.use_abstract_mesh(mesh.abstract_mesh):
+            yield
 
 
 def explicit_part(spec: Any) -> Any:
@@ -278,10 +294,11 @@ def bind_inputs(jaxpr: Any, values: Sequence[Any]) -> Any:
     consts = [v for v in values if v is not None]
     if not consts:
         return jaxpr
-    jaxpr = pe.move_binders_to_front(jaxpr, known)
-    if MERGED_JAXPR:
-        return jaxpr.with_consts(consts)
-    return core.ClosedJaxpr(pe.convert_invars_to_constvars(jaxpr.jaxpr, len(consts)), consts)
+    inner = inner_jaxpr(pe.move_binders_to_front(jaxpr, known))
+    # Where there is no such function, the first inputs are those whose values are attached.
+    if lift := getattr(pe, "convert_invars_to_constvars", None):
+        inner = lift(inner, len(consts))
+    return close_jaxpr(inner, consts)
 
 
 def repeated_outputs(jaxpr: Any, first: int) -> tuple[Any, list[int]]:
