@@ -49,6 +49,9 @@ MERGED_JAXPR = not hasattr(core, "ClosedJaxpr") or core.ClosedJaxpr is core.Jaxp
 #: Linearization rules may return residuals that keep a structure of their own.
 STRUCTURED_RESIDUALS = "structured_residuals" in ad.LinearizeTrace.__annotations__
 
+#: Rematerialization rules return their residuals; before, a function that holds them.
+REMAT_RETURNS_RESIDUALS = jax.__version_info__ >= (0, 12)
+
 #: The C++ fast path looks whether an array was deleted. Before, it crashes the process.
 FAST_PATH_CHECKS_DELETED = jax.__version_info__ >= (0, 12)
 
@@ -252,9 +255,7 @@ custom_staging_rules = pe.custom_staging_rules
 
 def has_explicit_axes(mesh: Any) -> bool:
     """Whether shardings over some axes of a mesh of devices are part of types."""
-    return isinstance(mesh, mesh_lib.Mesh) and any(
-        t == mesh_lib.AxisType.Explicit for t in mesh.axis_types
-    )
+    return isinstance(mesh, mesh_lib.Mesh) and mesh_lib.AxisType.Explicit in mesh.axis_types
 
 
 def has_explicit_type(x: Any) -> bool:
@@ -266,9 +267,9 @@ def has_explicit_type(x: Any) -> bool:
 @contextlib.contextmanager
 def typing_under(mesh: Any) -> Iterator[None]:
     """Makes a mesh the one that types refer to."""
-    with sharding_impls._internal_use_concrete_mesh(mesh):
-        with mesh_lib.use_abstract_mesh(mesh.abstract_mesh):
-            yield
+    concrete = sharding_impls._internal_use_concrete_mesh(mesh)
+    with concrete, mesh_lib.use_abstract_mesh(mesh.abstract_mesh):
+        yield
 
 
 def explicit_part(spec: Any) -> Any:
@@ -405,7 +406,7 @@ def rematerialization_rule(primitive: Any, update: Callable) -> None:
         def rerun(residuals: Sequence[Any], *args: Any) -> Any:
             return primitive.bind(*residuals, *args, jaxpr=again, call=again_call)
 
-        if MERGED_JAXPR:
+        if REMAT_RETURNS_RESIDUALS:
             return outs, residuals, rerun
         return outs, functools.partial(rerun, residuals)
 
