@@ -31,7 +31,7 @@ from spmd._arguments import (
 from spmd._call import PjitCall
 from spmd._constraint import sharding_constraint_p
 from spmd._mesh import auto_mesh, current_mesh, enclosing_pjit, plain_mesh, show_mesh
-from spmd._pjit import nested_mesh_failure, pjit_p
+from spmd._pjit import clear_rule_caches, nested_mesh_failure, pjit_p
 from spmd._resolve import (
     canonical_leaf,
     from_array_failure,
@@ -812,6 +812,7 @@ def clear_caches() -> None:
     make_plan.cache_clear()
     _names.cache_clear()
     clear_trace_cache()
+    clear_rule_caches()
     _dispatch.clear_dispatch_caches()
 
 

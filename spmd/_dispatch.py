@@ -6,12 +6,14 @@ Everything here runs on a miss of the C++ dispatcher, or where that one must not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+import contextlib
 from dataclasses import dataclass
 import functools
 import logging
 import os
 import sys
+import threading
 from typing import Any
 import warnings
 import weakref
@@ -29,6 +31,7 @@ from spmd._lower import clear_lower_cache, lower, program_of
 from spmd._mesh import described_failure
 from spmd._recover import parse_op_sharding
 from spmd._resolve import (
+    canonical_leaf,
     device_failure,
     input_sharding,
     is_equivalent,
@@ -119,10 +122,11 @@ def _run(args: tuple[Any, ...], jaxpr: Any, call: PjitCall) -> Sequence[Any]:
     if prepared.moves:
         _govern(args, prepared, call)
         args = _move(args, prepared, call)
-    for i in prepared.refs:
-        place_ref(args[i], prepared.shardings[i])
     program = prepared.program
-    return execute(program.executable, program.consts, args, call)
+    if not prepared.refs:
+        return execute(program.executable, program.consts, args, call)
+    with references(zip(args, prepared.shardings, strict=True)):
+        return execute(program.executable, program.consts, args, call)
 
 
 def execute(
@@ -279,9 +283,12 @@ def _recovered(sharding: Any, ndim: int, mesh: Any) -> Any:
     if _jax.device_order(sharding) != [*mesh.devices.flat]:
         return UNSPECIFIED
     try:
-        return parse_op_sharding(_jax.op_sharding(sharding, ndim), mesh)
+        spec: Any = parse_op_sharding(_jax.op_sharding(sharding, ndim), mesh)
     except RecoveryError:
         return sharding
+    # An OpSharding says nothing of memory: what lies elsewhere than usual keeps its own.
+    named = NamedSharding(mesh, spec.to_partition_spec(), memory_kind=sharding.memory_kind)
+    return spec if canonical_leaf(named) is not named else named
 
 
 def warn_kept(names: Sequence[str], call: PjitCall) -> None:
@@ -410,8 +417,25 @@ def _move(args: tuple[Any, ...], prepared: Prepared, call: PjitCall) -> tuple[An
     return _replaced(args, at, [prepared.shardings[i] for i in at], call) if at else args
 
 
-def place_ref(ref: Any, sharding: Any) -> None:
-    """Puts what a mutable reference holds where a program expects it; it stays there."""
+_references_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def references(places: Iterable[tuple[Any, Any]]) -> Iterator[None]:
+    """Lets one program at a time take mutable references, each placed where it expects it.
+
+    Args:
+        places: Arguments, and their shardings; all but references are left alone.
+    """
+    with _references_lock:
+        for value, sharding in places:
+            if _jax.buffer_of(value) is not value:
+                _place_ref(value, sharding)
+        yield
+
+
+def _place_ref(ref: Any, sharding: Any) -> None:
+    """Puts what a reference holds where a program expects it; it stays there."""
     held = _jax.buffer_of(ref)
     if held.committed and is_equivalent(held.sharding, sharding, held.ndim):
         return
@@ -531,6 +555,7 @@ def _with_hash_errors(fast: Any, cache_miss: Callable) -> Callable:
 def clear_dispatch_caches() -> None:
     """Forgets all programs."""
     _repeater.cache_clear()
+    _recovered.cache_clear()
     _prepare.cache_clear()
     _program.cache_clear()
     clear_lower_cache()

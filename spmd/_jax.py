@@ -12,6 +12,7 @@ import functools
 import importlib
 import pathlib
 import sys
+import threading
 from typing import Any, NoReturn
 
 import jax
@@ -514,6 +515,7 @@ def plain_jaxpr(jaxpr: Any) -> Any:
 
 #: What registers a rule with a module that `import jax` does not load, and whether to load it.
 _late_rules: list[tuple[str, bool, Callable[[Any], None]]] = []
+_late_rules_lock = threading.RLock()
 
 
 def late_rule(module: str, register: Callable[[Any], None], *, load: bool = False) -> None:
@@ -530,11 +532,14 @@ def late_rule(module: str, register: Callable[[Any], None], *, load: bool = Fals
 
 def load_late_rules() -> None:
     """Registers rules with what has been loaded; called before a call is bound."""
-    for rule in tuple(_late_rules):
-        name, load, register = rule
-        if load or name in sys.modules:
-            _late_rules.remove(rule)
-            register(importlib.import_module(name))
+    if not any(load or name in sys.modules for name, load, _ in _late_rules):
+        return
+    with _late_rules_lock:
+        for rule in tuple(_late_rules):
+            name, load, register = rule
+            if load or name in sys.modules:
+                register(importlib.import_module(name))
+                _late_rules.remove(rule)
 
 
 def checkify_rule(primitive: Any, update: Callable) -> None:
@@ -765,9 +770,9 @@ def set_mesh_value() -> Any:
 
 
 def abstract_mesh_value() -> Any:
-    """The mesh of `jax.sharding.use_abstract_mesh`, or None; inside of a trace it is JAX's own."""
+    """The mesh of `jax.sharding.use_abstract_mesh`, or None; a `shard_map` enters one too."""
     mesh = mesh_lib.get_abstract_mesh()
-    return None if mesh.empty or not trace_state_clean() else mesh
+    return None if mesh.empty or mesh._any_axis_manual else mesh
 
 
 def is_abstract(mesh: Any) -> bool:

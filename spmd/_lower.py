@@ -76,9 +76,8 @@ def lower_for_export(
     call: PjitCall,
     mesh: Any,
     shardings: Sequence[Any],
-    *,
-    lowering_platforms: Sequence[str],
-    _private_parameters: Any,
+    platforms: Sequence[str],
+    parameters: Any,
 ) -> Any:
     """Lowers a call to a module that `jax.export` can serialize; see :func:`lower`.
 
@@ -87,8 +86,8 @@ def lower_for_export(
         call: From :func:`program_of`.
         mesh: The mesh whose devices the module is for.
         shardings: One per input.
-        lowering_platforms: The platforms that the module is for.
-        _private_parameters: JAX's own parameters of an export.
+        platforms: The platforms that the module is for.
+        parameters: JAX's own parameters of an export, or None.
     """
     with _jax.tracing_under(mesh):
         return _jax.lower_module(
@@ -99,8 +98,8 @@ def lower_for_export(
             call.donated_invars,
             mesh,
             keep_unused=call.keep_unused,
-            platforms=tuple(lowering_platforms),
-            parameters=_private_parameters,
+            platforms=tuple(platforms),
+            parameters=parameters,
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
+import functools
 import math
 import threading
 from typing import Any, Literal
@@ -312,12 +313,12 @@ def tracing(mesh: Any, name: str) -> Iterator[None]:
         _context.meshes.pop()
 
 
-def traced_under(compute: Callable[..., Any]) -> Callable[..., Any]:
+def traced_under(compute: Callable[..., Any]) -> Any:
     """Caches what is computed from the jaxpr of a call, under the mesh of that call.
 
-    Rules that users write for what is in the jaxpr are traced only then, and find the mesh. The
-    mesh that a caller has entered makes no difference to what is found; asking for it again
-    enters no mesh at all.
+    The rules of a `custom_jvp`, `custom_vjp` or `custom_vmap` in the jaxpr are traced only then,
+    and find the mesh. What mesh a caller has entered makes no difference to what is found; to ask
+    for it again enters no mesh at all.
 
     Args:
         compute: A function of a jaxpr, a call, and more hashable arguments.
@@ -329,7 +330,17 @@ def traced_under(compute: Callable[..., Any]) -> Callable[..., Any]:
         with tracing(call.mesh, call.name):
             return cached(jaxpr, call, *args)
 
-    return lookup
+    def clear() -> None:
+        cached.cache_clear()
+        lookup.cache_clear()
+
+    @functools.wraps(compute)
+    def computed(jaxpr: Any, call: Any, *args: Any) -> Any:
+        return lookup(jaxpr, call, *args)
+
+    clearable: Any = computed
+    clearable.cache_clear = clear
+    return clearable
 
 
 def enclosing_pjit() -> tuple[Any, str] | None:

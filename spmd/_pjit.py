@@ -270,8 +270,8 @@ class _Halves:
         known: Closed jaxpr of the first half: its outputs, then the residuals that are no input
             and no output already.
         known_call: How it is called.
-        outs: Per output of the whole call, whether it is one of the rest (partial evaluation), or
-            whether it has a tangent (linearization).
+        in_rest: Per output of the whole call, whether the rest has an output for it: the value
+            (partial evaluation), or the tangent (linearization).
         rest: Closed jaxpr of the second half: it takes the residuals, then its own inputs.
         rest_call: How it is called, but for the shardings of computed residuals.
         inputs: Per residual the input of the first half that it is, or None.
@@ -281,7 +281,7 @@ class _Halves:
 
     known: Any
     known_call: PjitCall
-    outs: tuple[bool, ...]
+    in_rest: tuple[bool, ...]
     rest: Any
     rest_call: PjitCall
     inputs: tuple[int | None, ...]
@@ -301,10 +301,12 @@ class _Halves:
             Its outputs, the residuals, and the call of the rest.
         """
         results = pjit_p.bind(*args, jaxpr=self.known, call=self.known_call)
-        if self.kept and not any(isinstance(a, _jax.Tracer) for a in args):
-            _dispatch.warn_kept(self.kept, self.rest_call)
         computed = iter(self.outputs)
         residuals = [results[next(computed)] if i is None else args[i] for i in self.inputs]
+        if any(isinstance(v, _jax.Tracer) for v in (*args, *results)):
+            return results, residuals, self.rest_call  # the partitioner places them, once for both
+        if self.kept:
+            _dispatch.warn_kept(self.kept, self.rest_call)
         return results, residuals, _placed(self.rest_call, (*residuals, *like))
 
 
@@ -313,23 +315,36 @@ def _placed(call: PjitCall, values: Sequence[Any]) -> PjitCall:
     given = call.in_axis_resources
     if call.mesh is None or UNSPECIFIED not in given:
         return call
-    found = [
-        _dispatch.resource_of(v, call.mesh) if g is UNSPECIFIED else g
-        for v, g in zip(values, given, strict=False)
-    ]
-    return _with_inputs(call, (*found, *given[len(found) :]))
+    unknown = (None,) * (len(given) - len(values))
+    pairs = zip((*values, *unknown), given, strict=True)
+    return _with_inputs(
+        call,
+        tuple(_dispatch.resource_of(v, call.mesh) if g is UNSPECIFIED else g for v, g in pairs),
+    )
 
 
 @functools.lru_cache(maxsize=4096)
 def _with_inputs(call: PjitCall, resources: tuple[Any, ...]) -> PjitCall:
-    return replace(call, in_axis_resources=resources)
+    # What no user said is no mistake of theirs.
+    pairs = zip(call.given, call.in_axis_resources, strict=True)
+    said = tuple("" if r is UNSPECIFIED else g for g, r in pairs)
+    return replace(call, in_axis_resources=resources, given=said)
+
+
+def clear_rule_caches() -> None:
+    """Forgets what the rules derived from the calls that they met."""
+    _with_inputs.cache_clear()
+    _split.cache_clear()
+    for derived in (_batch, _jvp, _linearize, _transpose):
+        derived.cache_clear()
 
 
 def _halves(
+    *,
     jaxpr: Any,
     known: Any,
     known_call: PjitCall,
-    outs: Sequence[bool],
+    in_rest: Sequence[bool],
     rest: Any,
     rest_call: PjitCall,
     forwarded: Sequence[int | None],
@@ -340,7 +355,7 @@ def _halves(
         jaxpr: Closed jaxpr of the whole call.
         known: Closed jaxpr of the first half, which returns all computed residuals.
         known_call: How it is called, but for the residuals.
-        outs: As in :class:`_Halves`.
+        in_rest: As in :class:`_Halves`.
         rest: Closed jaxpr of the second half, which takes all residuals first.
         rest_call: How it is called, but for the residuals.
         forwarded: Per residual, which of the constants and then the inputs of the first half it
@@ -361,7 +376,7 @@ def _halves(
     return _Halves(
         known=known,
         known_call=alive.add_outputs(len(known.out_avals) - n_out),
-        outs=tuple(outs),
+        in_rest=tuple(in_rest),
         rest=rest,
         rest_call=rest_call.add_inputs(names, leading=True, resources=resources),
         inputs=tuple(inputs),
@@ -380,15 +395,23 @@ def _pjit_linearize(
     def push(residuals: Sequence[Any], *tangents: Any) -> list[Any]:
         dense = compress(tangents, nz_in)
         outs = pjit_p.bind(*residuals, *dense, jaxpr=halves.rest, call=linear)
-        return _with_zeros(outs, halves.outs, jaxpr)
+        return _with_zeros(outs, halves.in_rest, jaxpr)
 
-    return results[: len(jaxpr.out_avals)], list(halves.outs), residuals, push
+    return results[: len(jaxpr.out_avals)], list(halves.in_rest), residuals, push
 
 
 @traced_under
 def _linearize(jaxpr: Any, call: PjitCall, nz_in: tuple[bool, ...], is_vjp: bool) -> _Halves:
     known, nz_out, forwarded, linear = _jax.linearize_jaxpr(jaxpr, nz_in, is_vjp=is_vjp)
-    return _halves(jaxpr, known, call, nz_out, linear, call.linear_map(nz_in, nz_out), forwarded)
+    return _halves(
+        jaxpr=jaxpr,
+        known=known,
+        known_call=call,
+        in_rest=nz_out,
+        rest=linear,
+        rest_call=call.linear_map(nz_in, nz_out),
+        forwarded=forwarded,
+    )
 
 
 _jax.linearization_rule(pjit_p, _pjit_linearize)
@@ -410,7 +433,7 @@ def _pjit_partial_eval(trace: Any, *tracers: Any, jaxpr: Any, call: PjitCall) ->
     params = {"jaxpr": halves.rest, "call": rest_call}
     staged = iter(_jax.stage_unknown(trace, pjit_p, unk_args, params, halves.rest))
     known = iter(results)
-    return [next(staged) if unknown else next(known) for unknown in halves.outs]
+    return [next(staged) if unknown else next(known) for unknown in halves.in_rest]
 
 
 @_jax.weakref_lru_cache
@@ -418,9 +441,14 @@ def _split(jaxpr: Any, call: PjitCall, unk_in: tuple[bool, ...]) -> _Halves:
     known, unknown, unk_out, _, forwarded = _jax.partial_eval_jaxpr(
         jaxpr, unk_in, instantiate=False
     )
-    known_call = call.keep([not u for u in unk_in], [not u for u in unk_out])
     return _halves(
-        jaxpr, known, known_call, unk_out, unknown, call.keep(unk_in, unk_out), forwarded
+        jaxpr=jaxpr,
+        known=known,
+        known_call=call.keep([not u for u in unk_in], [not u for u in unk_out]),
+        in_rest=unk_out,
+        rest=unknown,
+        rest_call=call.keep(unk_in, unk_out),
+        forwarded=forwarded,
     )
 
 
@@ -438,7 +466,10 @@ def _pjit_partial_eval_custom(
     staged: dict[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The calls of both halves where a loop or a rematerialization policy splits the equation."""
-    call = known["call"]
+    # What the staged half takes too is not given away, by neither.
+    call = known["call"].keep_alive(
+        i for i, (unk, inst) in enumerate(zip(unk_in, inst_in, strict=True)) if inst and not unk
+    )
     known_call = call.keep([not u for u in unk_in], known_out).add_outputs(res_out)
     names = residual_names(call, res_in)
     staged_call = call.keep(inst_in, staged_out).add_inputs(names, leading=True)
@@ -481,6 +512,7 @@ _jax.fancy_transposes[pjit_p] = _pjit_transpose
 
 
 def _pjit_remat(call: PjitCall, res_out: int, res_in: int) -> tuple[PjitCall, PjitCall]:
+    call = call.keep_alive(range(len(call.donated_invars)))  # both runs take the same arguments
     names = residual_names(call, res_in)
     return call.add_outputs(res_out), call.add_inputs(names, leading=True)
 

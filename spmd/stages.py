@@ -7,6 +7,7 @@ Each holds the result of one more step of the same line that an eager call walks
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -117,11 +118,21 @@ class Traced(_Stage):
         """Name of the function, as JAX's stages call it."""
         return self.name
 
-    def lower(self, **export: Any) -> Any:
+    def lower(
+        self,
+        *,
+        lowering_platforms: Sequence[str] | None = None,
+        _private_parameters: Any = None,
+    ) -> Any:
         """Lowers to StableHLO with sharding annotations.
 
         Args:
-            **export: What `jax.export.export` asks for; it gets a ``jax.stages.Lowered``.
+            lowering_platforms: Platforms to lower for, as ``("tpu",)``, instead of that of the
+                devices; such a module is for `jax.export` and the like, and does not compile here.
+            _private_parameters: JAX's own, from `jax.export.export`.
+
+        Returns:
+            A :class:`Lowered`; a ``jax.stages.Lowered`` for other platforms.
 
         Raises:
             RuntimeError: There is no mesh, or an argument lives on other devices.
@@ -130,8 +141,10 @@ class Traced(_Stage):
         mesh, shardings, _ = _dispatch.place(jaxpr, self._call, self._placed)
         key = _jax.placement_key(shardings, jaxpr.in_avals)
         program = program_of(self._call, mesh)
-        if export:
-            lowering = lower_for_export(jaxpr, program, mesh, shardings, **export)
+        if lowering_platforms is not None:
+            lowering = lower_for_export(
+                jaxpr, program, mesh, shardings, lowering_platforms, _private_parameters
+            )
             return Lowered(self, lowering, shardings).jax_stage
         return Lowered(self, lower(jaxpr, program, mesh, key), shardings)
 
@@ -257,11 +270,11 @@ class Compiled(_Stage):
             raise explain(_dispatch.subject_of(self._call), [self._described])
         self._check(flat)
         _dispatch.check_alive(values, self._call)
-        for value, sharding in zip(values, self._shardings, strict=True):
-            if _jax.buffer_of(value) is not value:
-                _dispatch.place_ref(value, sharding)
         repeatable = _dispatch.may_repeat(values, self._call) and not self._signature.consts
-        outs = _dispatch.execute(self._executable, self._consts, values, self._call)
+        holds_refs = any(map(_jax.is_ref, self._jaxpr.in_avals))
+        places = zip(values, self._shardings, strict=True)
+        with _dispatch.references(places) if holds_refs else contextlib.nullcontext():
+            outs = _dispatch.execute(self._executable, self._consts, values, self._call)
         data = None
         if repeatable and self._signature.params.keeps_order(args, kwargs):
             data = _jax.fast_path_data(self._executable, self._consts, self.out_tree, outs)

@@ -4,10 +4,12 @@ One sampler (`oracle.SAMPLES`) of functions, meshes and specs drives the tests; 
 in NumPy what each device must hold.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 import dataclasses
 import functools
 import subprocess
 import sys
+import threading
 
 import jax
 from jax._src.sharding_impls import GSPMDSharding
@@ -21,7 +23,7 @@ from oracle import SAMPLES, assert_sharded, counted, mesh_of, put, sample
 import pytest
 
 import spmd
-from spmd import NamedSharding, P, pjit, primitives, with_sharding_constraint
+from spmd import NamedSharding, P, _jax, pjit, primitives, with_sharding_constraint
 from spmd._dispatch import resource_of
 from spmd._jax import HloSharding
 from spmd._mesh import plain_mesh
@@ -989,3 +991,97 @@ def test_nan_in_a_backward_pass_is_found(mesh):
     f = pjit(lambda x: jnp.sqrt(x).sum(), P("data"), P(), mesh=mesh)
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"nan.* encountered in mul"):
         jax.grad(lambda x: f(x) * 0.0)(np.zeros((8, 8), np.float32))
+
+
+# What a review found
+
+
+def test_gradient_stays_in_the_memory_of_its_argument(mesh):
+    """The gradient of an array in pinned_host memory is there too, without a spec that says so."""
+    host = NamedSharding(mesh, P("data"), memory_kind="pinned_host")
+    f = pjit(
+        lambda a, b: jnp.sin(a) * jax.device_put(b, host.with_memory_kind("device")), mesh=mesh
+    )
+    args = put(X, mesh, P("data")), jax.device_put(X, host)
+    da, db = jax.grad(lambda a, b: f(a, b).sum(), (0, 1))(*args)
+    assert (da.sharding.memory_kind, db.sharding.memory_kind) == ("device", "pinned_host")
+    close(db, np.sin(X))
+
+
+def test_inside_a_trace_nothing_is_known_of_residuals(mesh):
+    """Where a closed-over array lies is no part of a program that is being traced."""
+    f = pjit(lambda y, a: jnp.sin(y) * a, mesh=mesh)
+    for spec in (P("data"), P("model")):
+        a = put(X, mesh, spec)
+        jaxpr = jax.make_jaxpr(jax.grad(lambda y, a=a: f(y, a).sum()))(X)
+        calls = [e.params["call"] for e in jaxpr.eqns if e.primitive is primitives.pjit_p]
+        assert len(calls) == 2
+        assert {r for c in calls for r in c.in_axis_resources} == {UNSPECIFIED}
+
+
+def test_a_tangent_without_a_spec_may_be_anywhere(mesh):
+    """What no user said of a tangent is no implicit resharding of theirs."""
+    f = pjit(lambda a: jnp.sin(a) * a, mesh=mesh, implicit_reshard="error")
+    _, push = jax.linearize(f, put(X, mesh, P("data")))
+    close(push(put(X, mesh, P("model"))), X * (np.cos(X) * X + np.sin(X)))
+
+
+def test_donated_argument_of_a_checkpointed_call(mesh):
+    """Rematerialization takes the argument again, so the first run does not give it away."""
+    f = pjit(lambda a: jnp.sin(a) * a, P("data"), donate_argnums=0, mesh=mesh)
+    x = put(X, mesh, P("data"))
+    want = np.cos(X) * X + np.sin(X)
+    close(jax.grad(jax.checkpoint(lambda a: f(a).sum()))(x), want)
+    close(jax.grad(jax.checkpoint(lambda a: f(a).sum()))(x), want)
+
+
+def test_threads_take_turns_with_a_reference(mesh):
+    """No update of a mutable reference is lost, whichever thread makes it."""
+
+    def add(total, y):
+        total[...] += y
+
+    f = pjit(add, P("data"), mesh=mesh)
+    total, ones = jax.new_ref(jnp.zeros((8, 4))), np.ones((8, 4), np.float32)
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(f, total, ones) for _ in range(40)]:
+            done.result(60)
+    close(total[...], 40 * ones)
+
+
+def test_late_rules_are_registered_once_by_whoever_comes_first(monkeypatch):
+    """Threads that all make the first call find the rules registered when they go on."""
+    registered, ready = [], threading.Barrier(8)
+    rules = [(name, True, lambda _, name=name: registered.append(name)) for name in ("os", "re")]
+    monkeypatch.setattr(_jax, "_late_rules", rules)
+
+    def first():
+        ready.wait(60)
+        _jax.load_late_rules()
+        assert {*registered} == {"os", "re"}
+
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(first) for _ in range(8)]:
+            done.result(60)
+    assert sorted(registered) == ["os", "re"]
+
+
+def test_clear_caches_clears_the_rules_too(mesh):
+    """After `spmd.clear_caches` a derivative is built anew."""
+    f = pjit(lambda x: jnp.sin(x), P("data"), mesh=mesh)
+
+    def gradient(x):
+        return jax.grad(lambda x: f(x).sum())(x)
+
+    gradient(X)
+    assert counted(gradient, X)[1] == spmd.Counts()
+    spmd.clear_caches()
+    assert counted(gradient, X)[1] == spmd.Counts(traces=1, lowerings=2, compiles=2)
+
+
+def test_lower_for_other_platforms(mesh):
+    """A trace lowers for platforms that are not here, as `jax.jit` does."""
+    traced = pjit(jnp.sin, P("data"), mesh=mesh).trace(X)
+    lowered = traced.lower(lowering_platforms=("tpu",))
+    assert isinstance(lowered, jax.stages.Lowered)
+    assert "num_partitions = 8" in lowered.as_text()
