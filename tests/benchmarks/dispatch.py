@@ -87,6 +87,31 @@ def _donating(name: str, values: tuple, turns: int, calls: int) -> Result:
     )
 
 
+def _gradient(name: str, devices: int, count: int, turns: int, calls: int) -> Result:
+    """An eager gradient: forward half, backward half, and what JAX does around both."""
+    sharding = NamedSharding(_mesh(devices), P("x"))
+    values = [np.full((8, 4), i, np.float32) for i in range(count)]
+
+    def loss(*args):
+        return sum((jax.numpy.sin(x) * x).sum() for x in args)
+
+    def gradient(f: Callable) -> Callable:
+        return jax.grad(f, argnums=tuple(range(count)))
+
+    args = jax.device_put(values, sharding)
+    ours = pjit(loss, in_axis_resources=P("x"), out_axis_resources=None, mesh=_mesh(devices))
+    whole = NamedSharding(_mesh(devices), P())
+    peer = jax.jit(loss, in_shardings=sharding, out_shardings=whole)
+    return compare(
+        f"eager jax.grad, {name}",
+        _repeat(gradient(ours), tuple(args)),
+        _repeat(gradient(peer), tuple(args)),
+        target=1.05,
+        turns=turns,
+        calls=calls,
+    )
+
+
 def run(turns: int) -> Iterator[Result]:
     """All comparisons of calls."""
     x = np.zeros((8, 4), np.float32)
@@ -98,5 +123,8 @@ def run(turns: int) -> Iterator[Result]:
     yield _versus_jit("1,000 leaves on 8 devices", 8, tree, turns, 2)
     yield _donating("1 leaf", (x,), turns, 100)
     yield _donating("100 leaves", hundred, turns, 10)
+    yield _gradient("1 argument on 1 device", 1, 1, turns, 20)
+    yield _gradient("20 arguments on 1 device", 1, 20, turns, 5)
+    yield _gradient("1 argument on 8 devices", 8, 1, turns, 10)
     yield _versus_pmap("1 argument on 8 devices", (x,), turns, 100)
     yield _versus_pmap("100 arguments on 8 devices", hundred, turns, 10)
