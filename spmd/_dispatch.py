@@ -104,6 +104,9 @@ def _repeater(jaxpr: Any, call: PjitCall) -> Callable:
     def once(*args: Any) -> list[Any]:
         return [*_run(args, body(), call)]
 
+    if any(call.donated_invars) and not _jax.FAST_PATH_CHECKS_DELETED:
+        return once  # see `may_repeat`
+
     def miss(*args: Any) -> tuple[list[Any], Any, bool]:
         repeatable = may_repeat(args, call)
         outs = once(*args)

@@ -45,6 +45,7 @@ def struct(x, sharding=None):
 
 def test_each_stage_does_one_step(mesh):
     """Tracing, lowering and compiling happen one at a time, and once."""
+    spmd.clear_caches()  # another test may have traced the same step
     f = step_on(mesh)
     args = ({"w": X}, {"x": X, "y": X * 2})
     traced, work = counted(f.trace, *args, scale=0.1)
