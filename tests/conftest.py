@@ -38,3 +38,14 @@ def in_mesh(mesh):
     """The same mesh, entered."""
     with mesh:
         yield mesh
+
+
+@pytest.fixture
+def checked_without_optimizer():
+    """Every jaxpr that a test makes is type-checked; small programs need no optimizer."""
+    flag = "jax_disable_most_optimizations"
+    before = jax.config.values[flag]
+    jax.config.update(flag, True)
+    with jax.enable_checks(True):
+        yield
+    jax.config.update(flag, before)

@@ -22,16 +22,7 @@ STACK = np.stack([X, 2 * X, -X])
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 A, B, AB = P("a"), P("b"), P("a", "b")
 
-
-@pytest.fixture(autouse=True)
-def _checks():
-    """Every jaxpr that a test makes is type-checked; programs are small and need no optimizer."""
-    flag = "jax_disable_most_optimizations"
-    before = jax.config.values[flag]
-    jax.config.update(flag, True)
-    with jax.enable_checks(True):
-        yield
-    jax.config.update(flag, before)
+pytestmark = pytest.mark.usefixtures("checked_without_optimizer")
 
 
 @pytest.fixture

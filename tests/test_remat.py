@@ -21,16 +21,7 @@ W = (np.arange(16, dtype=np.float32).reshape(4, 4) % 5 - 2) / 4
 CLOSE = {"rtol": 2e-4, "atol": 2e-4}
 A, B, AB = P("a"), P("b"), P("a", "b")
 
-
-@pytest.fixture(autouse=True)
-def _checks():
-    """Every jaxpr that a test makes is type-checked; programs are small and need no optimizer."""
-    flag = "jax_disable_most_optimizations"
-    before = jax.config.values[flag]
-    jax.config.update(flag, True)
-    with jax.enable_checks(True):
-        yield
-    jax.config.update(flag, before)
+pytestmark = pytest.mark.usefixtures("checked_without_optimizer")
 
 
 @pytest.fixture
