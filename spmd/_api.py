@@ -614,7 +614,7 @@ def make_plan(
         out_tree=traced.out_tree,
         out_names=traced.out_names,
         from_array=tuple(i for i, r in enumerate(resources) if r is FROM_ARRAY),
-        refs=tuple(i for i, a in enumerate(traced.jaxpr.in_avals) if _jax.is_ref(a)),
+        refs=_jax.ref_indices(traced.jaxpr),
     )
 
 
@@ -736,17 +736,17 @@ def _call(line: _Line, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
 
 
 def _bind(values: Sequence[Any], plan: Plan, options: PjitOptions) -> Sequence[Any]:
-    call = plan.call
-    traced = any(isinstance(v, _jax.Tracer) for v in values)
-    if traced and _jax.explicit_axes():
-        return _bind_typed(values, plan, options)
-    if _jax.has_explicit_axes(call.mesh):
-        if any(map(_jax.is_derived, values)):
-            raise explain(options.subject, [_not_set(call.mesh)])
+    mesh = plan.call.mesh
+    if _jax.explicit_axes() or _jax.has_explicit_axes(mesh):
+        traced = [v for v in values if isinstance(v, _jax.Tracer)]
+        if traced and _jax.explicit_axes():
+            return _bind_typed(values, plan, options)
+        if any(map(_jax.is_derived, traced)):
+            raise explain(options.subject, [_not_set(mesh)])
         if traced and any(map(_jax.has_explicit_type, values)):
-            with _jax.typing_under(call.mesh):
+            with _jax.typing_under(mesh):
                 return _bind_typed(values, plan, options)
-    return pjit_p.bind(*values, jaxpr=plan.jaxpr, call=call)
+    return pjit_p.bind(*values, jaxpr=plan.jaxpr, call=plan.call)
 
 
 def _bind_typed(values: Sequence[Any], plan: Plan, options: PjitOptions) -> Sequence[Any]:

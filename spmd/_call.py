@@ -132,7 +132,8 @@ class PjitCall:
         ins, outs = len(self.in_axis_resources), len(self.out_axis_resources)
         at_in = [*range(ins), *(i for i in range(ins) for _ in range(order))]
         at_out = [*range(outs), *(i for i in range(outs) for _ in range(order))]
-        return self._select(at_in, at_out)._donate_first(ins)
+        rest = (False,) * (len(at_in) - ins)
+        return replace(self._select(at_in, at_out), donated_invars=self.donated_invars + rest)
 
     def expand(self, ins: Sequence[int], outs: Sequence[int]) -> PjitCall:
         """The call whose values became several arrays each: of those no spec is known."""
@@ -158,10 +159,6 @@ class PjitCall:
             out_axis_resources=tuple(self.out_axis_resources[i] for i in outs),
             **{n: tuple(getattr(self, n)[i] for i in ins) for n in _PER_INPUT},
         )
-
-    def _donate_first(self, count: int) -> PjitCall:
-        donated = tuple(d and i < count for i, d in enumerate(self.donated_invars))
-        return replace(self, donated_invars=donated)
 
     def transpose(
         self, kept_in: Sequence[bool], nz_cts: Sequence[bool], ct_out: Sequence[bool]

@@ -6,7 +6,7 @@ Everything here runs on a miss of the C++ dispatcher, or where that one must not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 from dataclasses import dataclass
 import functools
@@ -19,7 +19,7 @@ import warnings
 import weakref
 
 import jax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 import jax.tree_util as jtu
 import numpy as np
 
@@ -128,7 +128,7 @@ def _run(args: tuple[Any, ...], jaxpr: Any, call: PjitCall) -> Sequence[Any]:
     program = prepared.program
     if not prepared.refs:
         return execute(program.executable, program.consts, args, call)
-    with references(zip(args, prepared.shardings, strict=True)):
+    with references([(args[i], prepared.shardings[i]) for i in prepared.refs]):
         return execute(program.executable, program.consts, args, call)
 
 
@@ -147,7 +147,7 @@ def execute(
     outs = executable.unsafe_call(*consts, *args)
     if _jax.EMPTY_RESULTS_ARE_WHOLE:
         outs = [_resplit(o) if 0 in o.shape else o for o in outs]
-    if call.mesh is not None and AxisType.Explicit in call.mesh.axis_types:
+    if _jax.has_explicit_axes(call.mesh):
         outs = [_typed(o, call.mesh) for o in outs]
     mark_deleted(args, call)
     return outs
@@ -189,7 +189,7 @@ def _prepare(jaxpr: Any, call: PjitCall, placed: tuple[Any, ...]) -> Prepared:
     # However the mesh was entered outside, an equal one is one program.
     with _jax.tracing_under(mesh):
         program = _program(jaxpr, program_of(call, mesh), mesh, key)
-    refs = tuple(i for i, a in enumerate(jaxpr.in_avals) if _jax.is_ref(a))
+    refs = _jax.ref_indices(jaxpr)
     return Prepared(program=program, shardings=shardings, moves=moves, refs=refs)
 
 
@@ -420,20 +420,24 @@ def _move(args: tuple[Any, ...], prepared: Prepared, call: PjitCall) -> tuple[An
     return _replaced(args, at, [prepared.shardings[i] for i in at], call) if at else args
 
 
-_references_lock = threading.Lock()
+_locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
+_locks_guard = threading.Lock()
 
 
 @contextlib.contextmanager
-def references(places: Iterable[tuple[Any, Any]]) -> Iterator[None]:
-    """Lets one program at a time take mutable references, each placed where it expects it.
+def references(places: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+    """Lets one program at a time take a mutable reference, placed where it expects it.
 
     Args:
-        places: Arguments, and their shardings; all but references are left alone.
+        places: References, and their shardings.
     """
-    with _references_lock:
-        for value, sharding in places:
-            if _jax.buffer_of(value) is not value:
-                _place_ref(value, sharding)
+    with contextlib.ExitStack() as held:
+        # Two programs that share references take them in one order, so neither waits for ever.
+        for ref, sharding in sorted(places, key=lambda place: id(place[0])):
+            with _locks_guard:
+                lock = _locks.setdefault(ref, threading.Lock())
+            held.enter_context(lock)
+            _place_ref(ref, sharding)
         yield
 
 

@@ -104,6 +104,11 @@ def is_ref(aval: Any) -> bool:
     return isinstance(aval, AbstractRef)
 
 
+def ref_indices(jaxpr: Any) -> tuple[int, ...]:
+    """Which inputs of a closed jaxpr are mutable references."""
+    return tuple(i for i, a in enumerate(jaxpr.in_avals) if is_ref(a))
+
+
 def buffer_of(x: Any) -> Any:
     """Returns the array that a mutable reference holds now; anything else is itself."""
     return x._refs._buf if isinstance(x, core.Ref) else x
@@ -263,14 +268,6 @@ def has_explicit_type(x: Any) -> bool:
     """Whether the type of a value has a sharding over Explicit axes."""
     sharding = getattr(core.typeof(x), "sharding", None)
     return sharding is not None and sharding.mesh._any_axis_explicit
-
-
-@contextlib.contextmanager
-def typing_under(mesh: Any) -> Iterator[None]:
-    """Makes a mesh the one that types refer to."""
-    concrete = sharding_impls._internal_use_concrete_mesh(mesh)
-    with concrete, mesh_lib.use_abstract_mesh(mesh.abstract_mesh):
-        yield
 
 
 def explicit_part(spec: Any) -> Any:
@@ -802,6 +799,15 @@ def _mesh_stack_changed() -> None:
 
 
 @contextlib.contextmanager
+def typing_under(mesh: Any) -> Iterator[None]:
+    """Makes a mesh the one that the types of traced values refer to."""
+    devices = mesh_lib.empty_concrete_mesh if is_abstract(mesh) else mesh
+    concrete = sharding_impls._internal_use_concrete_mesh(devices)
+    with concrete, mesh_lib.use_abstract_mesh(mesh.abstract_mesh):
+        yield
+
+
+@contextlib.contextmanager
 def tracing_under(mesh: Any) -> Iterator[None]:
     """Lets code that is traced find `mesh`, and nothing else, where JAX looks for one."""
     manual = mesh_lib.get_abstract_mesh()._any_axis_manual
@@ -809,9 +815,7 @@ def tracing_under(mesh: Any) -> Iterator[None]:
     meshes = (_TRACING,) if is_abstract(mesh) else (_TRACING, mesh)
     with contextlib.ExitStack() as stack:
         if not manual:
-            concrete = mesh_lib.empty_concrete_mesh if is_abstract(mesh) else mesh
-            stack.enter_context(sharding_impls._internal_use_concrete_mesh(concrete))
-            stack.enter_context(mesh_lib.use_abstract_mesh(mesh.abstract_mesh))
+            stack.enter_context(typing_under(mesh))
         # What was entered outside is not part of the key: the same mesh traces once.
         resources.stack = [outer[0], *(outer[0].with_mesh(m) for m in meshes)]
         _mesh_stack_changed()

@@ -341,7 +341,7 @@ def clear_rule_caches() -> None:
 
 def _halves(
     *,
-    jaxpr: Any,
+    consts: Sequence[Any],
     known: Any,
     known_call: PjitCall,
     in_rest: Sequence[bool],
@@ -352,7 +352,7 @@ def _halves(
     """Builds the halves of a call.
 
     Args:
-        jaxpr: Closed jaxpr of the whole call.
+        consts: Constants of the whole call.
         known: Closed jaxpr of the first half, which returns all computed residuals.
         known_call: How it is called, but for the residuals.
         in_rest: As in :class:`_Halves`.
@@ -361,10 +361,10 @@ def _halves(
         forwarded: Per residual, which of the constants and then the inputs of the first half it
             is; None where it is computed.
     """
-    n_out, n_consts = len(known_call.out_axis_resources), len(jaxpr.consts)
+    n_out, n_consts = len(known_call.out_axis_resources), len(consts)
     known, outputs = _jax.repeated_outputs(known, n_out)
     # What both halves close over is a constant of both.
-    shared = [jaxpr.consts[i] if i is not None and i < n_consts else None for i in forwarded]
+    shared = [consts[i] if i is not None and i < n_consts else None for i in forwarded]
     rest = _jax.bind_inputs(rest, shared)
     inputs = [None if i is None else i - n_consts for i in forwarded if i is None or i >= n_consts]
     alive = known_call.keep_alive(i for i in inputs if i is not None)
@@ -404,7 +404,7 @@ def _pjit_linearize(
 def _linearize(jaxpr: Any, call: PjitCall, nz_in: tuple[bool, ...], is_vjp: bool) -> _Halves:
     known, nz_out, forwarded, linear = _jax.linearize_jaxpr(jaxpr, nz_in, is_vjp=is_vjp)
     return _halves(
-        jaxpr=jaxpr,
+        consts=jaxpr.consts,
         known=known,
         known_call=call,
         in_rest=nz_out,
@@ -442,7 +442,7 @@ def _split(jaxpr: Any, call: PjitCall, unk_in: tuple[bool, ...]) -> _Halves:
         jaxpr, unk_in, instantiate=False
     )
     return _halves(
-        jaxpr=jaxpr,
+        consts=jaxpr.consts,
         known=known,
         known_call=call.keep([not u for u in unk_in], [not u for u in unk_out]),
         in_rest=unk_out,

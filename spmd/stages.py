@@ -238,7 +238,15 @@ class Compiled(_Stage):
     """
 
     __module__ = "spmd"
-    __slots__ = ("_consts", "_described", "_dispatch", "_executable", "_lowering", "_shardings")
+    __slots__ = (
+        "_consts",
+        "_described",
+        "_dispatch",
+        "_executable",
+        "_lowering",
+        "_refs",
+        "_shardings",
+    )
 
     def __init__(self, lowered: Lowered, executable: Any):
         super().__init__(lowered._jaxpr, lowered._call, lowered._placed, lowered._signature)
@@ -246,6 +254,7 @@ class Compiled(_Stage):
         self._shardings = lowered._shardings
         self._executable = executable
         self._described = described_failure(lowered.mesh)
+        self._refs = _jax.ref_indices(self._jaxpr)
         self._consts = _jax.const_args(self._lowering, executable)
         self._dispatch = _dispatch.dispatcher(
             None, self.name, self._run, self._signature.params, "spmd.Compiled"
@@ -271,9 +280,8 @@ class Compiled(_Stage):
         self._check(flat)
         _dispatch.check_alive(values, self._call)
         repeatable = _dispatch.may_repeat(values, self._call) and not self._signature.consts
-        holds_refs = any(map(_jax.is_ref, self._jaxpr.in_avals))
-        places = zip(values, self._shardings, strict=True)
-        with _dispatch.references(places) if holds_refs else contextlib.nullcontext():
+        places = [(values[i], self._shardings[i]) for i in self._refs]
+        with _dispatch.references(places) if places else contextlib.nullcontext():
             outs = _dispatch.execute(self._executable, self._consts, values, self._call)
         data = None
         if repeatable and self._signature.params.keeps_order(args, kwargs):

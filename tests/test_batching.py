@@ -311,7 +311,7 @@ pjit of `row` cannot be mapped over mesh axis 'data'.
   given     vmap(spmd_axis_name='data'), used at test_batching.py:N (test_axis_in_use_by_the_inputs.<locals>.<lambda>)
   expected  a mesh axis that the mapped function does not use
   got       the spec P('data')
-  fix       drop 'data' from the spec, or map over another axis"""  # noqa: E501
+  fix       drop 'data' from the spec, or map over another axis"""  # noqa: E501 compared as it is printed
 
 
 def test_axis_in_use_by_the_inputs(mesh):
@@ -381,7 +381,7 @@ pjit of `row` cannot be mapped over mesh axis 'modle'.
   given     vmap(spmd_axis_name='modle'), used at test_batching.py:N (test_unknown_axis.<locals>.<lambda>)
   expected  mesh axes out of 'data', 'model'
   got       an unknown axis (did you mean 'model'?)
-  fix       use an axis of the mesh, or enter the mesh that has it"""  # noqa: E501
+  fix       use an axis of the mesh, or enter the mesh that has it"""  # noqa: E501 compared as it is printed
 
 
 def test_unknown_axis(mesh):
@@ -397,7 +397,7 @@ pjit of `sin` cannot split argument x.
   given     in_axis_resources = P(None, 'model'), which vmap made P('data', None, 'model') on mesh data=4, model=2
   expected  dimension 0 to be divisible by 4
   got       f32[3,8,4]: 3 = 0*4 + 3
-  fix       pad dimension 0 to 4, or leave it unsharded with P(None, None, 'model')"""  # noqa: E501
+  fix       pad dimension 0 to 4, or leave it unsharded with P(None, None, 'model')"""  # noqa: E501 compared as it is printed
 
 
 def test_examples_that_do_not_divide(mesh):

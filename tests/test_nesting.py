@@ -667,7 +667,10 @@ def test_export_with_symbolic_sizes(mesh):
 def test_exported_function_inside_of_a_call(mesh):
     """An exported program may be called inside of a pjit function, and loops over it."""
     again = exported(pjit(jnp.sin, A, A, mesh=mesh), jax.ShapeDtypeStruct((4, 4), np.float32))
-    twice = lambda x: lax.fori_loop(0, 2, lambda i, x: again.call(x), x)  # noqa: E731
+
+    def twice(x):
+        return lax.fori_loop(0, 2, lambda i, x: again.call(x), x)
+
     outer = pjit(twice, A, B, mesh=mesh)
     assert_sharded(outer(X), np.sin(np.sin(X)), B, mesh, **CLOSE)
 

@@ -24,7 +24,7 @@ import pytest
 
 import spmd
 from spmd import NamedSharding, P, _jax, pjit, primitives, with_sharding_constraint
-from spmd._dispatch import resource_of
+from spmd._dispatch import references, resource_of
 from spmd._jax import HloSharding
 from spmd._mesh import plain_mesh
 from spmd._spec import UNSPECIFIED
@@ -1047,6 +1047,24 @@ def test_threads_take_turns_with_a_reference(mesh):
         for done in [pool.submit(f, total, ones) for _ in range(40)]:
             done.result(60)
     close(total[...], 40 * ones)
+
+
+def test_programs_with_other_references_do_not_wait(mesh):
+    """A program holds its own references only: a callback in it may run one with others."""
+    mine, other = (jax.new_ref(jnp.zeros((8, 4))) for _ in range(2))
+    place = NamedSharding(plain_mesh(mesh), P("data"))
+
+    def take(*refs):
+        with references([(r, place) for r in refs]):
+            return [r.sharding for r in refs]
+
+    with ThreadPoolExecutor(2) as pool:
+        with references([(mine, place)]):
+            assert pool.submit(take, other).result(60) == [place]
+            waiting = pool.submit(take, other, mine)
+            with pytest.raises(TimeoutError):
+                waiting.result(0.2)
+        assert waiting.result(60) == [place, place]
 
 
 def test_late_rules_are_registered_once_by_whoever_comes_first(monkeypatch):
