@@ -6,6 +6,7 @@ the difference ends here.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import functools
@@ -71,6 +72,7 @@ register_cache = util.register_cache
 # Core
 
 Primitive = core.Primitive
+Array = xla_client.ArrayImpl
 Tracer = core.Tracer
 ShapedArray = core.ShapedArray
 Zero = ad.Zero
@@ -985,6 +987,287 @@ def _build_function(
 
 
 register_lowering = mlir.register_lowering
+
+# Ordered effects on the host
+
+
+class HostEffect(effects.Effect):
+    """What an equation does on the host, in program order."""
+
+    def __str__(self) -> str:
+        return "Host"
+
+
+HOST_EFFECT = HostEffect()
+for _registry in (
+    effects.ordered_effects,
+    effects.shardable_ordered_effects,
+    effects.lowerable_effects,
+    effects.control_flow_allowed_effects,
+    effects.custom_derivatives_allowed_effects,
+    effects.remat_allowed_effects,
+    effects.partial_eval_kept_effects,  # without it the gradient of a scan drops the equation
+):
+    _registry.add_type(HostEffect)
+
+
+def govern_tokens(started: Callable[[], None], must_settle: Callable[[], bool]) -> Any:
+    """Takes over how programs with a host effect follow one another in a thread.
+
+    JAX hands the token of one program to the next. Where the first failed, the next ones would
+    fail too; here they get a token of their own as soon as the first has ended either way.
+
+    Args:
+        started: Called in the thread that starts such a program, before it starts.
+        must_settle: Whether a program has to wait until the one before has ended.
+
+    Returns:
+        The tokens of the programs that were started, as a deque that grows; whoever reads it
+        removes those that are ready.
+    """
+    running: collections.deque[Any] = collections.deque()
+    tokens = dispatch.RuntimeTokenSet
+    jax_get, jax_set = tokens.get_token_input, tokens.set_token_result
+
+    def get_token_input(self: Any, effect: Any, devices: Sequence[Any]) -> Any:
+        if effect is not HOST_EFFECT:
+            return jax_get(self, effect, devices)
+        started()
+        before = self.current_tokens.pop(effect, None)
+        if before is not None and not before._buf.is_ready():
+            if not must_settle() and device_order(before._buf.sharding) == [*devices]:
+                return before
+            wait_quietly(before._buf)
+        drop_failed_tokens()
+        return _fresh_token(tuple(devices))
+
+    def set_token_result(self: Any, effect: Any, token: Any) -> None:
+        jax_set(self, effect, token)
+        if effect is HOST_EFFECT:
+            running.append(token._buf)
+
+    tokens.get_token_input = get_token_input
+    tokens.set_token_result = set_token_result
+    return running
+
+
+@functools.lru_cache(maxsize=64)
+def _fresh_token(devices: tuple[Any, ...]) -> Any:
+    replicated = sharding_impls.GSPMDSharding.get_replicated(devices)
+    return core.Token(jax.device_put(np.zeros(0, np.bool_), replicated))
+
+
+def wait_quietly(array: Any) -> None:
+    """Waits until the program that makes an array has ended, even if it failed."""
+    with contextlib.suppress(RuntimeError):
+        array.block_until_ready()
+
+
+def drop_failed_tokens() -> None:
+    """Forgets the tokens of this thread whose programs failed: JAX would raise them again."""
+    held = dispatch.runtime_tokens
+    for tokens in (held.current_tokens, held.output_runtime_tokens):
+        for key, token in [*tokens.items()]:
+            buffer = getattr(token, "_buf", None)
+            if buffer is not None and not buffer.is_ready():
+                continue
+            try:
+                token.block_until_ready()
+            except RuntimeError:
+                del tokens[key]
+
+
+def varying_aval(shape: Sequence[int], dtype: Any) -> Any:
+    """The aval of a value that each device of an enclosing `shard_map` has by itself."""
+    mesh = mesh_lib.get_abstract_mesh()
+    if not mesh._any_axis_manual or not config._check_vma.value:
+        return ShapedArray(tuple(shape), dtype)
+    varying = core.ManualAxisType(varying=frozenset(mesh.manual_axes))
+    return ShapedArray(tuple(shape), dtype, manual_axis_type=varying)
+
+
+def physical_shape(aval: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and dtype of the array behind an aval; that of a PRNG key has a dimension more."""
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
+        aval = core.physical_aval(aval)
+    return tuple(aval.shape), np.dtype(aval.dtype)
+
+
+def partition_of(ctx: Any) -> tuple[int, dict[str, int], bool | None]:
+    """How the program around an equation is split.
+
+    Returns:
+        The number of devices, the axes of the mesh where an enclosing `shard_map` or the types of
+        the operands say them, and whether the equation is in the program of one device already:
+        None where it is so along some axes only.
+    """
+    context = ctx.module_context.axis_context
+    if isinstance(context, sharding_impls.SPMDAxisContext) and context.manual_axes:
+        whole = frozenset(context.mesh.axis_names) <= context.manual_axes
+        return context.mesh.size, dict(context.mesh.shape), whole or None
+    count = getattr(context, "num_devices", None) or getattr(context, "size", 1)
+    meshes = [a.sharding.mesh for a in ctx.avals_in if isinstance(a, ShapedArray)]
+    return count, next((dict(m.shape) for m in meshes if not m.empty), {}), False
+
+
+def emit_host_call(
+    ctx: Any,
+    target: str,
+    operands: Sequence[Any],
+    results: Sequence[tuple[Sequence[int], Any]],
+    attributes: dict[str, int | str] | str,
+    *,
+    by_partition: bool,
+) -> list[Any]:
+    """Emits a call to the host, after all earlier ones of the program.
+
+    Args:
+        ctx: The lowering context of an equation with a host effect.
+        target: Name of the handler, or of the partitioner that puts one in its place.
+        operands: MLIR values.
+        results: Shape and dtype of each result.
+        attributes: Those of a handler, or a text for a partitioner.
+        by_partition: Whether the handler is told first which partition calls.
+
+    Returns:
+        MLIR values of the results.
+    """
+    operands = list(operands)
+    if by_partition:
+        operands = [hlo.PartitionIdOp().result, *operands]
+    token = ctx.tokens_in.get(HOST_EFFECT)
+    token, *outs = _custom_call(target, token, operands, results, attributes)
+    ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({HOST_EFFECT: token})))
+    return outs
+
+
+def _custom_call(
+    target: str, token: Any, operands: Sequence[Any], results: Sequence[Any], attributes: Any
+) -> list[Any]:
+    types = [mlir.token_type()] + [_tensor(*r) for r in results]
+    if isinstance(attributes, dict):
+        attributes = {
+            k: ir.StringAttr.get(v) if isinstance(v, str) else mlir.i64_attr(v)
+            for k, v in attributes.items()
+        }
+    ranks = [len(ir.RankedTensorType(o.type).shape) for o in operands]
+    call = mlir.custom_call(
+        target,
+        result_types=types,
+        operands=[token, *operands],
+        backend_config=attributes,
+        has_side_effect=True,
+        operand_layouts=[[], *(range(r - 1, -1, -1) for r in ranks)],
+        result_layouts=[[], *(range(len(r[0]) - 1, -1, -1) for r in results)],
+    )
+    return [*call.results]
+
+
+def _tensor(shape: Sequence[int], dtype: Any) -> Any:
+    return ir.RankedTensorType.get(shape, mlir.dtype_to_ir_type(np.dtype(dtype)))
+
+
+def convert_elements(value: Any, dtype: Any) -> Any:
+    """Emits a conversion of an MLIR value to another dtype."""
+    shape = ir.RankedTensorType(value.type).shape
+    return hlo.ConvertOp(_tensor(shape, dtype), value).result
+
+
+def shard_module(
+    target: str,
+    operands: Sequence[tuple[Sequence[int], Any]],
+    results: Sequence[tuple[Sequence[int], Any]],
+    attributes: dict[str, int | str],
+) -> bytes:
+    """Builds the program of one device that calls a handler with a token, partition and operands.
+
+    Args:
+        target: Name of the handler.
+        operands: Shape and dtype of each operand on one device.
+        results: Shape and dtype of each result on one device.
+        attributes: Attributes of the call.
+    """
+    with mlir.make_ir_context(), ir.Location.unknown():
+        module = ir.Module.create()
+        with ir.InsertionPoint(module.body):
+            token = mlir.token_type()
+            types = [token, *(_tensor(*o) for o in operands)]
+            outs = [token, *(_tensor(*r) for r in results)]
+            func = func_dialect.FuncOp("main", ir.FunctionType.get(types, outs))
+            with ir.InsertionPoint(func.add_entry_block()):
+                first, *rest = func.arguments
+                rest = [hlo.PartitionIdOp().result, *rest]
+                func_dialect.ReturnOp(_custom_call(target, first, rest, results, attributes))
+        return mlir.module_to_bytecode(module)
+
+
+def register_partitioner(name: str, partition: Callable, spread: Callable) -> None:
+    """Registers what takes the place of custom calls when a program is split.
+
+    Args:
+        name: Target of the custom calls.
+        partition: Function of the operand shapes, operand shardings, result shape, result sharding
+            and text of a call; returns a module, operand shardings and the result sharding.
+        spread: Function of the operand shapes, operand shardings, result shape and text; returns
+            the sharding of the result.
+    """
+    xla_client.register_custom_call_partitioner(
+        name,
+        lambda sharding, shape, text: sharding,
+        partition,
+        spread,
+        can_side_effecting_have_replicated_sharding=True,
+    )
+
+
+def typed_devices(values: Sequence[Any]) -> int:
+    """How many devices the types of values say that they are split over; 1 where none does."""
+    meshes = [getattr(core.typeof(x).sharding, "mesh", None) for x in values]
+    return max((m.size for m in meshes if m is not None and not m.empty), default=1)
+
+
+def canonical_dtype(dtype: Any) -> Any:
+    """The dtype that values have on devices: 32 bits for 64 unless x64 is enabled."""
+    return jax.dtypes.canonicalize_dtype(dtype)
+
+
+def physical_value(x: Any) -> Any:
+    """The array behind a PRNG key; anything else is itself."""
+    if jax.dtypes.issubdtype(core.typeof(x).dtype, jax.dtypes.extended):
+        return jax.random.key_data(x)
+    return x
+
+
+def instantiate(tangent: Any) -> Any:
+    """Makes an array of a symbolic zero."""
+    return ad.instantiate_zeros(tangent)
+
+
+def is_linear(x: Any) -> bool:
+    """Whether a transpose rule is to return a cotangent of this argument."""
+    return ad.is_undefined_primal(x)
+
+
+def zero_tangent(x: Any) -> Any:
+    """The symbolic zero tangent of a value."""
+    return ad.p2tz(x)
+
+
+def uninstantiated(eqn: Any, instantiated: Sequence[bool]) -> list[Any]:
+    """The input variables of an equation that a second pass has only as residuals."""
+    pairs = zip(eqn.invars, instantiated, strict=True)
+    return [v for v, here in pairs if isinstance(v, core.Var) and not here]
+
+
+def is_saved(decision: Any) -> bool:
+    """Whether the policy of a checkpoint keeps a result."""
+    return not isinstance(pe.ensure_enum(decision), pe.RecomputeType)
+
+
+primitive_transposes = ad.primitive_transposes
+primitive_batchers = batching.primitive_batchers
+partial_eval_custom_rules = pe.partial_eval_jaxpr_custom_rules
+
 
 # Moving arrays
 

@@ -1,0 +1,14 @@
+"""Taps, prints, calls and a barrier: functions of the host, called from inside of sharded code."""
+
+from spmd.host_callback._api import (
+    barrier_wait as barrier_wait,
+    call as call,
+    id_print as id_print,
+    id_tap as id_tap,
+    stop_outfeed_receiver as stop_outfeed_receiver,
+)
+from spmd.host_callback._options import configure as configure
+from spmd.host_callback._receiver import CallbackException as CallbackException
+from spmd.host_callback._records import Shard as Shard
+
+TapFunctionException = CallbackException

@@ -1,0 +1,351 @@
+"""The functions that users call: taps, prints, calls and the barrier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.tree_util as jtu
+import numpy as np
+
+from spmd import _jax
+from spmd._mesh import current_mesh
+from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, explain
+from spmd.host_callback._batching import METHODS
+from spmd.host_callback._primitive import host_call_p, host_tap_p
+from spmd.host_callback._printing import Printer
+from spmd.host_callback._receiver import CallbackException, receiver
+from spmd.host_callback._records import HostCall
+
+
+def id_tap(
+    tap_func: Callable[..., Any],
+    arg: Any,
+    *,
+    result: Any = None,
+    tap_with_device: bool = False,
+    device_index: int = 0,
+    per_shard: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Calls `tap_func` on the host with the value of `arg`, and returns `arg`.
+
+    The device goes on while the host function runs. Taps of one program arrive in program order,
+    whether or not anything depends on them.
+
+    Args:
+        tap_func: Called as ``tap_func(arg, transforms)``: `arg` in its tree, with NumPy arrays of
+            its own; `transforms` a tuple of ``(name, params)``, one per transformation that was
+            applied, such as ``("batch", {"batch_dims": (0, None)})``.
+        arg: Pytree of arrays.
+        result: What to return instead of `arg`; it is not sent to the host.
+        tap_with_device: Whether `tap_func` is passed ``device=``, the device that it is called
+            from.
+        device_index: Which device of the mesh calls with the whole operand, where the program
+            runs on several.
+        per_shard: Whether each device calls with the shard that it holds, without any collective;
+            `tap_func` is passed ``shard=``, a :class:`Shard`.
+        **kwargs: None; what the founding API took here is bound with `functools.partial`.
+
+    Returns:
+        `result` if it is given, else `arg`.
+
+    Raises:
+        TypeError: `tap_func` cannot be called or hashed, a leaf of `arg` is no array, or there
+            are more keywords.
+        ValueError: `device_index` is out of range.
+    """
+    if kwargs:
+        raise explain("id_tap", [_more_keywords(kwargs, tap_func)])
+    out = _tap("id_tap", tap_func, arg, tap_with_device, device_index, per_shard)
+    return out if result is None else result
+
+
+def id_print(
+    arg: Any,
+    *,
+    result: Any = None,
+    tap_with_device: bool = False,
+    device_index: int = 0,
+    output_stream: Any = None,
+    threshold: int | None = None,
+    per_shard: bool = False,
+    **labels: Any,
+) -> Any:
+    """Prints the value of `arg` on the host, and returns `arg`.
+
+    First the labels, sorted by name, with the transformations that were applied; then the value.
+
+    Args:
+        arg: Pytree of arrays.
+        result: What to return instead of `arg`.
+        tap_with_device: Whether the device is printed too.
+        device_index: As in :func:`id_tap`.
+        output_stream: Has a method `write`; the standard output by default.
+        threshold: Arrays of more elements are summarized; see `numpy.array2string`.
+        per_shard: Whether each device prints its shard, and where that lies.
+        **labels: What else to print, as ``name: value``.
+
+    Returns:
+        `result` if it is given, else `arg`.
+
+    Raises:
+        TypeError: A leaf of `arg` is no array, or `output_stream` cannot be written to.
+        ValueError: `device_index` is out of range.
+    """
+    if output_stream is not None and not callable(getattr(output_stream, "write", None)):
+        raise explain("id_print", [_no_stream(output_stream)])
+    printer = Printer(_hashable(labels), output_stream, threshold)
+    out = _tap("id_print", printer, arg, tap_with_device, device_index, per_shard)
+    return out if result is None else result
+
+
+def call(
+    callback_func: Callable[..., Any],
+    arg: Any,
+    *,
+    result_shape: Any = None,
+    call_with_device: bool = False,
+    device_index: int = 0,
+    per_shard: bool = False,
+    vmap_method: str | None = None,
+) -> Any:
+    """Calls `callback_func` on the host with the value of `arg`, and returns what it returns.
+
+    The device waits for it. What it raises is raised where the results are waited for, and at
+    :func:`barrier_wait`.
+
+    Args:
+        callback_func: Called as ``callback_func(arg)``, with NumPy arrays in the tree of `arg`.
+        arg: Pytree of arrays.
+        result_shape: Pytree of what is returned: examples, or anything with `shape` and `dtype`.
+            None or ``()`` where nothing is.
+        call_with_device: Whether `callback_func` is passed ``device=``.
+        device_index: As in :func:`id_tap`; all devices get the whole result.
+        per_shard: Whether each device calls with its own shard; `callback_func` is passed
+            ``shard=``. `result_shape` is that of one shard. Inside of `shard_map` a device gets
+            its own result; elsewhere the results of all devices of the mesh are stacked along a
+            new leading dimension, ``[devices, *shape]``, split over all of them.
+        vmap_method: How `vmap` treats the call: "sequential" calls once per element;
+            "expand_dims" calls once with a leading dimension, of size 1 where an operand is not
+            batched; "broadcast_all" repeats those. None: `vmap` raises.
+
+    Returns:
+        The results, in the tree of `result_shape`.
+
+    Raises:
+        TypeError: `callback_func` cannot be called or hashed, or a leaf of `arg` or
+            `result_shape` is no array.
+        ValueError: `device_index` is out of range, or `vmap_method` is unknown.
+    """
+    failures = _function_failures(callback_func) + _index_failures(device_index)
+    if vmap_method not in (None, *METHODS):
+        failures.append(_unknown_method(vmap_method))
+    leaves, in_tree, more = _leaves(arg)
+    results, out_tree, wrong = _result_avals(result_shape)
+    if failures := failures + more + wrong:
+        raise explain("call", failures)
+    record = HostCall(
+        func=callback_func,
+        in_tree=in_tree,
+        kind="call",
+        with_device=bool(call_with_device),
+        device_index=int(device_index),
+        per_shard=bool(per_shard),
+        out_tree=out_tree,
+        results=results,
+        stack=_stack(leaves) if per_shard else None,
+        axes=_axes(),
+        vmap_method=vmap_method,
+    )
+    return jtu.tree_unflatten(out_tree, host_call_p.bind(*leaves, call=record))
+
+
+def barrier_wait(logging_name: str | None = None) -> None:
+    """Waits until the host functions of all programs that were started have run, on all devices.
+
+    It may be called from several threads, and from a host function: there it waits for what other
+    devices have handed over.
+
+    Args:
+        logging_name: Shown in the log.
+
+    Raises:
+        CallbackException: Host functions raised since the last time; the last error is its cause.
+    """
+    receiver.wait(logging_name or "")
+    errors = receiver.take_errors()
+    if not errors:
+        return
+    error, text = errors[-1]
+    count = "one exception" if len(errors) == 1 else f"{len(errors)} exceptions"
+    last = "It was" if len(errors) == 1 else "The last one was"
+    raise CallbackException(
+        f"Host functions raised {count} since the last barrier_wait. {last}:\n{text}"
+    ) from error
+
+
+def stop_outfeed_receiver() -> None:
+    """Waits for pending taps and stops the threads that run them; the next tap starts them again.
+
+    Errors of taps stay for the next :func:`barrier_wait`.
+    """
+    receiver.stop()
+
+
+def _tap(
+    kind: str, func: Any, arg: Any, with_device: bool, device_index: int, per_shard: bool
+) -> Any:
+    failures = _function_failures(func) + _index_failures(device_index)
+    leaves, in_tree, more = _leaves(arg)
+    if failures := failures + more:
+        raise explain(kind, failures)
+    record = HostCall(
+        func=func,
+        in_tree=in_tree,
+        kind=kind,
+        with_device=bool(with_device),
+        device_index=int(device_index),
+        per_shard=bool(per_shard),
+        axes=_axes(),
+    )
+    return jtu.tree_unflatten(in_tree, host_tap_p.bind(*leaves, call=record))
+
+
+def _axes() -> tuple[tuple[str, int], ...]:
+    """The axes of the active mesh, for the coordinates of shards."""
+    mesh = current_mesh()
+    return () if mesh is None else tuple(mesh.shape.items())
+
+
+def _stack(leaves: Sequence[Any]) -> int | None:
+    """How many devices stack their results; None inside of `shard_map`."""
+    if _jax.manual_axes():
+        return None
+    mesh = current_mesh()
+    if mesh is not None:
+        return mesh.size
+    devices = [len(x.devices()) for x in leaves if isinstance(x, _jax.Array)]
+    return max(devices, default=_jax.typed_devices(leaves))
+
+
+def _hashable(labels: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    pairs = []
+    for name, value in sorted(labels.items()):
+        try:
+            hash(value)
+        except TypeError:
+            value = str(value)  # printed as it is now, and comparable
+        pairs.append((name, value))
+    return tuple(pairs)
+
+
+def _leaves(arg: Any) -> tuple[list[Any], Any, list[Failure]]:
+    paths, tree = jtu.tree_flatten_with_path(arg)
+    failures = []
+    for path, leaf in paths:
+        try:
+            _jax.abstractify(leaf)
+        except (TypeError, ValueError, OverflowError):
+            failures.append(_no_array("arg" + jtu.keystr(path), leaf))
+    return [leaf for _, leaf in paths], tree, failures
+
+
+def _result_avals(result_shape: Any) -> tuple[tuple[Any, ...], Any, list[Failure]]:
+    paths, tree = jtu.tree_flatten_with_path(result_shape)
+    results, failures = [], []
+    for path, leaf in paths:
+        try:
+            aval = _jax.abstractify(leaf)
+            dtype = np.dtype(_jax.canonical_dtype(aval.dtype))
+            results.append((tuple(aval.shape), dtype))
+        except (TypeError, ValueError, OverflowError, AttributeError):
+            failures.append(_no_result("result_shape" + jtu.keystr(path), leaf))
+    return tuple(results), tree, failures
+
+
+# Failures
+
+
+def _more_keywords(kwargs: dict[str, Any], func: Any) -> Failure:
+    names = ", ".join(kwargs)
+    known = ("result", "tap_with_device", "device_index", "per_shard")
+    hint = "".join(did_you_mean(n, known) for n in kwargs)
+    name = _jax.fun_name(func) if callable(func) else "tap_func"
+    bound = ", ".join(f"{k}=..." for k in kwargs)
+    return Failure(
+        what=f"does not take the keyword{'s' * (len(kwargs) != 1)} {names}{hint}",
+        expected=", ".join(known),
+        fix=f"bind them: id_tap(functools.partial({name}, {bound}), arg)",
+        error=ArgumentError,
+    )
+
+
+def _function_failures(func: Any) -> list[Failure]:
+    if not callable(func):
+        got = f"{type(func).__name__}: {func!r}"[:100]
+        expected = "a function of the host"
+        return [
+            Failure(what="has nothing to call", expected=expected, got=got, error=ArgumentError)
+        ]
+    try:
+        hash(func)
+    except TypeError:
+        return [
+            Failure(
+                what=f"cannot tell calls of `{_jax.fun_name(func)}` apart: it has no hash",
+                got=f"{type(func).__name__}: {func!r}"[:100],
+                fix="pass a function, a method, or an object with __hash__",
+                error=ArgumentError,
+            )
+        ]
+    return []
+
+
+def _index_failures(device_index: Any) -> list[Failure]:
+    if isinstance(device_index, (int, np.integer)) and device_index >= 0:
+        return []
+    return [
+        Failure(
+            what="has no such device",
+            given=f"device_index={device_index!r}",
+            expected="the number of a device of the mesh, from 0",
+            error=OptionError,
+        )
+    ]
+
+
+def _unknown_method(method: Any) -> Failure:
+    return Failure(
+        what=f"does not know this way to batch{did_you_mean(method, METHODS)}",
+        given=f"vmap_method={method!r}",
+        expected=", ".join(map(repr, METHODS)) + " or None",
+        error=OptionError,
+    )
+
+
+def _no_array(name: str, leaf: Any) -> Failure:
+    return Failure(
+        what=f"cannot send {name}: it is no array",
+        expected="arrays and numbers",
+        got=f"{type(leaf).__name__}: {leaf!r}"[:100],
+        error=ArgumentError,
+    )
+
+
+def _no_result(name: str, leaf: Any) -> Failure:
+    return Failure(
+        what=f"cannot read a shape from {name}",
+        expected="numbers, arrays, jax.ShapeDtypeStruct, or anything with shape and dtype",
+        got=f"{type(leaf).__name__}: {leaf!r}"[:100],
+        error=ArgumentError,
+    )
+
+
+def _no_stream(stream: Any) -> Failure:
+    return Failure(
+        what="cannot print to output_stream",
+        expected="an object with a method write, such as an open file",
+        got=f"{type(stream).__name__}: {stream!r}"[:100],
+        error=ArgumentError,
+    )

@@ -1,0 +1,244 @@
+"""XLA's foreign function interface from pure Python: call frames, buffers, futures and errors.
+
+The layouts are those of ``xla/ffi/api/c_api.h`` below ``jax.ffi.include_dir()``, version 0.3, which
+later runtimes accept; `tests/host_callback/test_ffi.py` reads the header and compares. A struct of
+that interface is read here as an array of 8-byte words: the index of a field is its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import ctypes
+import math
+from typing import Any
+
+import numpy as np
+
+_VERSION = (0, 3)
+_word = ctypes.c_uint64
+_Function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+_Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+# XLA_FFI_CallFrame
+_FRAME_WORDS = 22
+_EXTENSION, _API, _CTX, _STAGE = 1, 2, 3, 4
+_ARG_COUNT, _ARGS = 7, 9
+_RESULT_COUNT, _RESULTS = 12, 14
+_ATTRIBUTES = 20
+_FUTURE = 21
+
+# XLA_FFI_Api
+_API_WORDS = 24
+ERROR_CREATE, TYPE_REGISTER, STATE_SET = 6, 11, 13
+FUTURE_CREATE, FUTURE_SET_AVAILABLE, FUTURE_SET_ERROR = 19, 20, 21
+RUN_ID_GET, DEVICE_ORDINAL_GET = 22, 23
+
+# XLA_FFI_Error_Code
+_UNKNOWN, _INTERNAL = 2, 13
+
+_METADATA = 1  # XLA_FFI_Extension_Metadata
+
+
+def _words(address: int, count: int) -> Any:
+    return (_word * count).from_address(address)
+
+
+class Api:
+    """The functions that a runtime hands to its handlers."""
+
+    def __init__(self, address: int):
+        table = _words(address, _API_WORDS)
+        self._functions = {i: _Function(table[i]) for i in range(ERROR_CREATE, _API_WORDS)}
+
+    def __call__(self, function: int, *fields: int) -> Any:
+        """Calls a function with the fields of its argument struct; returns that struct."""
+        args = (_word * (2 + len(fields)))(8 * (2 + len(fields)), 0, *fields)
+        if self._functions[function](ctypes.addressof(args)):
+            raise RuntimeError(f"XLA refused function {function} of its foreign function interface")
+        return args
+
+    def error(self, message: str, code: int = _UNKNOWN) -> int:
+        """Makes an error; who is given it owns it."""
+        text = ctypes.create_string_buffer(message.encode(errors="replace"))
+        args = (_word * 4)(32, 0, ctypes.addressof(text), code)
+        return self._functions[ERROR_CREATE](ctypes.addressof(args)) or 0
+
+
+_apis: dict[int, Api] = {}
+
+
+class Frame:
+    """One execution of one custom call on one device.
+
+    Attributes:
+        words: The call frame.
+        api: The functions of the runtime.
+    """
+
+    __slots__ = ("api", "words")
+
+    def __init__(self, address: int):
+        self.words = _words(address, _FRAME_WORDS)
+        api = self.words[_API]
+        self.api = _apis.get(api) or _apis.setdefault(api, Api(api))
+
+    def integer(self, index: int) -> int:
+        """Returns an integer attribute; attributes are sorted by name."""
+        scalar = _words(_words(self.words[_ATTRIBUTES], index + 1)[index], 2)
+        return ctypes.c_int64.from_address(scalar[1]).value
+
+    def text(self, index: int) -> bytes:
+        """Returns a string attribute."""
+        span = _words(_words(self.words[_ATTRIBUTES], index + 1)[index], 2)
+        return ctypes.string_at(span[0], span[1])
+
+    def arguments(self) -> list[Buffer]:
+        """The operands behind the token."""
+        return _buffers(self.words[_ARGS], self.words[_ARG_COUNT])
+
+    def results(self) -> list[Buffer]:
+        """The memory to write the results to that follow the token."""
+        return _buffers(self.words[_RESULTS], self.words[_RESULT_COUNT])
+
+    def device_ordinal(self) -> int:
+        """Which device of its client executes."""
+        return self.api(DEVICE_ORDINAL_GET, self.words[_CTX], 0)[3] & 0xFFFFFFFF
+
+    def run_id(self) -> int:
+        """What all devices that execute one program together have in common."""
+        return self.api(RUN_ID_GET, self.words[_CTX], 0)[3]
+
+    def suspend(self) -> Future:
+        """Lets the program wait here, with its buffers alive, until the future is completed."""
+        future = self.api(FUTURE_CREATE, 0)[2]
+        self.words[_FUTURE] = future
+        return Future(self.api, future)
+
+
+class Buffer:
+    """Memory of the device: an operand or the place of a result.
+
+    Attributes:
+        address: Where it begins.
+        shape: Its dimensions.
+    """
+
+    __slots__ = ("address", "shape")
+
+    def __init__(self, address: int):
+        fields = _words(address, 6)
+        self.address = fields[3]
+        rank = fields[4]
+        self.shape = tuple((ctypes.c_int64 * rank).from_address(fields[5])) if rank else ()
+
+    def size(self, dtype: np.dtype) -> int:
+        """How many bytes it has."""
+        return math.prod(self.shape, start=dtype.itemsize)
+
+    def copy(self, dtype: np.dtype) -> np.ndarray:
+        """Returns the values as an array of its own."""
+        size = self.size(dtype)
+        if not size:
+            return np.empty(self.shape, dtype)
+        return self._view(size, dtype).copy()
+
+    def write(self, value: np.ndarray) -> None:
+        """Writes an array of this shape."""
+        if value.nbytes:
+            self._view(value.nbytes, value.dtype)[...] = value.reshape(self.shape)
+
+    def _view(self, size: int, dtype: np.dtype) -> np.ndarray:
+        memory: Any = (ctypes.c_char * size).from_address(self.address)
+        return np.frombuffer(memory, dtype).reshape(self.shape)
+
+
+def _buffers(address: int, count: int) -> list[Buffer]:
+    return [Buffer(a) for a in _words(address, count)[1:]]
+
+
+class Future:
+    """What a suspended program waits for; it may be completed from any thread, once."""
+
+    __slots__ = ("_api", "_future")
+
+    def __init__(self, api: Api, future: int):
+        self._api = api
+        self._future = future
+
+    def set_available(self) -> None:
+        """Lets the program go on."""
+        self._api(FUTURE_SET_AVAILABLE, self._future)
+
+    def set_error(self, message: str) -> None:
+        """Lets the program fail."""
+        self._api(FUTURE_SET_ERROR, self._future, self._api.error(message))
+
+
+def _metadata(words: Any) -> bool:
+    """Answers the question for the version of a handler; returns whether it was asked."""
+    if not words[_EXTENSION]:
+        return False
+    extension = _words(words[_EXTENSION], 4)
+    if extension[1] & 0xFFFFFFFF != _METADATA:
+        return False
+    version = extension[3] + 3 * 8
+    (ctypes.c_int32 * 2).from_address(version)[:] = _VERSION
+    _words(version + 8, 2)[:] = (0, _state_type[0])
+    return True
+
+
+def handler(stage: Callable[[Frame], str | None]) -> Any:
+    """Makes a handler of one stage from a function that returns the text of an error, or None."""
+
+    def handle(address: int) -> int | None:
+        if _metadata(_words(address, _FRAME_WORDS)):
+            return None
+        frame = Frame(address)
+        try:
+            message = stage(frame)
+        except BaseException as error:
+            return frame.api.error(f"{type(error).__name__}: {error}", _INTERNAL)
+        return None if message is None else frame.api.error(message)
+
+    return _Function(handle)
+
+
+# The state of a custom call: made with its executable, deleted with it
+
+_state_type = (ctypes.c_int64 * 1)(0)
+_states: dict[int, Any] = {}
+
+
+@_Deleter
+def _delete(address: int) -> None:
+    _states.pop(address, None)
+
+
+_type_info = (_word * 3)(24, 0, ctypes.cast(_delete, ctypes.c_void_p).value)
+_type_name = ctypes.create_string_buffer(b"spmd.host_callback")
+
+
+def hold(frame: Frame, value: Any) -> None:
+    """Keeps a value alive as long as the executable that is being made."""
+    if not _state_type[0]:
+        name, size = ctypes.addressof(_type_name), len(_type_name.value)
+        addresses = ctypes.addressof(_state_type), ctypes.addressof(_type_info)
+        frame.api(TYPE_REGISTER, name, size, *addresses)
+    cell = ctypes.c_char()
+    address = ctypes.addressof(cell)
+    _states[address] = (cell, value)
+    type_id = ctypes.addressof(_state_type)
+    frame.api(STATE_SET, frame.words[_CTX], 0, type_id, address)
+
+
+# Registration
+
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+
+
+def capsule(handler: Any) -> Any:
+    """Wraps a handler as `jax.ffi.register_ffi_target` takes it."""
+    address = ctypes.cast(handler, ctypes.c_void_p).value
+    return _new_capsule(address, b"xla._CUSTOM_CALL_TARGET", None)

@@ -1,0 +1,141 @@
+"""From an equation to the call of a handler, by the way in which the program is split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import functools
+from typing import Any
+
+from spmd import _jax
+from spmd.errors import Failure, OptionError, explain
+from spmd.host_callback import _registry
+from spmd.host_callback._handlers import PARTITIONED, TARGET, register_handlers
+from spmd.host_callback._layout import placement, stacked
+from spmd.host_callback._receiver import receiver
+from spmd.host_callback._records import HostCall
+from spmd.host_callback._registry import Entry, Site, carrier
+
+
+def lower(ctx: Any, *operands: Any, call: HostCall) -> Sequence[Any]:
+    """Emits the call of a handler; returns the values of the results of a `call`."""
+    receiver.prepare()
+    register_handlers()
+    receiver.calls_used = receiver.calls_used or call.out_tree is not None
+    entry = _registry.register(call, _registry.operand_avals(ctx.avals_in))
+    ctx.module_context.add_keepalive(entry)
+    values = [
+        v if c == d else _jax.convert_elements(v, c)
+        for v, d, c in zip(operands, entry.dtypes, entry.carriers, strict=True)
+    ]
+    outs = _emit(ctx, values, entry)
+    return [
+        v if carrier(d) == d else _jax.convert_elements(v, d)
+        for v, (_, d) in zip(outs, call.results, strict=True)
+    ]
+
+
+def _emit(ctx: Any, values: Sequence[Any], entry: Entry) -> Sequence[Any]:
+    call = entry.call
+    partitions, axes, manual = _jax.partition_of(ctx)
+    results = _result_types(call)
+    if failure := _split_failure(call, partitions, manual):
+        raise explain(call.kind, [failure])
+    if partitions == 1:
+        attributes: Any = {"id": entry.id}
+        return _jax.emit_host_call(ctx, TARGET, values, results, attributes, by_partition=False)
+    if manual:
+        attributes = {"id": entry.id, "site": entry.add_site(Site("each", partitions, axes))}
+        return _jax.emit_host_call(ctx, TARGET, values, results, attributes, by_partition=True)
+    register_partitioner()
+    site = Site("shards" if call.per_shard else "one", partitions, axes or dict(call.axes))
+    text = f"{entry.id} {entry.add_site(site)}"
+    return _jax.emit_host_call(ctx, PARTITIONED, values, results, text, by_partition=False)
+
+
+def _result_types(call: HostCall) -> list[tuple[tuple[int, ...], Any]]:
+    """Shape and dtype of the results in a whole program."""
+    stack = () if call.stack is None else (call.stack,)
+    return [((*stack, *shape), carrier(dtype)) for shape, dtype in call.results]
+
+
+def _split_failure(call: HostCall, partitions: int, manual: bool | None) -> Failure | None:
+    what = f"cannot reach `{call.name}`"
+    if manual is None:
+        return Failure(
+            what=f"{what} from a shard_map over some axes of the mesh",
+            expected="a shard_map over all axes, or none",
+            fix="leave axis_names out, or call outside of the shard_map",
+            error=OptionError,
+        )
+    if not manual and not 0 <= call.device_index < partitions:
+        several = f"0 to {partitions - 1}: the program runs on {partitions} devices"
+        return Failure(
+            what=f"{what} from device {call.device_index}",
+            given=f"device_index={call.device_index}",
+            expected=several if partitions > 1 else "0: the program runs on one device",
+            error=OptionError,
+        )
+    if not manual and call.stack not in (None, partitions):
+        return Failure(
+            what=f"{what} from every shard",
+            given=f"per_shard=True, traced for {call.stack} device{'s' * (call.stack != 1)}",
+            got=f"a program on {partitions} devices",
+            fix="trace it under its mesh: `with spmd.Mesh(...)`, jax.set_mesh, or shard_map",
+            error=OptionError,
+        )
+    return None
+
+
+# The partitioner
+
+
+@functools.lru_cache(maxsize=1)
+def register_partitioner() -> None:
+    """Tells XLA how to split a call, once per process."""
+    _jax.register_partitioner(PARTITIONED, _partition, _spread)
+
+
+def _found(text: str | bytes) -> tuple[Entry, Site]:
+    number, _, site = (text.decode() if isinstance(text, bytes) else text).partition(" ")
+    entry = _registry.find(int(number))
+    if entry is None:
+        raise RuntimeError(_registry.unknown(int(number)))
+    return entry, entry.site(site)
+
+
+def _partition(
+    arg_shapes: Any, arg_shardings: Any, result_shape: Any, result_sharding: Any, text: Any
+) -> tuple[bytes, Any, Any]:
+    """Returns the program of one device, and how operands and results are split for it."""
+    del result_sharding
+    entry, site = _found(text)
+    shapes = [shape for shape, _ in entry.avals]
+    token, *shardings = arg_shardings
+    if site.mode == "one":
+        shardings = [_jax.HloSharding.replicate() for _ in shardings]
+    places = [
+        placement(shape, sharding, site.partitions)
+        for shape, sharding in zip(shapes, shardings, strict=True)
+    ]
+    final = Site(site.mode, site.partitions, site.axes, tuple(places) * (site.mode == "shards"))
+    operands = [(p.local_shape, c) for p, c in zip(places, entry.carriers, strict=True)]
+    stack = () if entry.call.stack is None else (1,)
+    results = [((*stack, *shape), carrier(d)) for shape, d in entry.call.results]
+    attributes: dict[str, int | str] = {"id": entry.id, "site": entry.add_site(final)}
+    module = _jax.shard_module(TARGET, operands, results, attributes)
+    spread = _spread(arg_shapes, arg_shardings, result_shape, text)
+    return module, [token, *shardings], spread
+
+
+def _spread(arg_shapes: Any, arg_shardings: Any, result_shape: Any, text: Any) -> Any:
+    """Returns how the results are split: whole everywhere, or one per device."""
+    del arg_shapes, arg_shardings
+    entry, site = _found(text)
+    token = _jax.HloSharding.replicate()
+    if not result_shape.is_tuple():
+        return token
+    if entry.call.stack is None:
+        parts = [_jax.HloSharding.replicate() for _ in entry.call.results]
+    else:
+        parts = [stacked(shape, site.partitions) for shape, _ in entry.call.results]
+    return _jax.HloSharding.tuple_sharding(result_shape, [token, *parts])

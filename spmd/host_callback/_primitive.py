@@ -1,0 +1,183 @@
+"""The primitives `host_tap_p` and `host_call_p`, and all their rules.
+
+A tap is the identity on its operands and tells the host what they are; a call has the results of
+its host function. Both carry one parameter, the record `call`, and one ordered effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmd import _jax
+from spmd.errors import ArgumentError, Failure, explain
+from spmd.host_callback import _batching, _lowering, _running
+from spmd.host_callback._options import options
+from spmd.host_callback._records import HostCall
+
+# Parameters
+#
+# call: HostCall
+
+# Primitive
+
+host_tap_p = _jax.Primitive("host_tap")
+host_tap_p.multiple_results = True
+host_call_p = _jax.Primitive("host_call")
+host_call_p.multiple_results = True
+
+# Impl
+
+
+def _host_impl(primitive: Any, *args: Any, call: HostCall) -> Sequence[Any]:
+    if options.inline:
+        return _run_here(args, call)
+    return _program(primitive, call)(*args)
+
+
+@functools.lru_cache(maxsize=256)
+def _program(primitive: Any, call: HostCall) -> Any:
+    def host_callback(*args: Any) -> Any:
+        return primitive.bind(*args, call=call)
+
+    return jax.jit(host_callback)
+
+
+def _run_here(args: Sequence[Any], call: HostCall) -> Sequence[Any]:
+    """Runs the host function in the thread of the caller, whose stack a debugger sees."""
+    values = [np.asarray(_jax.physical_value(x)) for x in args]
+    devices = sorted(args[0].devices(), key=lambda d: d.id) if args else [_jax.default_device()]
+    return _running.run_here(call, args, values, devices)
+
+
+host_tap_p.def_impl(functools.partial(_host_impl, host_tap_p))
+host_call_p.def_impl(functools.partial(_host_impl, host_call_p))
+
+# Abstract evaluation
+
+
+def _tap_abstract_eval(*avals: Any, call: HostCall) -> tuple[Any, set[Any]]:
+    del call
+    return avals, {_jax.HOST_EFFECT}
+
+
+def _call_abstract_eval(*avals: Any, call: HostCall) -> tuple[Any, set[Any]]:
+    del avals
+    stack = () if call.stack is None else (call.stack,)
+    outs = [_jax.varying_aval((*stack, *shape), dtype) for shape, dtype in call.results]
+    return outs, {_jax.HOST_EFFECT}
+
+
+host_tap_p.def_effectful_abstract_eval(_tap_abstract_eval)
+host_call_p.def_effectful_abstract_eval(_call_abstract_eval)
+
+# Lowering
+
+
+def _tap_lower(ctx: Any, *operands: Any, call: HostCall) -> Sequence[Any]:
+    _lowering.lower(ctx, *operands, call=call)
+    return operands
+
+
+# Not cacheable: the entry that a program calls has to be kept alive by that program.
+_jax.register_lowering(host_tap_p, _tap_lower, cacheable=False)
+_jax.register_lowering(host_call_p, _lowering.lower, cacheable=False)
+
+# Batching
+
+
+def _tap_batch(args: Sequence[Any], dims: Sequence[Any], *, call: HostCall) -> tuple[Any, Any]:
+    return host_tap_p.bind(*args, call=call.transformed("batch", tuple(dims))), dims
+
+
+def _call_batch(args: Sequence[Any], dims: Sequence[Any], *, call: HostCall) -> tuple[Any, Any]:
+    if call.vmap_method is None:
+        raise explain("call", [_no_rule(call, "vmap", _VMAP)])
+    return _batching.batch(host_call_p, args, dims, call)
+
+
+_jax.primitive_batchers[host_tap_p] = _tap_batch
+_jax.primitive_batchers[host_call_p] = _call_batch
+
+# JVP
+
+_VMAP = (
+    "pass vmap_method='sequential', 'expand_dims' or 'broadcast_all' to call, or wrap it in "
+    "jax.custom_batching.custom_vmap"
+)
+_JVP = "wrap it in jax.custom_jvp or jax.custom_vjp, whose rules may use call themselves"
+
+
+def _no_rule(call: HostCall, transformation: str, fix: str) -> Failure:
+    return Failure(
+        what=f"cannot apply {transformation} to `{call.name}`: it is a function of the host",
+        expected="a function that JAX can see into, or a rule",
+        fix=fix,
+        error=ArgumentError,
+    )
+
+
+def _tap_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: HostCall) -> tuple:
+    return host_tap_p.bind(*primals, call=call), [*tangents]
+
+
+def _call_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: HostCall) -> tuple:
+    if any(type(t) is not _jax.Zero for t in tangents):
+        raise explain("call", [_no_rule(call, "jvp or grad", _JVP)])
+    outs = host_call_p.bind(*primals, call=call)
+    return outs, [_jax.zero_tangent(o) for o in outs]
+
+
+_jax.primitive_jvps[host_tap_p] = _tap_jvp
+_jax.primitive_jvps[host_call_p] = _call_jvp
+
+# Transpose
+
+
+def _tap_transpose(cts: Sequence[Any], *args: Any, call: HostCall) -> Sequence[Any]:
+    # A tap that was given tangents is given their cotangents.
+    values = [_jax.instantiate(ct) for ct in cts]
+    outs = host_tap_p.bind(*values, call=call.transformed("transpose"))
+    return [o if _jax.is_linear(x) else None for o, x in zip(outs, args, strict=True)]
+
+
+def _call_transpose(cts: Sequence[Any], *args: Any, call: HostCall) -> Any:
+    del cts, args
+    raise explain("call", [_no_rule(call, "transposition", _JVP)])
+
+
+_jax.primitive_transposes[host_tap_p] = _tap_transpose
+_jax.primitive_transposes[host_call_p] = _call_transpose
+
+# Rematerialization
+
+
+def _host_remat(
+    saveable: Any, unks_in: Sequence[bool], inst_in: Sequence[bool], eqn: Any
+) -> tuple[Any, Any, list[bool], list[bool], list[Any]]:
+    """Runs in both passes, unless the policy saves the results or nothing is known."""
+    count = len(eqn.outvars)
+    needed = _jax.uninstantiated(eqn, inst_in)
+    if any(unks_in):
+        return None, eqn, [True] * count, [True] * count, needed
+    if _jax.is_saved(saveable(eqn.primitive, *[v.aval for v in eqn.invars], **eqn.params)):
+        return eqn, None, [False] * count, [False] * count, []
+    return eqn, eqn, [False] * count, [True] * count, needed
+
+
+_jax.partial_eval_custom_rules[host_tap_p] = _host_remat
+_jax.partial_eval_custom_rules[host_call_p] = _host_remat
+
+# Printing
+
+
+def _host_pp(eqn: Any, context: Any, settings: Any) -> Any:
+    return _jax.pp_equation(eqn, context, settings, eqn.params["call"].shown())
+
+
+_jax.pp_eqn_rules[host_tap_p] = _host_pp
+_jax.pp_eqn_rules[host_call_p] = _host_pp

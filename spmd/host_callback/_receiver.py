@@ -1,0 +1,292 @@
+"""The host's side: one queue and one thread per device that run host functions in order.
+
+A program hands its operands over and goes on; it waits only where the queue is full, and where it
+needs a result. Waiting is XLA's own: no thread of the runtime is ever blocked in here.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections import deque
+from collections.abc import Callable
+import logging
+import os
+import queue
+import threading
+import time
+import traceback
+from typing import Any
+
+from spmd import _jax
+from spmd.errors import SpmdError
+from spmd.host_callback._options import options
+from spmd.host_callback._threads import forget_threads, threads
+
+logger = logging.getLogger("spmd.host_callback")
+
+#: Seconds that a thread lets taps gather after the first: it and the device would interrupt one
+#: another for each of them otherwise.
+_GATHER = 0.0002
+
+
+class CallbackException(SpmdError, RuntimeError):  # noqa: N818 - the name that users' code has
+    """Host functions raised; the last error is the cause.
+
+    Raised by :func:`barrier_wait`, once for all errors since the last time.
+    """
+
+    __module__ = "spmd.host_callback"
+
+
+class Item:
+    """One call of a host function that is due on one device.
+
+    Attributes:
+        device: Where it comes from.
+        size: Bytes that it has in the queue.
+        urgent: Whether the device waits for the result.
+        number: How many came from this device before.
+        operands: Values of its own; None while they are in the memory of the device.
+        resume: Lets the device go on that waits for a place in the queue.
+        done: Whether the host function has returned or raised.
+    """
+
+    __slots__ = ("device", "done", "number", "operands", "resume", "size", "turn")
+
+    urgent = False
+
+    def __init__(self, device: Any, size: int):
+        self.device = device
+        self.size = size
+        self.number = -1
+        self.operands: Any = None
+        self.resume: Callable[[], None] | None = None
+        self.turn: Any = None
+        self.done = False
+
+    def read(self) -> Any:
+        """Copies the operands out of the memory of the device."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        """Calls the host function; raises nothing."""
+        raise NotImplementedError
+
+    def fetch(self) -> None:
+        """Takes the operands in, and lets the device go on that waited for that."""
+        with self.turn:
+            if self.operands is None:
+                self.operands = self.read()
+                if self.resume is not None:
+                    threads.run(self.resume)
+
+
+class _Consumer:
+    """The queue of one device, and the thread that works through it."""
+
+    def __init__(self, receiver: Receiver, device: Any):
+        self.device = device
+        self.items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+        self.pending: deque[Item] = deque()
+        self.received = 0
+        self.barriers = 0
+        self._receiver = receiver
+        self.start_thread()
+
+    def start_thread(self) -> None:
+        """Starts a thread; the one before, if there is one, ends with the call that it is in."""
+        name = f"spmd.host_callback {self.device}"
+        self.thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None:
+        _here.consumer = self
+        me = threading.current_thread()
+        while self.thread is me:
+            try:
+                item = self.items.get_nowait()
+            except queue.Empty:
+                item = self.items.get()
+                if item is not None and not item.urgent and self.items.empty():
+                    time.sleep(_GATHER)
+            if item is None:
+                return
+            self._receiver.process(self, item)
+
+    def has_run(self, count: int) -> bool:
+        """Whether the first `count` calls have ended, or none can before a barrier in one does."""
+        return self.barriers > 0 or not self.pending or self.pending[0].number >= count
+
+
+_here = threading.local()
+
+
+def _consumer_here() -> _Consumer | None:
+    """The queue whose host function runs in this thread."""
+    return getattr(_here, "consumer", None)
+
+
+class Receiver:
+    """The queues of all devices, the errors, and who waits for them.
+
+    Attributes:
+        calls_used: Whether a program was made that waits for results of the host: it may fail.
+    """
+
+    def __init__(self) -> None:
+        self.calls_used = False
+        self._running: deque[Any] = deque()
+        self._governs = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        self._ended = threading.Condition(self._lock)
+        self._consumers: dict[Any, _Consumer] = {}
+        self._bytes = 0
+        self._paused: deque[Item] = deque()
+        self._errors: list[tuple[BaseException, str]] = []
+        self._waiting = 0
+
+    def prepare(self) -> None:
+        """Takes tokens over; called before the first program with a host function is made."""
+        with self._lock:
+            if self._governs:
+                return
+            self._governs = True
+        self._running = _jax.govern_tokens(self._program_starts, lambda: self.calls_used)
+        # Registered later than JAX's own handler and so called before it, which would wait for
+        # programs that wait for a thread of ours.
+        atexit.register(self._exit)
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    def _program_starts(self) -> None:
+        consumer = _consumer_here()
+        if consumer is not None and consumer.thread is threading.current_thread():
+            # The host function may wait for this program, whose own calls need the queue.
+            consumer.start_thread()
+        running = self._running
+        while running and running[0].is_ready():
+            running.popleft()
+
+    # What programs do
+
+    def submit(self, item: Item, suspend: Callable[[], Callable[[], None]]) -> None:
+        """Takes a call on; where the queue is full the program is suspended until it has room."""
+        with self._lock:
+            consumer = self._consumers.get(item.device)
+            if consumer is None:
+                consumer = self._consumers[item.device] = _Consumer(self, item.device)
+            item.number = consumer.received
+            consumer.received += 1
+            consumer.pending.append(item)
+            fits = item.urgent or not self._bytes
+            fits = fits or self._bytes + item.size <= options.max_queue_bytes
+            if fits:
+                self._bytes += item.size
+            else:
+                item.turn = threading.Lock()
+                item.resume = suspend()
+                self._paused.append(item)
+        if fits and not item.urgent:
+            item.operands = item.read()
+        consumer.items.put(item)
+
+    # What the threads do
+
+    def process(self, consumer: _Consumer, item: Item) -> None:
+        """Runs one call, and lets those go on who waited for it."""
+        if item.turn is not None:
+            # Its turn has come, however full the queue is.
+            with self._lock:
+                if item in self._paused:
+                    self._paused.remove(item)
+                    self._bytes += item.size
+            item.fetch()
+        item.run()
+        item.operands = None
+        with self._lock:
+            item.done = True
+            self._bytes -= item.size
+            while consumer.pending and consumer.pending[0].done:
+                consumer.pending.popleft()
+            admitted = self._admit() if self._paused else ()
+            if self._waiting:
+                self._ended.notify_all()
+        for other in admitted:
+            other.fetch()
+
+    def _admit(self) -> list[Item]:
+        admitted = []
+        while self._paused:
+            size = self._paused[0].size
+            if self._bytes and self._bytes + size > options.max_queue_bytes:
+                break
+            self._bytes += size
+            admitted.append(self._paused.popleft())
+        return admitted
+
+    def failed(self, error: BaseException, what: str) -> None:
+        """Records that a host function raised."""
+        text = "".join(traceback.format_exception(error))
+        logger.error("%s raised an exception:\n%s", what, text)
+        with self._lock:
+            self._errors.append((error, text))
+
+    # What users do
+
+    def wait(self, name: str = "") -> None:
+        """Waits for the calls of all programs that were started, on all devices."""
+        logger.debug("barrier_wait[%s]: start", name)
+        me = _consumer_here()
+        if me is None:
+            for token in [*self._running]:
+                _jax.wait_quietly(token)
+        with self._lock:
+            counts = [(c, c.received) for c in self._consumers.values() if c is not me]
+            self._waiting += 1
+            if me is not None:
+                me.barriers += 1
+                self._ended.notify_all()
+            try:
+                self._ended.wait_for(lambda: all(c.has_run(n) for c, n in counts))
+            finally:
+                self._waiting -= 1
+                if me is not None:
+                    me.barriers -= 1
+        logger.debug("barrier_wait[%s]: done", name)
+
+    def take_errors(self) -> list[tuple[BaseException, str]]:
+        """Returns the errors since the last time, each with its traceback."""
+        with self._lock:
+            errors, self._errors = self._errors, []
+        return errors
+
+    def stop(self) -> None:
+        """Waits, and ends the threads; the next call starts new ones."""
+        stopped: list[_Consumer] = []
+        while not stopped:
+            self.wait("stop")
+            with self._lock:
+                if not any(c.pending for c in self._consumers.values()):
+                    stopped = [*self._consumers.values()]
+                    self._consumers = {}
+                    break
+        for consumer in stopped:
+            consumer.items.put(None)
+            if consumer is not _consumer_here():
+                consumer.thread.join()
+
+    def _exit(self) -> None:
+        self.wait("exit")
+        _jax.drop_failed_tokens()
+
+    def _after_fork(self) -> None:
+        # The threads stay with the parent, and so does what they have to do.
+        self._forget()
+        self._running.clear()
+        forget_threads()
+        _here.consumer = None
+
+
+receiver = Receiver()

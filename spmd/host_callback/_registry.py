@@ -1,0 +1,123 @@
+"""Host functions by the numbers that compiled programs know them by."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from typing import Any
+import weakref
+
+import numpy as np
+
+from spmd import _jax
+from spmd.host_callback._layout import Placement, mesh_coordinates
+from spmd.host_callback._records import HostCall
+
+#: Elements of less than a byte travel as these, and arrive as what they are.
+_CARRIERS = {
+    "int2": np.int8,
+    "int4": np.int8,
+    "uint2": np.uint8,
+    "uint4": np.uint8,
+    "float4_e2m1fn": np.float32,
+}
+
+
+def carrier(dtype: Any) -> np.dtype:
+    """The dtype that values of a dtype have on their way between device and host."""
+    return np.dtype(_CARRIERS.get(np.dtype(dtype).name, dtype))
+
+
+class Entry:
+    """A host function that compiled programs call; dies with the last of them.
+
+    Attributes:
+        call: The record of the equation.
+        id: A random number: that of another process means nothing here.
+        dtypes: Per operand its dtype.
+        carriers: Per operand the dtype that it arrives in.
+    """
+
+    def __init__(self, call: HostCall, avals: tuple[Any, ...]):
+        self.call = call
+        self.avals = avals
+        self.id = secrets.randbits(63)
+        self.dtypes = [dtype for _, dtype in avals]
+        self.carriers = [carrier(d) for d in self.dtypes]
+        # What a program was split like, by the text that its calls carry.
+        self._sites: dict[str, Site] = {}
+
+    def site(self, text: str) -> Site:
+        """What was said about the calls that carry a text."""
+        return self._sites[text]
+
+    def add_site(self, site: Site) -> str:
+        """Keeps what is said about some calls; returns the text that they are to carry."""
+        text = repr(site)
+        self._sites[text] = site
+        return text
+
+
+class Site:
+    """How the programs are split that hold one call.
+
+    Attributes:
+        mode: Who calls: ``"one"`` device, ``"each"`` of them by itself, or ``"shards"``.
+        partitions: The number of devices.
+        axes: The axes of the mesh.
+        placements: Under ``"shards"``, how each operand is split.
+    """
+
+    __slots__ = ("axes", "mode", "partitions", "placements")
+
+    def __init__(
+        self,
+        mode: str,
+        partitions: int,
+        axes: dict[str, int],
+        placements: tuple[Placement, ...] = (),
+    ):
+        self.mode = mode
+        self.partitions = partitions
+        self.axes = axes
+        self.placements = placements
+
+    def __repr__(self) -> str:
+        return f"{self.mode}, {self.partitions}, {self.axes}, {self.placements}"
+
+    def coordinates(self, partition: int) -> dict[str, int]:
+        """The place of a partition in the mesh."""
+        return mesh_coordinates(self.axes, partition)
+
+
+_lock = threading.Lock()
+_by_id: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
+_by_call: weakref.WeakValueDictionary[Any, Entry] = weakref.WeakValueDictionary()
+
+
+def register(call: HostCall, avals: tuple[Any, ...]) -> Entry:
+    """Returns the entry of a host function; equal calls of equal operands share one."""
+    with _lock:
+        entry = _by_call.get((call, avals))
+        if entry is None:
+            entry = Entry(call, avals)
+            _by_call[call, avals] = _by_id[entry.id] = entry
+        return entry
+
+
+def find(number: int) -> Entry | None:
+    """Returns the entry of this number, or None."""
+    return _by_id.get(number)
+
+
+def unknown(number: int) -> str:
+    """What a program is told that calls a host function of another process."""
+    return (
+        f"host callback {number:#x} is not known in this process: the program was compiled by "
+        "another one, whose host functions do not travel with it; compile it here"
+    )
+
+
+def operand_avals(avals: Any) -> tuple[Any, ...]:
+    """Shape and dtype of the arrays behind avals."""
+    return tuple(_jax.physical_shape(a) for a in avals)
