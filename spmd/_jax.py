@@ -1026,7 +1026,7 @@ def govern_tokens(started: Callable[[], None], must_settle: Callable[[], bool]) 
         removes those that are ready.
     """
     running: collections.deque[Any] = collections.deque()
-    tokens = dispatch.RuntimeTokenSet
+    tokens: Any = dispatch.RuntimeTokenSet
     jax_get, jax_set = tokens.get_token_input, tokens.set_token_result
 
     def get_token_input(self: Any, effect: Any, devices: Sequence[Any]) -> Any:

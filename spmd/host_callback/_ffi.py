@@ -10,12 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable
 import ctypes
 import math
+import struct
+import threading
 from typing import Any
 
 import numpy as np
 
+from spmd.host_callback import _memory as memory
+
 _VERSION = (0, 3)
 _word = ctypes.c_uint64
+# XLA's functions return at once, except those that let a program go on in the calling thread:
+# only there the GIL is released.
+_Quick = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 _Function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 _Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -32,6 +39,7 @@ _API_WORDS = 24
 ERROR_CREATE, TYPE_REGISTER, STATE_SET = 6, 11, 13
 FUTURE_CREATE, FUTURE_SET_AVAILABLE, FUTURE_SET_ERROR = 19, 20, 21
 RUN_ID_GET, DEVICE_ORDINAL_GET = 22, 23
+_RESUMING = (FUTURE_SET_AVAILABLE, FUTURE_SET_ERROR)
 
 # XLA_FFI_Error_Code
 _UNKNOWN, _INTERNAL = 2, 13
@@ -39,8 +47,18 @@ _UNKNOWN, _INTERNAL = 2, 13
 _METADATA = 1  # XLA_FFI_Extension_Metadata
 
 
+def _reader(count: int) -> Callable[[int], tuple[int, ...]]:
+    """Returns a function that reads so many words of memory."""
+    unpack, memory = struct.Struct(f"{count}Q").unpack_from, (ctypes.c_char * (8 * count))
+    at = memory.from_address
+    return lambda address: unpack(at(address))
+
+
 def _words(address: int, count: int) -> Any:
     return (_word * count).from_address(address)
+
+
+_one, _two = _reader(1), _reader(2)
 
 
 class Api:
@@ -48,11 +66,15 @@ class Api:
 
     def __init__(self, address: int):
         table = _words(address, _API_WORDS)
-        self._functions = {i: _Function(table[i]) for i in range(ERROR_CREATE, _API_WORDS)}
+        self._functions = {
+            i: (_Function if i in _RESUMING else _Quick)(table[i])
+            for i in range(ERROR_CREATE, _API_WORDS)
+        }
 
     def __call__(self, function: int, *fields: int) -> Any:
         """Calls a function with the fields of its argument struct; returns that struct."""
-        args = (_word * (2 + len(fields)))(8 * (2 + len(fields)), 0, *fields)
+        size = 2 + len(fields)
+        args = (_word * size)(8 * size, 0, *fields)
         if self._functions[function](ctypes.addressof(args)):
             raise RuntimeError(f"XLA refused function {function} of its foreign function interface")
         return args
@@ -67,6 +89,9 @@ class Api:
 _apis: dict[int, Api] = {}
 
 
+_read_frame, _read_buffer = _reader(_FRAME_WORDS), _reader(6)
+
+
 class Frame:
     """One execution of one custom call on one device.
 
@@ -75,22 +100,23 @@ class Frame:
         api: The functions of the runtime.
     """
 
-    __slots__ = ("api", "words")
+    __slots__ = ("_address", "api", "words")
 
-    def __init__(self, address: int):
-        self.words = _words(address, _FRAME_WORDS)
+    def __init__(self, address: int, words: tuple[int, ...]):
+        self._address = address
+        self.words = words
         api = self.words[_API]
         self.api = _apis.get(api) or _apis.setdefault(api, Api(api))
 
     def integer(self, index: int) -> int:
         """Returns an integer attribute; attributes are sorted by name."""
-        scalar = _words(_words(self.words[_ATTRIBUTES], index + 1)[index], 2)
-        return ctypes.c_int64.from_address(scalar[1]).value
+        scalar = _one(self.words[_ATTRIBUTES] + 8 * index)[0]
+        return ctypes.c_int64.from_address(_two(scalar)[1]).value
 
     def text(self, index: int) -> bytes:
         """Returns a string attribute."""
-        span = _words(_words(self.words[_ATTRIBUTES], index + 1)[index], 2)
-        return ctypes.string_at(span[0], span[1])
+        span = _one(self.words[_ATTRIBUTES] + 8 * index)[0]
+        return ctypes.string_at(*_two(span))
 
     def arguments(self) -> list[Buffer]:
         """The operands behind the token."""
@@ -111,7 +137,7 @@ class Frame:
     def suspend(self) -> Future:
         """Lets the program wait here, with its buffers alive, until the future is completed."""
         future = self.api(FUTURE_CREATE, 0)[2]
-        self.words[_FUTURE] = future
+        _word.from_address(self._address + 8 * _FUTURE).value = future
         return Future(self.api, future)
 
 
@@ -126,7 +152,7 @@ class Buffer:
     __slots__ = ("address", "shape")
 
     def __init__(self, address: int):
-        fields = _words(address, 6)
+        fields = _read_buffer(address)
         self.address = fields[3]
         rank = fields[4]
         self.shape = tuple((ctypes.c_int64 * rank).from_address(fields[5])) if rank else ()
@@ -138,9 +164,11 @@ class Buffer:
     def copy(self, dtype: np.dtype) -> np.ndarray:
         """Returns the values as an array of its own."""
         size = self.size(dtype)
-        if not size:
-            return np.empty(self.shape, dtype)
-        return self._view(size, dtype).copy()
+        if size >= memory.LARGE:
+            values = memory.empty(self.shape, dtype)
+            values[...] = self._view(size, dtype)
+            return values
+        return np.array(self._view(size, dtype)) if size else np.empty(self.shape, dtype)
 
     def write(self, value: np.ndarray) -> None:
         """Writes an array of this shape."""
@@ -148,8 +176,7 @@ class Buffer:
             self._view(value.nbytes, value.dtype)[...] = value.reshape(self.shape)
 
     def _view(self, size: int, dtype: np.dtype) -> np.ndarray:
-        memory: Any = (ctypes.c_char * size).from_address(self.address)
-        return np.frombuffer(memory, dtype).reshape(self.shape)
+        return np.ndarray(self.shape, dtype, (ctypes.c_char * size).from_address(self.address))
 
 
 def _buffers(address: int, count: int) -> list[Buffer]:
@@ -176,8 +203,6 @@ class Future:
 
 def _metadata(words: Any) -> bool:
     """Answers the question for the version of a handler; returns whether it was asked."""
-    if not words[_EXTENSION]:
-        return False
     extension = _words(words[_EXTENSION], 4)
     if extension[1] & 0xFFFFFFFF != _METADATA:
         return False
@@ -187,14 +212,27 @@ def _metadata(words: Any) -> bool:
     return True
 
 
+_ensure_thread = ctypes.PYFUNCTYPE(ctypes.c_int)(("PyGILState_Ensure", ctypes.pythonapi))
+_known = threading.local()
+
+
+def _keep_thread() -> None:
+    """Keeps Python's state of a thread of XLA: to make it anew for each call takes 10 µs."""
+    if not hasattr(_known, "here"):
+        _known.here = True
+        _ensure_thread()
+
+
 def handler(stage: Callable[[Frame], str | None]) -> Any:
     """Makes a handler of one stage from a function that returns the text of an error, or None."""
 
     def handle(address: int) -> int | None:
-        if _metadata(_words(address, _FRAME_WORDS)):
+        words = _read_frame(address)
+        if words[_EXTENSION] and _metadata(words):
             return None
-        frame = Frame(address)
+        frame = Frame(address, words)
         try:
+            _keep_thread()
             message = stage(frame)
         except BaseException as error:
             return frame.api.error(f"{type(error).__name__}: {error}", _INTERNAL)

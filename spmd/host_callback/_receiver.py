@@ -19,6 +19,7 @@ from typing import Any
 
 from spmd import _jax
 from spmd.errors import SpmdError
+from spmd.host_callback._memory import recycle, release
 from spmd.host_callback._options import options
 from spmd.host_callback._threads import forget_threads, threads
 
@@ -204,7 +205,9 @@ class Receiver:
                     self._bytes += item.size
             item.fetch()
         item.run()
-        item.operands = None
+        operands, item.operands = item.operands, None
+        if operands:
+            recycle(operands)
         with self._lock:
             item.done = True
             self._bytes -= item.size
@@ -272,6 +275,7 @@ class Receiver:
                     stopped = [*self._consumers.values()]
                     self._consumers = {}
                     break
+        release()
         for consumer in stopped:
             consumer.items.put(None)
             if consumer is not _consumer_here():
