@@ -1011,6 +1011,40 @@ for _registry in (
     _registry.add_type(HostEffect)
 
 
+_while = jax.lax.while_p
+_jax_while_batch = batching.fancy_primitive_batchers[_while]
+
+
+def _while_batch(axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+    """Batches a loop whose predicate has a host effect with the predicate in its body.
+
+    JAX lowers an ordered effect of a batched predicate to a loop that does not stop elements.
+    """
+    predicate = params["cond_jaxpr"]
+    if HOST_EFFECT not in predicate.effects:
+        return _jax_while_batch(axis_data, args, dims, **params)
+    consts = params["cond_nconsts"], params["body_nconsts"]
+    test, step = jaxpr_as_fun(predicate), jaxpr_as_fun(params["body_jaxpr"])
+
+    def loop(*args: Any) -> Any:
+        test_consts, step_consts, state = util.split_list(args, consts)
+
+        def body(carry: Sequence[Any]) -> list[Any]:
+            new = step(*step_consts, *carry[1:])
+            return [*test(*test_consts, *new), *new]
+
+        first = test(*test_consts, *state)
+        return jax.lax.while_loop(lambda carry: carry[0], body, [*first, *state])[1:]
+
+    avals = predicate.in_avals[: consts[0]] + params["body_jaxpr"].in_avals
+    jaxpr = trace_to_jaxpr(loop, avals, unknown_debug_info(params["body_jaxpr"]))
+    batched, out_dims = batch_jaxpr(jaxpr, axis_data, dims)
+    return jaxpr_as_fun(batched)(*args), out_dims
+
+
+batching.fancy_primitive_batchers[_while] = _while_batch
+
+
 def govern_tokens(started: Callable[[], None], must_settle: Callable[[], bool]) -> Any:
     """Takes over how programs with a host effect follow one another in a thread.
 
@@ -1083,7 +1117,8 @@ def varying_aval(shape: Sequence[int], dtype: Any) -> Any:
     if not mesh._any_axis_manual or not config._check_vma.value:
         return ShapedArray(tuple(shape), dtype)
     varying = core.ManualAxisType(varying=frozenset(mesh.manual_axes))
-    return ShapedArray(tuple(shape), dtype, manual_axis_type=varying)
+    whole = jax.NamedSharding(mesh, jax.P(*(None for _ in shape)))
+    return ShapedArray(tuple(shape), dtype, sharding=whole, manual_axis_type=varying)
 
 
 def physical_shape(aval: Any) -> tuple[tuple[int, ...], np.dtype]:
@@ -1106,8 +1141,9 @@ def partition_of(ctx: Any) -> tuple[int, dict[str, int], bool | None]:
         whole = frozenset(context.mesh.axis_names) <= context.manual_axes
         return context.mesh.size, dict(context.mesh.shape), whole or None
     count = getattr(context, "num_devices", None) or getattr(context, "size", 1)
-    meshes = [a.sharding.mesh for a in ctx.avals_in if isinstance(a, ShapedArray)]
-    return count, next((dict(m.shape) for m in meshes if not m.empty), {}), False
+    meshes = [getattr(context, "abstract_mesh", None)]
+    meshes += [a.sharding.mesh for a in ctx.avals_in if isinstance(a, ShapedArray)]
+    return count, next((dict(m.shape) for m in meshes if m is not None and not m.empty), {}), False
 
 
 def emit_host_call(
@@ -1136,7 +1172,11 @@ def emit_host_call(
     if by_partition:
         operands = [hlo.PartitionIdOp().result, *operands]
     token = ctx.tokens_in.get(HOST_EFFECT)
-    token, *outs = _custom_call(target, token, operands, results, attributes)
+    token, *outs = values = _custom_call(target, token, operands, results, attributes)
+    if by_partition and not config.use_shardy_partitioner.value:
+        manual = xla_client.OpSharding()
+        manual.type = xla_client.OpSharding.Type.MANUAL
+        mlir.set_sharding(ctx.module_context, values[0].owner, manual)
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({HOST_EFFECT: token})))
     return outs
 

@@ -95,7 +95,8 @@ def id_print(
     """
     if output_stream is not None and not callable(getattr(output_stream, "write", None)):
         raise explain("id_print", [_no_stream(output_stream)])
-    printer = Printer(_hashable(labels), output_stream, threshold)
+    texts = tuple((name, str(value)) for name, value in sorted(labels.items()))
+    printer = Printer(texts, output_stream, threshold)
     out = _tap("id_print", printer, arg, tap_with_device, device_index, per_shard)
     return out if result is None else result
 
@@ -227,17 +228,6 @@ def _stack(leaves: Sequence[Any]) -> int | None:
         return mesh.size
     devices = [len(x.devices()) for x in leaves if isinstance(x, _jax.Array)]
     return max(devices, default=_jax.typed_devices(leaves))
-
-
-def _hashable(labels: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    pairs = []
-    for name, value in sorted(labels.items()):
-        try:
-            hash(value)
-        except TypeError:
-            value = str(value)  # printed as it is now, and comparable
-        pairs.append((name, value))
-    return tuple(pairs)
 
 
 def _leaves(arg: Any) -> tuple[list[Any], Any, list[Failure]]:

@@ -38,7 +38,7 @@ def _emit(ctx: Any, values: Sequence[Any], entry: Entry) -> Sequence[Any]:
     call = entry.call
     partitions, axes, manual = _jax.partition_of(ctx)
     results = _result_types(call)
-    if failure := _split_failure(call, partitions, manual):
+    if failure := split_failure(call, partitions, manual=manual):
         raise explain(call.kind, [failure])
     if partitions == 1:
         attributes: Any = {"id": entry.id}
@@ -58,7 +58,8 @@ def _result_types(call: HostCall) -> list[tuple[tuple[int, ...], Any]]:
     return [((*stack, *shape), carrier(dtype)) for shape, dtype in call.results]
 
 
-def _split_failure(call: HostCall, partitions: int, manual: bool | None) -> Failure | None:
+def split_failure(call: HostCall, partitions: int, *, manual: bool | None) -> Failure | None:
+    """Says why a call cannot be made from a program that is split so, or None."""
     what = f"cannot reach `{call.name}`"
     if manual is None:
         return Failure(

@@ -11,7 +11,6 @@ import functools
 from typing import Any
 
 import jax
-import numpy as np
 
 from spmd import _jax
 from spmd.errors import ArgumentError, Failure, explain
@@ -49,9 +48,14 @@ def _program(primitive: Any, call: HostCall) -> Any:
 
 def _run_here(args: Sequence[Any], call: HostCall) -> Sequence[Any]:
     """Runs the host function in the thread of the caller, whose stack a debugger sees."""
-    values = [np.asarray(_jax.physical_value(x)) for x in args]
-    devices = sorted(args[0].devices(), key=lambda d: d.id) if args else [_jax.default_device()]
-    return _running.run_here(call, args, values, devices)
+    if args:  # numbers become arrays, and all of them lie on the same devices
+        args = jax.jit(lambda *xs: xs)(*args)
+    sharding = args[0].sharding if args else None
+    count = len(sharding.device_set) if sharding is not None else 1
+    if failure := _lowering.split_failure(call, count, manual=False):
+        raise explain(call.kind, [failure])
+    mesh = getattr(sharding, "mesh", None)
+    return _running.run_here(call, args, dict(mesh.shape) if mesh is not None else {})
 
 
 host_tap_p.def_impl(functools.partial(_host_impl, host_tap_p))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 _lock = threading.Lock()
+_WIDTH = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +18,12 @@ class Printer:
     """A tap that prints; equal ones share a compiled program.
 
     Attributes:
-        labels: Pairs of a name and what is printed behind it.
+        labels: Pairs of a name and the text that is printed behind it.
         output_stream: Has a method `write`; None for the standard output at the time of printing.
         threshold: Arrays of more elements are summarized; see `numpy.array2string`.
     """
 
-    labels: tuple[tuple[str, Any], ...]
+    labels: tuple[tuple[str, str], ...]
     output_stream: Any
     threshold: int | None
 
@@ -30,7 +31,7 @@ class Printer:
 
     def __call__(self, arg: Any, transforms: Any, *, device: Any = None, shard: Any = None) -> None:
         """Prints the labels, sorted, and then the value."""
-        shown = dict(self.labels)
+        shown: dict[str, Any] = dict(self.labels)
         if transforms:
             shown["transforms"] = [(n, params) if params else n for n, params in transforms]
         if device is not None:
@@ -44,18 +45,30 @@ class Printer:
             stream = sys.stdout if self.output_stream is None else self.output_stream
             stream.write(text)
 
-    def text(self, arg: Any) -> str:
-        """Returns the value, nested as it is."""
+    def text(self, arg: Any, column: int = 0) -> str:
+        """Returns the value, nested as it is; what is wider than a line is broken."""
         if isinstance(arg, tuple):
-            return f"( {' '.join(map(self.text, arg))} )"
+            return _nested("(", [(e, "") for e in arg], ")", self, column)
         if isinstance(arg, list):
-            return f"[ {' '.join(map(self.text, arg))} ]"
+            return _nested("[", [(e, "") for e in arg], "]", self, column)
         if isinstance(arg, dict):
             pairs = sorted(arg.items(), key=lambda pair: str(pair[0]))
-            return "{ " + " ".join(f"{k}={self.text(v)}" for k, v in pairs) + " }"
+            return _nested("{", [(v, f"{k}=") for k, v in pairs], "}", self, column)
         if isinstance(arg, np.ndarray):
             return np.array2string(arg, threshold=self.threshold)
         return str(arg)
+
+
+def _nested(
+    start: str, parts: list[tuple[Any, str]], end: str, printer: Printer, column: int
+) -> str:
+    texts = [name + printer.text(value) for value, name in parts]
+    line = " ".join([start, *texts, end])
+    if column + len(line) <= _WIDTH:
+        return line
+    inner = column + 2
+    texts = [name + printer.text(value, inner + len(name)) for value, name in parts]
+    return f"{start} " + ("\n" + " " * inner).join(texts) + f" {end}"
 
 
 def _index(index: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import traceback
 from typing import Any
 
@@ -12,6 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from spmd import _jax
+from spmd.host_callback._layout import mesh_coordinates
 from spmd.host_callback._records import HostCall, Shard, described
 from spmd.host_callback._registry import Entry, Site, carrier
 
@@ -31,15 +32,23 @@ def called_with(
     arguments: dict[str, Any] = {"device": device} if call.with_device else {}
     if call.per_shard:
         arguments["shard"] = _shard(call, values, device, site, partition)
-    return run(call, values, arguments)
+    return run(call, values, arguments, device)
 
 
-def run(call: HostCall, values: Sequence[np.ndarray], arguments: dict[str, Any]) -> Any:
+#: What open :func:`record` contexts are told of each call; one that returns False skips a tap.
+observers: list[Callable[..., bool]] = []
+
+
+def run(
+    call: HostCall, values: Sequence[np.ndarray], arguments: dict[str, Any], device: Any
+) -> Any:
     """Calls the host function with the values of the leaves of its argument."""
     arg = jtu.tree_unflatten(call.in_tree, values)
-    if call.out_tree is None:
-        return call.func(arg, described(call.transforms), **arguments)
-    return call.func(arg, **arguments)
+    shard = arguments.get("shard")
+    wanted = [observe(call, values, device, shard) for observe in [*observers]]
+    if call.out_tree is not None:
+        return call.func(arg, **arguments)
+    return call.func(arg, described(call.transforms), **arguments) if all(wanted) else None
 
 
 def _shard(
@@ -51,7 +60,9 @@ def _shard(
         return Shard(device=device, coordinates=site.coordinates(partition), index=None)
     else:
         indices = [p.index(partition) for p in site.placements]
-    coordinates = {} if site is None else site.coordinates(partition)
+    coordinates = (
+        mesh_coordinates(dict(call.axes), 0) if site is None else site.coordinates(partition)
+    )
     index = jtu.tree_unflatten(call.in_tree, indices)
     return Shard(device=device, coordinates=coordinates, index=index)
 
@@ -63,6 +74,8 @@ def call_results(call: HostCall, value: Any) -> list[np.ndarray]:
         ResultError: They are not what `result_shape` says.
     """
     leaves, tree = jtu.tree_flatten(value)
+    if not leaves and not call.results:
+        return []
     if tree != call.out_tree:
         raise ResultError(_mismatch(call, f"a tree {tree}", f"a tree {call.out_tree}"))
     found = []
@@ -101,27 +114,45 @@ def error_text(call: HostCall, error: BaseException) -> str:
     return f"call of `{call.name}` raised {kind}: {error}\n{stack}"
 
 
-def run_here(
-    call: HostCall, args: Sequence[Any], values: Sequence[np.ndarray], devices: Any
-) -> Any:
+def run_here(call: HostCall, args: Sequence[Any], axes: dict[str, int]) -> Sequence[Any]:
     """Runs the host function of an eager call in this thread; it raises what that one raises.
 
     Args:
         call: The record.
-        args: The arrays, of which a tap is the identity.
-        values: Their values.
-        devices: Where they are.
+        args: Arrays on one set of devices, of which a tap is the identity.
+        axes: The axes of the mesh.
     """
-    device = devices[min(call.device_index, len(devices) - 1)]
+    devices = _jax.device_order(args[0].sharding) if args else [_jax.default_device()]
+    if not call.per_shard:
+        device = devices[call.device_index]
+        values = [np.array(_jax.physical_value(x)) for x in args]
+        value = run(call, values, {"device": device} if call.with_device else {}, device)
+        return args if call.out_tree is None else _placed(call, [value], None)
+    here = [i for i, d in enumerate(devices) if d.process_index == jax.process_index()]
+    values = [_run_shard(call, args, devices[i], mesh_coordinates(axes, i)) for i in here]
+    return args if call.out_tree is None else _placed(call, values, len(values))
+
+
+def _run_shard(call: HostCall, args: Sequence[Any], device: Any, place: dict[str, int]) -> Any:
+    shards = [
+        next(s for s in _jax.physical_value(x).addressable_shards if s.device == device)
+        for x in args
+    ]
+    indices = [
+        tuple(slice(*i.indices(n)[:2]) for i, n in zip(s.index, x.shape, strict=False))
+        for s, x in zip(shards, args, strict=True)
+    ]
+    index = jtu.tree_unflatten(call.in_tree, indices)
     arguments: dict[str, Any] = {"device": device} if call.with_device else {}
-    if call.per_shard:
-        index = jtu.tree_unflatten(
-            call.in_tree, [tuple(slice(0, n) for n in v.shape) for v in values]
-        )
-        arguments["shard"] = Shard(device=device, coordinates={}, index=index)
-    value = run(call, values, arguments)
-    if call.out_tree is None:
-        return args
-    stack = () if call.stack is None else (call.stack,)
-    results = zip(call_results(call, value), call.results, strict=True)
-    return [jnp.asarray(v.astype(d)).reshape((*stack, *s)) for v, (s, d) in results]
+    arguments["shard"] = Shard(device=device, coordinates=place, index=index)
+    return run(call, [np.array(s.data) for s in shards], arguments, device)
+
+
+def _placed(call: HostCall, values: Sequence[Any], stack: int | None) -> list[Any]:
+    rows = [call_results(call, v) for v in values]
+    columns = zip(*rows, strict=True)
+    typed = [
+        np.stack(c).astype(d) if stack else c[0].astype(d)
+        for c, (_, d) in zip(columns, call.results, strict=True)
+    ]
+    return [jnp.asarray(v) for v in typed]
