@@ -1146,6 +1146,15 @@ def partition_of(ctx: Any) -> tuple[int, dict[str, int], bool | None]:
     return count, next((dict(m.shape) for m in meshes if m is not None and not m.empty), {}), False
 
 
+def runs_on_all_devices() -> bool:
+    """Whether what is lowered now is run by every device of an enclosing `shard_map`.
+
+    Inside of a branch or a loop each device may go its own way.
+    """
+    at: Any = ir.InsertionPoint.current
+    return at.block.owner.name == "sdy.manual_computation"
+
+
 def emit_host_call(
     ctx: Any,
     target: str,

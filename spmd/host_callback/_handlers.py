@@ -14,7 +14,12 @@ from spmd.host_callback import _registry
 from spmd.host_callback._ffi import Buffer, Frame, Future, capsule, handler, hold
 from spmd.host_callback._receiver import Item, receiver
 from spmd.host_callback._registry import Entry, Site
-from spmd.host_callback._running import call_results, called_with, error_text
+from spmd.host_callback._running import (
+    call_results,
+    called_with,
+    error_text,
+    without_own_frames,
+)
 from spmd.host_callback._threads import threads
 
 #: Names of the handler and of what the partitioner replaces by it.
@@ -50,7 +55,7 @@ class _Tap(Item):
         try:
             called_with(entry, self.operands, self.device, self.site, self.partition)
         except BaseException as error:  # a host function may well call sys.exit
-            receiver.failed(error, f"{entry.call.kind} of `{entry.call.name}`")
+            receiver.failed(without_own_frames(error), f"{entry.call.kind} of `{entry.call.name}`")
 
 
 class _Call(_Tap):
@@ -70,7 +75,7 @@ class _Call(_Tap):
             value = called_with(entry, self.operands, self.device, self.site, self.partition)
             results = call_results(entry.call, value)
         except BaseException as error:  # as above
-            receiver.failed(error, f"call of `{entry.call.name}`")
+            receiver.failed(without_own_frames(error), f"call of `{entry.call.name}`")
             self.finish(None, error_text(entry.call, error))
         else:
             self.finish(results, None)

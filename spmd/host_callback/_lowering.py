@@ -44,7 +44,8 @@ def _emit(ctx: Any, values: Sequence[Any], entry: Entry) -> Sequence[Any]:
         attributes: Any = {"id": entry.id}
         return _jax.emit_host_call(ctx, TARGET, values, results, attributes, by_partition=False)
     if manual:
-        attributes = {"id": entry.id, "site": entry.add_site(Site("each", partitions, axes))}
+        mode = "together" if _jax.runs_on_all_devices() else "each"
+        attributes = {"id": entry.id, "site": entry.add_site(Site(mode, partitions, axes))}
         return _jax.emit_host_call(ctx, TARGET, values, results, attributes, by_partition=True)
     register_partitioner()
     site = Site("shards" if call.per_shard else "one", partitions, axes or dict(call.axes))

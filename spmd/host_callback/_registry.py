@@ -62,7 +62,8 @@ class Site:
     """How the programs are split that hold one call.
 
     Attributes:
-        mode: Who calls: ``"one"`` device, ``"each"`` of them by itself, or ``"shards"``.
+        mode: Who calls: ``"one"`` device with everything; each with its part, ``"shards"``; inside of
+            `shard_map` each by itself, ``"each"``, or surely all of them, ``"together"``.
         partitions: The number of devices.
         axes: The axes of the mesh.
         placements: Under ``"shards"``, how each operand is split.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import pathlib
 import traceback
 from typing import Any
 
@@ -15,6 +16,8 @@ from spmd import _jax
 from spmd.host_callback._layout import mesh_coordinates
 from spmd.host_callback._records import HostCall, Shard, described
 from spmd.host_callback._registry import Entry, Site, carrier
+
+_HERE = str(pathlib.Path(__file__).parent)
 
 
 class ResultError(TypeError):
@@ -56,7 +59,7 @@ def _shard(
 ) -> Shard:
     if site is None:  # one device holds all
         indices = [tuple(slice(0, n) for n in v.shape) for v in values]
-    elif site.mode == "each":
+    elif site.mode in ("each", "together"):
         return Shard(device=device, coordinates=site.coordinates(partition), index=None)
     else:
         indices = [p.index(partition) for p in site.placements]
@@ -110,8 +113,15 @@ def error_text(call: HostCall, error: BaseException) -> str:
     if isinstance(error, ResultError):
         return str(error)
     stack = "".join(traceback.format_exception(error))
-    kind = type(error).__name__
-    return f"call of `{call.name}` raised {kind}: {error}\n{stack}"
+    return f"call of `{call.name}` raised {type(error).__name__}: {error}\n{stack}"
+
+
+def without_own_frames(error: BaseException) -> BaseException:
+    """Returns an exception of a host function as that one raised it."""
+    stack = error.__traceback__
+    while stack and stack.tb_frame.f_code.co_filename.startswith(_HERE):
+        stack = stack.tb_next
+    return error.with_traceback(stack)
 
 
 def run_here(call: HostCall, args: Sequence[Any], axes: dict[str, int]) -> Sequence[Any]:
