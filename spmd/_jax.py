@@ -1038,7 +1038,7 @@ def _while_batch(axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **par
 
     avals = predicate.in_avals[: consts[0]] + params["body_jaxpr"].in_avals
     jaxpr = trace_to_jaxpr(loop, avals, unknown_debug_info(params["body_jaxpr"]))
-    batched, out_dims = batch_jaxpr(jaxpr, axis_data, dims)
+    batched, out_dims = batch_jaxpr(jaxpr, axis_data, tuple(dims))
     return jaxpr_as_fun(batched)(*args), out_dims
 
 

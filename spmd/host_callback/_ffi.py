@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.host_callback import _memory as memory
+from spmd.host_callback._memory import LARGE, empty
 
 _VERSION = (0, 3)
 _word = ctypes.c_uint64
@@ -164,8 +164,8 @@ class Buffer:
     def copy(self, dtype: np.dtype) -> np.ndarray:
         """Returns the values as an array of its own."""
         size = self.size(dtype)
-        if size >= memory.LARGE:
-            values = memory.empty(self.shape, dtype)
+        if size >= LARGE:
+            values = empty(self.shape, dtype)
             values[...] = self._view(size, dtype)
             return values
         return np.array(self._view(size, dtype)) if size else np.empty(self.shape, dtype)
@@ -176,7 +176,8 @@ class Buffer:
             self._view(value.nbytes, value.dtype)[...] = value.reshape(self.shape)
 
     def _view(self, size: int, dtype: np.dtype) -> np.ndarray:
-        return np.ndarray(self.shape, dtype, (ctypes.c_char * size).from_address(self.address))
+        memory: Any = (ctypes.c_char * size).from_address(self.address)
+        return np.ndarray(self.shape, dtype, memory)
 
 
 def _buffers(address: int, count: int) -> list[Buffer]:

@@ -62,8 +62,8 @@ class Site:
     """How the programs are split that hold one call.
 
     Attributes:
-        mode: Who calls: ``"one"`` device with everything; each with its part, ``"shards"``; inside of
-            `shard_map` each by itself, ``"each"``, or surely all of them, ``"together"``.
+        mode: Who calls: ``"one"`` device with everything, or each with its part, ``"shards"``;
+            inside of `shard_map` each by itself, ``"each"``, or surely all, ``"together"``.
         partitions: The number of devices.
         axes: The axes of the mesh.
         placements: Under ``"shards"``, how each operand is split.
