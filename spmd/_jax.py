@@ -1269,10 +1269,11 @@ def register_partitioner(name: str, partition: Callable, spread: Callable) -> No
     )
 
 
-def typed_devices(values: Sequence[Any]) -> int:
-    """How many devices the types of values say that they are split over; 1 where none does."""
-    meshes = [getattr(core.typeof(x).sharding, "mesh", None) for x in values]
-    return max((m.size for m in meshes if m is not None and not m.empty), default=1)
+def typed_mesh(values: Sequence[Any]) -> Any:
+    """The mesh that the types of values are split over, without its devices; else None."""
+    types = [core.typeof(x) for x in values]
+    meshes = [a.sharding.mesh for a in types if isinstance(a, ShapedArray)]
+    return next((m for m in meshes if not m.empty), None)
 
 
 def canonical_dtype(dtype: Any) -> Any:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
 import jax.tree_util as jtu
 import numpy as np
 
 from spmd import _jax
-from spmd._mesh import current_mesh
+from spmd._mesh import auto_mesh, current_mesh
 from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, explain
 from spmd.host_callback._batching import METHODS
 from spmd.host_callback._primitive import host_call_p, host_tap_p
@@ -146,6 +148,7 @@ def call(
     results, out_tree, wrong = _result_avals(result_shape)
     if failures := failures + more + wrong:
         raise explain("call", failures)
+    mesh = _mesh(leaves)
     record = HostCall(
         func=callback_func,
         in_tree=in_tree,
@@ -155,11 +158,16 @@ def call(
         per_shard=bool(per_shard),
         out_tree=out_tree,
         results=results,
-        stack=_stack(leaves) if per_shard else None,
+        stack=_stack(mesh) if per_shard else None,
         axes=_axes(),
         vmap_method=vmap_method,
     )
-    return jtu.tree_unflatten(out_tree, host_call_p.bind(*leaves, call=record))
+    outs = host_call_p.bind(*leaves, call=record)
+    if record.stack is not None and mesh is not None and mesh.size > 1:
+        # The partitioner does not see that each device has its own, and would gather them.
+        rows = NamedSharding(auto_mesh(mesh), PartitionSpec(mesh.axis_names))
+        outs = jax.lax.with_sharding_constraint(outs, rows)
+    return jtu.tree_unflatten(out_tree, outs)
 
 
 def barrier_wait(logging_name: str | None = None) -> None:
@@ -219,15 +227,20 @@ def _axes() -> tuple[tuple[str, int], ...]:
     return () if mesh is None else tuple(mesh.shape.items())
 
 
-def _stack(leaves: Sequence[Any]) -> int | None:
+def _mesh(leaves: Sequence[Any]) -> Any:
+    """The mesh that a call is made on, as far as anything says: the active one, or an operand's."""
+    if (mesh := current_mesh()) is not None:
+        return mesh
+    shardings = [getattr(x, "sharding", None) for x in leaves if isinstance(x, _jax.Array)]
+    mesh = next((s.mesh for s in shardings if isinstance(s, NamedSharding)), None)
+    return _jax.typed_mesh(leaves) if mesh is None else mesh
+
+
+def _stack(mesh: Any) -> int | None:
     """How many devices stack their results; None inside of `shard_map`."""
     if _jax.manual_axes():
         return None
-    mesh = current_mesh()
-    if mesh is not None:
-        return mesh.size
-    devices = [len(x.devices()) for x in leaves if isinstance(x, _jax.Array)]
-    return max(devices, default=_jax.typed_devices(leaves))
+    return 1 if mesh is None else mesh.size
 
 
 def _leaves(arg: Any) -> tuple[list[Any], Any, list[Failure]]:
