@@ -7,8 +7,11 @@ from spmd.host_callback._api import (
     id_tap as id_tap,
     stop_outfeed_receiver as stop_outfeed_receiver,
 )
+from spmd.host_callback._metrics import metrics_tap as metrics_tap
 from spmd.host_callback._options import configure as configure
+from spmd.host_callback._progress import Progress as Progress, progress as progress
 from spmd.host_callback._receiver import CallbackException as CallbackException
+from spmd.host_callback._recording import Recorded as Recorded, record as record
 from spmd.host_callback._records import Shard as Shard
 
 TapFunctionException = CallbackException

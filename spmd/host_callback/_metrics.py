@@ -1,0 +1,257 @@
+"""Scalars by name from inside of a program: to a function, JSON lines, or a TensorBoard writer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+import functools
+import json
+import math
+import os
+from pathlib import Path
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from spmd import _jax
+from spmd.errors import ArgumentError, Failure, OptionError, explain
+from spmd.host_callback._api import _tap
+
+#: The key of the step in a line of JSON.
+_STEP = "step"
+
+_Number = bool | int | float
+
+
+def metrics_tap(name: str, tree: Any, *, sink: Any, step: Any = None, device_index: int = 0) -> Any:
+    """Writes a tree of scalars where metrics go, in program order, and returns it.
+
+    Each scalar is called by `name` and its path, as in ``train/loss``. Under `vmap` it is written
+    once per element, as ``train/loss/0``. Inside of `shard_map` and `pmap` the first device writes
+    its own.
+
+    Args:
+        name: What all of the names begin with.
+        tree: Pytree of scalars; it may be a single one, which is called `name`. Nothing is written
+            for one without leaves.
+        sink: One of three. A path, or a file open for text: gets one line of JSON per call,
+            appended and flushed at once, such as ``{"step": 3, "train/loss": 0.5}``. An object
+            with TensorBoard's method ``add_scalar(tag, value, step)``: is called per scalar. A
+            function: is called as ``sink(metrics, step)``, `metrics` a dict of Python numbers by
+            name. JSON has no number that is not finite: it is written as the string ``"NaN"``,
+            ``"Infinity"`` or ``"-Infinity"``, which `float` takes (and ProtoJSON, too).
+        step: An integer scalar; None where there is no such number.
+        device_index: Which device of the mesh calls, where the program runs on several.
+
+    Returns:
+        `tree`.
+
+    Raises:
+        TypeError: A leaf of `tree` is no real scalar, `step` is no integer scalar, or `sink`
+            takes no metrics.
+        ValueError: Two leaves have one name, or the folder of a path does not exist.
+    """
+    tags, leaves, failures = _flatten(name, tree)
+    write, wrong = _writer(sink)
+    taken = [_STEP] if write is _append_line or write is _write_line else []
+    failures += wrong + _same_failures([*taken, *tags]) + _step_failures(step)
+    if failures:
+        raise explain(f"metrics_tap of `{name}`", failures)
+    if not tags:
+        return tree
+    if isinstance(sink, (str, os.PathLike)):
+        sink = os.path.abspath(os.fspath(sink))
+    tap = _MetricsTap(str(name), tuple(tags), write, sink)
+    send = functools.partial(_tap, "metrics_tap", tap, with_device=False, per_shard=False)
+    arg = (dict(zip(tags, leaves, strict=True)), step)
+    axes = _jax.manual_axes()
+    if axes:
+        first = functools.reduce(jnp.logical_and, (jax.lax.axis_index(a) == 0 for a in axes))
+        jax.lax.cond(first, lambda arg: _none(send(arg, device_index=0)), _none, arg)
+    else:
+        send(arg, device_index=device_index)
+    return tree
+
+
+def _none(_: Any) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _MetricsTap:
+    """The host function; equal ones share a compiled program."""
+
+    name: str
+    tags: tuple[str, ...]
+    write: Callable[[Any, dict[str, _Number], int | None], None]
+    sink: Any
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, arg: Any, transforms: Any) -> None:
+        del transforms
+        values, step = arg
+        metrics = dict(pair for tag in self.tags for pair in _elements(tag, values[tag]))
+        self.write(self.sink, metrics, _one_step(step))
+
+
+def _elements(tag: str, value: np.ndarray) -> Iterator[tuple[str, _Number]]:
+    """The numbers that a value has under `vmap`, and their names."""
+    for index in np.ndindex(value.shape):
+        element = value[index]
+        if element.dtype.kind not in "biu":
+            element = element.astype(np.float64)
+        yield "/".join([tag, *map(str, index)]), element.item()
+
+
+def _one_step(step: np.ndarray | None) -> int | None:
+    if step is None:
+        return None
+    steps = np.unique(step)
+    if len(steps) != 1:
+        raise ValueError(f"the elements of a batch are at different steps: {steps.tolist()}")
+    return int(steps[0])
+
+
+# Sinks
+
+_lock = threading.Lock()
+
+
+def _call(sink: Any, metrics: dict[str, _Number], step: int | None) -> None:
+    sink(metrics, step)
+
+
+def _add_scalars(sink: Any, metrics: dict[str, _Number], step: int | None) -> None:
+    for tag, value in metrics.items():
+        sink.add_scalar(tag, value, step)
+
+
+def _append_line(sink: Any, metrics: dict[str, _Number], step: int | None) -> None:
+    # One write, so that lines stay whole whoever else appends, and whenever this process ends.
+    with _lock, open(sink, "ab", buffering=0) as file:
+        file.write(_line(metrics, step).encode())
+
+
+def _write_line(sink: Any, metrics: dict[str, _Number], step: int | None) -> None:
+    with _lock:
+        sink.write(_line(metrics, step))
+        if callable(getattr(sink, "flush", None)):
+            sink.flush()
+
+
+def _line(metrics: dict[str, _Number], step: int | None) -> str:
+    shown = {} if step is None else {_STEP: step}
+    shown |= {tag: _json_number(value) for tag, value in metrics.items()}
+    return json.dumps(shown, allow_nan=False) + "\n"
+
+
+def _json_number(value: _Number) -> Any:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _writer(sink: Any) -> tuple[Any, list[Failure]]:
+    """How to write to a sink, and what is wrong with it."""
+    try:
+        hash(sink)
+    except TypeError:
+        return None, [_no_hash(sink)]
+    if callable(getattr(sink, "add_scalar", None)):
+        return _add_scalars, []
+    if isinstance(sink, (str, os.PathLike)):
+        folder = Path(sink).absolute().parent
+        return _append_line, [] if folder.is_dir() else [_no_folder(sink)]
+    if callable(getattr(sink, "write", None)):
+        return _write_line, []
+    return _call, [] if callable(sink) else [_no_sink(sink)]
+
+
+# Names and failures
+
+
+def _flatten(name: str, tree: Any) -> tuple[list[str], list[Any], list[Failure]]:
+    tags, leaves, failures = [], [], []
+    for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
+        tag = "/".join([str(name), *(_key(k) for k in path)])
+        if got := _not_real_scalar(leaf):
+            failures.append(_no_scalar(tag, got))
+        tags.append(tag)
+        leaves.append(leaf)
+    return tags, leaves, failures
+
+
+def _key(key: Any) -> str:
+    return jtu.keystr((key,), simple=True)
+
+
+def _not_real_scalar(
+    leaf: Any, kinds: tuple[Any, ...] = (np.floating, np.integer, np.bool_)
+) -> str:
+    """What a leaf is that is no scalar of these kinds; empty if it is one."""
+    try:
+        aval = _jax.abstractify(leaf)
+    except (TypeError, ValueError, OverflowError):
+        return f"{type(leaf).__name__}: {leaf!r}"[:100]
+    if not aval.shape and any(jnp.issubdtype(aval.dtype, kind) for kind in kinds):
+        return ""
+    return _jax.short_aval(aval)
+
+
+def _no_scalar(tag: str, got: str) -> Failure:
+    return Failure(
+        what=f"cannot write {tag}",
+        expected="a real scalar",
+        got=got,
+        fix="reduce it, as with jnp.mean, or send it with id_tap",
+        error=ArgumentError,
+    )
+
+
+def _step_failures(step: Any) -> list[Failure]:
+    got = "" if step is None else _not_real_scalar(step, (np.integer,))
+    expected = "an integer scalar, or None"
+    what = "cannot tell the step"
+    return [Failure(what=what, expected=expected, got=got, error=ArgumentError)] * bool(got)
+
+
+def _same_failures(tags: list[str]) -> list[Failure]:
+    return [
+        Failure(what=f"would write {count} scalars as {tag}", fix="rename one", error=OptionError)
+        for tag, count in Counter(tags).items()
+        if count > 1
+    ]
+
+
+def _no_folder(sink: Any) -> Failure:
+    return Failure(
+        what="cannot write to sink: there is no such folder",
+        given=f"sink={os.fspath(sink)!r}",
+        error=OptionError,
+    )
+
+
+def _no_hash(sink: Any) -> Failure:
+    return Failure(
+        what="cannot tell this sink from others: it has no hash",
+        got=f"{type(sink).__name__}: {sink!r}"[:100],
+        fix="pass a function, or an object with __hash__",
+        error=ArgumentError,
+    )
+
+
+def _no_sink(sink: Any) -> Failure:
+    return Failure(
+        what="cannot write to sink",
+        expected="a path, an open file, an object with add_scalar, or a function",
+        got=f"{type(sink).__name__}: {sink!r}"[:100],
+        error=ArgumentError,
+    )
