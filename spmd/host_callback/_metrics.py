@@ -104,11 +104,10 @@ class _MetricsTap:
 
 def _elements(tag: str, value: np.ndarray) -> Iterator[tuple[str, _Number]]:
     """The numbers that a value has under `vmap`, and their names."""
+    is_whole = jnp.issubdtype(value.dtype, np.integer)
+    kind = bool if value.dtype == np.bool_ else int if is_whole else float
     for index in np.ndindex(value.shape):
-        element = value[index]
-        if element.dtype.kind not in "biu":
-            element = element.astype(np.float64)
-        yield "/".join([tag, *map(str, index)]), element.item()
+        yield "/".join([tag, *map(str, index)]), kind(value[index])
 
 
 def _one_step(step: np.ndarray | None) -> int | None:

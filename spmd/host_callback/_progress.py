@@ -16,7 +16,7 @@ import numpy as np
 
 from spmd import _jax
 from spmd.errors import ArgumentError, Failure, OptionError, explain
-from spmd.host_callback._api import _stack, _tap
+from spmd.host_callback._api import _axes, _tap
 from spmd.host_callback._receiver import receiver
 
 #: A bar moves at most this often, unless `every` says otherwise.
@@ -121,7 +121,7 @@ class Progress:
             jax.lax.cond(due, self._send, lambda step: None, jnp.asarray(step))
 
     def _send(self, step: Any) -> None:
-        rows = _device_count(step) if self.per_device else 1
+        rows = _device_count() if self.per_device else 1
         _tap("progress", _Update(self, rows), step, False, 0, self.per_device)
 
 
@@ -192,11 +192,10 @@ def progress(
     return Progress(length, str(description), every, bool(per_device), console)
 
 
-def _device_count(step: Any) -> int:
+def _device_count() -> int:
     """How many devices of this process will move a bar."""
-    axes = _jax.manual_axes()
-    sizes = _jax.manual_mesh()
-    count = math.prod(sizes[a] for a in axes) if axes else _stack([step]) or 1
+    manual, sizes = _jax.manual_axes(), _jax.manual_mesh() or dict(_axes())
+    count = math.prod(n for axis, n in sizes.items() if axis in manual or not manual)
     return min(count, jax.local_device_count())
 
 
