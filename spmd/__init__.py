@@ -21,7 +21,8 @@ def __getattr__(name: str) -> Any:
         from spmd import _public
 
         if name in _public._FEATURES:
-            value = getattr(importlib.import_module(_public._FEATURES[name]), name)
+            module = importlib.import_module(_public._FEATURES[name])
+            value = module if module.__name__ == f"spmd.{name}" else getattr(module, name)
             return globals().setdefault(name, value)
         for place in (vars(_public), globals()):
             if name in place:

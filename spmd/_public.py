@@ -29,6 +29,7 @@ from spmd.errors import (
 from spmd.stages import Compiled as Compiled, Lowered as Lowered, Traced as Traced
 
 if _typing.TYPE_CHECKING:
+    from spmd import host_callback as host_callback
     from spmd.inspection import (
         Diff as Diff,
         Fit as Fit,
@@ -43,7 +44,7 @@ if _typing.TYPE_CHECKING:
 #: Names of features, and where they live: the core never imports those files.
 _FEATURES = dict.fromkeys(
     ("Diff", "Fit", "Report", "diff", "fits", "report", "sweep", "topology"), "spmd.inspection"
-)
+) | {"host_callback": "spmd.host_callback"}
 
 _jax.hide_own_frames()
 
