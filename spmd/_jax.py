@@ -1190,6 +1190,49 @@ def emit_host_call(
     return outs
 
 
+def platforms_of(ctx: Any) -> tuple[str, ...]:
+    """The platforms that the module of an equation is made for."""
+    return tuple(ctx.module_context.platforms)
+
+
+def mesh_devices(ctx: Any) -> list[Any]:
+    """The devices of an enclosing `shard_map`; empty where there are none."""
+    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+    return [] if mesh is None or is_abstract(mesh) else [*mesh.devices.flat]
+
+
+def emit_python_callback(
+    ctx: Any,
+    fun: Callable,
+    operands: Sequence[Any],
+    results: Sequence[tuple[Sequence[int], Any]],
+    *,
+    by_partition: bool,
+) -> list[Any]:
+    """Emits a call to the host as JAX's own callbacks make it; see :func:`emit_host_call`."""
+    from jax._src import callback  # here, for programs on other platforms than the CPU
+
+    avals = [ShapedArray(*physical_shape(a)) for a in ctx.avals_in]
+    if by_partition:
+        operands = [hlo.PartitionIdOp().result, *operands]
+        avals = [ShapedArray((), np.dtype(np.uint32)), *avals]
+    outs = [ShapedArray(tuple(shape), dtype) for shape, dtype in results]
+    context = ctx.module_context.axis_context
+    values, token, _ = callback.emit_python_callback(
+        ctx.replace(avals_in=avals, avals_out=outs),
+        fun,
+        ctx.tokens_in.get(HOST_EFFECT),
+        [*operands],
+        avals,
+        outs,
+        has_side_effect=True,
+        returns_token=True,
+        sharding=callback._callback_op_sharding(context, None, outs),
+    )
+    ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({HOST_EFFECT: token})))
+    return [*values]
+
+
 def _custom_call(
     target: str, token: Any, operands: Sequence[Any], results: Sequence[Any], attributes: Any
 ) -> list[Any]:

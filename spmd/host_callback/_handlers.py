@@ -12,14 +12,9 @@ import numpy as np
 
 from spmd.host_callback import _registry
 from spmd.host_callback._ffi import Buffer, Frame, Future, capsule, handler, hold
-from spmd.host_callback._receiver import Item, receiver
+from spmd.host_callback._items import Call, Origin, Tap
+from spmd.host_callback._receiver import receiver
 from spmd.host_callback._registry import Entry, Site
-from spmd.host_callback._running import (
-    call_results,
-    called_with,
-    error_text,
-    without_own_frames,
-)
 from spmd.host_callback._threads import threads
 
 #: Names of the handler and of what the partitioner replaces by it.
@@ -35,56 +30,13 @@ def _device(ordinal: int) -> Any:
     return next(d for d in jax.local_devices(backend="cpu") if d.local_hardware_id == ordinal)
 
 
-class _Tap(Item):
-    __slots__ = ("buffers", "entry", "partition", "site")
-
-    def __init__(self, device: Any, entry: Entry, buffers: list[Buffer]):
-        size = sum(b.size(d) for b, d in zip(buffers, entry.carriers, strict=True))
-        super().__init__(device, size)
-        self.entry = entry
-        self.buffers = buffers
-        self.site: Site | None = None
-        self.partition = 0
-
-    def read(self) -> list[np.ndarray]:
-        values = [b.copy(d) for b, d in zip(self.buffers, self.entry.carriers, strict=True)]
-        return trimmed(values, self.site, self.partition)
-
-    def run(self) -> None:
-        entry = self.entry
-        try:
-            called_with(entry, self.operands, self.device, self.site, self.partition)
-        except BaseException as error:  # a host function may well call sys.exit
-            receiver.failed(without_own_frames(error), f"{entry.call.kind} of `{entry.call.name}`")
-
-
-class _Call(_Tap):
-    __slots__ = ("finish",)
-
-    urgent = True
-
-    def __init__(self, device: Any, entry: Entry, buffers: list[Buffer], finish: Callable):
-        super().__init__(device, entry, buffers)
-        self.size = 0  # it waits in the memory of the device
-        self.finish = finish
-
-    def run(self) -> None:
-        entry = self.entry
-        try:
-            self.operands = self.read()
-            value = called_with(entry, self.operands, self.device, self.site, self.partition)
-            results = call_results(entry.call, value)
-        except BaseException as error:  # as above
-            receiver.failed(without_own_frames(error), f"call of `{entry.call.name}`")
-            self.finish(None, error_text(entry.call, error))
-        else:
-            self.finish(results, None)
-
-
-def trimmed(values: Sequence[np.ndarray], site: Site | None, partition: int) -> list[np.ndarray]:
-    """Cuts off the padding of uneven shards."""
+def _copied(
+    buffers: Sequence[Buffer], entry: Entry, site: Site | None, partition: int
+) -> list[np.ndarray]:
+    """Copies operands, without the padding of uneven shards."""
+    values = [b.copy(d) for b, d in zip(buffers, entry.carriers, strict=True)]
     if site is None or not site.placements:
-        return [*values]
+        return values
     trims = [p.trim(partition) for p in site.placements]
     return [v if t is None else v[t].copy() for v, t in zip(values, trims, strict=True)]
 
@@ -96,25 +48,40 @@ class _Meeting:
     """
 
     def __init__(self, callers: int, arrivals: int):
-        self.lock = threading.Lock()
         self.arrived: set[int] = set()
-        self.open = arrivals
-        self.missing = callers
-        self.error: str | None = None
-        self.shared: Any = None
-        self.waiting: list[tuple[Future, list[Buffer], Any]] = []
+        self.arrivals = arrivals
+        self._lock = threading.Lock()
+        self._missing = callers
+        self._error: str | None = None
+        self._shared: Any = None
+        self._waiting: list[tuple[Callable[..., None], list[Any] | None]] = []
 
-    def settle(self, results: Any, error: str | None) -> None:
-        """One of the callers has its results."""
-        with self.lock:
-            self.missing -= 1
-            self.shared = results
-            self.error = self.error or error
-            if self.missing:
+    def join(self, finish: Callable[..., None], own: list[Any] | None) -> bool:
+        """A device waits for results: those of its own, or the shared ones, which may be there.
+
+        Returns:
+            Whether the results are still to come.
+        """
+        with self._lock:
+            if self._missing:
+                self._waiting.append((finish, own))
+                return True
+        finish(self._shared, self._error)
+        return False
+
+    def settle(self, own: list[Any] | None, results: Any, error: str | None) -> None:
+        """A host function has returned, or failed."""
+        if own is not None:
+            own.append(results)
+        with self._lock:
+            self._missing -= 1
+            self._shared = results
+            self._error = self._error or error
+            if self._missing:
                 return
-            waiting, self.waiting = self.waiting, []
-        for future, buffers, own in waiting:
-            _finish(future, buffers, self.shared if own is None else own[0], self.error)
+        for finish, rows in self._waiting:
+            finish(self._shared if rows is None else rows[0], self._error)
+        self._waiting.clear()
 
 
 _meetings: dict[tuple[int, int], list[_Meeting]] = {}
@@ -131,24 +98,11 @@ def _meeting(frame: Frame, entry: Entry, partition: int, callers: int, arrivals:
             found = _Meeting(callers, arrivals)
             meetings.append(found)
         found.arrived.add(partition)
-        if len(found.arrived) == found.open:
+        if len(found.arrived) == found.arrivals:
             meetings.remove(found)
             if not meetings:
                 del _meetings[key]
         return found
-
-
-def _finish(future: Future, buffers: list[Buffer], results: Any, error: str | None) -> None:
-    if error is not None:
-        threads.run(functools.partial(future.set_error, error))
-        return
-    for buffer, value in zip(buffers, results, strict=True):
-        buffer.write(value)
-    threads.run(future.set_available)
-
-
-def _suspender(frame: Frame) -> Callable[[], Callable[[], None]]:
-    return lambda: frame.suspend().set_available
 
 
 def _execute(frame: Frame) -> str | None:
@@ -162,50 +116,45 @@ def _execute(frame: Frame) -> str | None:
     if len(buffers) > len(entry.dtypes):
         partition = int(buffers.pop(0).copy(np.dtype(np.uint32)))
         site = entry.site(frame.text(_SITE).decode())
+    read = functools.partial(_copied, buffers, entry, site, partition)
+    origin = Origin(device, site, partition)
     if entry.call.out_tree is None:
         if site is None or site.mode != "one" or partition == entry.call.device_index:
-            tap = _Tap(device, entry, buffers)
-            tap.site, tap.partition = site, partition
-            receiver.submit(tap, _suspender(frame))
+            size = sum(b.size(d) for b, d in zip(buffers, entry.carriers, strict=True))
+            receiver.submit(Tap(entry, origin, read, size), _suspender(frame))
         return None
-    _execute_call(frame, entry, device, buffers, site, partition)
+    _execute_call(frame, entry, origin, read)
     return None
 
 
-def _execute_call(
-    frame: Frame,
-    entry: Entry,
-    device: Any,
-    buffers: list[Buffer],
-    site: Site | None,
-    partition: int,
-) -> None:
+def _suspender(frame: Frame) -> Callable[[], Callable[[], None]]:
+    return lambda: frame.suspend().set_available
+
+
+def _execute_call(frame: Frame, entry: Entry, origin: Origin, read: Callable) -> None:
     outs = frame.results()
     future = frame.suspend()
-    if site is None or site.mode == "each":
-        call = _Call(device, entry, buffers, functools.partial(_finish, future, outs))
-    else:
+    finish: Callable[..., None] = functools.partial(_finish, future, outs)
+    site = origin.site
+    if site is not None and site.mode != "each":
         callers = 1 if site.mode == "one" else site.partitions
-        meeting = _meeting(frame, entry, partition, callers, site.partitions)
+        meeting = _meeting(frame, entry, origin.partition, callers, site.partitions)
         own: list[Any] | None = None if site.mode == "one" else []
-        with meeting.lock:
-            settled = not meeting.missing
-            if not settled:
-                meeting.waiting.append((future, outs, own))
-        if settled:
-            _finish(future, outs, meeting.shared, meeting.error)
+        if not meeting.join(finish, own):
             return
-        if site.mode == "one" and partition != entry.call.device_index:
+        if site.mode == "one" and origin.partition != entry.call.device_index:
             return
-        call = _Call(device, entry, buffers, functools.partial(_settle, meeting, own))
-    call.site, call.partition = site, partition
-    receiver.submit(call, _suspender(frame))
+        finish = functools.partial(meeting.settle, own)
+    receiver.submit(Call(entry, origin, read, finish), _suspender(frame))
 
 
-def _settle(meeting: _Meeting, own: list[Any] | None, results: Any, error: str | None) -> None:
-    if own is not None:
-        own.append(results)
-    meeting.settle(results, error)
+def _finish(future: Future, buffers: list[Buffer], results: Any, error: str | None) -> None:
+    if error is not None:
+        threads.run(functools.partial(future.set_error, error))
+        return
+    for buffer, value in zip(buffers, results, strict=True):
+        buffer.write(value)
+    threads.run(future.set_available)
 
 
 def _instantiate(frame: Frame) -> str | None:

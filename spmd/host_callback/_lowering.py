@@ -8,20 +8,25 @@ from typing import Any
 
 from spmd import _jax
 from spmd.errors import Failure, OptionError, explain
-from spmd.host_callback import _registry
+from spmd.host_callback import _elsewhere, _registry
 from spmd.host_callback._handlers import PARTITIONED, TARGET, register_handlers
 from spmd.host_callback._layout import placement, stacked
 from spmd.host_callback._receiver import receiver
 from spmd.host_callback._records import HostCall
 from spmd.host_callback._registry import Entry, Site, carrier
 
+#: Where handlers written in Python can read the memory of the device.
+NATIVE = ("cpu",)
+
 
 def lower(ctx: Any, *operands: Any, call: HostCall) -> Sequence[Any]:
     """Emits the call of a handler; returns the values of the results of a `call`."""
     receiver.prepare()
-    register_handlers()
     receiver.calls_used = receiver.calls_used or call.out_tree is not None
     entry = _registry.register(call, _registry.operand_avals(ctx.avals_in))
+    if _jax.platforms_of(ctx) != NATIVE:
+        return _elsewhere.lower(ctx, operands, entry)
+    register_handlers()
     ctx.module_context.add_keepalive(entry)
     values = [
         v if c == d else _jax.convert_elements(v, c)
