@@ -165,8 +165,7 @@ def call(
     outs = host_call_p.bind(*leaves, call=record)
     if record.stack is not None and mesh is not None and mesh.size > 1:
         # The partitioner does not see that each device has its own, and would gather them.
-        rows = NamedSharding(auto_mesh(mesh), PartitionSpec(mesh.axis_names))
-        outs = jax.lax.with_sharding_constraint(outs, rows)
+        outs = _split_by_device(outs, mesh)
     return jtu.tree_unflatten(out_tree, outs)
 
 
@@ -234,6 +233,13 @@ def _mesh(leaves: Sequence[Any]) -> Any:
     shardings = [getattr(x, "sharding", None) for x in leaves if isinstance(x, _jax.Array)]
     mesh = next((s.mesh for s in shardings if isinstance(s, NamedSharding)), None)
     return _jax.typed_mesh(leaves) if mesh is None else mesh
+
+
+def _split_by_device(values: Sequence[Any], mesh: Any) -> Any:
+    rows = PartitionSpec(mesh.axis_names)
+    if _jax.explicit_axes():
+        return jax.sharding.reshard(values, rows)
+    return jax.lax.with_sharding_constraint(values, NamedSharding(auto_mesh(mesh), rows))
 
 
 def _stack(mesh: Any) -> int | None:
