@@ -136,7 +136,7 @@ def _execute_call(frame: Frame, entry: Entry, origin: Origin, read: Callable) ->
     future = frame.suspend()
     finish: Callable[..., None] = functools.partial(_finish, future, outs)
     site = origin.site
-    if site is not None and site.mode != "each":
+    if site is not None and site.mode != "each" and jax.process_count() == 1:
         callers = 1 if site.mode == "one" else site.partitions
         meeting = _meeting(frame, entry, origin.partition, callers, site.partitions)
         own: list[Any] | None = None if site.mode == "one" else []

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import functools
 from typing import Any
 
+import jax
+
 from spmd import _jax
 from spmd.errors import Failure, OptionError, explain
 from spmd.host_callback import _elsewhere, _registry
@@ -72,6 +74,15 @@ def split_failure(call: HostCall, partitions: int, *, manual: bool | None) -> Fa
             what=f"{what} from a shard_map over some axes of the mesh",
             expected="a shard_map over all axes, or none",
             fix="leave axis_names out, or call outside of the shard_map",
+            error=OptionError,
+        )
+    several_processes = partitions > 1 and jax.process_count() > 1
+    if several_processes and not manual and not call.per_shard and call.out_tree is not None:
+        return Failure(
+            what=f"{what} with the whole operand: the results of one process do not reach others",
+            got=f"{jax.process_count()} processes",
+            fix="call in shard_map or with per_shard=True, or broadcast by jax.experimental."
+            "multihost_utils",
             error=OptionError,
         )
     if not manual and not 0 <= call.device_index < partitions:
