@@ -181,7 +181,10 @@ def test_import_is_light():
         "assert spmd.pjit is sys.modules['spmd._api'].pjit\n"
         "from jax._src import xla_bridge\n"
         "assert not xla_bridge._backends, 'a backend was started'\n"
-        "print(*sys.modules)"
+        "print(*sys.modules)\n"
+        "assert spmd.host_callback is sys.modules['spmd.host_callback']\n"
+        "assert 'rich' not in sys.modules, 'rich was imported'\n"
+        "assert not xla_bridge._backends, 'a backend was started'"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent

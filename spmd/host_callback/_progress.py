@@ -66,7 +66,7 @@ class Progress:
         if failure := _step_failure(step):
             raise explain("progress", [failure])
         _close_at_exit()
-        if not isinstance(step, jax.core.Tracer):
+        if not isinstance(step, _jax.Tracer):
             step = int(step)
         self._tell(step)
         return step if value is None else value
