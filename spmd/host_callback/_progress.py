@@ -67,8 +67,11 @@ class Progress:
             raise explain("progress", [failure])
         _close_at_exit()
         if not isinstance(step, _jax.Tracer):
-            step = int(step)
-        self._tell(step)
+            self._tell(int(step))
+        elif step.dtype.itemsize < 4:
+            self._tell(step.astype(jnp.int32))  # the length may not fit into its own type
+        else:
+            self._tell(step)
         return step if value is None else value
 
     def close(self) -> None:

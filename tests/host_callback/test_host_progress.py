@@ -218,11 +218,23 @@ def test_loops():
         assert [step for step, _ in recorded(loop, 1.0)] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "uint32"])
+def test_step_types(dtype):
+    """Any integer type can count, also towards a length that it does not hold."""
+    bar = hcb.progress(70_000, every=50)
+    steps = jnp.arange(100, dtype=dtype)
+    loop = jax.jit(lambda: lax.scan(lambda x, i: (bar(i, x), bar(i)), 0, steps)[1])
+    assert [step for step, _ in recorded(loop)] == [0, 0, 49, 49, 99, 99]
+    with hcb.record(run=False):
+        assert loop().dtype == dtype
+
+
 def test_returns_its_value():
     """It returns the value, of any tree, or else the step."""
     bar = hcb.progress(3)
     with hcb.record(run=False):
         assert jax.jit(bar)(2) == 2
+        assert bar(np.int8(1)).dtype == np.int8
         assert jax.jit(lambda i: bar(i, {"a": (i, None)}))(1) == {"a": (1, None)}
 
 
@@ -256,17 +268,22 @@ def test_batched_steps():
 
 
 @pytest.mark.parametrize("per_device", [False, True])
-@pytest.mark.parametrize("by", ["jit", "pjit", "shard_map", "pmap"])
+@pytest.mark.parametrize("by", ["jit", "pjit", "shard_map", "unrolled", "pmap"])
 def test_devices(mesh, by, per_device):
     """One device moves the bar of a program, and each device its own bar."""
     bar = hcb.progress(3, per_device=per_device)
     loop = scanned(bar, 3)
+    if by == "unrolled":
+
+        def loop(x):
+            return bar(2, bar(1, bar(0, x + 3)))
+
     x, count = jnp.ones(8), 8
     if by == "jit":
         function, count = loop, 1
     elif by == "pjit":
         function = spmd.pjit(loop, P("data"), P("data"), mesh=mesh)
-    elif by == "shard_map":
+    elif by in ("shard_map", "unrolled"):
         spec = P(("data", "model"))
         function = jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=spec, out_specs=spec))
     else:
