@@ -1068,11 +1068,12 @@ def govern_tokens(started: Callable[[], None], must_settle: Callable[[], bool]) 
             return jax_get(self, effect, devices)
         started()
         before = self.current_tokens.pop(effect, None)
-        if before is not None and not before._buf.is_ready():
-            if not must_settle() and device_order(before._buf.sharding) == [*devices]:
+        if before is not None:
+            same_devices = device_order(before._buf.sharding) == [*devices]
+            if same_devices and not before._buf.is_ready() and not must_settle():
                 return before
-            wait_quietly(before._buf)
-        drop_failed_tokens()
+            if not ended_well(before._buf):
+                drop_failed_tokens()
         return _fresh_token(tuple(devices))
 
     def set_token_result(self: Any, effect: Any, token: Any) -> None:
@@ -1091,10 +1092,13 @@ def _fresh_token(devices: tuple[Any, ...]) -> Any:
     return core.Token(jax.device_put(np.zeros(0, np.bool_), replicated))
 
 
-def wait_quietly(array: Any) -> None:
-    """Waits until the program that makes an array has ended, even if it failed."""
-    with contextlib.suppress(RuntimeError):
+def ended_well(array: Any) -> bool:
+    """Waits until the program that makes an array has ended; returns whether it did not fail."""
+    try:
         array.block_until_ready()
+    except RuntimeError:
+        return False
+    return True
 
 
 def drop_failed_tokens() -> None:
@@ -1102,12 +1106,7 @@ def drop_failed_tokens() -> None:
     held = dispatch.runtime_tokens
     for tokens in (held.current_tokens, held.output_runtime_tokens):
         for key, token in [*tokens.items()]:
-            buffer = getattr(token, "_buf", None)
-            if buffer is not None and not buffer.is_ready():
-                continue
-            try:
-                token.block_until_ready()
-            except RuntimeError:
+            if not ended_well(token):
                 del tokens[key]
 
 

@@ -185,6 +185,7 @@ def barrier_wait(logging_name: str | None = None) -> None:
     errors = receiver.take_errors()
     if not errors:
         return
+    _jax.drop_failed_tokens()  # jax.effects_barrier would raise the same again
     error, text = errors[-1]
     count = "one exception" if len(errors) == 1 else f"{len(errors)} exceptions"
     last = "It was" if len(errors) == 1 else "The last one was"

@@ -244,7 +244,7 @@ class Receiver:
         me = _consumer_here()
         if me is None:
             for token in [*self._running]:
-                _jax.wait_quietly(token)
+                _jax.ended_well(token)
         with self._lock:
             counts = [(c, c.received) for c in self._consumers.values() if c is not me]
             self._waiting += 1
