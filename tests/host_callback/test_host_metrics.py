@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 
+from hypothesis import given, settings, strategies as st
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -157,6 +158,51 @@ def test_path(tmp_path, monkeypatch, kind):
     traced()
     hcb.barrier_wait()
     assert path.read_text() == '{"step": -1}\n' + LINES
+
+
+def flat(name, tree):
+    """The names of the leaves of a tree, by hand."""
+    if not isinstance(tree, (dict, list, tuple)):
+        return {name: tree}
+    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    return {n: leaf for key, part in pairs for n, leaf in flat(f"{name}/{key}", part).items()}
+
+
+LEAVES = st.floats(width=32) | st.integers(-(2**31), 2**31 - 1) | st.booleans()
+TREES = st.recursive(
+    LEAVES,
+    lambda part: (
+        st.lists(part, max_size=3)
+        | st.tuples(part, part)
+        | st.dictionaries(st.text("ab \u00e9\n", min_size=1, max_size=3), part, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(tree=TREES, step=st.none() | st.integers(0, 2**31 - 1))
+def test_lines_say_what_was_written(tree, step):
+    """Any tree of scalars comes back from its line of JSON: every name, value and type."""
+    file = io.StringIO()
+    hcb.configure(inline=True)  # without a compile for each tree
+    try:
+        hcb.metrics_tap("t", tree, sink=file, step=step)
+    finally:
+        hcb.configure()
+    expected = flat("t", tree)
+    lines = file.getvalue().splitlines()
+    assert len(lines) == bool(expected)
+    if expected:
+        read = json.loads(lines[0])
+        assert read.pop("step", None) == step
+        assert [*read] == [*flat("t", jax.tree.map(lambda leaf: leaf, tree))]
+        assert {k: type(v) for k, v in read.items() if type(v) is not str} == {
+            k: type(v) for k, v in expected.items() if math.isfinite(v)
+        }
+        for name, value in expected.items():
+            np.testing.assert_equal(float(read.pop(name)), float(value))
+        assert not read
 
 
 def test_open_file(tmp_path):
