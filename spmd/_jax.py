@@ -33,6 +33,7 @@ from jax._src import (
     traceback_util,
     tree_util,
     util,
+    xla_bridge,
 )
 from jax._src.interpreters import ad, batching, mlir, partial_eval as pe, pxla, remat
 from jax._src.lib import _jax, xla_client
@@ -1187,6 +1188,29 @@ def emit_host_call(
         mlir.set_sharding(ctx.module_context, values[0].owner, manual)
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({HOST_EFFECT: token})))
     return outs
+
+
+def keep_with_program(ctx: Any, value: Any, partitions: int) -> None:
+    """Keeps a value alive as long as the Python side of the program that is being lowered."""
+    ctx.module_context.add_keepalive(value)
+    if partitions > 1 and jax.__version_info__ < (0, 12):
+        # The persistent compilation cache would serialize an executable with tokens on several
+        # devices, which crashes that jaxlib; a module that seems to have a callback is left out.
+        ctx.module_context.add_host_callback(_no_callback)
+
+
+def _no_callback(*args: Any) -> tuple[Any, ...]:
+    return args
+
+
+def hold_weakly(record: type) -> None:
+    """Tells JAX's caches of rules to hold parameters of a type weakly, as they hold jaxprs."""
+    util.weakref_cache_key_types.add(record)
+
+
+def backends_started() -> bool:
+    """Whether JAX has made its clients."""
+    return xla_bridge.backends_are_initialized()
 
 
 def platforms_of(ctx: Any) -> tuple[str, ...]:

@@ -13,5 +13,8 @@ from spmd.host_callback._progress import Progress as Progress, progress as progr
 from spmd.host_callback._receiver import CallbackException as CallbackException
 from spmd.host_callback._recording import Recorded as Recorded, record as record
 from spmd.host_callback._records import Shard as Shard
+from spmd.host_callback._threads import reserve_threads as _reserve_threads
 
 TapFunctionException = CallbackException
+
+_reserve_threads()

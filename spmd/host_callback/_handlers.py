@@ -169,8 +169,10 @@ def _instantiate(frame: Frame) -> str | None:
 _execute_handler, _instantiate_handler = handler(_execute), handler(_instantiate)
 
 
-@functools.lru_cache(maxsize=1)
-def register_handlers() -> None:
-    """Makes the handlers known to XLA, once per process."""
-    stages = {"instantiate": capsule(_instantiate_handler), "execute": capsule(_execute_handler)}
-    jax.ffi.register_ffi_target(TARGET, stages, platform="cpu")
+# At import, which starts nothing: a program of another process that is loaded before any is made
+# here is to be told why it cannot run.
+jax.ffi.register_ffi_target(
+    TARGET,
+    {"instantiate": capsule(_instantiate_handler), "execute": capsule(_execute_handler)},
+    platform="cpu",
+)

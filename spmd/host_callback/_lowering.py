@@ -11,7 +11,7 @@ import jax
 from spmd import _jax
 from spmd.errors import Failure, OptionError, explain
 from spmd.host_callback import _elsewhere, _registry
-from spmd.host_callback._handlers import PARTITIONED, TARGET, register_handlers
+from spmd.host_callback._handlers import PARTITIONED, TARGET
 from spmd.host_callback._layout import placement, stacked
 from spmd.host_callback._receiver import receiver
 from spmd.host_callback._records import HostCall
@@ -28,8 +28,7 @@ def lower(ctx: Any, *operands: Any, call: HostCall) -> Sequence[Any]:
     entry = _registry.register(call, _registry.operand_avals(ctx.avals_in))
     if _jax.platforms_of(ctx) != NATIVE:
         return _elsewhere.lower(ctx, operands, entry)
-    register_handlers()
-    ctx.module_context.add_keepalive(entry)
+    _jax.keep_with_program(ctx, entry, _jax.partition_of(ctx)[0])
     values = [
         v if c == d else _jax.convert_elements(v, c)
         for v, d, c in zip(operands, entry.dtypes, entry.carriers, strict=True)

@@ -35,10 +35,11 @@ host_call_p.multiple_results = True
 def _host_impl(primitive: Any, *args: Any, call: HostCall) -> Sequence[Any]:
     if options.inline:
         return _run_here(args, call)
-    return _program(primitive, call)(*args)
+    with jax.disable_jit(False):  # else the program would be this call again
+        return _program(primitive, call)(*args)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=64)
 def _program(primitive: Any, call: HostCall) -> Any:
     def host_callback(*args: Any) -> Any:
         return primitive.bind(*args, call=call)

@@ -65,6 +65,8 @@ class HostCall:
         return params
 
 
+_jax.hold_weakly(HostCall)
+
 #: The parameter that each transformation has, where it has one.
 _PARAMETERS = {"batch": "batch_dims"}
 

@@ -47,6 +47,10 @@ class Entry:
         # What a program was split like, by the text that its calls carry.
         self._sites: dict[str, Site] = {}
 
+    def __reduce__(self) -> Any:
+        # A serialized executable takes what it keeps alive along; host functions do not travel.
+        return (unknown, (self.id,))
+
     def site(self, text: str) -> Site:
         """What was said about the calls that carry a text."""
         return self._sites[text]

@@ -7,8 +7,14 @@ next collective, where it waits for the other devices: each program needs a thre
 from __future__ import annotations
 
 from collections.abc import Callable
+import os
 import queue
+import re
 import threading
+
+import jax
+
+from spmd import _jax
 
 _Task = Callable[[], None]
 
@@ -43,3 +49,17 @@ threads = Threads()
 def forget_threads() -> None:
     """Drops the threads that a forked process does not have."""
     threads._idle.clear()
+
+
+def reserve_threads() -> None:
+    """Asks XLA for threads beyond those that suspended programs can hold.
+
+    Its pool has as many as there are cores, or devices if those are more; each device that waits
+    for a host function holds one. Without another one no program could run in a host function.
+    XLA reads the variable when JAX starts, and has no other switch for it.
+    """
+    if "NPROC" in os.environ or _jax.backends_started():
+        return
+    flag = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    devices = max(int(flag[1]) if flag else 1, jax.config.values["jax_num_cpu_devices"])
+    os.environ["NPROC"] = str((os.cpu_count() or 1) + 2 * devices)
