@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import spmd
+import spmd.host_callback  # it asks for threads, which has to be before JAX starts
 
 
 def pytest_addoption(parser):
