@@ -253,6 +253,23 @@ def test_transformed():
     assert [s for s, _ in recorded(jax.vmap(loop), jnp.ones(3))] == [0, 1, 2, 3]
 
 
+def test_without_jit():
+    """Where `jit` is off, the loop is one of Python, and moves it all the same."""
+    bar = hcb.progress(4)
+    with jax.disable_jit():
+        assert [step for step, _ in recorded(scanned(bar, 4), 0.0)] == [0, 1, 2, 3]
+
+
+def test_loop_that_nothing_depends_on(mesh):
+    """In a `shard_map` without any value in it that is used, each step counts once."""
+    bar = hcb.progress(4)
+    spec = P("data")
+    loop = jax.shard_map(scanned(bar, 4), mesh=mesh, in_specs=spec, out_specs=spec)
+    with mesh:
+        gradient = jax.jit(jax.grad(lambda x: loop(x).sum()))
+        assert [step for step, _ in recorded(gradient, jnp.ones(8))] == [0, 1, 2, 3]
+
+
 def test_batched_steps():
     """Under `vmap` over the steps themselves the slowest element is shown."""
     bar = hcb.progress(10)
