@@ -198,6 +198,9 @@ def stop_outfeed_receiver() -> None:
     """Waits for pending taps and stops the threads that run them; the next tap starts them again.
 
     Errors of taps stay for the next :func:`barrier_wait`.
+
+    Raises:
+        ValueError: A host function is what calls.
     """
     receiver.stop()
 

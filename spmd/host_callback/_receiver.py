@@ -18,7 +18,7 @@ import traceback
 from typing import Any
 
 from spmd import _jax
-from spmd.errors import SpmdError
+from spmd.errors import Failure, OptionError, SpmdError, explain
 from spmd.host_callback._memory import recycle, release
 from spmd.host_callback._options import options
 from spmd.host_callback._threads import forget_threads, threads
@@ -74,12 +74,14 @@ class Item:
         raise NotImplementedError
 
     def fetch(self) -> None:
-        """Takes the operands in, and lets the device go on that waited for that."""
+        """Takes the operands in, once, and lets the device go on that waited for that."""
         with self.turn:
-            if self.operands is None:
-                self.operands = self.read()
-                if self.resume is not None:
-                    threads.run(self.resume)
+            resume, self.resume = self.resume, None
+            if resume is not None:
+                try:
+                    self.operands = self.read()
+                finally:
+                    threads.run(resume)
 
 
 class _Consumer:
@@ -118,6 +120,13 @@ class _Consumer:
         """Whether the first `count` calls have ended, or none can before a barrier in one does."""
         return self.barriers > 0 or not self.pending or self.pending[0].number >= count
 
+
+_STOPPED_INSIDE = Failure(
+    what="cannot stop the thread that calls it",
+    expected="a call from outside of host functions",
+    fix="call it where the program is started",
+    error=OptionError,
+)
 
 _here = threading.local()
 
@@ -166,9 +175,9 @@ class Receiver:
         if consumer is not None and consumer.thread is threading.current_thread():
             # The host function may wait for this program, whose own calls need the queue.
             consumer.start_thread()
-        running = self._running
-        while running and running[0].is_ready():
-            running.popleft()
+        with self._lock:
+            while self._running and self._running[0].is_ready():
+                self._running.popleft()
 
     # What programs do
 
@@ -189,22 +198,28 @@ class Receiver:
                 item.turn = threading.Lock()
                 item.resume = suspend()
                 self._paused.append(item)
-        if fits and not item.urgent:
-            item.operands = item.read()
-        consumer.items.put(item)
+        try:
+            if fits and not item.urgent:
+                item.operands = item.read()
+        finally:  # there may be no memory for it; then the program fails, and nothing waits
+            consumer.items.put(item)
 
     # What the threads do
 
     def process(self, consumer: _Consumer, item: Item) -> None:
         """Runs one call, and lets those go on who waited for it."""
-        if item.turn is not None:
-            # Its turn has come, however full the queue is.
-            with self._lock:
-                if item in self._paused:
-                    self._paused.remove(item)
-                    self._bytes += item.size
-            item.fetch()
-        item.run()
+        try:
+            if item.turn is not None:
+                # Its turn has come, however full the queue is.
+                with self._lock:
+                    if item in self._paused:
+                        self._paused.remove(item)
+                        self._bytes += item.size
+                item.fetch()
+            if item.urgent or item.operands is not None:
+                item.run()
+        except MemoryError as error:
+            self.failed(error, "Receiving operands")
         operands, item.operands = item.operands, None
         if operands:
             recycle(operands)
@@ -217,7 +232,10 @@ class Receiver:
             if self._waiting:
                 self._ended.notify_all()
         for other in admitted:
-            other.fetch()
+            try:
+                other.fetch()
+            except MemoryError as error:
+                self.failed(error, "Receiving operands")
 
     def _admit(self) -> list[Item]:
         admitted = []
@@ -266,7 +284,13 @@ class Receiver:
         return errors
 
     def stop(self) -> None:
-        """Waits, and ends the threads; the next call starts new ones."""
+        """Waits, and ends the threads; the next call starts new ones.
+
+        Raises:
+            ValueError: A host function is what calls.
+        """
+        if _consumer_here() is not None:
+            raise explain("stop_outfeed_receiver", [_STOPPED_INSIDE])
         stopped: list[_Consumer] = []
         while not stopped:
             self.wait("stop")
@@ -278,8 +302,7 @@ class Receiver:
         release()
         for consumer in stopped:
             consumer.items.put(None)
-            if consumer is not _consumer_here():
-                consumer.thread.join()
+            consumer.thread.join()
 
     def _exit(self) -> None:
         self.wait("exit")
