@@ -93,14 +93,18 @@ told("shards", lambda: shards(X))
 told("called", lambda: called(X))
 if role == "first":
     import pickle
-    fresh = zip(("program", "shards", "called"), make(tap))
+    fresh = dict(zip(("program", "shards", "called"), make(tap)))
+    if jax.__version_info__ < (0, 12):
+        del fresh["shards"]  # XLA cannot serialize ordered effects on several devices
     saved.write_text(json.dumps({
         name: pickle.dumps(serialize_executable.serialize(f.lower(X).compile())).hex()
-        for name, f in fresh
+        for name, f in fresh.items()
     }))
 else:
     for name, text in json.loads(saved.read_text()).items():
         told(f"{name} of the other process, later", load)
+from spmd.host_callback import _registry
+found["numbers"] = [*_registry._by_id]
 print(json.dumps(found))
 """
 
@@ -143,7 +147,9 @@ def test_each_process_runs_its_own_function(program, value, processes):
 
 
 @pytest.mark.parametrize("when", ["", ", later"])
-@pytest.mark.parametrize("program", ["program", "shards", "called"])
+@pytest.mark.parametrize(
+    "program", ["program", "called"] + ["shards"] * (jax.__version_info__ >= (0, 12))
+)
 def test_executable_of_another_process(program, when, processes):
     """A serialized executable that another process made is refused with the reason, not run."""
     found = processes[1][f"{program} of the other process{when}"]
@@ -173,24 +179,10 @@ def test_unknown_number_is_explained():
     )
 
 
-def test_numbers_are_random():
+def test_numbers_are_random(processes):
     """The numbers of host functions are 63 random bits: no two processes agree by chance."""
-    script = (
-        "import jax, numpy as np\n"
-        "from spmd import host_callback as hcb\n"
-        "from spmd.host_callback import _registry\n"
-        "f = jax.jit(lambda x: hcb.id_tap(print, x)).lower(np.ones(2))\n"
-        "print(*_registry._by_id)"
-    )
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    run = functools.partial(
-        subprocess.run, capture_output=True, text=True, timeout=120, env=env, check=True
-    )
-    numbers = {int(run([sys.executable, "-c", script]).stdout) for _ in range(2)}
-    kept = [jax.jit(lambda x, f=f: hcb.id_tap(f, x)).lower(X) for f in (Log(), Log())]
-    numbers |= set(_registry._by_id)
-    assert len(kept) == 2
-    assert len(numbers) >= 4
+    numbers = [n for found in processes for n in found["numbers"]]
+    assert len(set(numbers)) == len(numbers) >= 6
     assert all(0 <= n < 2**63 for n in numbers)
     assert max(numbers) > 2**50
 
@@ -433,7 +425,7 @@ def left_of(make, count):
 def test_host_functions_die_with_their_programs(make):
     """When a program is gone its host function is, and what the registry held of it."""
     make(Host())  # what JAX compiles once for all of them
-    assert left_of(make, 12) == (0, 0, 0, 0)
+    assert left_of(make, 4) == (0, 0, 0, 0)
 
 
 def test_300_programs():
@@ -441,6 +433,7 @@ def test_300_programs():
     assert left_of(_jitted, 300) == (0, 0, 0, 0)
 
 
+@pytest.mark.slow
 def test_eager_host_functions_are_kept_in_part():
     """Eager calls keep the programs of the last host functions, and no more than 256 of them."""
     alive, *entries = left_of(lambda host: hcb.id_tap(host, X), 300)
