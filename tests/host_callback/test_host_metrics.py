@@ -180,7 +180,7 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(tree=TREES, step=st.none() | st.integers(0, 2**31 - 1))
 def test_lines_say_what_was_written(tree, step):
     """Any tree of scalars comes back from its line of JSON: every name, value and type."""
