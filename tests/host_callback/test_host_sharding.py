@@ -67,7 +67,17 @@ WAYS = {
 NAMELESS = "jit with shardings"
 
 every_mesh = pytest.mark.parametrize("name", MESHES)
-every_way = pytest.mark.parametrize("way", WAYS)
+#: Every mesh with one way, and every way on some meshes.
+every_pair = pytest.mark.parametrize(
+    ("name", "way"),
+    [(name, "pjit") for name in MESHES]
+    + [
+        (name, way)
+        for way in WAYS
+        if way != "pjit"
+        for name in ("4x2", "2x2x2 permuted", "2x2 of the middle")
+    ],
+)
 
 
 def ceil_block(value, spec, mesh, coordinate):
@@ -107,8 +117,7 @@ def assert_shards(seen, value, spec, mesh, *, calls=1, named=True):
 # The whole operand
 
 
-@every_way
-@every_mesh
+@every_pair
 def test_one_device_calls_with_the_whole_operand(name, way):
     """One call gets all of a sharded operand, from the device of that index on the mesh."""
     axes, order, spec = MESHES[name]
@@ -181,8 +190,7 @@ def test_operands_that_are_split_differently():
 # One call per shard
 
 
-@every_way
-@every_mesh
+@every_pair
 def test_every_shard_calls(name, way):
     """Each device calls once, with its own block, its mesh coordinate and its global index."""
     axes, order, spec = MESHES[name]
@@ -606,6 +614,130 @@ def test_pmap_calls_from_every_device(order):
     assert set(seen) == set(devices)
     for device, row in zip(devices, x, strict=True):
         np.testing.assert_array_equal(seen[device], row)
+
+
+@pytest.mark.parametrize("name", [None, "i"])
+def test_pmap_coordinates(name):
+    """In pmap a shard lies along the axis that the user named, and there is no global array."""
+    log = Log()
+    jax.pmap(log.shards, **({"axis_name": name} if name else {}))(X)
+    for s in log.take():
+        place = {name: s.device.id} if name else {}
+        assert s.shard == hcb.Shard(device=s.device, coordinates=place, index=None)
+        np.testing.assert_array_equal(s.arg, X[s.device.id])
+
+
+def _nested(fun, mesh):
+    inner = {"in_specs": P("b"), "out_specs": P("b"), "axis_names": {"b"}}
+    outer = {"in_specs": P("a"), "out_specs": P("a"), "axis_names": {"a"}}
+    return jax.jit(
+        jax.shard_map(lambda x: jax.shard_map(fun, **inner)(x), mesh=plain(mesh), **outer)
+    )
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="refused there: see the next test")
+def test_nested_shard_maps():
+    """Where shard_maps in one another cover all axes, every device calls with its block."""
+    mesh, log = mesh_of({"a": 4, "b": 2}, (3, 1, 7, 5, 0, 2, 6, 4)), Log()
+    value = np.arange(16, dtype=np.float32)
+    np.testing.assert_array_equal(_nested(log.shards, mesh)(value), value)
+    seen = log.take()
+    assert {s.device for s in seen} == set(mesh.devices.flat)
+    for s in seen:
+        assert s.shard.coordinates == dict(
+            zip("ab", np.argwhere(mesh.devices == s.device)[0], strict=True)
+        )
+        np.testing.assert_array_equal(
+            s.arg, block_of(value, P(("a", "b")), mesh, s.shard.coordinates)
+        )
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="works there: see the test before")
+def test_nested_shard_maps_are_refused():
+    """Where XLA would abort, nested shard_maps are refused as partly manual ones are."""
+    with pytest.raises(spmd.OptionError) as e:
+        _nested(lambda x: hcb.id_tap(reached, x), mesh_of({"a": 4, "b": 2}))(
+            np.ones(16, np.float32)
+        )
+    assert literal(e).startswith(
+        "id_tap cannot reach `reached` from a shard_map over some axes of the mesh.\n"
+    )
+
+
+def test_maps_of_shard_maps():
+    """Under vmap, around and inside of shard_map, devices call once, with the batched block."""
+    mesh, log = mesh_of({"a": 4, "b": 2}), Log()
+    of = {"mesh": plain(mesh), "in_specs": P("a"), "out_specs": P("a")}
+    for fun, transpose in (
+        (jax.shard_map(jax.vmap(log.shards), **of), False),
+        (jax.vmap(jax.shard_map(log.shards, **of), 1, 1), True),
+    ):
+        np.testing.assert_array_equal(fun(X), X)
+        seen = log.take()
+        assert collections.Counter(s.device for s in seen) == dict.fromkeys(jax.devices(), 1)
+        for s in seen:
+            ((name, params),) = s.transforms
+            arg = np.moveaxis(s.arg, params["batch_dims"][0], 1 if transpose else 0)
+            assert name == "batch"
+            np.testing.assert_array_equal(arg, block_of(X, P("a"), mesh, s.shard.coordinates))
+
+
+def test_keys_of_random_numbers():
+    """Keys arrive as the numbers that they are made of, split as the keys are."""
+    mesh, log = mesh_of({"a": 4, "b": 2}), Log()
+    keys = jax.random.split(jax.random.key(7), 8)
+    data = np.asarray(jax.random.key_data(keys))
+    placed = jax.device_put(keys, NamedSharding(plain(mesh), P(("b", "a"))))
+    out = jax.jit(lambda k: log.shards(log.tap(k, device_index=3)))(placed)
+    np.testing.assert_array_equal(jax.random.key_data(out), data)
+    seen = log.take()
+    assert_shards([s for s in seen if s.shard], data, P(("b", "a"), None), mesh)
+    (whole,) = [s for s in seen if not s.shard]
+    np.testing.assert_array_equal(whole.arg, data)
+
+
+class Affine:
+    """A host function that counts its calls."""
+
+    calls = 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return x * 2 + 1
+
+
+def test_one_host_function_at_many_places():
+    """Equal calls in one program, in loops and in shard_map are told apart, run after run."""
+    mesh, host = mesh_of({"a": 4, "b": 2}), Affine()
+
+    def call(x):
+        return hcb.call(host, x, result_shape=x)
+
+    everywhere = {"mesh": plain(mesh), "in_specs": P(), "out_specs": P(), "check_vma": False}
+
+    def fun(x):
+        x = call(call(call(x)))
+        x = lax.fori_loop(0, 3, lambda _, x: call(call(x)) - 1, x)
+        return call(jax.shard_map(call, **everywhere)(x))
+
+    run = spmd.pjit(fun, P("a"), P("b"), mesh=mesh)
+    for i in range(5):
+        wanted = X + i
+        for _ in range(3):
+            wanted = 2 * wanted + 1
+        for _ in range(3):
+            wanted = 2 * (2 * wanted + 1)
+        np.testing.assert_array_equal(run(X + i), 2 * (2 * wanted + 1) + 1)
+    assert host.calls == 5 * (3 + 6 + 8 + 1)
+
+
+def test_one_host_function_on_many_meshes():
+    """One host function that is called from equal programs on other meshes is told its place."""
+    log = Log()
+    for axes, order, spec in MESHES.values():
+        mesh = mesh_of(axes, order)
+        spmd.pjit(log.shards, spec, spec, mesh=mesh)(X)
+        assert_shards(log.take(), X, spec, mesh)
 
 
 @pytest.mark.parametrize("number", range(8))
