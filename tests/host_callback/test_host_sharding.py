@@ -1,6 +1,7 @@
 """Who calls the host from a program on several devices, and with which part of a value."""
 
 import collections
+import dataclasses
 import math
 import re
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import ml_dtypes
 import numpy as np
-from oracle import assert_sharded, block_of, mesh_of, put
+from oracle import SAMPLES, assert_sharded, block_of, mesh_of, put, sample
 import pytest
 from strategies import specs
 from taps import Log
@@ -442,10 +443,14 @@ PROGRAMS = {
 def ledger(fun, mesh):
     """The collectives of a program, as a multiset of all but where they come from."""
     run = spmd.pjit(fun, (P("data", "model"), P("model")), mesh=mesh)
-    found = spmd.report(run, X, W).collectives
+    return run, _found(run, X, W)
+
+
+def _found(run, *args):
     fields = ("kind", "mesh_axes", "shapes", "payload_bytes", "wire_bytes", "group_size")
     fields += ("direction", "combined", "executions", "conditional", "in_loop")
-    return run, collections.Counter(tuple(str(getattr(c, f)) for f in fields) for c in found)
+    found = spmd.report(run, *args).collectives
+    return collections.Counter(tuple(str(getattr(c, f)) for f in fields) for c in found)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -462,6 +467,30 @@ def test_shards_add_no_collective(program):
     assert len(seen) == 8
     assert len(set(seen.values())) == 1
     assert calls in (None, *seen.values())
+
+
+@pytest.mark.parametrize(("seed", "function", "where"), SAMPLES)
+def test_shards_of_samples_add_no_collective(seed, function, where):
+    """The same for the sampler's functions, meshes and specs: arguments and results are tapped."""
+    case, log = sample(seed, function, where), Log()
+
+    def tapped(*args):
+        return log.shards(case.fun(*log.shards(args)))
+
+    runs = case.pjit(), dataclasses.replace(case, fun=tapped).pjit()
+    without, with_taps = (_found(run, *case.args) for run in runs)
+    assert with_taps == without
+    out = runs[1](*case.args)
+    np.testing.assert_allclose(out, case.reference(*case.args), rtol=2e-5, atol=2e-5)
+    seen = log.take()
+    assert collections.Counter(s.device for s in seen) == dict.fromkeys(case.mesh.devices.flat, 2)
+    for s in seen:
+        whole = case.args if isinstance(s.arg, tuple) else (case.reference(*case.args),)
+        parts, indices = (
+            (s.arg, s.shard.index) if isinstance(s.arg, tuple) else ((s.arg,), (s.shard.index,))
+        )
+        for value, part, index in zip(whole, parts, indices, strict=True):
+            np.testing.assert_allclose(part, value[index], rtol=2e-5, atol=2e-5)
 
 
 def test_shards_of_a_predicate_add_no_collective():
