@@ -61,6 +61,12 @@ FAST_PATH_CHECKS_DELETED = jax.__version_info__ >= (0, 12)
 #: An empty result has shards of its whole shape, whatever its sharding says.
 EMPTY_RESULTS_ARE_WHOLE = jax.__version_info__ < (0, 12)
 
+#: XLA mistakes the body of a `shard_map` whose only operand is a token for one without operands.
+WRAPS_TOKEN_ONLY_BODIES = jax.__version_info__ >= (0, 12)
+
+#: A token that leaves a `shard_map` over some axes aborts the process in XLA.
+CRASHES_ON_NESTED_TOKENS = jax.__version_info__ < (0, 12)
+
 # Caches
 
 #: Weak in its first argument, knows JAX's trace context, cleared by `jax.clear_caches`, and
@@ -1139,11 +1145,24 @@ def partition_of(ctx: Any) -> tuple[int, dict[str, int], bool | None]:
     context = ctx.module_context.axis_context
     if isinstance(context, sharding_impls.SPMDAxisContext) and context.manual_axes:
         whole = frozenset(context.mesh.axis_names) <= context.manual_axes
-        return context.mesh.size, dict(context.mesh.shape), whole or None
+        if CRASHES_ON_NESTED_TOKENS and _nested_region(context.mesh.axis_names):
+            whole = False
+        # An axis that the user did not name, of a pmap, is no axis of a mesh.
+        axes = {n: s for n, s in context.mesh.shape.items() if n != "_internal_pmap_axis_name"}
+        return context.mesh.size, axes, whole or None
     count = getattr(context, "num_devices", None) or getattr(context, "size", 1)
     meshes = [getattr(context, "abstract_mesh", None)]
     meshes += [a.sharding.mesh for a in ctx.avals_in if isinstance(a, ShapedArray)]
     return count, next((dict(m.shape) for m in meshes if m is not None and not m.empty), {}), False
+
+
+def _nested_region(names: Sequence[Any]) -> bool:
+    """Whether several nested `shard_map` together are over all axes."""
+    at: Any = ir.InsertionPoint.current
+    region = at.block.owner
+    return region.name == "sdy.manual_computation" and any(
+        f'"{n}"' not in str(region.attributes["manual_axes"]) for n in names
+    )
 
 
 def runs_on_all_devices() -> bool:

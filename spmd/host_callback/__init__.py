@@ -13,8 +13,9 @@ from spmd.host_callback._progress import Progress as Progress, progress as progr
 from spmd.host_callback._receiver import CallbackException as CallbackException
 from spmd.host_callback._recording import Recorded as Recorded, record as record
 from spmd.host_callback._records import Shard as Shard
-from spmd.host_callback._threads import reserve_threads as _reserve_threads
+from spmd.host_callback._running import ResultError as ResultError
+from spmd.host_callback._threads import prepare_xla as _prepare_xla
 
 TapFunctionException = CallbackException
 
-_reserve_threads()
+_prepare_xla()

@@ -15,7 +15,7 @@ from spmd._mesh import auto_mesh, current_mesh
 from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, explain
 from spmd.host_callback._batching import METHODS
 from spmd.host_callback._primitive import host_call_p, host_tap_p
-from spmd.host_callback._printing import Printer
+from spmd.host_callback._printing import Printer, Stream
 from spmd.host_callback._receiver import CallbackException, receiver
 from spmd.host_callback._records import HostCall
 
@@ -98,7 +98,7 @@ def id_print(
     if output_stream is not None and not callable(getattr(output_stream, "write", None)):
         raise explain("id_print", [_no_stream(output_stream)])
     texts = tuple((name, str(value)) for name, value in sorted(labels.items()))
-    printer = Printer(texts, output_stream, threshold)
+    printer = Printer(texts, Stream(output_stream), threshold)
     out = _tap("id_print", printer, arg, tap_with_device, device_index, per_shard)
     return out if result is None else result
 
@@ -257,10 +257,13 @@ def _leaves(arg: Any) -> tuple[list[Any], Any, list[Failure]]:
     paths, tree = jtu.tree_flatten_with_path(arg)
     failures = []
     for path, leaf in paths:
+        name = "arg" + jtu.keystr(path)
         try:
             _jax.abstractify(leaf)
-        except (TypeError, ValueError, OverflowError):
-            failures.append(_no_array("arg" + jtu.keystr(path), leaf))
+        except OverflowError:
+            failures.append(_too_large(name, leaf))
+        except (TypeError, ValueError):
+            failures.append(_no_array(name, leaf))
     return [leaf for _, leaf in paths], tree, failures
 
 
@@ -342,6 +345,16 @@ def _no_array(name: str, leaf: Any) -> Failure:
         what=f"cannot send {name}: it is no array",
         expected="arrays and numbers",
         got=f"{type(leaf).__name__}: {leaf!r}"[:100],
+        error=ArgumentError,
+    )
+
+
+def _too_large(name: str, leaf: Any) -> Failure:
+    return Failure(
+        what=f"cannot send {name}: it is too large a number",
+        expected="integers of 32 bits, or of 64 with jax_enable_x64",
+        got=f"{leaf!r}"[:100],
+        fix="send it as a float, or enable x64",
         error=ArgumentError,
     )
 

@@ -64,11 +64,14 @@ def configure(max_queue_bytes: float | None = None, inline: bool | None = None) 
             By default False, or what `SPMD_HOST_CALLBACK_INLINE` says.
 
     Raises:
-        ValueError: `max_queue_bytes` is no positive number.
+        ValueError: `max_queue_bytes` is no positive number, or `inline` neither True nor False.
     """
     defaults = _from_environment(os.environ)
     if max_queue_bytes is not None:
         given = f"configure(max_queue_bytes={max_queue_bytes!r})"
         defaults.max_queue_bytes = _queue_bytes(max_queue_bytes, given)
+    if inline not in (None, True, False):
+        given = f"configure(inline={inline!r})"
+        raise explain("host_callback", [_failure(given, "True or False", _INLINE)])
     options.max_queue_bytes = defaults.max_queue_bytes
     options.inline = defaults.inline if inline is None else bool(inline)

@@ -13,18 +13,31 @@ _lock = threading.Lock()
 _WIDTH = 80
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Stream:
+    """What is printed to: another one is another stream, even if the two are equal."""
+
+    target: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and self.target is other.target
+
+    def __hash__(self) -> int:
+        return id(self.target)
+
+
 @dataclass(frozen=True, slots=True)
 class Printer:
     """A tap that prints; equal ones share a compiled program.
 
     Attributes:
         labels: Pairs of a name and the text that is printed behind it.
-        output_stream: Has a method `write`; None for the standard output at the time of printing.
+        output: Whose target has a method `write`; None is the standard output, as it is then.
         threshold: Arrays of more elements are summarized; see `numpy.array2string`.
     """
 
     labels: tuple[tuple[str, str], ...]
-    output_stream: Any
+    output: Stream
     threshold: int | None
 
     __name__ = "id_print"
@@ -42,7 +55,7 @@ class Printer:
         if shown:
             text = " ".join(f"{k}: {v}" for k, v in sorted(shown.items())) + "\n" + text
         with _lock:
-            stream = sys.stdout if self.output_stream is None else self.output_stream
+            stream = sys.stdout if self.output.target is None else self.output.target
             stream.write(text)
 
     def text(self, arg: Any, column: int = 0) -> str:

@@ -13,6 +13,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from spmd import _jax
+from spmd.errors import SpmdError
 from spmd.host_callback._layout import mesh_coordinates
 from spmd.host_callback._records import HostCall, Shard, described
 from spmd.host_callback._registry import Entry, Site, carrier
@@ -20,8 +21,10 @@ from spmd.host_callback._registry import Entry, Site, carrier
 _HERE = str(pathlib.Path(__file__).parent)
 
 
-class ResultError(TypeError):
+class ResultError(SpmdError, TypeError):
     """A host function returned something else than its `result_shape` says."""
+
+    __module__ = "spmd.host_callback"
 
 
 def called_with(

@@ -51,15 +51,23 @@ def forget_threads() -> None:
     threads._idle.clear()
 
 
-def reserve_threads() -> None:
-    """Asks XLA for threads beyond those that suspended programs can hold.
+def prepare_xla() -> None:
+    """Sets what XLA reads from the environment when JAX starts, and has no other switch for.
 
-    Its pool has as many as there are cores, or devices if those are more; each device that waits
-    for a host function holds one. Without another one no program could run in a host function.
-    XLA reads the variable when JAX starts, and has no other switch for it.
+    Its pool has as many threads as there are cores, or devices if those are more; each device that
+    waits for a host function holds one. Without another one no program could run in a host
+    function.
+
+    In JAX 0.12 a pass of XLA for functions without operands takes the body of a `shard_map` for
+    one that has our token only, and copies its loops: each of their taps arrived 49 times.
     """
-    if "NPROC" in os.environ or _jax.backends_started():
+    if _jax.backends_started():
         return
-    flag = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    devices = max(int(flag[1]) if flag else 1, jax.config.values["jax_num_cpu_devices"])
-    os.environ["NPROC"] = str((os.cpu_count() or 1) + 2 * devices)
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _jax.WRAPS_TOKEN_ONLY_BODIES and "xla_disable_hlo_passes" not in flags:
+        wrong = "--xla_disable_hlo_passes=nullary-function-wrap-inliner"
+        os.environ["XLA_FLAGS"] = f"{flags} {wrong}".strip()
+    if "NPROC" not in os.environ:
+        flag = re.search(r"xla_force_host_platform_device_count=(\d+)", flags)
+        devices = max(int(flag[1]) if flag else 1, jax.config.values["jax_num_cpu_devices"])
+        os.environ["NPROC"] = str((os.cpu_count() or 1) + 2 * devices)
