@@ -402,7 +402,6 @@ def settle():
     """Waits until nothing is under way, and collects what nobody holds."""
     hcb.stop_outfeed_receiver()  # the threads hold the call that they made last
     gc.collect()
-    gc.collect()
 
 
 def left_of(make, count):

@@ -226,7 +226,7 @@ def test_coordinates_do_not_depend_on_the_operand(way, operand):
     assert places == {d: dict(zip("ab", at, strict=True)) for at, d in np.ndenumerate(mesh.devices)}
 
 
-@pytest.mark.parametrize("size", range(1, 18))
+@pytest.mark.parametrize("size", [1, 2, 5, 7, 8, 9, 12, 17])
 def test_padding_is_cut_off(size):
     """Shards of a dimension that does not divide arrive without padding, empty ones too."""
     mesh, log = mesh_of({"a": 2, "b": 4}, (3, 1, 7, 5, 0, 2, 6, 4)), Log()
