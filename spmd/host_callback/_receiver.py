@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 from collections import deque
 from collections.abc import Callable
+import contextlib
 import logging
 import os
 import queue
@@ -250,9 +251,10 @@ class Receiver:
     def failed(self, error: BaseException, what: str) -> None:
         """Records that a host function raised."""
         text = "".join(traceback.format_exception(error))
-        logger.error("%s raised an exception:\n%s", what, text)
         with self._lock:
             self._errors.append((error, text))
+        with contextlib.suppress(Exception):  # a handler of the log must not end this thread
+            logger.error("%s raised an exception:\n%s", what, text)
 
     # What users do
 

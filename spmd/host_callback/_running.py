@@ -98,10 +98,9 @@ def call_results(call: HostCall, value: Any) -> list[np.ndarray]:
 
 
 def _show(dtype: Any, shape: tuple[int, ...]) -> str:
-    try:
-        return _jax.short_aval(jax.ShapeDtypeStruct(shape, dtype))
-    except TypeError:
-        return f"{dtype}[{','.join(map(str, shape))}]"  # e.g. strings
+    if dtype.kind in "OSUMm":  # strings, objects and times, which JAX has no name for
+        return f"{dtype}[{','.join(map(str, shape))}]"
+    return _jax.short_aval(jax.ShapeDtypeStruct(shape, dtype))
 
 
 def _mismatch(call: HostCall, got: str, expected: str) -> str:
@@ -116,7 +115,11 @@ def error_text(call: HostCall, error: BaseException) -> str:
     if isinstance(error, ResultError):
         return str(error)
     stack = "".join(traceback.format_exception(error))
-    return f"call of `{call.name}` raised {type(error).__name__}: {error}\n{stack}"
+    try:
+        text = str(error)
+    except Exception:  # its own method fails
+        text = "<its text cannot be made>"
+    return f"call of `{call.name}` raised {type(error).__name__}: {text}\n{stack}"
 
 
 def without_own_frames(error: BaseException) -> BaseException:
