@@ -519,9 +519,16 @@ import jax, jax.numpy as jnp, numpy as np
 import spmd
 from spmd import P
 
+loaded = "spmd.host_callback" in sys.modules
+if sys.argv[1] == "early":
+    from spmd import host_callback as hcb
 mesh = spmd.Mesh(np.array(jax.devices()[:4]), ("x",))
 one = jax.jit(lambda x: x * 2)
 many = spmd.pjit(lambda x: x @ x, P("x"), P("x"), mesh=mesh)
+mapped = jax.shard_map(
+    lambda: jax.lax.fori_loop(0, 3, lambda i, c: c + jax.lax.axis_index("x"), 0)[None],
+    mesh=jax.sharding.Mesh(mesh.devices, ("x",)), in_specs=(), out_specs=P("x"), check_vma=False,
+)
 x, y = jnp.ones(4), many(np.ones((4, 4), np.float32))
 from jax._src import dispatch
 tokens = dispatch.RuntimeTokenSet
@@ -544,12 +551,16 @@ def state():
         "jit": python_calls(one, x),
         "pjit": again,
         "counts": [after.traces, after.lowerings, after.compiles],
-        "text": one.lower(x).as_text() + many.lower(y).as_text(),
+        "text": [
+            stage.as_text()
+            for lowered in (one.lower(x), many.lower(y), jax.jit(mapped).lower())
+            for stage in (lowered, lowered.compile())
+        ],
         "threads": threading.active_count(),
         "hooks": [tokens.get_token_input.__module__, tokens.set_token_result.__module__],
     }
 
-found = {"loaded by spmd": "spmd.host_callback" in sys.modules, "before": state()}
+found = {"loaded by spmd": loaded, "before": state()}
 from spmd import host_callback as hcb
 found["imported"] = state()
 seen = []
@@ -565,10 +576,14 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def untouched():
-    """What a process says of two programs without taps: before, with the module, and after taps."""
+    """What a process says of programs without taps: before, with the module, and after taps."""
+    return _untouched("late")
+
+
+def _untouched(when):
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, "-c", _UNTOUCHED],
+        [sys.executable, "-c", _UNTOUCHED, when],
         capture_output=True,
         text=True,
         timeout=120,
@@ -594,4 +609,12 @@ def test_programs_without_taps_keep_their_fast_path(untouched):
     assert before["pjit"] == used["pjit"]
     assert before["counts"] == used["counts"] == [0, 0, 0]
     assert before["text"] == used["text"]
-    assert "host_callback" not in used["text"]
+    assert "spmd_host_callback" not in "".join(used["text"])
+
+
+def test_programs_without_taps_compile_to_the_same(untouched):
+    """Imported before JAX starts, the module leaves programs without taps what they were."""
+    early = _untouched("early")
+    assert early["before"]["text"] == untouched["before"]["text"]
+    assert early["before"]["jit"] == []
+    assert early["before"]["threads"] == untouched["before"]["threads"]
