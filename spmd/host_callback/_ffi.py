@@ -7,8 +7,10 @@ that interface is read here as an array of 8-byte words: the index of a field is
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 import ctypes
+import gc
 import math
 import struct
 import threading
@@ -25,6 +27,7 @@ _word = ctypes.c_uint64
 _Quick = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 _Function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 _Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_Pending = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
 # XLA_FFI_CallFrame
 _FRAME_WORDS = 22
@@ -232,11 +235,17 @@ def handler(stage: Callable[[Frame], str | None]) -> Any:
         if words[_EXTENSION] and _metadata(words):
             return None
         frame = Frame(address, words)
+        # A collection could delete other executables, in the middle of what XLA does with this one.
+        collects = gc.isenabled()
+        gc.disable()
         try:
             _keep_thread()
             message = stage(frame)
         except BaseException as error:
             return frame.api.error(f"{type(error).__name__}: {error}", _INTERNAL)
+        finally:
+            if collects:
+                gc.enable()
         return None if message is None else frame.api.error(message)
 
     return _Function(handle)
@@ -248,9 +257,23 @@ _state_type = (ctypes.c_int64 * 1)(0)
 _states: dict[int, Any] = {}
 
 
+_dead: deque[int] = deque()
+
+
+@_Pending
+def _bury(_: int) -> int:
+    """Drops the states of executables that are gone."""
+    while _dead:
+        _states.pop(_dead.popleft(), None)
+    return 0
+
+
 @_Deleter
 def _delete(address: int) -> None:
-    _states.pop(address, None)
+    # XLA is in the middle of something: what a value may do when it goes has to wait until the
+    # main thread is between two instructions.
+    _dead.append(address)
+    ctypes.pythonapi.Py_AddPendingCall(_bury, None)
 
 
 _type_info = (_word * 3)(24, 0, ctypes.cast(_delete, ctypes.c_void_p).value)
