@@ -396,6 +396,10 @@ def _mesh():
 
 LIVES = [_jitted, _called, _batched, _looped, _staged, _never_run]
 LIVES += [_only_lowered, _only_traced, _of_shards, _mapped]
+LIVES = [
+    f if f in (_called, _never_run, _of_shards) else pytest.param(f, marks=pytest.mark.slow)
+    for f in LIVES
+]
 
 
 def settle():

@@ -67,16 +67,26 @@ WAYS = {
 #: JAX does not tell the lowering of such a program what its mesh is called.
 NAMELESS = "jit with shardings"
 
-every_mesh = pytest.mark.parametrize("name", MESHES)
+
+def some(names, first):
+    """The first names as cases of the default run, and the rest of them as slow ones."""
+    return [n if n in first else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
+every_mesh = pytest.mark.parametrize(
+    "name", some(MESHES, ("4x2", "2x2x2 permuted", "2x2 of the middle", "2 replicas"))
+)
 #: Every mesh with one way, and every way on some meshes.
 every_pair = pytest.mark.parametrize(
     ("name", "way"),
     [(name, "pjit") for name in MESHES]
+    + [("2x2x2 permuted", way) for way in WAYS if way != "pjit"]
     + [
-        (name, way)
+        pytest.param(name, way, marks=pytest.mark.slow)
         for way in WAYS
         if way != "pjit"
-        for name in ("4x2", "2x2x2 permuted", "2x2 of the middle")
+        for name in MESHES
+        if name != "2x2x2 permuted"
     ],
 )
 
@@ -226,7 +236,7 @@ def test_coordinates_do_not_depend_on_the_operand(way, operand):
     assert places == {d: dict(zip("ab", at, strict=True)) for at, d in np.ndenumerate(mesh.devices)}
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 7, 8, 9, 12, 17])
+@pytest.mark.parametrize("size", some([1, 2, 5, 7, 8, 9, 12, 17], (2, 9, 17)))
 def test_padding_is_cut_off(size):
     """Shards of a dimension that does not divide arrive without padding, empty ones too."""
     mesh, log = mesh_of({"a": 2, "b": 4}, (3, 1, 7, 5, 0, 2, 6, 4)), Log()
@@ -316,7 +326,7 @@ def _placed(draw):
     return mesh_of(axes, [int(i) for i in order]), shape, draw(specs(tuple(axes), len(shape)))
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(_placed())
 def test_any_value_on_any_mesh(placed):
     """On any mesh, for any spec and shape, the shards are the NumPy slices by coordinate."""
@@ -453,7 +463,10 @@ def _found(run, *args):
     return collections.Counter(tuple(str(getattr(c, f)) for f in fields) for c in found)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "program",
+    some(PROGRAMS, ("contraction", "scan", "cond", "while", "gradient", "constraints", "uneven")),
+)
 def test_shards_add_no_collective(program):
     """With a tap per shard a program has the collectives that it has without, and no other."""
     fun, calls = PROGRAMS[program]
@@ -469,6 +482,7 @@ def test_shards_add_no_collective(program):
     assert calls in (None, *seen.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "function", "where"), SAMPLES)
 def test_shards_of_samples_add_no_collective(seed, function, where):
     """The same for the sampler's functions, meshes and specs: arguments and results are tapped."""
@@ -769,7 +783,7 @@ def test_one_host_function_on_many_meshes():
         assert_shards(log.take(), X, spec, mesh)
 
 
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("number", some(range(8), (0, 5)))
 @pytest.mark.parametrize("options", [{}, {"per_shard": True}], ids=str)
 def test_program_on_one_device_says_which(number, options):
     """A program on device k calls from device k: jit of committed arrays, eager, default device."""
