@@ -96,6 +96,16 @@ MESSAGES = {
           got       function: <function host at 0x...>
         """,
     ),
+    "number": (
+        lambda: hcb.id_tap(host, [2**40]),
+        ARGUMENT,
+        """
+        id_tap cannot send arg[0]: it is too large a number.
+          expected  integers of 32 bits, or of 64 with jax_enable_x64
+          got       1099511627776
+          fix       send it as a float, or enable x64
+        """,
+    ),
     "no function to call": (
         lambda: hcb.call(3, X),
         ARGUMENT,
@@ -463,7 +473,7 @@ RESULTS = {
         """
         call of `<lambda>` got another result than its result_shape says.
           expected  result = f32[]
-          got       result = str128[]
+          got       result = <U4[]
         """,
     ),
 }
@@ -474,7 +484,7 @@ def test_inline_results_are_checked(name):
     """Inline, a result of another kind is refused by the call itself; otherwise where waited."""
     func, shape, golden = RESULTS[name]
     golden = textwrap.dedent(golden).strip()
-    with inline(), pytest.raises(TypeError) as caught:
+    with inline(), pytest.raises(hcb.ResultError) as caught:
         hcb.call(func, X, result_shape=shape)
     assert str(caught.value) == golden
     hcb.barrier_wait()
