@@ -52,7 +52,8 @@ def ways(fun, mesh):
     }
 
 
-WAYS = ("eager", "one device", "the last device", "eight devices", "pjit", "shard_map")
+MORE = ("one device", "the last device", "eight devices")
+WAYS = ("eager", "pjit", "shard_map", *(pytest.param(w, marks=pytest.mark.slow) for w in MORE))
 
 # What is returned
 
@@ -585,7 +586,7 @@ NESTED = {
 
 
 @pytest.mark.parametrize("where", NESTED)
-@pytest.mark.parametrize("size", [4, 256])
+@pytest.mark.parametrize("size", [pytest.param(4, marks=pytest.mark.slow), 256])
 def test_host_functions_that_run_jax(where, size):
     """A host function may run any program of one device, with taps and calls of its own.
 

@@ -39,7 +39,13 @@ def by_shard_map(fun, mesh):
     return jax.jit(jax.shard_map(fun, mesh=plain, in_specs=spec, out_specs=spec, check_vma=False))
 
 
-WAYS = ("eager", "one device", "the last device", "eight devices", "pjit", "shard_map")
+MORE = ("eager", "the last device", "pjit")
+WAYS = (
+    "one device",
+    "eight devices",
+    "shard_map",
+    *(pytest.param(w, marks=pytest.mark.slow) for w in MORE),
+)
 
 
 def wrapped(fun, mesh, way):
@@ -639,7 +645,12 @@ def test_a_log_handler_that_raises():
 # The end of the process
 
 
-@pytest.mark.parametrize("asked", ["at the result", "at the barrier", "both", "nowhere"])
+ASKED = ("at the result", "at the barrier", "nowhere")
+
+
+@pytest.mark.parametrize(
+    "asked", ["both", *(pytest.param(a, marks=pytest.mark.slow) for a in ASKED)]
+)
 def test_exit_after_errors(asked):
     """After errors of every kind the process ends with code 0 and writes nothing more."""
     script = f"""

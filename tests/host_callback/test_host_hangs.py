@@ -34,9 +34,9 @@ def run_row(cores, layout, way, touch, sizes):
     ("cores", "layout", "way", "touch"),
     [
         (2, "sharded", "tap", "touching"),
-        (2, "replicated", "call", "touching"),
-        (2, "sharded", "call_shard_map", "touching"),
         (1, "sharded", "call", "touching"),
+        pytest.param(2, "replicated", "call", "touching", marks=pytest.mark.slow),
+        pytest.param(2, "sharded", "call_shard_map", "touching", marks=pytest.mark.slow),
     ],
 )
 def test_callbacks_on_eight_devices_never_hang(cores, layout, way, touch):
