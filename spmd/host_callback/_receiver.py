@@ -118,8 +118,8 @@ class _Consumer:
             self._receiver.process(self, item)
 
     def has_run(self, count: int) -> bool:
-        """Whether the first `count` calls have ended, or none can before a barrier in one does."""
-        return self.barriers > 0 or not self.pending or self.pending[0].number >= count
+        """Whether the first `count` calls have ended."""
+        return not self.pending or self.pending[0].number >= count
 
 
 _STOPPED_INSIDE = Failure(
@@ -272,7 +272,12 @@ class Receiver:
                 me.barriers += 1
                 self._ended.notify_all()
             try:
-                self._ended.wait_for(lambda: all(c.has_run(n) for c, n in counts))
+                # Two host functions that wait for one another's queue both go on.
+                self._ended.wait_for(
+                    lambda: all(
+                        c.has_run(n) or (me is not None and c.barriers > 0) for c, n in counts
+                    )
+                )
             finally:
                 self._waiting -= 1
                 if me is not None:

@@ -648,7 +648,9 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize("way", CHECKS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.slow] * (way == "eager")) for way in CHECKS]
+)
 def test_random_programs(way):
     """A random program of taps, calls and control flow calls the host as Python runs it."""
 
@@ -661,7 +663,9 @@ def test_random_programs(way):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", CHECKS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.slow] * (way == "eager")) for way in CHECKS]
+)
 def test_many_random_programs(way):
     """As above, for programs that differ from run to run."""
 
