@@ -20,7 +20,7 @@ from typing import Any
 
 from spmd import _jax
 from spmd.errors import Failure, OptionError, SpmdError, explain
-from spmd.host_callback._memory import recycle, release
+from spmd.host_callback._memory import LARGE, recycle, release
 from spmd.host_callback._options import options
 from spmd.host_callback._threads import forget_threads, threads
 
@@ -65,6 +65,10 @@ class Item:
         self.resume: Callable[[], None] | None = None
         self.turn: Any = None
         self.done = False
+
+    def may_wait(self) -> bool:
+        """Whether nobody waits for it: neither a device, nor others for the memory that it has."""
+        return not self.urgent and self.size < LARGE
 
     def read(self) -> Any:
         """Copies the operands out of the memory of the device."""
@@ -111,7 +115,7 @@ class _Consumer:
                 item = self.items.get_nowait()
             except queue.Empty:
                 item = self.items.get()
-                if item is not None and not item.urgent and self.items.empty():
+                if item is not None and item.may_wait() and self.items.empty():
                     time.sleep(_GATHER)
             if item is None:
                 return
