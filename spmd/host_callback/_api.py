@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import inspect
 from typing import Any
 
 import jax
@@ -53,8 +54,8 @@ def id_tap(
         `result` if it is given, else `arg`.
 
     Raises:
-        TypeError: `tap_func` cannot be called or hashed, a leaf of `arg` is no array, or there
-            are more keywords.
+        TypeError: `tap_func` cannot be called so, or not hashed, a leaf of `arg` is no array, or
+            there are more keywords.
         ValueError: `device_index` is out of range.
     """
     if kwargs:
@@ -137,11 +138,13 @@ def call(
         The results, in the tree of `result_shape`.
 
     Raises:
-        TypeError: `callback_func` cannot be called or hashed, or a leaf of `arg` or
+        TypeError: `callback_func` cannot be called so, or not hashed, or a leaf of `arg` or
             `result_shape` is no array.
         ValueError: `device_index` is out of range, or `vmap_method` is unknown.
     """
-    failures = _function_failures(callback_func) + _index_failures(device_index)
+    keywords = _keywords(call_with_device, per_shard)
+    failures = _function_failures(callback_func, ("arg",), keywords)
+    failures += _index_failures(device_index)
     if vmap_method not in (None, *METHODS):
         failures.append(_unknown_method(vmap_method))
     leaves, in_tree, more = _leaves(arg)
@@ -208,7 +211,8 @@ def stop_outfeed_receiver() -> None:
 def _tap(
     kind: str, func: Any, arg: Any, with_device: bool, device_index: int, per_shard: bool
 ) -> Any:
-    failures = _function_failures(func) + _index_failures(device_index)
+    failures = _function_failures(func, ("arg", "transforms"), _keywords(with_device, per_shard))
+    failures += _index_failures(device_index)
     leaves, in_tree, more = _leaves(arg)
     if failures := failures + more:
         raise explain(kind, failures)
@@ -297,7 +301,13 @@ def _more_keywords(kwargs: dict[str, Any], func: Any) -> Failure:
     )
 
 
-def _function_failures(func: Any) -> list[Failure]:
+def _keywords(with_device: bool, per_shard: bool) -> list[str]:
+    """What a host function is passed by name."""
+    return ["device"] * bool(with_device) + ["shard"] * bool(per_shard)
+
+
+def _function_failures(func: Any, names: Sequence[str], keywords: Sequence[str]) -> list[Failure]:
+    """What is wrong with a host function that will be called with these arguments."""
     if not callable(func):
         got = f"{type(func).__name__}: {func!r}"[:100]
         expected = "a function of the host"
@@ -312,6 +322,23 @@ def _function_failures(func: Any) -> list[Failure]:
                 what=f"cannot tell calls of `{_jax.fun_name(func)}` apart: it has no hash",
                 got=f"{type(func).__name__}: {func!r}"[:100],
                 fix="pass a function, a method, or an object with __hash__",
+                error=ArgumentError,
+            )
+        ]
+    try:
+        signature = inspect.signature(func)
+    except (TypeError, ValueError):
+        return []  # some functions in C do not say what they take
+    try:
+        signature.bind(*names, **dict.fromkeys(keywords))
+    except TypeError as error:
+        taken = ", ".join([*names, *(f"{k}=..." for k in keywords)])
+        name = _jax.fun_name(func)
+        return [
+            Failure(
+                what=f"cannot call `{name}` with {taken}: {error}",
+                expected=f"a function that is called as {name}({taken})",
+                got=f"{name}{signature}"[:200],
                 error=ArgumentError,
             )
         ]

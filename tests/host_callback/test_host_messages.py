@@ -50,6 +50,24 @@ KINDS = {"id_tap": functools.partial(hcb.id_tap, host), "id_print": hcb.id_print
 KINDS["call"] = functools.partial(hcb.call, answer)
 
 MESSAGES = {
+    "a function of the other kind": (
+        lambda: hcb.id_tap(answer, X, tap_with_device=True),
+        ARGUMENT,
+        """
+        id_tap cannot call `answer` with arg, transforms, device=...: too many positional arguments.
+          expected  a function that is called as answer(arg, transforms, device=...)
+          got       answer(arg)
+        """,
+    ),
+    "a function that is not told its shard": (
+        lambda: hcb.call(answer, X, result_shape=X, per_shard=True),
+        ARGUMENT,
+        """
+        call cannot call `answer` with arg, shard=...: got an unexpected keyword argument 'shard'.
+          expected  a function that is called as answer(arg, shard=...)
+          got       answer(arg)
+        """,
+    ),
     "keyword": (
         lambda: hcb.id_tap(host, X, what="x"),
         ARGUMENT,
