@@ -1052,6 +1052,10 @@ def _while_batch(axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **par
 batching.fancy_primitive_batchers[_while] = _while_batch
 
 
+#: What every error says that a host function of ours gives to XLA.
+CALL_FAILED = "call of `"
+
+
 def govern_tokens(started: Callable[[], None], must_settle: Callable[[], bool]) -> Any:
     """Takes over how programs with a host effect follow one another in a thread.
 
@@ -1111,10 +1115,15 @@ def ended_well(array: Any) -> bool:
 def drop_failed_tokens() -> None:
     """Forgets the tokens of this thread whose programs failed: JAX would raise them again."""
     held = dispatch.runtime_tokens
-    for tokens in (held.current_tokens, held.output_runtime_tokens):
-        for key, token in [*tokens.items()]:
-            if not ended_well(token):
-                del tokens[key]
+    ordered = held.current_tokens.get(HOST_EFFECT)
+    if ordered is not None and not ended_well(ordered):
+        del held.current_tokens[HOST_EFFECT]
+    for device, token in [*held.output_runtime_tokens.items()]:
+        try:
+            token.block_until_ready()
+        except RuntimeError as error:
+            if CALL_FAILED in str(error):  # else it is for jax.effects_barrier to raise
+                del held.output_runtime_tokens[device]
 
 
 def varying_aval(shape: Sequence[int], dtype: Any) -> Any:
@@ -1165,13 +1174,20 @@ def _nested_region(names: Sequence[Any]) -> bool:
     )
 
 
-def runs_on_all_devices() -> bool:
+def runs_on_all_devices(names: Sequence[Any]) -> bool:
     """Whether what is lowered now is run by every device of an enclosing `shard_map`.
 
-    Inside of a branch or a loop each device may go its own way.
+    Inside of a branch or a loop each device may go its own way, and a nested `jit` may be called
+    from one.
+
+    Args:
+        names: The axes of the mesh.
     """
     at: Any = ir.InsertionPoint.current
-    return at.block.owner.name == "sdy.manual_computation"
+    if at.block.owner.name != "sdy.manual_computation":
+        return False
+    # A region over all axes is in no other one, of which only some devices may come here.
+    return not _nested_region(names)
 
 
 def emit_host_call(

@@ -16,9 +16,9 @@ from spmd._mesh import auto_mesh, current_mesh
 from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, explain
 from spmd.host_callback._batching import METHODS
 from spmd.host_callback._primitive import host_call_p, host_tap_p
-from spmd.host_callback._printing import Printer, Stream
+from spmd.host_callback._printing import Printer
 from spmd.host_callback._receiver import CallbackException, receiver
-from spmd.host_callback._records import HostCall
+from spmd.host_callback._records import ByIdentity, HostCall
 
 
 def id_tap(
@@ -99,7 +99,7 @@ def id_print(
     if output_stream is not None and not callable(getattr(output_stream, "write", None)):
         raise explain("id_print", [_no_stream(output_stream)])
     texts = tuple((name, str(value)) for name, value in sorted(labels.items()))
-    printer = Printer(texts, Stream(output_stream), threshold)
+    printer = Printer(texts, ByIdentity(output_stream), threshold)
     out = _tap("id_print", printer, arg, tap_with_device, device_index, per_shard)
     return out if result is None else result
 
@@ -185,13 +185,13 @@ def barrier_wait(logging_name: str | None = None) -> None:
         CallbackException: Host functions raised since the last time; the last error is its cause.
     """
     receiver.wait(logging_name or "")
-    errors = receiver.take_errors()
-    if not errors:
+    errors, last_error = receiver.take_errors()
+    if last_error is None:
         return
     _jax.drop_failed_tokens()  # jax.effects_barrier would raise the same again
-    error, text = errors[-1]
-    count = "one exception" if len(errors) == 1 else f"{len(errors)} exceptions"
-    last = "It was" if len(errors) == 1 else "The last one was"
+    error, text = last_error
+    count = "one exception" if errors == 1 else f"{errors} exceptions"
+    last = "It was" if errors == 1 else "The last one was"
     raise CallbackException(
         f"Host functions raised {count} since the last barrier_wait. {last}:\n{text}"
     ) from error
@@ -327,8 +327,8 @@ def _function_failures(func: Any, names: Sequence[str], keywords: Sequence[str])
         ]
     try:
         signature = inspect.signature(func)
-    except (TypeError, ValueError):
-        return []  # some functions in C do not say what they take
+    except Exception:
+        return []  # some functions in C do not say what they take, and some objects raise
     try:
         signature.bind(*names, **dict.fromkeys(keywords))
     except TypeError as error:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+import contextlib
 import ctypes
-import gc
 import math
 import struct
 import threading
@@ -235,17 +235,11 @@ def handler(stage: Callable[[Frame], str | None]) -> Any:
         if words[_EXTENSION] and _metadata(words):
             return None
         frame = Frame(address, words)
-        # A collection could delete other executables, in the middle of what XLA does with this one.
-        collects = gc.isenabled()
-        gc.disable()
         try:
             _keep_thread()
             message = stage(frame)
         except BaseException as error:
             return frame.api.error(f"{type(error).__name__}: {error}", _INTERNAL)
-        finally:
-            if collects:
-                gc.enable()
         return None if message is None else frame.api.error(message)
 
     return _Function(handle)
@@ -260,11 +254,16 @@ _states: dict[int, Any] = {}
 _dead: deque[int] = deque()
 
 
+def bury() -> None:
+    """Drops the states of executables that are gone; not to be called in a handler."""
+    with contextlib.suppress(IndexError):  # another thread may do the same
+        while True:
+            _states.pop(_dead.popleft(), None)
+
+
 @_Pending
 def _bury(_: int) -> int:
-    """Drops the states of executables that are gone."""
-    while _dead:
-        _states.pop(_dead.popleft(), None)
+    bury()
     return 0
 
 

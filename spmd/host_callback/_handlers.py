@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import functools
+import gc
 import threading
 from typing import Any
 
@@ -71,6 +72,8 @@ class _Meeting:
 
     def settle(self, own: list[Any] | None, results: Any, error: str | None) -> None:
         """A host function has returned, or failed."""
+        # The host function may use the memory of its result again, long before all are here.
+        results = None if results is None else [np.array(v) for v in results]
         if own is not None:
             own.append(results)
         with self._lock:
@@ -162,7 +165,14 @@ def _instantiate(frame: Frame) -> str | None:
     entry = _registry.find(number)
     if entry is None:
         return _registry.unknown(number)
-    hold(frame, entry)
+    # A collection would delete other executables in the middle of what XLA does with this one.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        hold(frame, entry)
+    finally:
+        if collects:
+            gc.enable()
     return None
 
 

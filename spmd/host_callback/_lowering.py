@@ -50,7 +50,7 @@ def _emit(ctx: Any, values: Sequence[Any], entry: Entry) -> Sequence[Any]:
         attributes: Any = {"id": entry.id}
         return _jax.emit_host_call(ctx, TARGET, values, results, attributes, by_partition=False)
     if manual:
-        mode = "together" if _jax.runs_on_all_devices() else "each"
+        mode = "together" if _jax.runs_on_all_devices([*axes]) else "each"
         attributes = {"id": entry.id, "site": entry.add_site(Site(mode, partitions, axes))}
         return _jax.emit_host_call(ctx, TARGET, values, results, attributes, by_partition=True)
     register_partitioner()

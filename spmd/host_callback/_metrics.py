@@ -21,6 +21,7 @@ import numpy as np
 from spmd import _jax
 from spmd.errors import ArgumentError, Failure, OptionError, explain
 from spmd.host_callback._api import _tap
+from spmd.host_callback._records import ByIdentity
 
 #: The key of the step in a line of JSON.
 _STEP = "step"
@@ -66,6 +67,8 @@ def metrics_tap(name: str, tree: Any, *, sink: Any, step: Any = None, device_ind
         return tree
     if isinstance(sink, (str, os.PathLike)):
         sink = os.path.abspath(os.fspath(sink))
+    elif write is not _call:
+        sink = ByIdentity(sink)
     tap = _MetricsTap(str(name), tuple(tags), write, sink)
     send = functools.partial(_tap, "metrics_tap", tap, with_device=False, per_shard=False)
     arg = (dict(zip(tags, leaves, strict=True)), step)
@@ -130,7 +133,7 @@ def _call(sink: Any, metrics: dict[str, _Number], step: int | None) -> None:
 
 def _add_scalars(sink: Any, metrics: dict[str, _Number], step: int | None) -> None:
     for tag, value in metrics.items():
-        sink.add_scalar(tag, value, step)
+        sink.target.add_scalar(tag, value, step)
 
 
 def _append_line(sink: Any, metrics: dict[str, _Number], step: int | None) -> None:
@@ -141,9 +144,9 @@ def _append_line(sink: Any, metrics: dict[str, _Number], step: int | None) -> No
 
 def _write_line(sink: Any, metrics: dict[str, _Number], step: int | None) -> None:
     with _lock:
-        sink.write(_line(metrics, step))
-        if callable(getattr(sink, "flush", None)):
-            sink.flush()
+        sink.target.write(_line(metrics, step))
+        if callable(getattr(sink.target, "flush", None)):
+            sink.target.flush()
 
 
 def _line(metrics: dict[str, _Number], step: int | None) -> str:
@@ -160,10 +163,6 @@ def _json_number(value: _Number) -> Any:
 
 def _writer(sink: Any) -> tuple[Any, list[Failure]]:
     """How to write to a sink, and what is wrong with it."""
-    try:
-        hash(sink)
-    except TypeError:
-        return None, [_no_hash(sink)]
     if callable(getattr(sink, "add_scalar", None)):
         return _add_scalars, []
     if isinstance(sink, (str, os.PathLike)):
@@ -171,6 +170,10 @@ def _writer(sink: Any) -> tuple[Any, list[Failure]]:
         return _append_line, [] if folder.is_dir() else [_no_folder(sink)]
     if callable(getattr(sink, "write", None)):
         return _write_line, []
+    try:
+        hash(sink)
+    except TypeError:
+        return _call, [_no_hash(sink) if callable(sink) else _no_sink(sink)]
     return _call, [] if callable(sink) else [_no_sink(sink)]
 
 

@@ -9,21 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from spmd.host_callback._records import ByIdentity
+
 _lock = threading.Lock()
 _WIDTH = 80
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Stream:
-    """What is printed to: another one is another stream, even if the two are equal."""
-
-    target: Any
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and self.target is other.target
-
-    def __hash__(self) -> int:
-        return id(self.target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +26,7 @@ class Printer:
     """
 
     labels: tuple[tuple[str, str], ...]
-    output: Stream
+    output: ByIdentity
     threshold: int | None
 
     __name__ = "id_print"

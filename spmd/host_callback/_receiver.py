@@ -20,11 +20,12 @@ from typing import Any
 
 from spmd import _jax
 from spmd.errors import Failure, OptionError, SpmdError, explain
+from spmd.host_callback._ffi import bury
 from spmd.host_callback._memory import LARGE, recycle, release
 from spmd.host_callback._options import options
 from spmd.host_callback._threads import forget_threads, threads
 
-logger = logging.getLogger("spmd.host_callback")
+logger = logging.getLogger(__name__)
 
 #: Seconds that a thread lets taps gather after the first: it and the device would interrupt one
 #: another for each of them otherwise.
@@ -160,7 +161,9 @@ class Receiver:
         self._consumers: dict[Any, _Consumer] = {}
         self._bytes = 0
         self._paused: deque[Item] = deque()
-        self._errors: list[tuple[BaseException, str]] = []
+        # How many errors there were, and the last one: each keeps its frames, and so operands.
+        self._errors = 0
+        self._last_error: tuple[BaseException, str] | None = None
         self._waiting = 0
 
     def prepare(self) -> None:
@@ -223,8 +226,8 @@ class Receiver:
                 item.fetch()
             if item.urgent or item.operands is not None:
                 item.run()
-        except MemoryError as error:
-            self.failed(error, "Receiving operands")
+        except BaseException as error:  # whatever it is, the queue goes on
+            self.failed(error, "A host callback")
         operands, item.operands = item.operands, None
         if operands:
             recycle(operands)
@@ -239,8 +242,8 @@ class Receiver:
         for other in admitted:
             try:
                 other.fetch()
-            except MemoryError as error:
-                self.failed(error, "Receiving operands")
+            except BaseException as error:  # as above
+                self.failed(error, "A host callback")
 
     def _admit(self) -> list[Item]:
         admitted = []
@@ -256,7 +259,8 @@ class Receiver:
         """Records that a host function raised."""
         text = "".join(traceback.format_exception(error))
         with self._lock:
-            self._errors.append((error, text))
+            self._errors += 1
+            self._last_error = error, text
         with contextlib.suppress(Exception):  # a handler of the log must not end this thread
             logger.error("%s raised an exception:\n%s", what, text)
 
@@ -265,6 +269,7 @@ class Receiver:
     def wait(self, name: str = "") -> None:
         """Waits for the calls of all programs that were started, on all devices."""
         logger.debug("barrier_wait[%s]: start", name)
+        bury()
         me = _consumer_here()
         if me is None:
             for token in [*self._running]:
@@ -288,11 +293,12 @@ class Receiver:
                     me.barriers -= 1
         logger.debug("barrier_wait[%s]: done", name)
 
-    def take_errors(self) -> list[tuple[BaseException, str]]:
-        """Returns the errors since the last time, each with its traceback."""
+    def take_errors(self) -> tuple[int, tuple[BaseException, str] | None]:
+        """Returns how many errors there were since the last time, and the last with its text."""
         with self._lock:
-            errors, self._errors = self._errors, []
-        return errors
+            found = self._errors, self._last_error
+            self._errors, self._last_error = 0, None
+        return found
 
     def stop(self) -> None:
         """Waits, and ends the threads; the next call starts new ones.

@@ -50,7 +50,10 @@ class HostCall:
     @property
     def name(self) -> str:
         """How the host function is called."""
-        return _jax.fun_name(self.func)
+        try:
+            return _jax.fun_name(self.func)
+        except Exception:  # an object may raise whatever it is asked
+            return type(self.func).__name__
 
     def shown(self) -> dict[str, Any]:
         """What a jaxpr prints of it."""
@@ -66,6 +69,20 @@ class HostCall:
 
 
 _jax.hold_weakly(HostCall)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ByIdentity:
+    """Something that is written to: another one is another one, even if the two are equal."""
+
+    target: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByIdentity) and self.target is other.target
+
+    def __hash__(self) -> int:
+        return id(self.target)
+
 
 #: The parameter that each transformation has, where it has one.
 _PARAMETERS = {"batch": "batch_dims"}

@@ -10,6 +10,7 @@ import weakref
 import numpy as np
 
 from spmd import _jax
+from spmd.host_callback._ffi import bury
 from spmd.host_callback._layout import Placement, mesh_coordinates
 from spmd.host_callback._records import HostCall
 
@@ -102,6 +103,7 @@ _by_call: weakref.WeakValueDictionary[Any, Entry] = weakref.WeakValueDictionary(
 
 def register(call: HostCall, avals: tuple[Any, ...]) -> Entry:
     """Returns the entry of a host function; equal calls of equal operands share one."""
+    bury()  # the main thread may be busy for ever
     with _lock:
         entry = _by_call.get((call, avals))
         if entry is None:

@@ -105,7 +105,7 @@ def _show(dtype: Any, shape: tuple[int, ...]) -> str:
 
 def _mismatch(call: HostCall, got: str, expected: str) -> str:
     return (
-        f"call of `{call.name}` got another result than its result_shape says.\n"
+        f"{_jax.CALL_FAILED}{call.name}` got another result than its result_shape says.\n"
         f"  expected  {expected}\n  got       {got}"
     )
 
@@ -119,7 +119,7 @@ def error_text(call: HostCall, error: BaseException) -> str:
         text = str(error)
     except Exception:  # its own method fails
         text = "<its text cannot be made>"
-    return f"call of `{call.name}` raised {type(error).__name__}: {text}\n{stack}"
+    return f"{_jax.CALL_FAILED}{call.name}` raised {type(error).__name__}: {text}\n{stack}"
 
 
 def without_own_frames(error: BaseException) -> BaseException:

@@ -7,6 +7,7 @@ import types
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 import numpy as np
 from oracle import assert_sharded, mesh_of, put
 from own_process import run_alone
@@ -634,3 +635,21 @@ def test_host_functions_that_run_jax(where, size):
     """
     ways = ["eager", "one device", "eight devices", "pjit", "shard_map"]
     assert run_alone(script, limit=40) == [*ways, "end"]
+
+
+def test_a_result_whose_memory_is_used_again():
+    """A host function may return a buffer that it overwrites in the next call; devices lag."""
+    out = np.empty(4096, np.float32)
+
+    def host(x):
+        return np.add(x, 1, out=out)
+
+    def step(_, carry):
+        x, wrong = carry
+        y = hcb.call(host, x, result_shape=x)
+        return y, wrong + jnp.sum(y != x + 1)
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    x = jax.device_put(np.zeros(4096, np.float32), NamedSharding(mesh, P()))
+    _, wrong = jax.jit(lambda x: jax.lax.fori_loop(0, 50, step, (x, jnp.int32(0))))(x)
+    assert [int(s.data) for s in wrong.addressable_shards] == [0] * 8

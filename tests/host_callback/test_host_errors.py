@@ -1,9 +1,11 @@
 """Host functions that fail: what is said where, and that all goes on afterwards."""
 
 import functools
+import gc
 import logging
 import threading
 import traceback
+import weakref
 
 import jax
 from jax import lax
@@ -418,7 +420,7 @@ UNUSUAL = {
 def test_unusual_exceptions(case, mesh, monkeypatch):
     """Whatever is raised surfaces, at the call and at the barrier, and ends no thread."""
     # pytest-xdist cannot pass on a log that is no Unicode.
-    monkeypatch.setattr(logging.getLogger("spmd.host_callback"), "disabled", True)
+    monkeypatch.setattr(logging.getLogger("spmd.host_callback._receiver"), "disabled", True)
 
     def host(v, *_):
         del v
@@ -514,7 +516,7 @@ def test_taps_that_raise(way, mesh, caplog):
     assert str(error).rstrip().endswith("LookupError: tap 3 of float32")
     assert type(error.__cause__) is LookupError
     assert str(error.__cause__) == "tap 3 of float32"
-    logged = [r.getMessage() for r in caplog.records if r.name == "spmd.host_callback"]
+    logged = [r.getMessage() for r in caplog.records if r.name.startswith("spmd.host_callback")]
     assert len(logged) == count
     for message in logged:
         assert message.startswith("id_tap of `broken` raised an exception:\nTraceback")
@@ -688,3 +690,44 @@ def test_exit_after_errors(asked):
     line = "Host functions raised 22 exceptions since the last barrier_wait. The last one was:"
     barrier = [line] if asked in ("at the barrier", "both") else []
     assert run_alone(script) == [*result, *barrier]
+
+
+def test_errors_keep_one_operand():
+    """However many taps raise, only the last one's operands are kept; after a barrier, none."""
+    operands = []
+
+    def fails(v, _):
+        operands.append(weakref.ref(v))
+        raise OSError("full")
+
+    program = jax.jit(lambda x: hcb.id_tap(fails, x, result=0.0))
+    for i in range(5):
+        program(np.float32(i))
+    with pytest.raises(hcb.CallbackException, match="5 exceptions") as caught:
+        hcb.barrier_wait()
+    assert sum(ref() is not None for ref in operands) == 1
+    del caught
+    gc.collect()
+    assert not any(ref() is not None for ref in operands)
+
+
+def test_errors_of_other_effects_are_left_to_jax():
+    """A barrier that tells the error of a tap leaves what JAX's own callbacks raised to JAX."""
+    run_alone(
+        """
+        import jax, pytest
+        import spmd.host_callback as hcb
+
+        def fails(*_):
+            raise OSError("full")
+
+        jax.jit(lambda x: hcb.id_tap(fails, x, result=0.0))(1.0)
+        with pytest.raises(Exception, match="full"):
+            jax.jit(lambda x: jax.experimental.io_callback(fails, None, x, ordered=True))(1.0)
+            jax.block_until_ready(jax.jit(lambda x: x + 1)(1.0))
+            with pytest.raises(hcb.CallbackException):
+                hcb.barrier_wait()
+            jax.effects_barrier()
+        """,
+        stderr=None,
+    )
