@@ -1078,18 +1078,20 @@ def govern_tokens(started: Callable[[], None], must_settle: Callable[[], bool]) 
         if effect is not HOST_EFFECT:
             return jax_get(self, effect, devices)
         started()
-        before = self.current_tokens.pop(effect, None)
-        if before is not None:
-            same_devices = device_order(before._buf.sharding) == [*devices]
-            if same_devices and not before._buf.is_ready() and not must_settle():
-                return before
-            if not ended_well(before._buf):
-                drop_failed_tokens()
+        held = _held_tokens(self)
+        for others, before in [*held.items()]:
+            if before._buf.is_ready() or not set(others).isdisjoint(devices):
+                if others == tuple(devices) and not before._buf.is_ready() and not must_settle():
+                    return before
+                del held[others]
+                if not ended_well(before._buf):
+                    drop_failed_tokens()
         return _fresh_token(tuple(devices))
 
     def set_token_result(self: Any, effect: Any, token: Any) -> None:
         jax_set(self, effect, token)
         if effect is HOST_EFFECT:
+            _held_tokens(self)[tuple(device_order(token._buf.sharding))] = token
             running.append(token._buf)
 
     tokens.get_token_input = get_token_input
@@ -1097,10 +1099,25 @@ def govern_tokens(started: Callable[[], None], must_settle: Callable[[], bool]) 
     return running
 
 
+def _held_tokens(tokens: Any) -> dict[tuple[Any, ...], Any]:
+    """The last token of a thread on each set of devices that it has used."""
+    return vars(tokens).setdefault("_spmd_tokens", {})
+
+
+def forget_tokens() -> None:
+    """Drops the tokens of this thread, whose programs belong to the process that was forked."""
+    held = dispatch.runtime_tokens
+    held.clear()
+    _held_tokens(held).clear()
+
+
 @functools.lru_cache(maxsize=64)
 def _fresh_token(devices: tuple[Any, ...]) -> Any:
     replicated = sharding_impls.GSPMDSharding.get_replicated(devices)
     return core.Token(jax.device_put(np.zeros(0, np.bool_), replicated))
+
+
+register_cache(_fresh_token, "tokens of host effects")
 
 
 def ended_well(array: Any) -> bool:

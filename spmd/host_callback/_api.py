@@ -45,7 +45,7 @@ def id_tap(
         tap_with_device: Whether `tap_func` is passed ``device=``, the device that it is called
             from.
         device_index: Which device of the mesh calls with the whole operand, where the program
-            runs on several.
+            runs on several. Inside of `shard_map` and `pmap` all of them call, whatever it says.
         per_shard: Whether each device calls with the shard that it holds, without any collective;
             `tap_func` is passed ``shard=``, a :class:`Shard`.
         **kwargs: None; what the founding API took here is bound with `functools.partial`.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-import threading
 from typing import Any
 
 from rich import get_console
@@ -19,12 +18,13 @@ from rich.progress import (
 )
 
 from spmd.host_callback._progress import Progress
+from spmd.host_callback._threads import fork_safe_lock
 
 _REFRESHES_PER_SECOND = 10.0
 #: Where the console is no terminal, a bar prints this many lines.
 _LINES = 10
 
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 _screens: dict[Console, _Screen] = {}
 
 

@@ -26,15 +26,15 @@ def batch(
         call: Its `vmap_method` is one of :data:`METHODS`.
 
     Returns:
-        The results, and their batched dimensions.
+        The results, batched along dimension 0.
     """
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     front = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
     if call.vmap_method == "sequential":
-        outs, dim = _sequential(primitive, front, dims, call), 0
+        outs = _sequential(primitive, front, dims, call)
     else:
-        outs, dim = _at_once(primitive, front, dims, call, size), int(call.stack is not None)
-    return outs, [dim] * len(outs)
+        outs = _at_once(primitive, front, dims, call, size)
+    return outs, [0] * len(outs)
 
 
 def _sequential(

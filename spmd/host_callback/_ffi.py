@@ -105,9 +105,9 @@ class Frame:
 
     __slots__ = ("_address", "api", "words")
 
-    def __init__(self, address: int, words: tuple[int, ...]):
+    def __init__(self, address: int):
         self._address = address
-        self.words = words
+        self.words = _read_frame(address)
         api = self.words[_API]
         self.api = _apis.get(api) or _apis.setdefault(api, Api(api))
 
@@ -207,6 +207,8 @@ class Future:
 
 def _metadata(words: Any) -> bool:
     """Answers the question for the version of a handler; returns whether it was asked."""
+    if not words[_EXTENSION]:
+        return False
     extension = _words(words[_EXTENSION], 4)
     if extension[1] & 0xFFFFFFFF != _METADATA:
         return False
@@ -227,22 +229,50 @@ def _keep_thread() -> None:
         _ensure_thread()
 
 
-def handler(stage: Callable[[Frame], str | None]) -> Any:
-    """Makes a handler of one stage from a function that returns the text of an error, or None."""
+def compile_handler(stage: Callable[[Frame], str | None]) -> Any:
+    """Makes a handler from a function that returns the text of an error, or None."""
 
     def handle(address: int) -> int | None:
-        words = _read_frame(address)
-        if words[_EXTENSION] and _metadata(words):
+        if _metadata(_read_frame(address)):
             return None
-        frame = Frame(address, words)
+        frame = Frame(address)
         try:
-            _keep_thread()
             message = stage(frame)
         except BaseException as error:
             return frame.api.error(f"{type(error).__name__}: {error}", _INTERNAL)
         return None if message is None else frame.api.error(message)
 
     return _Function(handle)
+
+
+def execute_handler(stage: Callable[[Frame], str | None]) -> Any:
+    """Makes a handler that runs with a program, from a function as above.
+
+    A signal that came while a program ran is raised at the first line of the handler, before any
+    `try`; ctypes would then return to XLA what happens to be in memory, and XLA would free it. So
+    what XLA calls is written in C: a function of ctypes that has no result, and so returns zero.
+    An error goes by way of a future.
+    """
+
+    def handle(address: int) -> None:
+        if _metadata(_read_frame(address)):
+            return
+        frame = Frame(address)
+        try:
+            _keep_thread()
+            message = stage(frame)
+        except BaseException as error:
+            message = f"{type(error).__name__}: {error}"
+        if message is not None:
+            frame.suspend().set_error(message)
+
+    inner = _QuickProcedure(handle)
+    _kept.append(inner)
+    return _Function(inner)
+
+
+_QuickProcedure = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
+_kept: list[Any] = []
 
 
 # The state of a custom call: made with its executable, deleted with it

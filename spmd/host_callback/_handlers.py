@@ -11,12 +11,21 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmd import _jax
 from spmd.host_callback import _registry
-from spmd.host_callback._ffi import Buffer, Frame, Future, capsule, handler, hold
+from spmd.host_callback._ffi import (
+    Buffer,
+    Frame,
+    Future,
+    capsule,
+    compile_handler,
+    execute_handler,
+    hold,
+)
 from spmd.host_callback._items import Call, Origin, Tap
 from spmd.host_callback._receiver import receiver
 from spmd.host_callback._registry import Entry, Site
-from spmd.host_callback._threads import threads
+from spmd.host_callback._threads import fork_safe_lock, threads
 
 #: Names of the handler and of what the partitioner replaces by it.
 TARGET = "spmd_host_callback"
@@ -29,6 +38,9 @@ _ID, _SITE = 0, 1
 @functools.lru_cache(maxsize=1024)
 def _device(ordinal: int) -> Any:
     return next(d for d in jax.local_devices(backend="cpu") if d.local_hardware_id == ordinal)
+
+
+_jax.register_cache(_device, "devices of host callbacks")
 
 
 def _copied(
@@ -88,7 +100,7 @@ class _Meeting:
 
 
 _meetings: dict[tuple[int, int], list[_Meeting]] = {}
-_meetings_lock = threading.Lock()
+_meetings_lock = fork_safe_lock()
 
 
 def _meeting(frame: Frame, entry: Entry, partition: int, callers: int, arrivals: int) -> _Meeting:
@@ -176,7 +188,7 @@ def _instantiate(frame: Frame) -> str | None:
     return None
 
 
-_execute_handler, _instantiate_handler = handler(_execute), handler(_instantiate)
+_execute_handler, _instantiate_handler = execute_handler(_execute), compile_handler(_instantiate)
 
 
 # At import, which starts nothing: a program of another process that is loaded before any is made

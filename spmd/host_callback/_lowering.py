@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 import functools
 from typing import Any
+import warnings
 
 import jax
 
@@ -16,6 +17,14 @@ from spmd.host_callback._layout import placement, stacked
 from spmd.host_callback._receiver import receiver
 from spmd.host_callback._records import HostCall
 from spmd.host_callback._registry import Entry, Site, carrier
+from spmd.host_callback._threads import copies_loops
+
+_LATE = (
+    "spmd.host_callback was imported after JAX had started. In JAX 0.12, XLA then copies the loops "
+    "of a shard_map whose operands nobody needs, and each tap in them arrives many times: import "
+    "spmd.host_callback before the first array, or set "
+    "XLA_FLAGS=--xla_disable_hlo_passes=nullary-function-wrap-inliner"
+)
 
 #: Where handlers written in Python can read the memory of the device.
 NATIVE = ("cpu",)
@@ -50,6 +59,8 @@ def _emit(ctx: Any, values: Sequence[Any], entry: Entry) -> Sequence[Any]:
         attributes: Any = {"id": entry.id}
         return _jax.emit_host_call(ctx, TARGET, values, results, attributes, by_partition=False)
     if manual:
+        if copies_loops():
+            warnings.warn(_LATE, stacklevel=2)
         mode = "together" if _jax.runs_on_all_devices([*axes]) else "each"
         attributes = {"id": entry.id, "site": entry.add_site(Site(mode, partitions, axes))}
         return _jax.emit_host_call(ctx, TARGET, values, results, attributes, by_partition=True)

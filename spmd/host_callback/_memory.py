@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 import math
 import sys
-import threading
 
 import numpy as np
+
+from spmd.host_callback._threads import fork_safe_lock
 
 #: Bytes from which on memory is used again, and how many are kept for that at most.
 LARGE = 1 << 20
@@ -18,7 +19,7 @@ _KEPT = 128 << 20
 
 _free: dict[int, list[np.ndarray]] = {}
 _kept = 0
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 _counts_references = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 

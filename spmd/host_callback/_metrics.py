@@ -10,7 +10,6 @@ import json
 import math
 import os
 from pathlib import Path
-import threading
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ from spmd import _jax
 from spmd.errors import ArgumentError, Failure, OptionError, explain
 from spmd.host_callback._api import _tap
 from spmd.host_callback._records import ByIdentity
+from spmd.host_callback._threads import fork_safe_lock
 
 #: The key of the step in a line of JSON.
 _STEP = "step"
@@ -124,7 +124,7 @@ def _one_step(step: np.ndarray | None) -> int | None:
 
 # Sinks
 
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 
 
 def _call(sink: Any, metrics: dict[str, _Number], step: int | None) -> None:

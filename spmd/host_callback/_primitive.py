@@ -47,10 +47,14 @@ def _program(primitive: Any, call: HostCall) -> Any:
     return jax.jit(host_callback)
 
 
+_jax.register_cache(_program, "eager host callbacks")
+_as_arrays = jax.jit(lambda args: args)
+
+
 def _run_here(args: Sequence[Any], call: HostCall) -> Sequence[Any]:
     """Runs the host function in the thread of the caller, whose stack a debugger sees."""
     if args:  # numbers become arrays, and all of them lie on the same devices
-        args = jax.jit(lambda *xs: xs)(*args)
+        args = _as_arrays(args)
     sharding = args[0].sharding if args else None
     count = len(sharding.device_set) if sharding is not None else 1
     if failure := _lowering.split_failure(call, count, manual=False):
@@ -102,6 +106,8 @@ def _tap_batch(args: Sequence[Any], dims: Sequence[Any], *, call: HostCall) -> t
 def _call_batch(args: Sequence[Any], dims: Sequence[Any], *, call: HostCall) -> tuple[Any, Any]:
     if call.vmap_method is None:
         raise explain("call", [_no_rule(call, "vmap", _VMAP)])
+    if call.stack is not None and call.vmap_method != "sequential":
+        raise explain("call", [_batch_of_shards(call)])
     return _batching.batch(host_call_p, args, dims, call)
 
 
@@ -122,6 +128,15 @@ def _no_rule(call: HostCall, transformation: str, fix: str) -> Failure:
         what=f"cannot apply {transformation} to `{call.name}`: it is a function of the host",
         expected="a function that JAX can see into, or a rule",
         fix=fix,
+        error=ArgumentError,
+    )
+
+
+def _batch_of_shards(call: HostCall) -> Failure:
+    return Failure(
+        what=f"cannot apply vmap to `{call.name}` all at once: the batch may be split over devices",
+        given=f"per_shard=True, vmap_method={call.vmap_method!r}",
+        fix="use vmap_method='sequential', or call inside of jax.shard_map",
         error=ArgumentError,
     )
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 import sys
-import threading
 from typing import Any
 
 import numpy as np
 
 from spmd.host_callback._records import ByIdentity
+from spmd.host_callback._threads import fork_safe_lock
 
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 _WIDTH = 80
 
 

@@ -99,6 +99,8 @@ class _Consumer:
         self.pending: deque[Item] = deque()
         self.received = 0
         self.barriers = 0
+        #: Whether the host function that runs has started a program, which it may wait for.
+        self.started_program = False
         self._receiver = receiver
         self.start_thread()
 
@@ -121,6 +123,9 @@ class _Consumer:
             if item is None:
                 return
             self._receiver.process(self, item)
+            if self.thread is me:
+                self.started_program = False
+            del item  # the last host function is not kept until the next one comes
 
     def has_run(self, count: int) -> bool:
         """Whether the first `count` calls have ended."""
@@ -181,8 +186,7 @@ class Receiver:
     def _program_starts(self) -> None:
         consumer = _consumer_here()
         if consumer is not None and consumer.thread is threading.current_thread():
-            # The host function may wait for this program, whose own calls need the queue.
-            consumer.start_thread()
+            consumer.started_program = True
         with self._lock:
             while self._running and self._running[0].is_ready():
                 self._running.popleft()
@@ -206,6 +210,10 @@ class Receiver:
                 item.turn = threading.Lock()
                 item.resume = suspend()
                 self._paused.append(item)
+            if consumer.started_program and (item.urgent or not fits):
+                # The host function may wait for the program that now waits for this queue.
+                consumer.started_program = False
+                consumer.start_thread()
         try:
             if fits and not item.urgent:
                 item.operands = item.read()
@@ -308,8 +316,7 @@ class Receiver:
         """
         if _consumer_here() is not None:
             raise explain("stop_outfeed_receiver", [_STOPPED_INSIDE])
-        stopped: list[_Consumer] = []
-        while not stopped:
+        while True:
             self.wait("stop")
             with self._lock:
                 if not any(c.pending for c in self._consumers.values()):
@@ -322,7 +329,13 @@ class Receiver:
             consumer.thread.join()
 
     def _exit(self) -> None:
-        self.wait("exit")
+        # Host functions may start programs, whose host functions may start more.
+        for _ in range(1000):
+            self.wait("exit")
+            with self._lock:
+                pending = any(c.pending for c in self._consumers.values())
+                if not pending and all(token.is_ready() for token in self._running):
+                    break
         _jax.drop_failed_tokens()
 
     def _after_fork(self) -> None:
@@ -330,6 +343,7 @@ class Receiver:
         self._forget()
         self._running.clear()
         forget_threads()
+        _jax.forget_tokens()
         _here.consumer = None
 
 

@@ -105,8 +105,9 @@ class Shard:
     Attributes:
         device: The device that holds them.
         coordinates: Its place in the mesh, ``{axis name: index}``; empty without a mesh.
-        index: Slices into the global array, in a tree like that of the argument. None inside of
-            `shard_map` and `pmap`, where there is no global array.
+        index: Slices into the global array, in a tree like that of the argument (a list where a
+            class of that tree takes arrays only). None inside of `shard_map` and `pmap`, where
+            there is no global array.
     """
 
     __module__ = "spmd.host_callback"

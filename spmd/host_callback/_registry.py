@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import threading
 from typing import Any
 import weakref
 
@@ -13,6 +12,7 @@ from spmd import _jax
 from spmd.host_callback._ffi import bury
 from spmd.host_callback._layout import Placement, mesh_coordinates
 from spmd.host_callback._records import HostCall
+from spmd.host_callback._threads import fork_safe_lock
 
 #: Elements of less than a byte travel as these, and arrive as what they are.
 _CARRIERS = {
@@ -96,7 +96,7 @@ class Site:
         return mesh_coordinates(self.axes, partition)
 
 
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 _by_id: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
 _by_call: weakref.WeakValueDictionary[Any, Entry] = weakref.WeakValueDictionary()
 

@@ -69,8 +69,16 @@ def _shard(
     coordinates = (
         mesh_coordinates(dict(call.axes), 0) if site is None else site.coordinates(partition)
     )
-    index = jtu.tree_unflatten(call.in_tree, indices)
+    index = _tree_of(call, indices)
     return Shard(device=device, coordinates=coordinates, index=index)
+
+
+def _tree_of(call: HostCall, indices: Sequence[Any]) -> Any:
+    """Returns the indices in the tree of the argument, or as they are if it only takes arrays."""
+    try:
+        return jtu.tree_unflatten(call.in_tree, indices)
+    except Exception:  # a class of the user's may look at its leaves
+        return [*indices]
 
 
 def call_results(call: HostCall, value: Any) -> list[np.ndarray]:
@@ -158,7 +166,7 @@ def _run_shard(call: HostCall, args: Sequence[Any], device: Any, place: dict[str
         tuple(slice(*i.indices(n)[:2]) for i, n in zip(s.index, x.shape, strict=False))
         for s, x in zip(shards, args, strict=True)
     ]
-    index = jtu.tree_unflatten(call.in_tree, indices)
+    index = _tree_of(call, indices)
     arguments: dict[str, Any] = {"device": device} if call.with_device else {}
     arguments["shard"] = Shard(device=device, coordinates=place, index=index)
     return run(call, [np.array(s.data) for s in shards], arguments, device)

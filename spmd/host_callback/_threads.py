@@ -19,6 +19,13 @@ from spmd import _jax
 _Task = Callable[[], None]
 
 
+def fork_safe_lock() -> threading.Lock:
+    """Returns a lock that a forked process has free, whoever held it."""
+    lock = threading.Lock()
+    os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined] - of CPython
+    return lock
+
+
 class Threads:
     """As many threads as there are tasks at a time, used again; none before the first task."""
 
@@ -51,6 +58,18 @@ def forget_threads() -> None:
     threads._idle.clear()
 
 
+_WRONG_PASS = "nullary-function-wrap-inliner"
+_DISABLED = "--xla_disable_hlo_passes="
+
+
+def copies_loops() -> bool:
+    """Whether taps in the loops of some `shard_map` may arrive many times; see `prepare_xla`."""
+    return _jax.WRAPS_TOKEN_ONLY_BODIES and not _prepared
+
+
+_prepared = False
+
+
 def prepare_xla() -> None:
     """Sets what XLA reads from the environment when JAX starts, and has no other switch for.
 
@@ -61,12 +80,18 @@ def prepare_xla() -> None:
     In JAX 0.12 a pass of XLA for functions without operands takes the body of a `shard_map` for
     one that has our token only, and copies its loops: each of their taps arrived 49 times.
     """
+    global _prepared
+    flags = os.environ.get("XLA_FLAGS", "")
+    _prepared = _WRONG_PASS in flags
     if _jax.backends_started():
         return
-    flags = os.environ.get("XLA_FLAGS", "")
-    if _jax.WRAPS_TOKEN_ONLY_BODIES and "xla_disable_hlo_passes" not in flags:
-        wrong = "--xla_disable_hlo_passes=nullary-function-wrap-inliner"
-        os.environ["XLA_FLAGS"] = f"{flags} {wrong}".strip()
+    if _jax.WRAPS_TOKEN_ONLY_BODIES and not _prepared:
+        if _DISABLED in flags:
+            flags = flags.replace(_DISABLED, f"{_DISABLED}{_WRONG_PASS},")
+        else:
+            flags = f"{flags} {_DISABLED}{_WRONG_PASS}".strip()
+        os.environ["XLA_FLAGS"] = flags
+    _prepared = True
     if "NPROC" not in os.environ:
         flag = re.search(r"xla_force_host_platform_device_count=(\d+)", flags)
         devices = max(int(flag[1]) if flag else 1, jax.config.values["jax_num_cpu_devices"])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from spmd.host_callback import _ffi
-from spmd.host_callback._ffi import Frame, capsule, handler
+from spmd.host_callback._ffi import Frame, capsule, compile_handler, execute_handler
 
 # The header, as ctypes: offsets and sizes are those that ctypes computes for such fields
 
@@ -209,7 +209,7 @@ def test_metadata_is_answered_in_place(header):
     extension.metadata = ctypes.addressof(metadata)
     frame.extension_start = ctypes.addressof(extension)
     called = []
-    answer = handler(called.append)(ctypes.addressof(frame))
+    answer = compile_handler(called.append)(ctypes.addressof(frame))
     assert not answer
     assert called == []
     version = metadata.api_version
@@ -228,7 +228,7 @@ _handlers = []  # XLA calls them as long as the process lives
 
 def run(stage, *operands, results=(), jit=jax.jit, **attributes):
     """Runs a program that calls a handler; the first operand stands where taps have their token."""
-    made = handler(stage)
+    made = execute_handler(stage)
     _handlers.append(made)
     name = f"spmd_test_handler_{len(_handlers)}"
     jax.ffi.register_ffi_target(name, capsule(made), platform="cpu")
