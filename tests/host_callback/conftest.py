@@ -11,7 +11,18 @@ THREE_WAYS = {
     "test_tangents_and_cotangents",
     "test_vmap",
 }
-LONG = {"test_300_programs", "test_two_hundred_taps_of_independent_values"}
+#: Each takes seconds, and shows in more cases what a short test shows in one.
+LONG = {
+    "test_300_programs",
+    "test_eager_calls_share_programs",
+    "test_elements_of_batched_values",
+    "test_environment_is_checked",
+    "test_large",
+    "test_queue_by_environment",
+    "test_two_hundred_taps_of_independent_values",
+    "test_unusual_exceptions",
+    "test_values_are_those_without_taps",
+}
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
