@@ -19,12 +19,18 @@ import spmd.host_callback  # it asks for threads, which has to be before JAX sta
 
 
 def pytest_addoption(parser):
-    """Adds the size of the slow sampler of transformations."""
+    """Adds the sizes of two slow tests."""
     parser.addoption(
         "--transformation-cases",
         type=int,
         default=2052,
         help="how many cases the slow test of two transformations draws (default: %(default)s)",
+    )
+    parser.addoption(
+        "--host-programs",
+        type=int,
+        default=2000,
+        help="with how many programs the slow test looks for leaks (default: %(default)s)",
     )
 
 
