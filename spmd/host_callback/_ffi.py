@@ -200,9 +200,9 @@ class Future:
         """Lets the program go on."""
         self._api(FUTURE_SET_AVAILABLE, self._future)
 
-    def set_error(self, message: str) -> None:
+    def set_error(self, message: str, code: int = _UNKNOWN) -> None:
         """Lets the program fail."""
-        self._api(FUTURE_SET_ERROR, self._future, self._api.error(message))
+        self._api(FUTURE_SET_ERROR, self._future, self._api.error(message, code))
 
 
 def _metadata(words: Any) -> bool:
@@ -260,11 +260,10 @@ def execute_handler(stage: Callable[[Frame], str | None]) -> Any:
         frame = Frame(address)
         try:
             _keep_thread()
-            message = stage(frame)
+            if (message := stage(frame)) is not None:
+                frame.suspend().set_error(message)
         except BaseException as error:
-            message = f"{type(error).__name__}: {error}"
-        if message is not None:
-            frame.suspend().set_error(message)
+            frame.suspend().set_error(f"{type(error).__name__}: {error}", _INTERNAL)
 
     inner = _QuickProcedure(handle)
     _kept.append(inner)

@@ -205,6 +205,7 @@ def test_wide_dtypes_without_x64(name):
     log = Log()
     log.tap("eager", value)
     jax.jit(lambda x: log.tap("jit", x))(value)
+    hcb.barrier_wait()
     with inline():
         result = log.tap("inline", value)
     same_bits(np.asarray(result), want)
