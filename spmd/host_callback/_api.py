@@ -327,8 +327,8 @@ def _function_failures(func: Any, names: Sequence[str], keywords: Sequence[str])
         ]
     try:
         signature = inspect.signature(func)
-    except Exception:
-        return []  # some functions in C do not say what they take, and some objects raise
+    except Exception:  # some functions in C do not say what they take, and some objects raise
+        return []
     try:
         signature.bind(*names, **dict.fromkeys(keywords))
     except TypeError as error:

@@ -257,7 +257,7 @@ def test_failing_programs_of_several_threads(way, mesh):
                     jax.block_until_ready(failing)
                     wrong.append("did not fail")
                 except jax.errors.JaxRuntimeError:
-                    pass
+                    pass  # as it should
             if not np.array_equal(np.asarray(after), (X + 1) * 3):
                 wrong.append(np.asarray(after))
         jax.effects_barrier()  # of this thread

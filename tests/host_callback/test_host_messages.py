@@ -188,7 +188,7 @@ MESSAGES = {
         call cannot apply vmap to `answer`: it is a function of the host.
           expected  a function that JAX can see into, or a rule
           fix       pass vmap_method='sequential', 'expand_dims' or 'broadcast_all' to call, or wrap it in jax.custom_batching.custom_vmap
-        """,  # noqa: E501
+        """,  # noqa: E501 - compared as it is printed
     ),
     "grad": (
         lambda: jax.grad(lambda x: hcb.call(answer, x, result_shape=x))(X),

@@ -397,14 +397,14 @@ def per_device():
 def by_shard_map(fun):
     """Each of eight devices computes one element of a vector."""
     mesh = mesh_of({"i": 8})
-    one = lambda x: fun(x[0])[None]  # noqa: E731
+    one = lambda x: fun(x[0])[None]  # noqa: E731 - one expression
     return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=P("i"), out_specs=P("i")))
 
 
 def by_pjit_shard_map(fun):
     """The same `shard_map` in a pjit."""
     mesh = mesh_of({"i": 8})
-    one = lambda x: fun(x[0])[None]  # noqa: E731
+    one = lambda x: fun(x[0])[None]  # noqa: E731 - one expression
     mapped = jax.shard_map(one, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
     return pjit(mapped, P("i"), P("i"), mesh=mesh)
 
@@ -450,7 +450,7 @@ def test_taps_between_collectives(way):
         tap("before", x)
         total = lax.psum(x, "i")
         tap("total", total)
-        step = lambda c, _: (lax.ppermute(tap("c", c), "i", [(i, -~i % 8) for i in range(8)]), None)  # noqa: E731
+        step = lambda c, _: (lax.ppermute(tap("c", c), "i", [(i, -~i % 8) for i in range(8)]), None)  # noqa: E731 - one expression
         x, _ = lax.scan(step, x, None, length=3)
         tap("after", x)
         return x + total
@@ -566,7 +566,7 @@ class Builder:
     def _host(self, name):
         return lambda x, transforms, device: self._note(name, int(x), device)
 
-    @functools.cache  # noqa: B019
+    @functools.cache  # noqa: B019 - as above
     def _answer(self, name):
         def host(x, device):
             self._note(-1 - name, int(x), device)
@@ -591,7 +591,7 @@ class Builder:
 
     def _scan(self, x, length, block):
         body = self.build(block)
-        step = lambda x, i: (body((x + i) % 97), None)  # noqa: E731
+        step = lambda x, i: (body((x + i) % 97), None)  # noqa: E731 - one expression
         return lax.scan(step, x, jnp.arange(length, dtype=I))[0]
 
     def _while(self, x, bound, block):
