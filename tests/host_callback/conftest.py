@@ -1,6 +1,26 @@
-"""Which of the many ways to run one program the default run leaves to the slow one."""
+"""What tests of host callbacks share, and which of them the default run leaves to the slow one."""
 
+import jax
+from oracle import mesh_of
 import pytest
+
+from spmd import host_callback as hcb
+
+
+@pytest.fixture(autouse=True)
+def _clear():
+    """Leaves no pending call, no error and no setting behind, for this library and for JAX."""
+    yield
+    hcb.configure()
+    hcb.barrier_wait()
+    jax.effects_barrier()
+
+
+@pytest.fixture
+def row():
+    """Eight devices in a row."""
+    return mesh_of({"x": 8})
+
 
 #: These run each of their programs eagerly, under `jit` and under `pjit`; by default under `jit`.
 THREE_WAYS = {

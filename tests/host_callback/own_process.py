@@ -31,18 +31,19 @@ def say(*args):
 """
 
 
-def run_alone(source, limit=60, stderr="", **env):
+def run_alone(source, limit=60, stderr="", head=HEAD, **env):
     """Returns the lines that a script printed; a hang is told with the lines before it.
 
     Args:
         source: The script, behind a few imports and a mesh of 8 devices.
         limit: Seconds after which it counts as hanging.
         stderr: What it has to write to the standard error; None for anything.
+        head: What comes before it.
         env: More environment variables.
     """
-    script = HEAD + textwrap.dedent(source)
+    script = head + textwrap.dedent(source)
     environ = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name != "NPROC"},  # set at import
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         **env,

@@ -1,12 +1,13 @@
 """What the tests of host functions share: a log of their calls, and the ways to run a program."""
 
 import contextlib
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from oracle import mesh_of
 
-from spmd import host_callback as hcb, pjit
+from spmd import P, host_callback as hcb, pjit
 
 
 class Log:
@@ -43,9 +44,49 @@ class Log:
         return [(name, jax.tree.map(lambda x: x.tolist(), arg)) for name, arg, _ in self.take()]
 
 
+class Seen(NamedTuple):
+    """One call of a host function."""
+
+    arg: Any
+    transforms: Any
+    device: Any
+    shard: Any
+
+
+class Listener:
+    """A host function that keeps the calls that it gets, in order."""
+
+    def __init__(self):
+        self._seen = []
+
+    def __call__(self, arg, transforms=(), *, device=None, shard=None):
+        self._seen.append(Seen(arg, transforms, device, shard))
+
+    def take(self):
+        """Waits, and returns the calls since the last time."""
+        hcb.barrier_wait()
+        seen, self._seen = self._seen, []
+        return seen
+
+    def tap(self, arg, **options):
+        """Taps a value into this listener, with the device."""
+        return hcb.id_tap(self, arg, tap_with_device=True, **options)
+
+    def shards(self, arg, **options):
+        """Taps every shard of a value into this listener."""
+        return self.tap(arg, per_shard=True, **options)
+
+
 def by_pjit(fun):
     """On two devices, of which the first calls."""
     return pjit(fun, mesh=mesh_of({"a": 2}))
+
+
+def by_shard_map(fun, mesh):
+    """Wraps a function of one shard."""
+    plain = jax.sharding.Mesh(mesh.devices, mesh.axis_names)
+    spec = P("x")
+    return jax.jit(jax.shard_map(fun, mesh=plain, in_specs=spec, out_specs=spec, check_vma=False))
 
 
 #: Ways to run one program whose taps have one order.

@@ -5,7 +5,7 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
-from oracle import mesh_of, put
+from oracle import put
 from own_process import run_alone
 import pytest
 
@@ -13,20 +13,6 @@ from spmd import P, host_callback as hcb, pjit
 
 X = np.arange(8, dtype=np.float32)
 LIMIT = 30  # seconds after which an event that does not come is a failure
-
-
-@pytest.fixture(autouse=True)
-def _clear():
-    """Leaves no pending tap and no setting behind."""
-    yield
-    hcb.configure()
-    hcb.barrier_wait()
-
-
-@pytest.fixture
-def mesh():
-    """Eight devices in a row."""
-    return mesh_of({"x": 8})
 
 
 class Gate:
@@ -50,13 +36,11 @@ def tapping(gate):
 
 
 @pytest.mark.parametrize("way", ["one device", "eight devices", "pjit"])
-def test_a_slow_tap_blocks_no_program(way, mesh):
+def test_a_slow_tap_blocks_no_program(way, row):
     """While a tap waits, its program and later ones end with their values; order is kept."""
     gate = Gate()
-    run = (
-        pjit(tapping(gate), P("x"), P("x"), mesh=mesh) if way == "pjit" else jax.jit(tapping(gate))
-    )
-    put_x = (lambda x: put(x, mesh, P("x"))) if way == "eight devices" else np.asarray
+    run = pjit(tapping(gate), P("x"), P("x"), mesh=row) if way == "pjit" else jax.jit(tapping(gate))
+    put_x = (lambda x: put(x, row, P("x"))) if way == "eight devices" else np.asarray
     outs = [run(put_x(X + i)) for i in range(20)]
     for i, out in enumerate(outs):
         np.testing.assert_array_equal(np.asarray(out), (X + i) * 2)
@@ -68,12 +52,12 @@ def test_a_slow_tap_blocks_no_program(way, mesh):
 
 
 @pytest.mark.parametrize("way", ["one device", "eight devices"])
-def test_a_full_queue_pauses_the_program(way, mesh):
+def test_a_full_queue_pauses_the_program(way, row):
     """A program whose tap has no room waits, ends when there is room, and loses nothing."""
     hcb.configure(max_queue_bytes=3 * X.nbytes)
     gate = Gate()
     run = jax.jit(tapping(gate))
-    put_x = (lambda x: put(x, mesh, P("x"))) if way == "eight devices" else np.asarray
+    put_x = (lambda x: put(x, row, P("x"))) if way == "eight devices" else np.asarray
     for i in range(3):
         jax.block_until_ready(run(put_x(X + i)))
     assert gate.entered.wait(LIMIT)
@@ -120,10 +104,10 @@ def test_temporaries_that_die_while_a_tap_runs():
     assert gate.seen == [*range(count)]
 
 
-def test_barriers_of_several_threads(mesh):
+def test_barriers_of_several_threads(row):
     """Each of several barriers at a time returns after all that was started before."""
     gate = Gate()
-    run = pjit(tapping(gate), P("x"), P("x"), mesh=mesh)
+    run = pjit(tapping(gate), P("x"), P("x"), mesh=row)
     for i in range(5):
         run(X + i)
     assert gate.entered.wait(LIMIT)
@@ -166,18 +150,14 @@ def test_stop_and_start_again():
     seen = []
 
     def names():
-        return [
-            t.name
-            for t in threading.enumerate()
-            if t.name.startswith("spmd.host_callback TFRT")
-            or t.name.startswith("spmd.host_callback cpu")
-            or t.name.startswith("spmd.host_callback Cpu")
-        ]
+        known = {f"spmd.host_callback {d}" for d in jax.devices()}
+        return [t.name for t in threading.enumerate() if t.name in known]
 
     run = jax.jit(lambda x: hcb.id_tap(lambda v, _: seen.append(float(v)), x))
     for i in range(3):
         for j in range(4):
-            run(np.float32(4 * i + j))
+            run(np.float32(4 * i + j)).block_until_ready()
+        assert names()
         hcb.stop_outfeed_receiver()
         assert len(seen) == 4 * i + 4
         assert names() == []
@@ -204,6 +184,56 @@ def test_barriers_inside_of_taps():
     say(sorted(seen))
     """
     assert run_alone(script, limit=40) == ["[0.0, 0.0, 1.0, 1.0, 2.0, 2.0]"]
+
+
+def test_a_tap_that_prints_keeps_its_place():
+    """A host function that starts programs with taps of its own runs one at a time, in order."""
+    script = """
+    import io, time
+    seen, stream, inside = [], io.StringIO(), []
+
+    def tap(i, transforms):
+        inside.append(i)
+        assert len(inside) == 1
+        hcb.id_print(i, what="from a tap", output_stream=stream)
+        time.sleep(0.02 if i % 2 == 0 else 0)
+        seen.append(int(i))
+        inside.pop()
+
+    jax.jit(lambda: lax.fori_loop(0, 8, lambda i, x: hcb.id_tap(tap, i, result=x), 1.0))()
+    hcb.barrier_wait()
+    say(seen)
+    hcb.barrier_wait()
+    say(stream.getvalue().split("\\n")[:3], stream.getvalue().count("what"))
+    """
+    first = ["what: from a tap", "0", "what: from a tap"]
+    assert run_alone(script) == [str([*range(8)]), f"{first} 8"]
+
+
+def test_devices_do_not_wait_for_one_another():
+    """A program with a tap runs on a device while the same program still runs on another."""
+    script = """
+    ended = threading.Event()
+
+    def wait_for_the_other(v):
+        assert ended.wait(20)
+        return v
+
+    seen = []
+    run = jax.jit(lambda x: hcb.id_tap(lambda v, t: seen.append(float(v)), later(x)))
+    later = lambda x: lax.cond(x > 0, lambda x: jax.pure_callback(wait_for_the_other, x, x),
+                               lambda x: x, x)
+    first, second = (jax.device_put(np.float32(x), d) for x, d in zip((1, -1), jax.devices()))
+    thread = threading.Thread(target=run, args=(first,))
+    thread.start()
+    run(second).block_until_ready()
+    say(thread.is_alive())
+    ended.set()
+    thread.join()
+    hcb.barrier_wait()
+    say(seen)
+    """
+    assert run_alone(script) == ["True", "[-1.0, 1.0]"]
 
 
 def test_nothing_starts_at_import():

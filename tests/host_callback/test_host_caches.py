@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from oracle import counted, mesh_of
 import pytest
-from taps import Log
+from tapped import Listener
 
 import spmd
 from spmd import P, host_callback as hcb
@@ -159,7 +159,7 @@ def test_executable_of_another_process(program, when, processes):
 
 def test_executable_of_this_process():
     """A serialized executable that is loaded again in its process keeps its host function."""
-    log = Log()
+    log = Listener()
     compiled = jax.jit(lambda x: log.tap(x) + 1).lower(X).compile()
     given = serialize_executable.serialize(compiled)
     again = serialize_executable.deserialize_and_load(*given, execution_devices=jax.devices()[:1])
@@ -210,7 +210,7 @@ def compiles():
 class Equal:
     """A host function that equals others of its label."""
 
-    log: Log
+    log: Listener
     label: str
 
     def __call__(self, x, transforms=()):
@@ -265,7 +265,7 @@ SHARED = {
         True,
     ),
 }
-LOG = Log()
+LOG = Listener()
 METHODS = Equal(LOG, "m")
 
 
@@ -298,7 +298,7 @@ def test_eager_calls_share_programs(case):
 
 def test_callback_in_a_program_compiles_once():
     """A program with taps compiles once, however often it is called."""
-    log, x = Log(), jnp.asarray(X)
+    log, x = Listener(), jnp.asarray(X)
     fun = jax.jit(lambda x: log.tap(x, per_shard=True) * 2)
     with compiles() as found:
         for _ in range(20):
@@ -316,7 +316,7 @@ def test_callback_in_a_program_compiles_once():
 
 def test_equal_callbacks_are_one_entry():
     """Programs of equal host functions call one entry, which lives as long as one of them."""
-    log, x = Log(), jnp.asarray(X)
+    log, x = Listener(), jnp.asarray(X)
     jax.clear_caches()
     gc.collect()
     before = set(_registry._by_id)
@@ -431,6 +431,21 @@ def test_host_functions_die_with_their_programs(make):
     assert left_of(make, 4) == (0, 0, 0, 0)
 
 
+def test_programs_that_die_while_the_main_thread_is_blocked():
+    """Host functions go while the main thread waits, which is the one that Python interrupts."""
+    left = []
+
+    def work():
+        _jitted(Host())
+        left.append(left_of(_jitted, 10))
+
+    settle()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(120)
+    assert left == [(0, 0, 0, 0)]
+
+
 def test_300_programs():
     """Of 300 programs with a host function each, nothing is left."""
     assert left_of(_jitted, 300) == (0, 0, 0, 0)
@@ -480,7 +495,7 @@ def test_pending_taps_outlive_their_program():
 
 def test_running_programs_keep_their_host_functions():
     """A program that is dropped while it runs calls all the same."""
-    log = Log()
+    log = Listener()
     x = jnp.eye(400)
 
     def program(x):
@@ -496,7 +511,7 @@ def test_running_programs_keep_their_host_functions():
 
 def test_threads_register_at_once():
     """Equal and unequal host functions of many threads are each called, once per program."""
-    logs = [Log() for _ in range(4)]
+    logs = [Listener() for _ in range(4)]
     x = jnp.asarray(X)
     start = threading.Barrier(8)
 

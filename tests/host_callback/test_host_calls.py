@@ -12,32 +12,12 @@ import numpy as np
 from oracle import assert_sharded, mesh_of, put
 from own_process import run_alone
 import pytest
+from tapped import by_shard_map
 
 from spmd import P, host_callback as hcb, pjit
 from spmd.errors import ArgumentError, OptionError
 
 X = np.arange(8, dtype=np.float32)
-
-
-@pytest.fixture(autouse=True)
-def _clear():
-    """Leaves no pending call, no error and no setting behind."""
-    yield
-    hcb.configure()
-    hcb.barrier_wait()
-
-
-@pytest.fixture
-def mesh():
-    """Eight devices in a row."""
-    return mesh_of({"x": 8})
-
-
-def by_shard_map(fun, mesh):
-    """Wraps a function of one shard."""
-    plain = jax.sharding.Mesh(mesh.devices, mesh.axis_names)
-    spec = P("x")
-    return jax.jit(jax.shard_map(fun, mesh=plain, in_specs=spec, out_specs=spec, check_vma=False))
 
 
 def ways(fun, mesh):
@@ -108,14 +88,14 @@ def test_result_shape_by_example_or_struct(case, x64):
     ],
 )
 @pytest.mark.parametrize("way", ["eager", "eight devices"])
-def test_results_of_64_bits_are_made_canonical(given, returned, dtype, way, mesh):
+def test_results_of_64_bits_are_made_canonical(given, returned, dtype, way, row):
     """What NumPy makes of Python numbers by default is a good result where JAX has 32 bits."""
     result = np.array([1, 2, 3], returned)
     run, x = ways(
         lambda x: hcb.call(
             lambda _: result, x, result_shape=types.SimpleNamespace(shape=(3,), dtype=given)
         ),
-        mesh,
+        row,
     )[way]
     out = run(x)
     assert out.dtype == dtype
@@ -200,7 +180,7 @@ Point = collections.namedtuple("Point", "x y")
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_trees_of_arguments_and_results(way, mesh):
+def test_trees_of_arguments_and_results(way, row):
     """Custom nodes, named tuples, None and empty containers arrive and return as they were."""
     seen = []
 
@@ -219,7 +199,7 @@ def test_trees_of_arguments_and_results(way, mesh):
         assert (pair.b.y, empty, none) == (None, [], {"n": None})
         return pair.a + pair.b.x
 
-    run, x = ways(fun, mesh)[way]
+    run, x = ways(fun, row)[way]
     np.testing.assert_array_equal(np.asarray(run(x)), (X + 1) + 2 * (X + 1))
     for arg in seen:
         assert isinstance(arg["p"], Pair)
@@ -230,7 +210,7 @@ def test_trees_of_arguments_and_results(way, mesh):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("nothing", [None, (), [], {}])
 @pytest.mark.parametrize("arg", ["operand", "no operand"])
-def test_call_without_result_runs_and_is_waited_for(way, nothing, arg, mesh):
+def test_call_without_result_runs_and_is_waited_for(way, nothing, arg, row):
     """A call of `None` or `()` is not dropped, and the program ends after it, in order."""
     seen = []
 
@@ -241,31 +221,31 @@ def test_call_without_result_runs_and_is_waited_for(way, nothing, arg, mesh):
         assert out == nothing
         return x * 2
 
-    run, x = ways(fun, mesh)[way]
+    run, x = ways(fun, row)[way]
     jax.block_until_ready(run(x))
     jax.effects_barrier()
     assert len(seen) == (8 if way == "shard_map" else 1)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_values_of_calls_against_numpy(way, mesh):
+def test_values_of_calls_against_numpy(way, row):
     """Two calls that depend on one another give what NumPy gives, on every device."""
 
     def fun(x):
         y = hcb.call(np.sin, x + 1, result_shape=x)
         return x + hcb.call(lambda v: v[::-1].copy(), y * 2, result_shape=y)
 
-    run, x = ways(fun, mesh)[way]
+    run, x = ways(fun, row)[way]
     sines = 2 * np.sin(X + 1)
     wanted = X + (sines if way == "shard_map" else sines[::-1])  # a shard has one element
     out = run(x)
     np.testing.assert_allclose(np.asarray(out), wanted, rtol=1e-6)
     if way == "pjit":
-        assert_sharded(out, wanted, P("x"), mesh, rtol=1e-6)
+        assert_sharded(out, wanted, P("x"), row, rtol=1e-6)
 
 
 @pytest.mark.parametrize("index", [0, 3, 7])
-def test_the_device_of_a_call_and_who_gets_the_result(index, mesh):
+def test_the_device_of_a_call_and_who_gets_the_result(index, row):
     """One device of the mesh calls, named by its place; all of them get the result."""
     seen = []
 
@@ -285,7 +265,7 @@ def test_the_device_of_a_call_and_who_gets_the_result(index, mesh):
     assert seen == [jax.devices()[order[index]]]
 
 
-def test_stacked_results_of_shards(mesh):
+def test_stacked_results_of_shards(row):
     """Under `per_shard` the results of all devices are stacked, each where its device is."""
     fun = pjit(
         lambda x: hcb.call(
@@ -296,18 +276,18 @@ def test_stacked_results_of_shards(mesh):
         ),
         P("x"),
         P("x"),
-        mesh=mesh,
+        mesh=row,
     )
     x = np.arange(16, dtype=np.float32)
     wanted = np.stack([x.reshape(8, 2).sum(1), np.arange(8, dtype=np.float32)], 1)
-    assert_sharded(fun(x), wanted, P("x"), mesh)
+    assert_sharded(fun(x), wanted, P("x"), row)
 
 
 # Control flow
 
 
 @pytest.mark.parametrize("way", ["one device", "eight devices", "pjit", "shard_map"])
-def test_calls_in_control_flow(way, mesh):
+def test_calls_in_control_flow(way, row):
     """In scan, while, its predicate, cond and switch the calls of what runs are made, in order."""
     seen = []
 
@@ -328,7 +308,7 @@ def test_calls_in_control_flow(way, mesh):
         x = lax.cond(steps[0] == 0, named("true"), named("false"), x)
         return lax.switch(steps[2], [named("first"), named("second"), named("third")], x)
 
-    run, x = ways(fun, mesh)[way]
+    run, x = ways(fun, row)[way]
     np.testing.assert_array_equal(np.asarray(run(x)), X + 7)
     once = ["scan"] * 3 + ["predicate", "while"] * 2 + ["predicate", "true", "third"]
     if way == "shard_map":
@@ -365,7 +345,7 @@ def _host_exp_jvp(primals, tangents):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_custom_derivatives_around_calls(way, mesh):
+def test_custom_derivatives_around_calls(way, row):
     """Rules that call the host themselves give the derivatives of the functions in JAX."""
 
     def step(sin, exp):
@@ -374,7 +354,7 @@ def test_custom_derivatives_around_calls(way, mesh):
 
         return lambda x: jax.grad(loss)(x) + jax.jvp(lambda x: exp(x / 8), (x,), (x,))[1]
 
-    run, x = ways(step(host_sin, host_exp), mesh)[way]
+    run, x = ways(step(host_sin, host_exp), row)[way]
     np.testing.assert_allclose(np.asarray(run(x)), np.asarray(step(jnp.sin, jnp.exp)(X)), rtol=1e-4)
 
 
@@ -487,7 +467,7 @@ def test_nested_batches_of_a_call(method):
 
 
 @pytest.mark.parametrize("method", ["sequential", "expand_dims", "broadcast_all"])
-def test_batched_call_over_a_mesh(method, mesh):
+def test_batched_call_over_a_mesh(method, row):
     """Under `pjit` a batched call gives the same, and several results are batched each."""
 
     def one(x):
@@ -495,9 +475,9 @@ def test_batched_call_over_a_mesh(method, mesh):
         return a, b
 
     x = np.arange(16, dtype=np.float32).reshape(8, 2)
-    a, b = pjit(jax.vmap(one), P("x"), P("x"), mesh=mesh)(x)
-    assert_sharded(a, x + 1, P("x"), mesh)
-    assert_sharded(b, x.sum(1), P("x"), mesh)
+    a, b = pjit(jax.vmap(one), P("x"), P("x"), mesh=row)(x)
+    assert_sharded(a, x + 1, P("x"), row)
+    assert_sharded(b, x.sum(1), P("x"), row)
 
 
 @pytest.mark.parametrize("method", ["sequential", "expand_dims", "broadcast_all"])

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from oracle import assert_sharded, counted, mesh_of, put
 import pytest
-from taps import Log
+from tapped import Listener
 
 import spmd
 from spmd import P, host_callback as hcb, pjit
@@ -34,7 +34,7 @@ def mesh():
 @pytest.fixture
 def log():
     """A log that must be empty in the end."""
-    made = Log()
+    made = Listener()
     yield made
     assert made.take() == []
 
@@ -219,7 +219,7 @@ def test_order_through_calls(mesh, log):
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_branches_with_other_taps(around, mesh, log):
     """Branches that tap differently, in different ways, report the branch that runs."""
-    other = Log()
+    other = Listener()
     branches = [
         lambda x: log.tap(x + 1),
         lambda x: (other.shards(x), log.tap(other.tap(x) * 2))[1],

@@ -25,14 +25,6 @@ pytestmark = [] if ON_CPU else [pytest.mark.gpu]
 def elsewhere(monkeypatch):
     """Lets programs for the CPU be lowered as those of other platforms are."""
     monkeypatch.setattr(_lowering, "NATIVE", ())
-    yield
-    hcb.barrier_wait()
-
-
-@pytest.fixture
-def row():
-    """A mesh of all devices, along one axis."""
-    return spmd.make_mesh({"x": -1})
 
 
 def collect():

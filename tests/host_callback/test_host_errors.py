@@ -14,31 +14,11 @@ import numpy as np
 from oracle import mesh_of, put
 from own_process import run_alone
 import pytest
+from tapped import by_shard_map
 
 from spmd import P, SpmdError, host_callback as hcb, pjit
 
 X = np.arange(8, dtype=np.float32)
-
-
-@pytest.fixture(autouse=True)
-def _clear():
-    """Leaves no error behind, for this library and for JAX."""
-    yield
-    hcb.barrier_wait()
-    jax.effects_barrier()
-
-
-@pytest.fixture
-def mesh():
-    """Eight devices in a row."""
-    return mesh_of({"x": 8})
-
-
-def by_shard_map(fun, mesh):
-    """Wraps a function of one shard."""
-    plain = jax.sharding.Mesh(mesh.devices, mesh.axis_names)
-    spec = P("x")
-    return jax.jit(jax.shard_map(fun, mesh=plain, in_specs=spec, out_specs=spec, check_vma=False))
 
 
 MORE = ("eager", "the last device", "pjit")
@@ -143,9 +123,9 @@ MISMATCHES = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("host", MISMATCHES, ids=lambda h: h.__name__)
-def test_a_result_of_the_wrong_kind(host, way, mesh):
+def test_a_result_of_the_wrong_kind(host, way, row):
     """Shape, dtype or tree: both exceptions name the function, what was expected and given."""
-    said = surfaced(wrapped(calling(host), mesh, way))
+    said = surfaced(wrapped(calling(host), row, way))
     n = LENGTH[way == "shard_map"]
     expected, got = (s.format(n=n, m=n - 1) for s in MISMATCHES[host])
     wanted = (
@@ -157,7 +137,7 @@ def test_a_result_of_the_wrong_kind(host, way, mesh):
     assert wanted in str(error)
     assert isinstance(error.__cause__, TypeError)
     assert str(error.__cause__) == wanted
-    np.testing.assert_array_equal(np.asarray(wrapped(good, mesh, way)()), (X + 1) * 3)
+    np.testing.assert_array_equal(np.asarray(wrapped(good, row, way)()), (X + 1) * 3)
     all_devices_work()
 
 
@@ -174,9 +154,9 @@ def test_the_wrong_leaf_of_a_tree_is_named():
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_exception_in_a_call(way, mesh):
+def test_an_exception_in_a_call(way, row):
     """It surfaces where the result is waited for, with its traceback, and at the barrier."""
-    said = surfaced(wrapped(calling(no_luck), mesh, way))
+    said = surfaced(wrapped(calling(no_luck), row, way))
     assert "call of `no_luck` raised ValueError: no luck with float32\nTraceback" in said
     assert "in no_luck\n" in said
     error = at_barrier()
@@ -189,7 +169,7 @@ def test_an_exception_in_a_call(way, mesh):
     assert type(error.__cause__) is ValueError
     frames = traceback.extract_tb(error.__cause__.__traceback__)
     assert frames[-1].name == "no_luck"
-    np.testing.assert_array_equal(np.asarray(wrapped(good, mesh, way)()), (X + 1) * 3)
+    np.testing.assert_array_equal(np.asarray(wrapped(good, row, way)()), (X + 1) * 3)
     all_devices_work()
 
 
@@ -205,7 +185,7 @@ def test_kinds_of_exceptions():
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_programs_started_right_after_a_failing_one(way, mesh):
+def test_programs_started_right_after_a_failing_one(way, row):
     """Nothing is waited for: later programs give their values, and their taps arrive in order."""
     seen = []
 
@@ -213,14 +193,14 @@ def test_programs_started_right_after_a_failing_one(way, mesh):
         hcb.id_tap(lambda v, _: seen.append((i, float(v))), x.max())
         return good(x)
 
-    bad = wrapped(calling(no_luck), mesh, way)
+    bad = wrapped(calling(no_luck), row, way)
     outs, failed = [], 0
     for i in range(3):
         try:
             outs.append((None, bad()))
         except jax.errors.JaxRuntimeError:  # small programs run in the caller
             failed += 1
-        outs.append((i, wrapped(functools.partial(tapped, i), mesh, way)()))
+        outs.append((i, wrapped(functools.partial(tapped, i), row, way)()))
     for i, out in outs:
         if i is None:
             surfaced(lambda out=out: out)
@@ -237,9 +217,9 @@ def test_programs_started_right_after_a_failing_one(way, mesh):
 
 
 @pytest.mark.parametrize("way", ["one device", "eight devices", "pjit", "shard_map"])
-def test_failing_programs_of_several_threads(way, mesh):
+def test_failing_programs_of_several_threads(way, row):
     """In each thread the programs after a failing one give their values; all errors are counted."""
-    bad, fine = wrapped(calling(no_luck), mesh, way), wrapped(good, mesh, way)
+    bad, fine = wrapped(calling(no_luck), row, way), wrapped(good, row, way)
     fine()
     gate = threading.Barrier(3)
     wrong = []
@@ -273,7 +253,7 @@ def test_failing_programs_of_several_threads(way, mesh):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_same_program_succeeds_later(way, mesh):
+def test_the_same_program_succeeds_later(way, row):
     """A compiled program whose host function failed once is as good as before."""
     broken = threading.Event()
     broken.set()
@@ -283,7 +263,7 @@ def test_the_same_program_succeeds_later(way, mesh):
             raise OSError("disk is full")
         return v
 
-    run = wrapped(calling(host), mesh, way)
+    run = wrapped(calling(host), row, way)
     for _ in range(2):
         broken.set()
         assert "disk is full" in surfaced(run)
@@ -293,12 +273,12 @@ def test_the_same_program_succeeds_later(way, mesh):
 
 
 @pytest.mark.parametrize("way", ["eight devices", "pjit"])
-def test_what_depends_on_a_failed_result(way, mesh):
+def test_what_depends_on_a_failed_result(way, row):
     """A program that is given a failed result fails too, calls nobody, and blocks nobody."""
     seen = []
-    failed = wrapped(calling(no_luck), mesh, way)()
+    failed = wrapped(calling(no_luck), row, way)()
     after = jax.jit(lambda x: hcb.id_tap(lambda v, _: seen.append(v), x.sum()))(failed)
-    other = wrapped(good, mesh, way)()
+    other = wrapped(good, row, way)()
     assert "no luck" in surfaced(lambda: after)
     np.testing.assert_array_equal(np.asarray(other), (X + 1) * 3)
     assert "raised one exception" in str(at_barrier())
@@ -307,7 +287,7 @@ def test_what_depends_on_a_failed_result(way, mesh):
 
 
 @pytest.mark.parametrize("way", ["one device", "eight devices", "pjit", "shard_map"])
-def test_a_failing_iteration_of_a_loop(way, mesh):
+def test_a_failing_iteration_of_a_loop(way, row):
     """The loop ends with the iteration that fails; the one before it were made."""
     seen = []
 
@@ -323,21 +303,21 @@ def test_a_failing_iteration_of_a_loop(way, mesh):
 
         return lax.scan(step, x, jnp.arange(6))[0]
 
-    assert "call of `host` raised ValueError: at three" in surfaced(wrapped(fun, mesh, way))
+    assert "call of `host` raised ValueError: at three" in surfaced(wrapped(fun, row, way))
     at_barrier()
     assert sorted(set(seen)) == [0, 1, 2, 3]
-    np.testing.assert_array_equal(np.asarray(wrapped(good, mesh, way)()), (X + 1) * 3)
+    np.testing.assert_array_equal(np.asarray(wrapped(good, row, way)()), (X + 1) * 3)
 
 
 @pytest.mark.parametrize("way", ["one device", "eight devices", "pjit", "shard_map"])
 @pytest.mark.parametrize("taken", [True, False])
-def test_a_failing_branch(way, taken, mesh):
+def test_a_failing_branch(way, taken, row):
     """Only the branch that is taken can fail; where nothing follows that holds for shards too."""
 
     def fun(x):
         return lax.cond(x.sum() >= (0 if taken else 1000), calling(no_luck), good, x)
 
-    run = wrapped(fun, mesh, way)
+    run = wrapped(fun, row, way)
     if taken:
         assert "no luck" in surfaced(run)
         at_barrier()
@@ -346,7 +326,7 @@ def test_a_failing_branch(way, taken, mesh):
 
 
 @pytest.mark.parametrize("way", ["shard_map", "per_shard"])
-def test_one_of_several_devices_fails(way, mesh):
+def test_one_of_several_devices_fails(way, row):
     """One device fails before a collective: the program ends for all of them, with its error."""
 
     def host(v, **_):
@@ -362,14 +342,14 @@ def test_one_of_several_devices_fails(way, mesh):
         return x + hcb.call(host, x, result_shape=shard, per_shard=True).sum()
 
     fun = (by_shard_map if way == "shard_map" else lambda f, m: pjit(f, P("x"), P("x"), mesh=m))(
-        of_shard if way == "shard_map" else whole, mesh
+        of_shard if way == "shard_map" else whole, row
     )
     assert "call of `host` raised ValueError: on one device" in surfaced(lambda: fun(X))
     assert "raised one exception" in str(at_barrier())
     np.testing.assert_array_equal(np.asarray(fun(X + 8)), X + 8 + (X + 8).sum())
 
 
-def test_a_failing_rule_of_a_derivative(mesh):
+def test_a_failing_rule_of_a_derivative(row):
     """What a host function raises in a backward pass surfaces like any other."""
 
     @jax.custom_vjp
@@ -380,7 +360,7 @@ def test_a_failing_rule_of_a_derivative(mesh):
         return (hcb.call(no_luck, x, result_shape=x) * ct,)
 
     host_sin.defvjp(lambda x: (host_sin(x), x), backward)
-    run = pjit(jax.grad(lambda x: host_sin(x).sum()), P("x"), P("x"), mesh=mesh)
+    run = pjit(jax.grad(lambda x: host_sin(x).sum()), P("x"), P("x"), mesh=row)
     assert "call of `no_luck` raised ValueError" in surfaced(lambda: run(X))
     at_barrier()
 
@@ -417,7 +397,7 @@ UNUSUAL = {
 
 
 @pytest.mark.parametrize("case", UNUSUAL)
-def test_unusual_exceptions(case, mesh, monkeypatch):
+def test_unusual_exceptions(case, row, monkeypatch):
     """Whatever is raised surfaces, at the call and at the barrier, and ends no thread."""
     # pytest-xdist cannot pass on a log that is no Unicode.
     monkeypatch.setattr(logging.getLogger("spmd.host_callback._receiver"), "disabled", True)
@@ -428,11 +408,11 @@ def test_unusual_exceptions(case, mesh, monkeypatch):
 
     kind = type(UNUSUAL[case]).__name__
     for way in ("one device", "pjit"):
-        assert f"call of `host` raised {kind}" in surfaced(wrapped(calling(host), mesh, way))
+        assert f"call of `host` raised {kind}" in surfaced(wrapped(calling(host), row, way))
         assert at_barrier().__cause__ is UNUSUAL[case]
-        jax.block_until_ready(wrapped(lambda x: hcb.id_tap(host, x) + 1, mesh, way)())
+        jax.block_until_ready(wrapped(lambda x: hcb.id_tap(host, x) + 1, row, way)())
         assert at_barrier().__cause__ is UNUSUAL[case]
-        np.testing.assert_array_equal(np.asarray(wrapped(good, mesh, way)()), (X + 1) * 3)
+        np.testing.assert_array_equal(np.asarray(wrapped(good, row, way)()), (X + 1) * 3)
 
 
 def test_an_exception_without_text():
@@ -483,7 +463,7 @@ def test_a_result_that_cannot_be_read():
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_taps_that_raise(way, mesh, caplog):
+def test_taps_that_raise(way, row, caplog):
     """The program gives its values, later taps arrive; each error is logged, the barrier counts."""
     seen = []
 
@@ -498,7 +478,7 @@ def test_taps_that_raise(way, mesh, caplog):
             hcb.id_tap(functools.partial(broken, i), x)
         return x * 2
 
-    run = wrapped(fun, mesh, way)
+    run = wrapped(fun, row, way)
     copies = 8 if way == "shard_map" else 1
     with caplog.at_level(logging.ERROR, logger="spmd.host_callback"):
         for _ in range(2):
@@ -553,7 +533,7 @@ def test_errors_of_taps_and_calls_are_counted_together():
     assert type(error.__cause__) is ValueError
 
 
-def test_the_printer_fails(mesh):
+def test_the_printer_fails(row):
     """A stream that cannot be written to stops neither the program nor later prints."""
     lines = []
 
@@ -565,7 +545,7 @@ def test_the_printer_fails(mesh):
             lines.append(text)
 
     stream = Stream()
-    run = pjit(lambda x: hcb.id_print(x.sum(), output_stream=stream) + x, P("x"), P("x"), mesh=mesh)
+    run = pjit(lambda x: hcb.id_print(x.sum(), output_stream=stream) + x, P("x"), P("x"), mesh=row)
     for _ in range(2):
         np.testing.assert_array_equal(np.asarray(run(X)), X.sum() + X)
     assert type(at_barrier().__cause__) is BrokenPipeError
@@ -690,6 +670,40 @@ def test_exit_after_errors(asked):
     line = "Host functions raised 22 exceptions since the last barrier_wait. The last one was:"
     barrier = [line] if asked in ("at the barrier", "both") else []
     assert run_alone(script) == [*result, *barrier]
+
+
+def test_ctrl_c():
+    """Interrupts of the main thread, wherever they find it, leave taps, calls and barrier alive."""
+    script = """
+    import signal, time
+    seen, ended = [], []
+    tap = jax.jit(lambda x: hcb.id_tap(lambda v, t: seen.append(1), x))
+    call = jax.jit(lambda x: hcb.call(lambda v: v + 1, x, result_shape=x))
+    for i in range(30):
+        run = tap if i % 2 else call
+        run(X).block_until_ready()
+        timer = threading.Timer(0.003 + 0.0004 * i, os.kill, (os.getpid(), signal.SIGINT))
+        try:
+            timer.start()
+            until = time.monotonic() + 0.1
+            while time.monotonic() < until:
+                run(X)
+            timer.join()
+        except KeyboardInterrupt:
+            ended.append(i)
+        except jax.errors.JaxRuntimeError as error:
+            assert "KeyboardInterrupt" in str(error), error
+            ended.append(i)
+    try:
+        hcb.barrier_wait()
+    except hcb.CallbackException as error:
+        assert "KeyboardInterrupt" in str(error), error
+    seen.clear()
+    print(np.asarray(call(X))[0], tap(X)[1])
+    hcb.barrier_wait()
+    say(seen, len(ended) > 15)
+    """
+    assert run_alone(script, stderr=None)[-1] == "[1] True"
 
 
 def test_errors_keep_one_operand():

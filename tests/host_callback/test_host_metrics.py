@@ -1,6 +1,7 @@
 """Metrics: their names, the three kinds of sinks, order, and what is refused."""
 
 from collections import namedtuple
+import dataclasses
 import io
 import json
 import math
@@ -378,6 +379,25 @@ def test_equal_taps(tmp_path):
     assert text("m", tmp_path / "b", lambda x: {"x": x}) != a
     assert text("n", tmp_path / "a", lambda x: {"x": x}) != a
     assert text("m", tmp_path / "a", lambda x: {"y": x}) != a
+
+
+def test_equal_sinks():
+    """Each metric goes to its own writer, even where writers are equal."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Writer:
+        folder: str
+        written: list = dataclasses.field(default_factory=list, compare=False)
+
+        def add_scalar(self, *scalar):
+            self.written.append(scalar)
+
+    first, second = Writer("run"), Writer("run")
+    assert first == second
+    for value, sink in enumerate((first, second)):
+        hcb.metrics_tap("m", jnp.float32(value), sink=sink)
+    hcb.barrier_wait()
+    assert (first.written, second.written) == ([("m", 0.0, None)], [("m", 1.0, None)])
 
 
 def test_failing_sink(caplog):

@@ -16,7 +16,7 @@ from spmd.host_callback import _running
 
 @pytest.fixture(autouse=True)
 def nothing_left():
-    """Every test closes its recordings and takes its errors."""
+    """Every test closes its recordings."""
     yield
     hcb.barrier_wait()
     assert not _running.observers

@@ -15,7 +15,7 @@ import numpy as np
 from oracle import SAMPLES, assert_sharded, block_of, mesh_of, put, sample
 import pytest
 from strategies import specs
-from taps import Log
+from tapped import Listener
 
 import spmd
 from spmd import host_callback as hcb
@@ -132,7 +132,7 @@ def assert_shards(seen, value, spec, mesh, *, calls=1, named=True):
 def test_one_device_calls_with_the_whole_operand(name, way):
     """One call gets all of a sharded operand, from the device of that index on the mesh."""
     axes, order, spec = MESHES[name]
-    mesh, log = mesh_of(axes, order), Log()
+    mesh, log = mesh_of(axes, order), Listener()
     index = mesh.size - 1
     out = WAYS[way](lambda x: log.tap(x, device_index=index), mesh, spec)(X)
     (seen,) = log.take()
@@ -146,7 +146,7 @@ def test_one_device_calls_with_the_whole_operand(name, way):
 def test_every_index_is_that_device(name):
     """`device_index` counts the devices of the mesh from major to minor, whatever their ids."""
     axes, order, spec = MESHES[name]
-    mesh, log = mesh_of(axes, order), Log()
+    mesh, log = mesh_of(axes, order), Listener()
 
     def fun(x):
         for index in range(mesh.size):
@@ -162,7 +162,7 @@ def test_every_index_is_that_device(name):
 
 def test_default_is_the_first_device_of_the_mesh():
     """Without a `device_index` the first device of the mesh calls, not that of id 0."""
-    mesh, log = mesh_of({"x": 4}, (6, 0, 3, 1)), Log()
+    mesh, log = mesh_of({"x": 4}, (6, 0, 3, 1)), Listener()
     spmd.pjit(log.tap, P("x"), P("x"), mesh=mesh)(X)
     (seen,) = log.take()
     assert seen.device == jax.devices()[6]
@@ -171,7 +171,7 @@ def test_default_is_the_first_device_of_the_mesh():
 @pytest.mark.parametrize("index", [0, 3, 7])
 def test_call_gets_the_whole_and_gives_the_whole(index):
     """A call on one device gets all of its operand once; every device gets all of its result."""
-    mesh, log = mesh_of({"a": 2, "b": 4}, (3, 1, 7, 5, 0, 2, 6, 4)), Log()
+    mesh, log = mesh_of({"a": 2, "b": 4}, (3, 1, 7, 5, 0, 2, 6, 4)), Listener()
 
     def host(x, *, device):
         log(x, device=device)
@@ -189,7 +189,7 @@ def test_call_gets_the_whole_and_gives_the_whole(index):
 
 def test_operands_that_are_split_differently():
     """A tree of arrays of which each is split its own way arrives whole, in one call."""
-    mesh, log = mesh_of({"a": 2, "b": 4}), Log()
+    mesh, log = mesh_of({"a": 2, "b": 4}), Listener()
     tree = {"x": X, "y": [W, np.int32(7)], "z": X.astype(ml_dtypes.bfloat16)}
     splits = {"x": P("a", "b"), "y": [P("b"), P()], "z": P(None, ("b", "a"))}
     spmd.pjit(lambda t: log.tap(t, device_index=5), (splits,), splits, mesh=mesh)(tree)
@@ -205,7 +205,7 @@ def test_operands_that_are_split_differently():
 def test_every_shard_calls(name, way):
     """Each device calls once, with its own block, its mesh coordinate and its global index."""
     axes, order, spec = MESHES[name]
-    mesh, log = mesh_of(axes, order), Log()
+    mesh, log = mesh_of(axes, order), Listener()
     out = WAYS[way](log.shards, mesh, spec)(X)
     assert_shards(log.take(), X, spec, mesh, named=way != NAMELESS)
     assert_sharded(out, X, spec, mesh)
@@ -213,7 +213,7 @@ def test_every_shard_calls(name, way):
 
 def test_blocks_are_those_of_the_oracle():
     """Where dimensions divide, the blocks are those that `oracle.block_of` counts."""
-    mesh, log, spec = mesh_of({"a": 2, "b": 4}, range(7, -1, -1)), Log(), P("b", "a")
+    mesh, log, spec = mesh_of({"a": 2, "b": 4}, range(7, -1, -1)), Listener(), P("b", "a")
     spmd.pjit(log.shards, spec, spec, mesh=mesh)(X)
     for seen in log.take():
         np.testing.assert_array_equal(seen.arg, block_of(X, spec, mesh, seen.shard.coordinates))
@@ -223,7 +223,7 @@ def test_blocks_are_those_of_the_oracle():
 @pytest.mark.parametrize("way", ["pjit", "pjit in a mesh", "pjit in jit"])
 def test_coordinates_do_not_depend_on_the_operand(way, operand):
     """A device knows its place in the mesh when it calls with a constant or with nothing."""
-    mesh, log = mesh_of({"a": 2, "b": 4}, (3, 1, 7, 5, 0, 2, 6, 4)), Log()
+    mesh, log = mesh_of({"a": 2, "b": 4}, (3, 1, 7, 5, 0, 2, 6, 4)), Listener()
 
     def fun(x):
         log.shards({"constant": jnp.arange(3), "nothing": (), "derived": x.sum()}[operand])
@@ -239,7 +239,7 @@ def test_coordinates_do_not_depend_on_the_operand(way, operand):
 @pytest.mark.parametrize("size", some([1, 2, 5, 7, 8, 9, 12, 17], (2, 9, 17)))
 def test_padding_is_cut_off(size):
     """Shards of a dimension that does not divide arrive without padding, empty ones too."""
-    mesh, log = mesh_of({"a": 2, "b": 4}, (3, 1, 7, 5, 0, 2, 6, 4)), Log()
+    mesh, log = mesh_of({"a": 2, "b": 4}, (3, 1, 7, 5, 0, 2, 6, 4)), Listener()
     value = np.arange(1, 3 * size + 1, dtype=np.int32).reshape(size, 3)
     spec = P(("b", "a"))
 
@@ -260,7 +260,7 @@ def test_padding_is_cut_off(size):
 )
 def test_padding_of_small_dtypes(dtype):
     """Elements of a byte and less are cut where the others are."""
-    mesh, log, spec = mesh_of({"a": 4, "b": 2}), Log(), P("a", "b")
+    mesh, log, spec = mesh_of({"a": 4, "b": 2}), Listener(), P("a", "b")
     value = np.arange(35).reshape(5, 7) % 2 == 0
     value = (value if dtype is np.bool_ else np.arange(35).reshape(5, 7) % 7).astype(dtype)
 
@@ -273,7 +273,7 @@ def test_padding_of_small_dtypes(dtype):
 
 def test_what_a_tap_keeps_of_an_uneven_shard_is_its_own():
     """A shard without padding is no view of more memory, and can be written."""
-    mesh, log = mesh_of({"x": 8}), Log()
+    mesh, log = mesh_of({"x": 8}), Listener()
     sharding = NamedSharding(plain(mesh), P("x"))
     jax.jit(lambda x: log.shards(lax.with_sharding_constraint(x, sharding)) * 1)(
         put(np.arange(13), mesh, P())
@@ -286,7 +286,7 @@ def test_what_a_tap_keeps_of_an_uneven_shard_is_its_own():
 
 def test_tree_of_shards_has_a_tree_of_indices():
     """The index has the tree of the argument; each array has its own slices."""
-    mesh, log = mesh_of({"a": 2, "b": 4}), Log()
+    mesh, log = mesh_of({"a": 2, "b": 4}), Listener()
     tree = {"x": X, "y": (W, np.float32(7), None), "z": []}
     splits = {"x": P("a", "b"), "y": (P(None, "b"), P(), None), "z": []}
     spmd.pjit(lambda t: log.shards(t), (splits,), splits, mesh=mesh)(tree)
@@ -306,7 +306,7 @@ def test_tree_of_shards_has_a_tree_of_indices():
 
 def test_replicas_call_too():
     """Each of the devices that hold the same block calls with it."""
-    mesh, log = mesh_of({"a": 2, "b": 2, "c": 2}), Log()
+    mesh, log = mesh_of({"a": 2, "b": 2, "c": 2}), Listener()
     spmd.pjit(log.shards, P("b"), P("b"), mesh=mesh)(X)
     seen = log.take()
     assert_shards(seen, X, P("b"), mesh)
@@ -342,7 +342,7 @@ def test_many_values_on_many_meshes(placed):
 
 
 def _check_any(mesh, shape, spec):
-    log = Log()
+    log = Listener()
     value = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
     sharding = NamedSharding(plain(mesh), spec)
 
@@ -365,7 +365,7 @@ def _check_any(mesh, shape, spec):
 
 def test_shards_of_loops():
     """In scans, branches and loops each device calls as often as they run, in order."""
-    mesh, log, spec = mesh_of({"a": 4, "b": 2}, range(7, -1, -1)), Log(), P("a", "b")
+    mesh, log, spec = mesh_of({"a": 4, "b": 2}, range(7, -1, -1)), Listener(), P("a", "b")
 
     def fun(x):
         x, _ = lax.scan(lambda c, i: (log.shards(c + i), None), x, jnp.arange(3.0))
@@ -386,7 +386,7 @@ def test_shards_of_loops():
 
 def test_shards_of_a_batched_tap():
     """Under vmap the shard and its index are those of the batched value."""
-    mesh, log, spec = mesh_of({"a": 4, "b": 2}), Log(), P("a", "b")
+    mesh, log, spec = mesh_of({"a": 4, "b": 2}), Listener(), P("a", "b")
     spmd.pjit(jax.vmap(log.shards, 1, 1), spec, spec, mesh=mesh)(X)
     seen = log.take()
     assert_shards(seen, X, spec, mesh)
@@ -470,7 +470,7 @@ def _found(run, *args):
 def test_shards_add_no_collective(program):
     """With a tap per shard a program has the collectives that it has without, and no other."""
     fun, calls = PROGRAMS[program]
-    mesh, log = mesh_of({"data": 4, "model": 2}), Log()
+    mesh, log = mesh_of({"data": 4, "model": 2}), Listener()
     bare, without = ledger(lambda x, w: fun(lambda v: v, x, w), mesh)
     tapped, with_taps = ledger(lambda x, w: fun(log.shards, x, w), mesh)
     assert with_taps == without
@@ -486,7 +486,7 @@ def test_shards_add_no_collective(program):
 @pytest.mark.parametrize(("seed", "function", "where"), SAMPLES)
 def test_shards_of_samples_add_no_collective(seed, function, where):
     """The same for the sampler's functions, meshes and specs: arguments and results are tapped."""
-    case, log = sample(seed, function, where), Log()
+    case, log = sample(seed, function, where), Listener()
 
     def tapped(*args):
         return log.shards(case.fun(*log.shards(args)))
@@ -509,7 +509,7 @@ def test_shards_of_samples_add_no_collective(seed, function, where):
 
 def test_shards_of_a_predicate_add_no_collective():
     """A tap in a predicate adds none; JAX writes that predicate before the loop and in its end."""
-    mesh, log = mesh_of({"data": 4, "model": 2}), Log()
+    mesh, log = mesh_of({"data": 4, "model": 2}), Listener()
 
     def fun(tap):
         def run(x, w):
@@ -534,7 +534,7 @@ def test_shards_of_a_predicate_add_no_collective():
 
 def test_ledger_sees_what_a_whole_operand_costs():
     """A tap of the whole operand gathers it: the ledger of the test before would show it."""
-    mesh, log = mesh_of({"data": 4, "model": 2}), Log()
+    mesh, log = mesh_of({"data": 4, "model": 2}), Listener()
     _, found = ledger(lambda x, w: log.tap(x) * 2, mesh)
     assert {kind for kind, *_ in found} == {"all-gather"}
 
@@ -562,7 +562,7 @@ def test_call_per_shard_adds_no_collective():
 def test_results_of_shards_are_stacked(name):
     """The results of all shards are stacked in the order of the mesh, one row on each device."""
     axes, order, spec = MESHES[name]
-    mesh, log = mesh_of(axes, order), Log()
+    mesh, log = mesh_of(axes, order), Listener()
     block = block_of(X, spec, mesh, dict.fromkeys(axes, 0))
 
     def host(x, *, shard, device):
@@ -628,7 +628,7 @@ def test_results_of_one_device_are_stacked_too():
 def test_shard_map_calls_from_every_device(name, options):
     """In shard_map every device calls with its block, and says which device it is."""
     axes, order, spec = MESHES[name]
-    mesh, log = mesh_of(axes, order), Log()
+    mesh, log = mesh_of(axes, order), Listener()
     fun = jax.shard_map(
         lambda x: log.tap(x, **options), mesh=plain(mesh), in_specs=spec, out_specs=spec
     )
@@ -649,7 +649,7 @@ def test_shard_map_calls_from_every_device(name, options):
 def test_pmap_calls_from_every_device(order):
     """In pmap every device calls with its element, and says which device it is."""
     devices = [jax.devices()[i] for i in order]
-    log, x = Log(), X[: len(devices)]
+    log, x = Listener(), X[: len(devices)]
     np.testing.assert_array_equal(
         jax.pmap(lambda x: log.tap(x) * 2, axis_name="i", devices=devices)(x), 2 * x
     )
@@ -662,7 +662,7 @@ def test_pmap_calls_from_every_device(order):
 @pytest.mark.parametrize("name", [None, "i"])
 def test_pmap_coordinates(name):
     """In pmap a shard lies along the axis that the user named, and there is no global array."""
-    log = Log()
+    log = Listener()
     jax.pmap(log.shards, **({"axis_name": name} if name else {}))(X)
     for s in log.take():
         place = {name: s.device.id} if name else {}
@@ -681,7 +681,7 @@ def _nested(fun, mesh):
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="refused there: see the next test")
 def test_nested_shard_maps():
     """Where shard_maps in one another cover all axes, every device calls with its block."""
-    mesh, log = mesh_of({"a": 4, "b": 2}, (3, 1, 7, 5, 0, 2, 6, 4)), Log()
+    mesh, log = mesh_of({"a": 4, "b": 2}, (3, 1, 7, 5, 0, 2, 6, 4)), Listener()
     value = np.arange(16, dtype=np.float32)
     np.testing.assert_array_equal(_nested(log.shards, mesh)(value), value)
     seen = log.take()
@@ -709,7 +709,7 @@ def test_nested_shard_maps_are_refused():
 
 def test_maps_of_shard_maps():
     """Under vmap, around and inside of shard_map, devices call once, with the batched block."""
-    mesh, log = mesh_of({"a": 4, "b": 2}), Log()
+    mesh, log = mesh_of({"a": 4, "b": 2}), Listener()
     of = {"mesh": plain(mesh), "in_specs": P("a"), "out_specs": P("a")}
     for fun, transpose in (
         (jax.shard_map(jax.vmap(log.shards), **of), False),
@@ -727,7 +727,7 @@ def test_maps_of_shard_maps():
 
 def test_keys_of_random_numbers():
     """Keys arrive as the numbers that they are made of, split as the keys are."""
-    mesh, log = mesh_of({"a": 4, "b": 2}), Log()
+    mesh, log = mesh_of({"a": 4, "b": 2}), Listener()
     keys = jax.random.split(jax.random.key(7), 8)
     data = np.asarray(jax.random.key_data(keys))
     placed = jax.device_put(keys, NamedSharding(plain(mesh), P(("b", "a"))))
@@ -776,7 +776,7 @@ def test_one_host_function_at_many_places():
 
 def test_one_host_function_on_many_meshes():
     """One host function that is called from equal programs on other meshes is told its place."""
-    log = Log()
+    log = Listener()
     for axes, order, spec in MESHES.values():
         mesh = mesh_of(axes, order)
         spmd.pjit(log.shards, spec, spec, mesh=mesh)(X)
@@ -787,7 +787,7 @@ def test_one_host_function_on_many_meshes():
 @pytest.mark.parametrize("options", [{}, {"per_shard": True}], ids=str)
 def test_program_on_one_device_says_which(number, options):
     """A program on device k calls from device k: jit of committed arrays, eager, default device."""
-    device, log = jax.devices()[number], Log()
+    device, log = jax.devices()[number], Listener()
     x = jax.device_put(X, device)
     jax.jit(lambda x: log.tap(x, **options))(x)
     log.tap(x, **options)
@@ -802,7 +802,7 @@ def test_program_on_one_device_says_which(number, options):
 
 def test_mesh_of_one_device():
     """On a mesh of one device that device calls, at the origin of the mesh."""
-    mesh, log = mesh_of({"a": 1, "b": 1}, (6,)), Log()
+    mesh, log = mesh_of({"a": 1, "b": 1}, (6,)), Listener()
     spmd.pjit(log.shards, P("a", "b"), P("a", "b"), mesh=mesh)(X)
     assert_shards(log.take(), X, P("a", "b"), mesh)
 
@@ -814,7 +814,7 @@ def test_shards_of_explicit_axes():
     """Where axes are explicit, taps and calls are split by the type of the value."""
     devices = np.array(jax.devices())[[3, 1, 7, 5, 0, 2, 6, 4]].reshape(4, 2)
     mesh = Mesh(devices, ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
-    log = Log()
+    log = Listener()
     with jax.set_mesh(mesh):
         x = jax.device_put(X, P("a", "b"))
         out = jax.jit(lambda x: log.shards(x) * 2)(x)
@@ -850,7 +850,7 @@ def gspmd():
 def test_gspmd(name, gspmd):
     """GSPMD splits taps and calls as Shardy does."""
     axes, order, spec = MESHES[name]
-    mesh, log = mesh_of(axes, order), Log()
+    mesh, log = mesh_of(axes, order), Listener()
 
     def fun(x):
         log.shards(x)
@@ -874,7 +874,7 @@ def test_gspmd(name, gspmd):
 
 def test_gspmd_in_shard_map_and_pmap(gspmd):
     """Under GSPMD too every device of shard_map and pmap calls, and gets its own result."""
-    mesh, log = mesh_of({"a": 4, "b": 2}, range(7, -1, -1)), Log()
+    mesh, log = mesh_of({"a": 4, "b": 2}, range(7, -1, -1)), Listener()
     spec = P("a", "b")
 
     def fun(x):
@@ -894,7 +894,7 @@ def test_gspmd_in_shard_map_and_pmap(gspmd):
 
 def test_gspmd_padding(gspmd):
     """Under GSPMD too the padding of uneven shards is cut off."""
-    mesh, log = mesh_of({"x": 8}), Log()
+    mesh, log = mesh_of({"x": 8}), Listener()
     sharding, value = NamedSharding(plain(mesh), P("x")), np.arange(13, dtype=np.int32)
 
     def fun(x):
