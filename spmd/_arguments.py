@@ -15,7 +15,7 @@ from typing import Any
 import jax.tree_util as jtu
 
 from spmd._spec import UNSPECIFIED, SpecTree, broadcast_prefix
-from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, explain
+from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, explain, show_value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,7 +345,7 @@ def _unhashable(params: Parameters, where: Any, value: Any) -> Failure:
     return Failure(
         what=f"cannot hash static argument {name}",
         expected="a value with __hash__ and __eq__: it is part of the key of the compile cache",
-        got=f"{type(value).__name__}: {value!r}"[:100],
+        got=show_value(value),
         fix="pass something hashable such as a tuple, or do not declare it static",
         error=ArgumentError,
     )

@@ -44,7 +44,7 @@ from spmd._spec import (
     broadcast_prefix,
     parse_specs,
 )
-from spmd.errors import ArgumentError, Failure, explain
+from spmd.errors import ArgumentError, Failure, explain, show_value
 
 _SUBJECT = "with_sharding_constraint"
 
@@ -113,7 +113,7 @@ def _check(values: list, leaves: list, mesh: Any, names: list[str], given: list[
 def _no_array(value: Any, name: str) -> Failure:
     return Failure(
         what=f"cannot constrain {name}: it is no array",
-        got=f"{type(value).__name__}: {value!r}"[:100],
+        got=show_value(value),
         expected="arrays and numbers",
         error=ArgumentError,
     )

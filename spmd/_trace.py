@@ -14,7 +14,7 @@ from spmd import _jax
 from spmd._arguments import join_arguments
 from spmd._counts import count
 from spmd._mesh import show_mesh, tracing
-from spmd.errors import ArgumentError, Failure, explain
+from spmd.errors import ArgumentError, Failure, explain, show_value
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def _no_array(value: Any, name: str) -> Failure | None:
         return Failure(
             what=f"cannot return {name}: it is no array",
             expected="arrays, numbers, None, and containers of them",
-            got=f"{type(value).__name__}: {value!r}"[:100],
+            got=show_value(value),
             error=ArgumentError,
         )
     return None

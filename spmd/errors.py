@@ -132,6 +132,15 @@ def _layout(subject: str, failure: Failure) -> str:
     return "\n".join(lines)
 
 
+def show_value(value: object) -> str:
+    """Returns the type and the beginning of the `repr` of something that was not expected."""
+    kind = type(value).__name__
+    try:
+        return f"{kind}: {value!r}"[:100]
+    except Exception:  # an object may raise whatever it is asked
+        return kind
+
+
 def did_you_mean(name: object, known: Iterable[object]) -> str:
     """Returns ``" (did you mean 'model'?)"`` for a near miss, else an empty string."""
     close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.5)

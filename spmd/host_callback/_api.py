@@ -13,7 +13,7 @@ import numpy as np
 
 from spmd import _jax
 from spmd._mesh import auto_mesh, current_mesh
-from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, explain
+from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, explain, show_value
 from spmd.host_callback._batching import METHODS
 from spmd.host_callback._primitive import host_call_p, host_tap_p
 from spmd.host_callback._printing import Printer
@@ -309,7 +309,7 @@ def _keywords(with_device: bool, per_shard: bool) -> list[str]:
 def _function_failures(func: Any, names: Sequence[str], keywords: Sequence[str]) -> list[Failure]:
     """What is wrong with a host function that will be called with these arguments."""
     if not callable(func):
-        got = f"{type(func).__name__}: {func!r}"[:100]
+        got = show_value(func)
         expected = "a function of the host"
         return [
             Failure(what="has nothing to call", expected=expected, got=got, error=ArgumentError)
@@ -320,7 +320,7 @@ def _function_failures(func: Any, names: Sequence[str], keywords: Sequence[str])
         return [
             Failure(
                 what=f"cannot tell calls of `{_jax.fun_name(func)}` apart: it has no hash",
-                got=f"{type(func).__name__}: {func!r}"[:100],
+                got=show_value(func),
                 fix="pass a function, a method, or an object with __hash__",
                 error=ArgumentError,
             )
@@ -367,11 +367,15 @@ def _unknown_method(method: Any) -> Failure:
     )
 
 
+_NO_TEXT = "give text as a label, id_print(x, what='loss'), or bind it by functools.partial"
+
+
 def _no_array(name: str, leaf: Any) -> Failure:
     return Failure(
         what=f"cannot send {name}: it is no array",
         expected="arrays and numbers",
-        got=f"{type(leaf).__name__}: {leaf!r}"[:100],
+        got=show_value(leaf),
+        fix=_NO_TEXT if isinstance(leaf, str) else "",
         error=ArgumentError,
     )
 
@@ -390,7 +394,7 @@ def _no_result(name: str, leaf: Any) -> Failure:
     return Failure(
         what=f"cannot read a shape from {name}",
         expected="numbers, arrays, jax.ShapeDtypeStruct, or anything with shape and dtype",
-        got=f"{type(leaf).__name__}: {leaf!r}"[:100],
+        got=show_value(leaf),
         error=ArgumentError,
     )
 
@@ -399,6 +403,6 @@ def _no_stream(stream: Any) -> Failure:
     return Failure(
         what="cannot print to output_stream",
         expected="an object with a method write, such as an open file",
-        got=f"{type(stream).__name__}: {stream!r}"[:100],
+        got=show_value(stream),
         error=ArgumentError,
     )

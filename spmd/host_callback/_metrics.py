@@ -18,7 +18,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from spmd import _jax
-from spmd.errors import ArgumentError, Failure, OptionError, explain
+from spmd.errors import ArgumentError, Failure, OptionError, explain, show_value
 from spmd.host_callback._api import _tap
 from spmd.host_callback._records import ByIdentity
 from spmd.host_callback._threads import fork_safe_lock
@@ -202,7 +202,7 @@ def _not_real_scalar(
     try:
         aval = _jax.abstractify(leaf)
     except (TypeError, ValueError, OverflowError):
-        return f"{type(leaf).__name__}: {leaf!r}"[:100]
+        return show_value(leaf)
     if not aval.shape and any(jnp.issubdtype(aval.dtype, kind) for kind in kinds):
         return ""
     return _jax.short_aval(aval)
@@ -244,7 +244,7 @@ def _no_folder(sink: Any) -> Failure:
 def _no_hash(sink: Any) -> Failure:
     return Failure(
         what="cannot tell this sink from others: it has no hash",
-        got=f"{type(sink).__name__}: {sink!r}"[:100],
+        got=show_value(sink),
         fix="pass a function, or an object with __hash__",
         error=ArgumentError,
     )
@@ -254,6 +254,6 @@ def _no_sink(sink: Any) -> Failure:
     return Failure(
         what="cannot write to sink",
         expected="a path, an open file, an object with add_scalar, or a function",
-        got=f"{type(sink).__name__}: {sink!r}"[:100],
+        got=show_value(sink),
         error=ArgumentError,
     )

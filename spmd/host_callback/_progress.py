@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd import _jax
-from spmd.errors import ArgumentError, Failure, OptionError, explain
+from spmd.errors import ArgumentError, Failure, OptionError, explain, show_value
 from spmd.host_callback._api import _axes, _tap
 from spmd.host_callback._receiver import receiver
 
@@ -223,7 +223,7 @@ def _step_failure(step: Any) -> Failure | None:
             return None
         got = _jax.short_aval(aval)
     except (TypeError, ValueError, OverflowError):
-        got = f"{type(step).__name__}: {step!r}"[:100]
+        got = show_value(step)
     return Failure(
         what="cannot tell which step is done",
         expected="an integer scalar, counted from 0",
@@ -250,6 +250,6 @@ def _no_console(console: Any) -> Failure:
     return Failure(
         what="cannot draw on console",
         expected="a rich.console.Console",
-        got=f"{type(console).__name__}: {console!r}"[:100],
+        got=show_value(console),
         error=ArgumentError,
     )

@@ -91,7 +91,8 @@ def call_results(call: HostCall, value: Any) -> list[np.ndarray]:
     if not leaves and not call.results:
         return []
     if tree != call.out_tree:
-        raise ResultError(_mismatch(call, f"a tree {tree}", f"a tree {call.out_tree}"))
+        text = _mismatch(call, f"a tree {tree}", f"a tree {call.out_tree}")
+        raise ResultError(text + _shape_hint(call, leaves))
     found = []
     names = [f"result{jtu.keystr(path)}" for path, _ in jtu.tree_flatten_with_path(value)[0]]
     for name, leaf, (shape, dtype) in zip(names, leaves, call.results, strict=True):
@@ -115,6 +116,19 @@ def _mismatch(call: HostCall, got: str, expected: str) -> str:
     return (
         f"{_jax.CALL_FAILED}{call.name}` got another result than its result_shape says.\n"
         f"  expected  {expected}\n  got       {got}"
+    )
+
+
+def _shape_hint(call: HostCall, leaves: Sequence[Any]) -> str:
+    """What to write instead, where the shape of an array was taken for a tuple of numbers."""
+    numbers = all(not shape and np.dtype(d).kind == "i" for shape, d in call.results)
+    ndim = len(call.results)
+    flat = call.out_tree == jtu.tree_structure((0,) * ndim)
+    if not (numbers and flat and len(leaves) == 1 and np.ndim(leaves[0]) == ndim):
+        return ""
+    return (
+        "\n  fix       a tuple of numbers is a tuple of scalar results; for one array pass "
+        "jax.ShapeDtypeStruct(shape, dtype)"
     )
 
 

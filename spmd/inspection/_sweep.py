@@ -7,7 +7,7 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
-from spmd.errors import ArgumentError, Failure, explain
+from spmd.errors import ArgumentError, Failure, explain, show_value
 from spmd.inspection._oom import out_of_memory
 from spmd.inspection._records import Report, Total
 
@@ -264,7 +264,7 @@ def _no_mesh(one: Any) -> Failure:
     return Failure(
         what="cannot compile for this",
         expected="a mesh, 'v5e:4x4', or ('v5e:4x4', {'data': 8, 'model': 2})",
-        got=f"{type(one).__name__}: {one!r}"[:100],
+        got=show_value(one),
         error=ArgumentError,
     )
 

@@ -141,6 +141,21 @@ def test_a_result_of_the_wrong_kind(host, way, row):
     all_devices_work()
 
 
+@pytest.mark.parametrize(
+    ("given", "hints"), [((8,), True), ([8], False), ((8, 8), False), ((8.0,), False)], ids=str
+)
+def test_a_shape_where_an_example_is_due(given, hints):
+    """Who gives a shape, which is a tuple of scalars, is told how to say it."""
+    said = surfaced(lambda: jax.jit(lambda x: hcb.call(short, x, result_shape=given))(X))
+    fix = (
+        "\n  got       a tree PyTreeDef(*)\n  fix       a tuple of numbers is a tuple of scalar "
+        "results; for one array pass jax.ShapeDtypeStruct(shape, dtype)"
+    )
+    assert (fix in said) == hints
+    with pytest.raises(hcb.CallbackException):
+        hcb.barrier_wait()
+
+
 def test_the_wrong_leaf_of_a_tree_is_named():
     """Of several results the one that is wrong is named by its path."""
 

@@ -235,6 +235,7 @@ for _kind, _bind in KINDS.items():
         {_kind} cannot send arg['a'][1]: it is no array.
           expected  arrays and numbers
           got       str: 'text'
+          fix       give text as a label, id_print(x, what='loss'), or bind it by functools.partial
         {_kind} cannot send arg['b']: it is no array.
           expected  arrays and numbers
           got       type: <class 'object'>
