@@ -517,7 +517,8 @@ REFUSED = {
         lambda: hcb.call(np.sin, {"a": "text"}),
         ArgumentError,
         "call cannot send arg['a']: it is no array.\n  expected  arrays and numbers\n"
-        "  got       str: 'text'",
+        "  got       str: 'text'\n  fix       give text as a label, id_print(x, what='loss'), or "
+        "bind it by functools.partial",
     ),
     "no shape": (
         lambda: hcb.call(np.sin, X, result_shape={"r": "f32"}),

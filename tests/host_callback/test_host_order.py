@@ -663,13 +663,11 @@ def test_random_programs(way):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.slow] * (way == "eager")) for way in CHECKS]
-)
+@pytest.mark.parametrize("way", CHECKS)
 def test_many_random_programs(way):
     """As above, for programs that differ from run to run."""
 
-    @settings(max_examples=60, deadline=None, database=None)
+    @settings(max_examples=40, deadline=None, database=None)
     @given(BLOCKS, NUMBERS)
     def check(block, start):
         CHECKS[way](block, start)

@@ -846,7 +846,7 @@ def test_values_are_those_without_taps(stack):
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None, database=None)
+@settings(max_examples=50, deadline=None, database=None)
 @given(stacks)
 def test_values_are_those_without_taps_for_many(stack):
     """As above, for stacks that differ from run to run."""
