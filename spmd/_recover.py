@@ -341,6 +341,70 @@ def _partitions(
     return tuple(partitions)
 
 
+# OpSharding -> the axes of some mesh
+
+
+class TileAxis(NamedTuple):
+    """An axis that a mesh has to have for an OpSharding.
+
+    Attributes:
+        dim: The dimension that it splits; None where it replicates.
+        size: How many positions it has.
+        stride: Distance of neighbours in the row-major order of the devices.
+    """
+
+    dim: int | None
+    size: int
+    stride: int
+
+
+def tile_axes(op_sharding: Any, num_devices: int) -> tuple[int | None, list[TileAxis]] | Failure:
+    """Reads the axes of a mesh off an OpSharding, where none is known.
+
+    Neighbouring axes that could be one come as one. Sorted by falling stride, they are the mesh.
+
+    Args:
+        op_sharding: An ``OpSharding`` proto.
+        num_devices: How many devices its program has.
+
+    Returns:
+        The rank of the value, None if all devices hold it whole; and dimension by dimension, from
+        major to minor, its axes, those that replicate last. Or why there are none.
+    """
+    if not isinstance(op_sharding, _jax.OpSharding):
+        return _not_a_proto(op_sharding)
+    proto = _readable(op_sharding)
+    try:
+        return _tile_axes(proto, num_devices)
+    except _NoSpecError as e:
+        return replace(e.failure, what=f"has no ShardingSpec: {e}", given=_show(proto))
+
+
+def _tile_axes(proto: Any, num_devices: int) -> tuple[int | None, list[TileAxis]]:
+    if proto.type == _Type.REPLICATED or (proto.type == _Type.MAXIMAL and num_devices == 1):
+        return None, [TileAxis(None, num_devices, 1)] * (num_devices > 1)
+    if proto.type == _Type.MAXIMAL:
+        raise _maximal(proto, num_devices)
+    if proto.type == _Type.TUPLE:
+        raise _NoSpecError("it is a TUPLE", fix="take its tuple_shardings one by one")
+    if proto.type != _Type.OTHER:
+        raise _unsayable_type(_Type(proto.type), "it is")
+    tiles, devices = _tiles(proto, num_devices)
+    groups = [*enumerate(tiles), (None, num_devices // math.prod(tiles))]
+    rest, axes = _superdims(devices), []
+    for dim, ways in reversed(groups):
+        while ways > 1:
+            size, stride = rest.pop(0)
+            used = math.gcd(ways, size)
+            if used not in (ways, size):
+                raise _no_axis_order(devices)
+            axes.append(TileAxis(dim, used, stride))
+            if used < size:
+                rest.insert(0, (size // used, stride * used))
+            ways //= used
+    return len(tiles), axes[::-1]
+
+
 # Failures
 
 
