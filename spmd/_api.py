@@ -157,20 +157,22 @@ def pjit(
 
 def _pjit(options: dict[str, Any], fun: Callable) -> Any:
     if not callable(fun):
-        raise explain("pjit", [_not_callable(fun)])
+        fix = "pjit(fun, in_axis_resources=...), or @pjit(in_axis_resources=...) above a def"
+        raise explain("pjit", [not_callable(fun, fix)])
     held = _weakly_referable(fun)
     wrapped = pjit_function(held, parse(held, **options))
     wrapped.__wrapped__ = fun
     return wrapped
 
 
-def _not_callable(fun: Any) -> Failure:
+def not_callable(fun: Any, fix: str) -> Failure:
+    """The failure of what is no function."""
     return Failure(
         what="needs a function",
         given=f"{fun!r}"[:100],
         expected="something callable",
         got=type(fun).__name__,
-        fix="pjit(fun, in_axis_resources=...), or @pjit(in_axis_resources=...) above a def",
+        fix=fix,
         error=ArgumentError,
     )
 
@@ -589,7 +591,7 @@ def make_plan(
 ) -> Plan:
     """Resolves and traces a call: everything that depends on its signature only."""
     resources, given, avals = resolve_inputs(options, signature, semantics, mesh)
-    traced = trace(fun, replace(signature, avals=avals), auto_mesh(mesh), options.name)
+    traced = trace(fun, replace(signature, avals=avals), auto_mesh(mesh), options.subject)
     outs = resolve_outputs(options, traced, mesh)
     donated = donated_leaves(options.params, signature.positions, signature.tree)
     call = PjitCall(
@@ -717,6 +719,13 @@ def pjit_function(fun: Callable, options: PjitOptions) -> PjitFunction:
 def _call(line: _Line, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
     """Calls once; returns results, data for the C++ dispatcher or None, and False (keep it)."""
     flat, plan = line.plan(args, kwargs)
+    return call_planned(line, flat, plan, args, kwargs)
+
+
+def call_planned(
+    line: Any, flat: Flat, plan: Plan, args: tuple, kwargs: Mapping[str, Any]
+) -> tuple[Any, Any, bool]:
+    """The rest of the line of a call: bind, execute, unflatten; returns what `_call` does."""
     leaves = flat.leaves
     if "local" in flat.semantics:
         leaves = _to_global(leaves, flat, plan)

@@ -35,6 +35,7 @@ class PjitCall:
         inline: Whether an outer program takes the equations over instead of a call.
         implicit_reshard: ``"allow"``, ``"warn"``, ``"error"``, or None for the environment's.
         compiler_options: Pairs for the compiler of an eager call.
+        kind: What the user called: ``"pjit"`` or ``"pmap"``.
     """
 
     name: str
@@ -49,6 +50,7 @@ class PjitCall:
     inline: bool = False
     implicit_reshard: str | None = None
     compiler_options: tuple[tuple[str, Any], ...] = ()
+    kind: str = "pjit"
     # Computed once: the record is part of the key of every lookup.
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
@@ -58,6 +60,11 @@ class PjitCall:
 
     def __hash__(self) -> int:
         return self._hash
+
+    @property
+    def subject(self) -> str:
+        """The first words of a message."""
+        return f"{self.kind} of `{self.name}`"
 
     def keep(self, ins: Sequence[bool], outs: Sequence[bool]) -> PjitCall:
         """The call of a jaxpr of which only some inputs and outputs are left."""

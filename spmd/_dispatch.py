@@ -184,7 +184,7 @@ def prepare(args: Sequence[Any], jaxpr: Any, call: PjitCall) -> Prepared:
 def _prepare(jaxpr: Any, call: PjitCall, placed: tuple[Any, ...]) -> Prepared:
     mesh, shardings, moves = place(jaxpr, call, placed)
     if failure := described_failure(mesh):
-        raise explain(subject_of(call), [failure])
+        raise explain(call.subject, [failure])
     key = _jax.placement_key(shardings, jaxpr.in_avals)
     # However the mesh was entered outside, an equal one is one program.
     with _jax.tracing_under(mesh):
@@ -214,12 +214,15 @@ def place(
         # Nothing here is placed anywhere, as a cotangent of ones: where JAX puts such values.
         mesh = jax.sharding.Mesh(np.array([_jax.default_device()]), ("device",))
     names = call.arg_names
+    # The devices of a pmap are chosen by size, not by its user: there, arrays of others are moved.
     failures = [
-        device_failure(p, mesh, f"argument {n}") for p, n in zip(placed, names, strict=True)
+        device_failure(p, mesh, f"argument {n}")
+        for p, n in zip(placed, names, strict=True)
+        if call.kind != "pmap"
     ]
     failures += _batch_failures(jaxpr, call, mesh)
     if failures := [f for f in failures if f]:
-        raise explain(subject_of(call), failures)
+        raise explain(call.subject, failures)
     found = [
         input_sharding(r, p, a.ndim, mesh)
         for r, p, a in zip(call.in_axis_resources, placed, jaxpr.in_avals, strict=True)
@@ -304,14 +307,7 @@ def warn_kept(names: Sequence[str], call: PjitCall) -> None:
         )
         for n in names
     ]
-    warnings.warn(
-        str(explain(subject_of(call), failures)), DonationWarning, stacklevel=_user_level()
-    )
-
-
-def subject_of(call: PjitCall) -> str:
-    """The first words of a message about a call."""
-    return f"pjit of `{call.name}`"
+    warnings.warn(str(explain(call.subject, failures)), DonationWarning, stacklevel=_user_level())
 
 
 # Arguments
@@ -329,9 +325,9 @@ def check_alive(args: Sequence[Any], call: PjitCall) -> None:
         if isinstance(a, jax.Array) and a.is_deleted()
     ]
     if gone:
-        raise explain(subject_of(call), [gone_failure(n) for n in gone])
+        raise explain(call.subject, [gone_failure(n) for n in gone])
     if any(call.donated_invars) and (failures := _donated_twice(args, call)):
-        raise explain(subject_of(call), failures)
+        raise explain(call.subject, failures)
 
 
 def _donated_twice(args: Sequence[Any], call: PjitCall) -> list[Failure]:
@@ -389,7 +385,7 @@ def _govern(args: Sequence[Any], prepared: Prepared, call: PjitCall) -> None:
     # Nobody placed a residual or a cotangent by hand: to move it is not the user's mistake.
     moves = [i for i in prepared.moves if call.given[i]]
     if mode == "allow" or not moves:
-        logger.debug("%s reshards %d arguments", subject_of(call), len(prepared.moves))
+        logger.debug("%s reshards %d arguments", call.subject, len(prepared.moves))
         return
     failures = [
         reshard_failure(
@@ -401,7 +397,7 @@ def _govern(args: Sequence[Any], prepared: Prepared, call: PjitCall) -> None:
         )
         for i in moves
     ]
-    error = explain(subject_of(call), failures)
+    error = explain(call.subject, failures)
     if mode == "error":
         raise error
     warnings.warn(str(error), ImplicitReshardWarning, stacklevel=_user_level())

@@ -235,6 +235,17 @@ def used_at() -> str:
 
 
 api_boundary: Any = traceback_util.api_boundary
+#: What is set in JAX, here and globally, that a trace depends on; hashable.
+trace_context = config.trace_context
+
+
+def trace_context_names() -> Sequence[str]:
+    """What the entries of a context are called; nothing where JAX does not say."""
+    try:
+        return config.trace_context_names()
+    except NotImplementedError:
+        return ()
+
 
 # Timing events of JAX (`jax_log_compiles`)
 

@@ -297,14 +297,14 @@ def described_failure(mesh: Any) -> Failure | None:
 
 
 @contextlib.contextmanager
-def tracing(mesh: Any, name: str) -> Iterator[None]:
+def tracing(mesh: Any, subject: str) -> Iterator[None]:
     """Lets the body of a pjit function find the mesh of its call; `mesh` may be None."""
     if mesh is None:
         yield
         return
     ours = mesh if _jax.is_abstract(mesh) else Mesh(mesh.devices, mesh.axis_names)
     _context.meshes.append(ours)
-    _context.tracing.append((auto_mesh(mesh), name))
+    _context.tracing.append((auto_mesh(mesh), subject))
     try:
         with _jax.tracing_under(mesh):
             yield
@@ -327,7 +327,7 @@ def traced_under(compute: Callable[..., Any]) -> Any:
 
     @_jax.weakref_lru_cache
     def lookup(jaxpr: Any, call: Any, *args: Any) -> Any:
-        with tracing(call.mesh, call.name):
+        with tracing(call.mesh, call.subject):
             return cached(jaxpr, call, *args)
 
     def clear() -> None:
@@ -344,5 +344,5 @@ def traced_under(compute: Callable[..., Any]) -> Any:
 
 
 def enclosing_pjit() -> tuple[Any, str] | None:
-    """Returns mesh and name of the pjit function being traced in this thread, if any."""
+    """Returns mesh and subject of the call that is being traced in this thread, if any."""
     return _context.tracing[-1] if _context.tracing else None

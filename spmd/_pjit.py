@@ -57,9 +57,9 @@ def _check_enclosing_mesh(call: PjitCall) -> None:
         return
     outer = enclosing_pjit()
     if outer is not None and outer[0] != auto_mesh(call.mesh):
-        raise explain(_dispatch.subject_of(call), [nested_mesh_failure(call.mesh, outer)])
+        raise explain(call.subject, [nested_mesh_failure(call.mesh, outer)])
     if failure := other_manual_mesh(call.mesh):
-        raise explain(_dispatch.subject_of(call), [failure])
+        raise explain(call.subject, [failure])
 
 
 def other_manual_mesh(mesh: Any) -> Failure | None:
@@ -79,7 +79,7 @@ def other_manual_mesh(mesh: Any) -> Failure | None:
 def nested_mesh_failure(mesh: Any, outer: tuple[Any, str]) -> Failure:
     """A mesh was changed inside of a program, which runs on one."""
     return Failure(
-        what=f"cannot change the mesh inside of pjit of `{outer[1]}`",
+        what=f"cannot change the mesh inside of {outer[1]}",
         given=f"{show_mesh(mesh)}{_jax.used_at()}",
         expected=f"the mesh of the outer function: {show_mesh(outer[0])}",
         fix="call it outside, or enter one mesh around both",
@@ -107,7 +107,7 @@ _jax.custom_typechecks[pjit_p] = _pjit_typecheck
 
 def _pjit_stage(trace: Any, source_info: Any, *args: Any, jaxpr: Any, call: PjitCall) -> Any:
     if call.compiler_options:
-        raise explain(_dispatch.subject_of(call), [_nested_options(call)])
+        raise explain(call.subject, [_nested_options(call)])
     resources = (*call.in_axis_resources, *call.out_axis_resources)
     if call.inline and all(r is UNSPECIFIED for r in resources):
         inner = _jax.inner_jaxpr(jaxpr)
@@ -157,7 +157,7 @@ _jax.declare_shardings(pjit_p, _pjit_shardings)
 
 def _pjit_batch(axis_data: Any, vals: Any, dims: Any, *, jaxpr: Any, call: PjitCall) -> Any:
     axes = spmd_axes(axis_data)
-    subject = _dispatch.subject_of(call)
+    subject = call.subject
     # Before the body: a conflict of the function's own specs names the function.
     check_spmd_axes(axes, call.mesh, call.in_axis_resources, dims, subject)
     new_jaxpr, out_dims = _batch(jaxpr, call, axis_data, tuple(dims))

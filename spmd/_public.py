@@ -30,6 +30,7 @@ from spmd.stages import Compiled as Compiled, Lowered as Lowered, Traced as Trac
 
 if _typing.TYPE_CHECKING:
     from spmd import host_callback as host_callback
+    from spmd._pmap import pmap as pmap
     from spmd.inspection import (
         Diff as Diff,
         Fit as Fit,
@@ -44,7 +45,7 @@ if _typing.TYPE_CHECKING:
 #: Names of features, and where they live: the core never imports those files.
 _FEATURES = dict.fromkeys(
     ("Diff", "Fit", "Report", "diff", "fits", "report", "sweep", "topology"), "spmd.inspection"
-) | {"host_callback": "spmd.host_callback"}
+) | {"host_callback": "spmd.host_callback", "pmap": "spmd._pmap"}
 
 _jax.hide_own_frames()
 

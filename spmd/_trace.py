@@ -55,25 +55,34 @@ class Trace:
     out_names: tuple[str, ...]
 
 
-def trace(fun: Callable, signature: Signature, mesh: Any, name: str) -> Trace:
+def trace(
+    fun: Callable,
+    signature: Signature,
+    mesh: Any,
+    subject: str,
+    origin: Callable | None = None,
+) -> Trace:
     """Traces `fun`, or returns the trace of an equal function, signature and mesh.
 
     Args:
-        fun: The user's function.
+        fun: The function.
         signature: Its arguments.
         mesh: The mesh that its body sees, or None.
-        name: For messages.
+        subject: The first words of a message.
+        origin: The user's function, where `fun` is made from it.
     """
-    with tracing(mesh, name):
-        return _trace(fun, signature, mesh, name)
+    with tracing(mesh, subject):
+        return _trace(fun, signature, mesh, subject, origin)
 
 
 @_jax.weakref_lru_cache
-def _trace(fun: Callable, signature: Signature, mesh: Any, name: str) -> Trace:
+def _trace(
+    fun: Callable, signature: Signature, mesh: Any, subject: str, origin: Callable | None
+) -> Trace:
     if _jax.no_tracing():
-        raise RuntimeError(f"pjit of `{name}` would trace, and jax_no_tracing is set.")
+        raise RuntimeError(f"{subject} would trace, and jax_no_tracing is set.")
     if _jax.explain_cache_misses():
-        _explain_miss(fun, signature, mesh, name)
+        _explain_miss(origin or fun, signature, mesh, subject)
     out_tree = out_names = None
 
     def flat_fun(*leaves: Any) -> list[Any]:
@@ -85,11 +94,13 @@ def _trace(fun: Callable, signature: Signature, mesh: Any, name: str) -> Trace:
         values = [value for _, value in paths]
         found = [_no_array(v, n) for v, n in zip(values, out_names, strict=True)]
         if failures := [f for f in found if f]:
-            raise explain(f"pjit of `{name}`", failures)
+            raise explain(subject, failures)
         return values
 
     info = _jax.debug_info(fun, signature.arg_names, lambda: out_names)
-    with _jax.log_elapsed("Finished tracing {fun_name} for pjit in {elapsed_time:.9f} sec", name):
+    kind, name = subject.split(" of `")[0], _jax.fun_name(fun)
+    said = f"Finished tracing {{fun_name}} for {kind} in {{elapsed_time:.9f}} sec"
+    with _jax.log_elapsed(said, name):
         jaxpr = _jax.trace_to_jaxpr(flat_fun, signature.avals, info)
     count("traces")
     _jax.result_paths(jaxpr, out_names or ())
@@ -130,19 +141,19 @@ _seen: weakref.WeakKeyDictionary[Callable, list[tuple[Signature, Any]]] = (
 )
 
 
-def _explain_miss(fun: Callable, signature: Signature, mesh: Any, name: str) -> None:
+def _explain_miss(fun: Callable, signature: Signature, mesh: Any, subject: str) -> None:
     earlier = _seen.setdefault(fun, [])
-    reasons = _differences(earlier, signature, mesh) if earlier else ["it was never traced before"]
+    reasons = differences(earlier, signature, mesh) if earlier else ["it was never traced before"]
     logger.warning(
-        "Trace cache miss of pjit of `%s`%s: %s",
-        name,
+        "Trace cache miss of %s%s: %s",
+        subject,
         _jax.used_at(),
         "; ".join(reasons),
     )
     earlier[:] = [*earlier[-7:], (signature, mesh)]
 
 
-def _differences(
+def differences(
     earlier: Sequence[tuple[Signature, Any]], signature: Signature, mesh: Any
 ) -> list[str]:
     """What separates a signature from the nearest earlier one."""

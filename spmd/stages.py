@@ -202,7 +202,7 @@ class Lowered(_Stage):
         """
         if _jax.is_abstract(self.mesh):
             failure: Any = described_failure(self.mesh)
-            raise explain(_dispatch.subject_of(self._call), [failure])
+            raise explain(self._call.subject, [failure])
         options = None if compiler_options is None else dict(compiler_options)
         if options is not None or not _jax.is_compiled(self._lowering):
             count("compiles")
@@ -210,7 +210,7 @@ class Lowered(_Stage):
             executable = self._lowering.compile(options)
         except RuntimeError as error:
             if failure := self._out_of_memory(error):
-                raise explain(_dispatch.subject_of(self._call), [failure]) from error
+                raise explain(self._call.subject, [failure]) from error
             raise
         return Compiled(self, executable)
 
@@ -274,9 +274,9 @@ class Compiled(_Stage):
         flat = self._flatten(args, kwargs)
         values = (*self._signature.consts, *flat)
         if any(isinstance(x, _jax.Tracer) for x in flat):
-            raise explain(_dispatch.subject_of(self._call), [_traced_call()])
+            raise explain(self._call.subject, [_traced_call()])
         if self._described:
-            raise explain(_dispatch.subject_of(self._call), [self._described])
+            raise explain(self._call.subject, [self._described])
         self._check(flat)
         _dispatch.check_alive(values, self._call)
         repeatable = _dispatch.may_repeat(values, self._call) and not self._signature.consts
@@ -289,7 +289,7 @@ class Compiled(_Stage):
         return jtu.tree_unflatten(self.out_tree, outs), data, False
 
     def _flatten(self, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
-        subject = _dispatch.subject_of(self._call)
+        subject = self._call.subject
         sig = self._signature
         split = split_arguments(sig.params, args, kwargs, subject)
         flat, tree = jtu.tree_flatten(split.dynamic)
@@ -310,7 +310,7 @@ class Compiled(_Stage):
         )
         failures = [_argument_mismatch(*row) for row in rows]
         if failures := [f for f in failures if f]:
-            raise explain(_dispatch.subject_of(self._call), failures)
+            raise explain(self._call.subject, failures)
 
     @property
     def jax_stage(self) -> jax.stages.Compiled:

@@ -1,0 +1,429 @@
+"""pmap: the straight line of `pjit`, for a function of one device.
+
+parse (at decoration) -> flatten -> find the mapped axes -> trace -> `PjitCall` -> bind -> (impl
+rule) lower -> compile -> execute -> unflatten. The bind is that of `pjit_p`, with a `shard_map` in
+the jaxpr, so every rule, stage and report of `pjit` holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+import functools
+import sys
+from typing import Any
+import weakref
+
+import jax
+import jax.tree_util as jtu
+
+from spmd import _api, _dispatch, _jax
+from spmd._api import Flat, PjitFunction, Plan, flatten
+from spmd._arguments import donated_leaves
+from spmd._call import PjitCall
+from spmd._mesh import auto_mesh
+from spmd._pmap._cache import Entries
+from spmd._pmap._mapping import Mapped, spec_along
+from spmd._pmap._options import PmapOptions, find_mapping, parse
+from spmd._trace import Signature, differences, trace
+from spmd.errors import ArgumentError, Failure, OptionError, explain
+
+_MISSING: Any = object()
+
+
+def pmap(
+    fun: Callable = _MISSING,
+    axis_name: Any = None,
+    *,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    static_broadcasted_argnums: int | Iterable[int] = (),
+    devices: Sequence[Any] | None = None,
+    backend: str | None = None,
+    axis_size: int | None = None,
+    donate_argnums: int | Iterable[int] = (),
+) -> Any:
+    """Maps `fun` over an axis of its arguments, each element on a device of its own.
+
+    Args:
+        fun: A function of pytrees of arrays: what one device computes. Left out: `pmap` returns a
+            decorator.
+        axis_name: The name by which collectives in `fun` refer to the mapped axis.
+        in_axes: Which axis of each argument is mapped: one number for all, or a tuple with one
+            entry per positional argument, each a pytree prefix of it. None: every device gets the
+            argument whole. Arguments passed by name are mapped over axis 0.
+        out_axes: Where the mapped axis stands in each result, a pytree prefix. None: the result of
+            the first device stands for all.
+        static_broadcasted_argnums: Positions of arguments that are Python values, part of the
+            program's key.
+        devices: The devices to run on, as many as the axis is long. None: the first ones.
+        backend: The platform to run on.
+        axis_size: The length of the axis; needed where no argument is mapped.
+        donate_argnums: Positions of arguments whose buffers the program may reuse.
+
+    Returns:
+        A function like `fun`, of arguments and results with the mapped axis; see
+        :class:`PmapFunction`.
+
+    Raises:
+        TypeError: `fun` is not callable, an axis no integer, or `axis_name` without a hash.
+        ValueError: An option names an argument that does not exist, or a size is out of range.
+
+    Example:
+        >>> spmd.pmap(lambda x: x / jax.lax.psum(x, "i"), "i")(jnp.arange(4.0))
+    """
+    options = {k: v for k, v in locals().items() if k != "fun"}
+    if fun is _MISSING:
+        return functools.partial(_pmap, options)
+    return _pmap(options, fun)
+
+
+def _pmap(options: dict[str, Any], fun: Callable) -> Any:
+    if not callable(fun):
+        fix = "pmap(fun, axis_name='i'), or @pmap(axis_name='i') above a def"
+        raise explain("pmap", [_api.not_callable(fun, fix)])
+    if options["devices"] is not None:
+        options = options | {"devices": tuple(options["devices"])}
+    return pmap_function(fun, options)
+
+
+class _Line:
+    """The straight line of one mapped function."""
+
+    def __init__(self, fun: Callable, options: PmapOptions):
+        self.fun = fun
+        self.options = options
+        self.plans = Entries()
+        self.programs = Entries()
+        # What runs where `jax.disable_jit` switches the dispatcher off.
+        self.unjitted = functools.partial(_run_unjitted, self)
+
+    def plan(self, args: tuple, kwargs: Any) -> tuple[Flat, Plan]:
+        """Walks the line up to the bind."""
+        _jax.load_late_rules()
+        flat = self.flatten(args, kwargs)
+        return flat, self.plan_of(flat)
+
+    def flatten(self, args: tuple, kwargs: Any) -> Flat:
+        """Flattens the arguments of a call.
+
+        Raises:
+            TypeError: An argument is no array.
+            ValueError: A static or donated argument is not passed by position.
+        """
+        for option in ("static", "donate"):
+            nums = getattr(self.options.params, f"{option}_nums")
+            if nums and max(nums) >= len(args):
+                raise explain(self.options.subject, [_position_failure(option, nums, len(args))])
+        return flatten(self.options, args, kwargs)  # type: ignore[arg-type] - has what it reads
+
+    def plan_of(self, flat: Flat) -> Plan:
+        """Returns what a call does, traced at the first of its signature."""
+        make = functools.partial(_make_plan, self.fun, self.options, flat.signature)
+        if not _jax.trace_state_clean():
+            return make()  # it may close over values of that trace
+        return self.plans.get(_key(flat.signature), make)
+
+    def compile(self, flat: Flat, plan: Plan) -> None:
+        """Compiles what a call does, at the first of its signature, however many threads call."""
+        values = [*plan.consts, *flat.leaves]
+        if any(isinstance(v, _jax.Tracer) for v in values) or not _jax.trace_state_clean():
+            return
+
+        def make() -> bool:
+            _dispatch.check_alive(values, plan.call)
+            _dispatch.prepare(values, _jax.plain_jaxpr(plan.jaxpr), plan.call)
+            return True
+
+        self.programs.get(_key(flat.signature), make)
+
+    def clear(self) -> None:
+        """Forgets all programs."""
+        self.plans.clear()
+        self.programs.clear()
+
+
+def _run_unjitted(line: _Line, *args: Any, **kwargs: Any) -> Any:
+    flat = line.flatten(args, kwargs)
+    found = find_mapping(line.options, flat.signature)
+    dynamic, by_name = jtu.tree_unflatten(flat.signature.tree, flat.leaves)
+    return Mapped(line.fun, line.options, flat.signature, found)(*dynamic, **by_name)
+
+
+def _key(signature: Signature) -> tuple[Signature, Any]:
+    """What a program depends on: the arguments, and what is set in JAX, here and globally."""
+    return signature, _jax.trace_context()
+
+
+def _make_plan(fun: Callable, options: PmapOptions, signature: Signature) -> Plan:
+    found = find_mapping(options, signature)
+    mapped = Mapped(fun, options, signature, found)
+    bare = Signature(
+        tree=signature.tree,
+        avals=signature.avals,
+        positions=signature.positions,
+        statics=(),
+        arg_names=signature.arg_names,
+    )
+    traced = trace(mapped, bare, auto_mesh(found.mesh), options.subject, fun)
+    ins = tuple(spec_along(a, options.axis_name) for a in found.axes)
+    call = PjitCall(
+        name=options.name,
+        mesh=found.mesh,
+        in_axis_resources=ins,
+        out_axis_resources=tuple(spec_along(a, options.axis_name) for a in mapped.out_axes),
+        donated_invars=donated_leaves(options.params, signature.positions, signature.tree),
+        in_positional_semantics=("global",) * len(ins),
+        arg_names=signature.arg_names,
+        given=("",) * len(ins),
+        kind="pmap",
+    )
+    names = [f"closed-over value {i}" for i in range(len(traced.consts))]
+    return Plan(
+        jaxpr=traced.jaxpr,
+        call=call.add_inputs(names, leading=True) if names else call,
+        consts=traced.consts,
+        out_tree=traced.out_tree,
+        out_names=traced.out_names,
+        from_array=(),
+        refs=_jax.ref_indices(traced.jaxpr),
+    )
+
+
+class PmapFunction(PjitFunction):
+    """What `pmap` returns: call it, or stop on the way with `trace`, `lower` or `eval_shape`.
+
+    It keeps one program per signature: shapes, dtypes, weak types and structure of the arguments,
+    the values of static ones, and what is set in JAX. A copy, by `copy` or by pickling, has the
+    same function and options and no programs.
+    """
+
+    __module__ = "spmd"
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"<spmd.pmap of `{self._line.options.name}`>"
+
+    def __reduce__(self) -> Any:
+        name = getattr(self, "__qualname__", "")
+        if _global(getattr(self, "__module__", None), name) is self:
+            return name
+        return _restore, (_VERSION, _state(self))
+
+    @property
+    def _cache_size(self) -> int:
+        """How many signatures have a program."""
+        return len(self._line.programs)
+
+    @property
+    def _cache_miss(self) -> Callable:
+        """What is called with arguments of a new kind; it returns results, and more for C++."""
+        return functools.partial(_call, self._line)
+
+    def _debug_cache_keys(self) -> str:
+        """The signatures that have a program, in words."""
+        keys = self._line.programs.keys()
+        head = f"The cache contains {len(keys)} element{'s' * (len(keys) != 1)}:"
+        return "\n\n".join([head, *map(_show_key, keys)])
+
+    def _debug_compute_cache_key(self, /, *args: Any, **kwargs: Any) -> str:
+        """The signature of arguments, or of some of them, in words; calls nothing."""
+        return _show_key(_key(flatten(self._line.options, args, kwargs).signature))
+
+    def explain_miss(self, /, *args: Any, **kwargs: Any) -> str:
+        """Says why a call with these arguments would compile, against the nearest program.
+
+        Args:
+            *args: As for a call; nothing is run.
+            **kwargs: Likewise, by name.
+
+        Returns:
+            What differs; an empty string where there is a program.
+        """
+        line = self._line
+        key = _key(line.flatten(args, kwargs).signature)
+        keys = line.programs.keys()
+        if key in keys:
+            return ""
+        if not keys:
+            return "nothing was compiled before"
+        alike = [k for k in keys if k[0] == key[0]]
+        if alike:
+            return min((_context_difference(k[1], key[1]) for k in alike), key=len)
+        return "; ".join(differences([(k[0], None) for k in keys], key[0], None))
+
+    def add_post_hook(self, hook: Callable[[Any, tuple, dict[str, Any], Any], Any]) -> None:
+        """Has a function called after each call, with ``(function, args, kwargs, outputs)``.
+
+        Args:
+            hook: What it returns is dropped; what it raises, the call raises.
+        """
+        own: Any = type(self)
+        inner = own.__call__
+        me = weakref.ref(self)
+
+        def hooked(*args: Any, **kwargs: Any) -> Any:
+            outputs = inner(*args, **kwargs)
+            hook(me(), args, kwargs, outputs)
+            return outputs
+
+        hooked._clear_cache = inner._clear_cache  # type: ignore[attr-defined] - as a dispatcher
+        own.__call__ = staticmethod(hooked)
+
+    def clear_cache(self) -> None:
+        """Forgets the traces and programs of this function."""
+        dispatch: Any = type(self).__call__
+        dispatch._clear_cache()
+        self._line.clear()
+
+
+def pmap_function(fun: Callable, given: dict[str, Any]) -> PmapFunction:
+    """Builds the callable for a function and the options as a user gives them."""
+    options = parse(fun, **given)
+    line = _Line(fun, options)
+    miss = functools.partial(_call, line)
+    dispatch = _dispatch.dispatcher(line.unjitted, options.name, miss, options.params, "spmd.pmap")
+    body = {"__call__": staticmethod(dispatch), "__slots__": (), "__module__": "spmd"}
+    wrapped: Any = type("PmapFunction", (PmapFunction,), body)()
+    wrapped._line = line
+    functools.update_wrapper(wrapped, fun)
+    wrapped._given = given
+    if options.params.signature is not None:
+        wrapped.__signature__ = options.params.signature
+    _lines.add(line)
+    return wrapped
+
+
+@_jax.api_boundary
+def _call(line: _Line, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
+    """Calls once; returns results, data for the C++ dispatcher or None, and False (keep it)."""
+    flat, plan = line.plan(args, kwargs)
+    line.compile(flat, plan)
+    return _api.call_planned(line, flat, plan, args, kwargs)
+
+
+_lines: weakref.WeakSet[_Line] = weakref.WeakSet()
+
+
+class _Clearer:
+    """Lets `jax.clear_caches` clear ours."""
+
+    def cache_clear(self) -> None:
+        for line in [*_lines]:
+            line.clear()
+
+    def cache_info(self) -> None:
+        return None
+
+    def cache_keys(self) -> list[Any]:
+        return []
+
+
+_clearer = _Clearer()
+_jax.register_cache(_clearer, "spmd.pmap")
+
+# Copies
+
+#: Of the pickled form; another one is refused.
+_VERSION = 1
+#: What a wrapper has of its function, and not from a user.
+_OWN = ("__wrapped__", "__signature__", "_given")
+
+
+def _global(module: str | None, name: str) -> Any:
+    """What stands under a name in a module, as pickle would look it up."""
+    found: Any = sys.modules.get(module or "")
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _state(wrapped: Any) -> dict[str, Any]:
+    own = {k: v for k, v in vars(wrapped).items() if k not in _OWN}
+    given = dict(wrapped._given)
+    if given["devices"] is not None:
+        given["devices"] = tuple((d.platform, d.id) for d in given["devices"])
+    return {"fun": wrapped._line.fun, "options": given, "attributes": own}
+
+
+def _restore(version: int, state: dict[str, Any]) -> PmapFunction:
+    if version != _VERSION:
+        raise explain("A pickled pmap", [_version_failure(version)])
+    given = dict(state["options"])
+    if given["devices"] is not None:
+        given["devices"] = tuple(_device(p, i) for p, i in given["devices"])
+    wrapped = pmap_function(state["fun"], given)
+    vars(wrapped).update(state["attributes"])
+    return wrapped
+
+
+def _device(platform: str, number: int) -> Any:
+    found = [d for d in jax.devices(platform) if d.id == number]
+    if not found:
+        raise explain("A pickled pmap", [_no_device(platform, number)])
+    return found[0]
+
+
+# What a key says
+
+
+def _show_key(key: tuple[Signature, Any]) -> str:
+    signature, context = key
+    rows = [
+        f"{name}: {_jax.short_aval(aval)}{', weak type' * bool(getattr(aval, 'weak_type', False))}"
+        for name, aval in zip(signature.arg_names, signature.avals, strict=True)
+    ]
+    rows += [f"static {where}: {static.value!r}" for where, static in signature.statics]
+    rows += [f"structure: {signature.tree}"]
+    settings = [f"{n}={v!r}" for n, v in _named(context).items() if v != _at_import.get(n)]
+    rows += [f"set in JAX: {', '.join(settings)}"] * bool(settings)
+    return "\n".join(rows)
+
+
+def _named(context: Any) -> dict[str, Any]:
+    values = context if isinstance(context, tuple) else (context,)
+    names = _jax.trace_context_names()
+    if len(names) != len(values):
+        names = [str(i) for i in range(len(values))]
+    return dict(zip(names, values, strict=True))
+
+
+_at_import = _named(_jax.trace_context())
+
+
+def _context_difference(old: Any, new: Any) -> str:
+    before, now = _named(old), _named(new)
+    changed = [n for n in now if before.get(n) != now[n]]
+    return "; ".join(f"set in JAX: {n} is {now[n]!r}, before {before.get(n)!r}" for n in changed)
+
+
+# Failures
+
+
+def _position_failure(option: str, nums: Sequence[int], count: int) -> Failure:
+    name = "static_broadcasted_argnums" if option == "static" else "donate_argnums"
+    return Failure(
+        what=f"has no positional argument {max(nums)}",
+        given=f"{name}={nums[0] if len(nums) == 1 else tuple(nums)}",
+        expected="these arguments by position, not by name",
+        got=f"a call with {count} positional argument{'s' * (count != 1)}",
+        error=OptionError,
+    )
+
+
+def _version_failure(version: Any) -> Failure:
+    return Failure(
+        what="cannot be read: another version of spmd wrote it",
+        expected=f"version {_VERSION}",
+        got=f"version {version!r}",
+        fix="read it with the version that wrote it, or pickle the function alone",
+        error=ArgumentError,
+    )
+
+
+def _no_device(platform: str, number: int) -> Failure:
+    return Failure(
+        what="cannot run here: a device is missing",
+        expected=f"{platform}:{number}",
+        got=", ".join(f"{d.platform}:{d.id}" for d in jax.devices()),
+        error=ArgumentError,
+    )

@@ -1,0 +1,79 @@
+"""One entry per signature, made once however many threads ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import threading
+from typing import Any
+
+
+class _Making:
+    """An entry that a thread is about to make."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+
+
+#: As many as JAX keeps; beyond that the oldest goes.
+_MOST = 4096
+
+
+class Entries:
+    """Entries by key. While one is made, who asks for it waits; others are made meanwhile."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: dict[Any, Any] = {}
+        self._making: dict[Any, _Making] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def keys(self) -> list[Any]:
+        """The keys, oldest first."""
+        with self._lock:
+            return [*self._entries]
+
+    def get(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Returns the entry of a key; the first that asks makes it.
+
+        Raises:
+            Exception: What `make` raised, also to those who waited; the next makes it anew.
+        """
+        with self._lock:
+            if key in self._entries:
+                return self._entries[key]
+            making = self._making.get(key)
+            mine = making is None
+            if making is None:
+                making = self._making[key] = _Making()
+        if not mine:
+            if making.thread == threading.get_ident():
+                return make()  # a function that calls itself
+            making.done.wait()
+            if making.error is not None:
+                raise making.error
+            return self.get(key, make)
+        try:
+            entry = make()
+        except BaseException as error:
+            # An interrupt is this thread's own; to the others it says nothing.
+            making.error = error if isinstance(error, Exception) else None
+            raise
+        else:
+            with self._lock:
+                self._entries[key] = entry
+                if len(self._entries) > _MOST:
+                    del self._entries[next(iter(self._entries))]
+            return entry
+        finally:
+            with self._lock:
+                self._making.pop(key, None)
+            making.done.set()
+
+    def clear(self) -> None:
+        """Forgets all entries."""
+        with self._lock:
+            self._entries.clear()

@@ -1,0 +1,125 @@
+"""From a function of one device to a function of arrays over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+import jax.tree_util as jtu
+
+from spmd import _jax
+from spmd._arguments import join_arguments
+from spmd._pmap._options import Mapping, PmapOptions
+from spmd._spec import ParsedPartitionSpec, broadcast_prefix
+from spmd._trace import Signature
+from spmd.errors import ArgumentError, Failure, OptionError, explain, show_value
+
+
+def spec_along(axis: int | None, name: Any) -> ParsedPartitionSpec:
+    """The spec of an array whose dimension `axis` is the mapped one; None: all have it whole."""
+    partitions = () if axis is None else ((),) * axis + ((name,),)
+    return ParsedPartitionSpec(PartitionSpec(*[p or None for p in partitions]), partitions)
+
+
+class Mapped:
+    """A function of whole arrays, of which each device computes its slice.
+
+    Attributes:
+        out_axes: After the first call, per leaf of the results where the mapped axis is.
+    """
+
+    def __init__(self, fun: Callable, options: PmapOptions, signature: Signature, found: Mapping):
+        functools.update_wrapper(self, fun)
+        self._fun = fun
+        self._options = options
+        self._signature = signature
+        self._found = found
+        self.out_axes: tuple[int | None, ...] = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Computes the results of all devices."""
+        name = self._options.axis_name
+        specs = [spec_along(a, name).to_partition_spec() for a in self._found.axes]
+        outs = self._options.out_axes
+        # What is counted from the end stands in front until the rank is known.
+        out_specs = [spec_along(a and max(a, 0), name).to_partition_spec() for a in outs.leaves]
+        on_devices = jax.shard_map(
+            self._on_device,
+            mesh=self._found.mesh,
+            in_specs=tuple(specs),
+            out_specs=jtu.tree_unflatten(outs.treedef, out_specs),
+            check_vma=False,
+        )
+        results, tree = jtu.tree_flatten(on_devices(*jtu.tree_leaves((args, kwargs))))
+        moved = [
+            x if a is None else jnp.moveaxis(x, 0, a)
+            for x, a in zip(results, self._moves(results), strict=True)
+        ]
+        return jtu.tree_unflatten(tree, moved)
+
+    def _on_device(self, *leaves: Any) -> Any:
+        """Calls the user's function with what one device has."""
+        signature, options = self._signature, self._options
+        pairs = zip(leaves, self._found.axes, strict=True)
+        slices = [x if a is None else jax.lax.squeeze(x, [a]) for x, a in pairs]
+        dynamic = jtu.tree_unflatten(signature.tree, slices)
+        args, kwargs = join_arguments(signature.positions, signature.statics, dynamic)
+        results = self._fun(*args, **kwargs)
+        paths, tree = jtu.tree_flatten_with_path(results)
+        names = ["result" + jtu.keystr(path) for path, _ in paths]
+        failures = [_no_array(v, n) for (_, v), n in zip(paths, names, strict=True)]
+        if failures := [f for f in failures if f]:
+            raise explain(options.subject, failures)
+        found = broadcast_prefix(options.out_axes.axes(), tree, "out_axes", "result")
+        if isinstance(found, Failure):
+            raise explain(options.subject, [found])
+        self.out_axes = tuple(axis.value for axis in found)
+        failures = [
+            _range_failure(a, v, n)
+            for a, (_, v), n in zip(self.out_axes, paths, names, strict=True)
+        ]
+        if failures := [f for f in failures if f]:
+            raise explain(options.subject, failures)
+        stacked = [
+            v if a is None else jnp.expand_dims(v, max(a, 0))
+            for (_, v), a in zip(paths, self.out_axes, strict=True)
+        ]
+        return jtu.tree_unflatten(tree, stacked)
+
+    def _moves(self, results: Sequence[Any]) -> list[int | None]:
+        """Where results have to go whose axis is counted from the end; they get that axis."""
+        pairs = zip(results, self.out_axes, strict=True)
+        ends = [None if a is None or a >= 0 else a + x.ndim for x, a in pairs]
+        self.out_axes = tuple(
+            a if e is None else e for a, e in zip(self.out_axes, ends, strict=True)
+        )
+        return ends
+
+
+def _no_array(value: Any, name: str) -> Failure | None:
+    try:
+        _jax.abstractify(value)
+    except (TypeError, ValueError, OverflowError):
+        return Failure(
+            what=f"cannot return {name}: it is no array",
+            expected="arrays, numbers, None, and containers of them",
+            got=show_value(value),
+            error=ArgumentError,
+        )
+    return None
+
+
+def _range_failure(axis: int | None, value: Any, name: str) -> Failure | None:
+    aval = _jax.abstractify(value)
+    if axis is None or -aval.ndim - 1 <= axis <= aval.ndim:
+        return None
+    return Failure(
+        what=f"cannot put the mapped axis of {name} at {axis}",
+        given=f"{_jax.short_aval(aval)} on each device",
+        expected=f"an axis from {-aval.ndim - 1} to {aval.ndim}",
+        error=OptionError,
+    )

@@ -1,0 +1,292 @@
+"""What is said of a `pmap` at decoration, and what it means for the arguments of one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+import functools
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+
+from spmd import _jax
+from spmd._arguments import Parameters, parse_parameters
+from spmd._spec import broadcast_prefix
+from spmd._trace import Signature
+from spmd.errors import ArgumentError, Failure, MeshError, OptionError, explain, show_value
+
+#: The name of an axis that the user has not named.
+UNNAMED = "pmap"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisTree:
+    """A parsed `in_axes` or `out_axes`; each leaf stands for all leaves below it.
+
+    Attributes:
+        name: The option it was given as.
+        leaves: Per leaf an axis, negative ones counted from the end, or None.
+        treedef: The structure; None is a leaf.
+    """
+
+    name: str
+    leaves: tuple[int | None, ...]
+    treedef: Any
+
+    def axes(self) -> Any:
+        """The tree, with one-element tuples as leaves: JAX takes None for an empty tree."""
+        return jtu.tree_unflatten(self.treedef, [_Axis(a) for a in self.leaves])
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    value: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PmapOptions:
+    """Everything that was said at decoration.
+
+    Attributes:
+        name: Name of the function.
+        axis_name: Name of the mapped axis.
+        in_axes: Which axis of each argument is mapped.
+        out_axes: Where it stands in each result.
+        params: The parameters; keyword arguments stay where they are.
+        devices: The devices to run on, or None.
+        backend: The platform to run on, or None.
+        axis_size: The size of the mapped axis, or None.
+    """
+
+    name: str
+    axis_name: Hashable
+    in_axes: AxisTree
+    out_axes: AxisTree
+    params: Parameters
+    devices: tuple[Any, ...] | None
+    backend: str | None
+    axis_size: int | None
+    positional_semantics: str = "global"
+
+    @property
+    def subject(self) -> str:
+        """The first words of a message."""
+        return f"pmap of `{self.name}`"
+
+
+def parse(
+    fun: Callable,
+    *,
+    axis_name: Any,
+    in_axes: Any,
+    out_axes: Any,
+    static_broadcasted_argnums: Any,
+    devices: Any,
+    backend: str | None,
+    axis_size: int | None,
+    donate_argnums: Any,
+) -> PmapOptions:
+    """Reads everything that can be read without arguments.
+
+    Raises:
+        TypeError: An axis is no integer, or the name of the axis has no hash.
+        ValueError: An option names an argument that is not there, or a size is out of range.
+    """
+    name = _jax.fun_name(fun)
+    subject = f"pmap of `{name}`"
+    params = parse_parameters(fun, subject, static_broadcasted_argnums, (), donate_argnums, ())
+    # Here an argument that is passed by name is no positional one.
+    params = replace(params, own=None, static_names=(), donate_names=())
+    failures: list[Failure] = []
+    trees = [
+        _parse_axes(option, tuple(tree) if isinstance(tree, list) else tree, failures)
+        for option, tree in (("in_axes", in_axes), ("out_axes", out_axes))
+    ]
+    failures += _name_failures(axis_name) + _size_failures(axis_size, devices)
+    if failures:
+        raise explain(subject, failures)
+    return PmapOptions(
+        name=name,
+        axis_name=UNNAMED if axis_name is None else axis_name,
+        in_axes=trees[0],
+        out_axes=trees[1],
+        params=params,
+        devices=None if devices is None else tuple(devices),
+        backend=backend,
+        axis_size=None if axis_size is None else int(axis_size),
+    )
+
+
+def _parse_axes(name: str, tree: Any, failures: list[Failure]) -> AxisTree:
+    paths, treedef = jtu.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)
+    failures += [
+        Failure(
+            what=f"cannot read {name}{jtu.keystr(path)}",
+            expected="the number of an axis, or None",
+            got=show_value(leaf),
+            error=ArgumentError,
+        )
+        for path, leaf in paths
+        if leaf is not None and (isinstance(leaf, bool) or not isinstance(leaf, (int, np.integer)))
+    ]
+    leaves = [leaf if not isinstance(leaf, np.integer) else int(leaf) for _, leaf in paths]
+    return AxisTree(name=name, leaves=tuple(leaves), treedef=treedef)
+
+
+def _name_failures(axis_name: Any) -> list[Failure]:
+    if isinstance(axis_name, Hashable) and not isinstance(axis_name, tuple):
+        return []
+    return [
+        Failure(
+            what="cannot use this axis_name",
+            expected="a string, or another value with __hash__ that is no tuple",
+            got=show_value(axis_name),
+            error=ArgumentError,
+        )
+    ]
+
+
+def _size_failures(axis_size: Any, devices: Any) -> list[Failure]:
+    failures = []
+    is_integer = isinstance(axis_size, (int, np.integer)) and not isinstance(axis_size, bool)
+    if axis_size is not None and not (is_integer and axis_size > 0):
+        failures.append(
+            Failure(
+                what="cannot map over an axis of this size",
+                given=f"axis_size={axis_size!r}"[:100],
+                expected="a positive integer",
+                error=OptionError if is_integer else ArgumentError,
+            )
+        )
+    if devices is not None and not len(devices):
+        failures.append(
+            Failure(
+                what="has no device to run on",
+                given=f"devices={devices!r}",
+                expected="at least one device, or None for those of the backend",
+                error=OptionError,
+            )
+        )
+    return failures
+
+
+# One call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mapping:
+    """What is mapped in a call of one signature.
+
+    Attributes:
+        axes: Per leaf of the arguments the axis that is mapped, not negative; None for none.
+        mesh: One axis, of the devices that run.
+    """
+
+    axes: tuple[int | None, ...]
+    mesh: Any
+
+
+def find_mapping(options: PmapOptions, signature: Signature) -> Mapping:
+    """Finds which axes are mapped, their size, and the devices.
+
+    Raises:
+        ValueError: `in_axes` does not fit the arguments, sizes differ, nothing is mapped, or there
+            are too few devices.
+    """
+    axes = _leaf_axes(options, signature)
+    rows = list(zip(axes, signature.avals, signature.arg_names, strict=True))
+    failures = [_range_failure(*row) for row in rows]
+    if failures := [f for f in failures if f]:
+        raise explain(options.subject, failures)
+    found = tuple(a if a is None or a >= 0 else a + aval.ndim for a, aval, _ in rows)
+    sizes = [
+        (aval.shape[a], a, name)
+        for a, aval, name in zip(found, signature.avals, signature.arg_names, strict=True)
+        if a is not None
+    ]
+    if failure := _sizes_failure(options, sizes):
+        raise explain(options.subject, [failure])
+    size = sizes[0][0] if options.axis_size is None else options.axis_size
+    return Mapping(axes=found, mesh=_mesh(options, size))
+
+
+def _leaf_axes(options: PmapOptions, signature: Signature) -> tuple[int | None, ...]:
+    args, kwargs = signature.tree.children()
+    tree = options.in_axes.axes()
+    if isinstance(tree, tuple) and options.params.static_nums:
+        # The entries count static arguments, too.
+        tree = tuple(tree[i] for i in signature.positions if i < len(tree))
+    found = broadcast_prefix(tree, args, "in_axes", "args")
+    if isinstance(found, Failure):
+        raise explain(options.subject, [_by_name(found, kwargs.num_leaves)])
+    return (*(axis.value for axis in found), *(0 for _ in range(kwargs.num_leaves)))
+
+
+def _by_name(failure: Failure, keywords: int) -> Failure:
+    if not keywords:
+        return failure
+    fix = "leave out what is passed by name: that is mapped over its axis 0"
+    return replace(failure, fix=fix)
+
+
+def _range_failure(axis: int | None, aval: Any, name: str) -> Failure | None:
+    if axis is None or -aval.ndim <= axis < aval.ndim:
+        return None
+    return Failure(
+        what=f"cannot map argument {name} over axis {axis}",
+        expected=f"an axis of {_jax.short_aval(aval)}",
+        got="a scalar" if not aval.ndim else f"{aval.ndim} axes",
+        fix="say None in in_axes for what all devices get whole" if not aval.ndim else "",
+        error=OptionError,
+    )
+
+
+def _sizes_failure(options: PmapOptions, sizes: Sequence[tuple[int, int, str]]) -> Failure | None:
+    wanted = options.axis_size
+    if not sizes and wanted is None:
+        return Failure(
+            what="maps nothing: no argument has an axis to map",
+            expected="at least one argument without None in in_axes, or axis_size",
+            error=OptionError,
+        )
+    if len({size for size, *_ in sizes} | ({wanted} - {None})) <= 1:
+        return None
+    rows = [f"argument {name}: {size} along axis {axis}" for size, axis, name in sizes]
+    return Failure(
+        what="cannot map over axes of different sizes",
+        expected="one size" if wanted is None else f"axis_size={wanted}",
+        got="\n".join(rows[:20] + [f"and {len(rows) - 20} more"] * (len(rows) > 20)),
+        error=OptionError,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _mesh(options: PmapOptions, size: int) -> Any:
+    devices = options.devices
+    if devices is None:
+        devices = tuple(jax.devices(options.backend))[:size]
+    if len(devices) != size:
+        raise explain(options.subject, [_device_failure(options, size, len(devices))])
+    return jax.sharding.Mesh(np.array(devices), (options.axis_name,))
+
+
+def _device_failure(options: PmapOptions, size: int, count: int) -> Failure:
+    if options.devices is None:
+        return Failure(
+            what=f"needs {size} devices",
+            expected=f"a mapped axis of size {count} or less: each element has a device",
+            got=f"{count} {jax.devices(options.backend)[0].platform} devices",
+            fix="map with jax.vmap, or with pmap of vmap over [devices, elements of each]",
+            error=MeshError,
+        )
+    return Failure(
+        what="needs another number of devices",
+        given=f"devices= with {count}",
+        expected=f"{size}, the size of the mapped axis",
+        error=MeshError,
+    )
+
+
+_jax.register_cache(_mesh, "meshes of pmap")

@@ -1,0 +1,256 @@
+"""One program per signature: what is part of it, who compiles it, and what is told about it."""
+
+import contextlib
+import threading
+import time
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+import numpy as np
+from oracle import counted, mesh_of
+
+from spmd import pmap
+from spmd._pmap import _cache
+from spmd._pmap._cache import Entries
+
+X = np.arange(8, dtype=np.float32).reshape(4, 2)
+
+
+def double(x):
+    """What one device computes."""
+    return x * 2
+
+
+def test_what_makes_a_program():
+    """Shapes, dtypes, weak types, trees, static values and JAX's settings; nothing else does."""
+    fun = pmap(lambda x, n: jax.tree.map(lambda v: v * n, x), static_broadcasted_argnums=1)
+    mesh = mesh_of({"a": 4})
+    same = [X, X + 1, jnp.asarray(X), jax.device_put(X, NamedSharding(mesh, P("a")))]
+    same += [jax.device_put(X, jax.devices()[5])]
+    outs, spent = counted(lambda: [fun(x, 3) for x in same])
+    for x, out in zip(same, outs, strict=True):
+        np.testing.assert_array_equal(out, np.asarray(x) * 3)
+    assert (spent.traces, spent.compiles, fun._cache_size) == (1, 1, 1)
+    others = [
+        lambda: fun(X[:2], 3),
+        lambda: fun(X.astype(np.int32), 3),
+        lambda: fun((X,), 3),
+        lambda: fun(X, 4),
+        lambda: fun(X, 3.0),
+        lambda: fun(X[:, 0], 3),
+        lambda: fun(lax.full((4,), 2.0), 3),  # of a weak type
+    ]
+    for count, other in enumerate(others, 2):
+        other()
+        other()
+        assert fun._cache_size == count
+    with jax.numpy_dtype_promotion("standard"):
+        fun(X, 3)
+    assert fun._cache_size == len(others) + 2
+    fun(X, 3)
+    assert fun._cache_size == len(others) + 2
+
+
+def test_x64_is_part_of_the_key():
+    """A program for 64 bits is another one."""
+    fun = pmap(lambda x: x + 1)
+    fun(np.arange(4))
+    with jax.enable_x64(True):
+        assert fun(np.arange(4)).dtype == np.int64
+    assert fun._cache_size == 2
+
+
+def test_keys_in_words():
+    """They say what each leaf is; settings only where they are not JAX's own."""
+    fun = pmap(lambda tree, n: tree["x"] * n, static_broadcasted_argnums=1)
+    assert fun._debug_cache_keys() == "The cache contains 0 elements:"
+    fun({"x": X}, 3)
+    settings = "set in JAX: "
+    (said,) = fun._debug_cache_keys().split("\n\n")[1:]
+    rows = [row for row in said.splitlines() if not row.startswith(settings)]
+    assert rows == [
+        "tree['x']: f32[4,2]",
+        "static 1: 3",
+        "structure: PyTreeDef((({'x': *},), {}))",
+    ]
+    assert fun._debug_compute_cache_key({"x": X}, 3) == said
+    partial = fun._debug_compute_cache_key({"x": jnp.float32(1) * 2, "y": 2})
+    assert partial.splitlines()[:2] == ["tree['x']: f32[]", "tree['y']: i32[], weak type"]
+    with jax.debug_key_reuse(False), jax.default_matmul_precision("float32"):
+        assert "jax_default_matmul_precision='float32'" in fun._debug_compute_cache_key({"x": X}, 3)
+    assert fun._cache_size == 1
+
+
+def test_explain_miss():
+    """It names the argument that differs from the nearest program, or the setting of JAX."""
+    fun = pmap(lambda x, y, n: x + y * n, static_broadcasted_argnums=2)
+    assert fun.explain_miss(X, X, 1) == "nothing was compiled before"
+    fun(X, X, 1)
+    fun(X[:2], X[:2], 1)
+    assert fun.explain_miss(X, X + 1, 1) == ""
+    assert fun.explain_miss(X, X[0], 1) == "y is f32[2], before f32[4,2]"
+    assert fun.explain_miss(X, X, 2) == "static arguments differ"
+    with jax.numpy_rank_promotion("warn"):
+        assert "jax_numpy_rank_promotion is 'warn', before 'raise'" in fun.explain_miss(X, X, 1)
+    assert fun._cache_size == 2
+
+
+def test_clearing():
+    """`clear_cache` and `jax.clear_caches` forget programs; the next call compiles."""
+    fun = pmap(double)
+    for clear in (fun.clear_cache, jax.clear_caches):
+        fun(X)
+        assert fun._cache_size == 1
+        clear()
+        assert fun._cache_size == 0
+        _, spent = counted(fun, X)
+        assert spent.compiles == 1
+
+
+def test_tracers_make_no_entry():
+    """A call in a trace is part of that program; the one outside is made as ever."""
+    fun = pmap(double)
+    np.testing.assert_array_equal(jax.jit(fun)(X), X * 2)
+    np.testing.assert_array_equal(jax.vmap(fun)(X[None]), X[None] * 2)
+    assert jax.grad(lambda x: fun(x).sum())(X).shape == X.shape
+    assert fun._cache_size == 0
+    scale = jnp.float32(3)
+
+    @jax.jit
+    def closes(s):
+        return pmap(lambda x: x * s)(X)
+
+    np.testing.assert_array_equal(closes(scale), X * 3)
+    np.testing.assert_array_equal(fun(X), X * 2)
+    assert fun._cache_size == 1
+
+
+# Threads
+
+
+def in_threads(count, work):
+    """Runs `work(number)` in threads that start together; returns what each returned or raised."""
+    start = threading.Barrier(count)
+    found = [None] * count
+
+    def run(i):
+        start.wait(60)
+        try:
+            found[i] = work(i)
+        except Exception as error:
+            found[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    return found
+
+
+def test_one_compile_per_signature():
+    """Sixteen threads with four signatures compile four times."""
+    traced = []
+
+    def fun(x):
+        traced.append(x.shape)
+        return x * 2 + lax.axis_index("i").astype(x.dtype)
+
+    mapped = pmap(fun, "i")
+    work = lambda i: mapped(np.ones((4, 1 + i % 4), np.float32))  # noqa: E731 - one expression
+    found, spent = counted(in_threads, 16, work)
+    assert (sorted(traced), spent.compiles) == ([(n,) for n in (1, 2, 3, 4)], 4)
+    for i, out in enumerate(found):
+        np.testing.assert_array_equal(out[:, 0], 2 + np.arange(4))
+        assert out.shape == (4, 1 + i % 4)
+
+
+def test_a_failing_trace_releases_who_waits():
+    """All callers get the same error, nothing is kept, and the next call makes it anew."""
+    fails = True
+
+    def fun(x):
+        time.sleep(0.05)
+        if fails:
+            raise ValueError("not yet")
+        return x * 2
+
+    mapped = pmap(fun)
+    found = in_threads(8, lambda _: mapped(X))
+    assert {str(e) for e in found} == {"not yet"}
+    assert mapped._cache_size == 0
+    fails = False
+    np.testing.assert_array_equal(mapped(X), X * 2)
+    assert mapped._cache_size == 1
+
+
+def test_entries_wait_for_their_own_only():
+    """While one entry is made, another is; who asks for the first waits."""
+    entries, order = Entries(), []
+    begun, go = threading.Event(), threading.Event()
+
+    def slow():
+        begun.set()
+        assert go.wait(60)
+        order.append("slow")
+        return "slow entry"
+
+    def work(i):
+        if i == 0:
+            return entries.get("slow", slow)
+        assert begun.wait(60)
+        if i == 1:
+            fast = entries.get("fast", lambda: order.append("fast") or "fast entry")
+            go.set()
+            return fast
+        return entries.get("slow", slow)
+
+    assert in_threads(4, work) == ["slow entry", "fast entry", "slow entry", "slow entry"]
+    assert order == ["fast", "slow"]
+    assert entries.keys() == ["fast", "slow"]
+
+
+def test_the_oldest_entry_goes(monkeypatch):
+    """There are no more than so many."""
+    monkeypatch.setattr(_cache, "_MOST", 2)
+    entries = Entries()
+    for i in range(4):
+        assert entries.get(i, lambda i=i: -i) == -i
+    assert entries.keys() == [2, 3]
+
+
+def test_an_entry_that_asks_for_itself():
+    """A maker that asks for its own entry is run again, and does not wait for itself."""
+    entries, depth = Entries(), []
+
+    def make():
+        depth.append(1)
+        return entries.get("a", make) if len(depth) < 3 else "made"
+
+    assert entries.get("a", make) == "made"
+    assert len(depth) == 3
+
+
+def test_an_interrupted_maker():
+    """An interrupt is the thread's own: another makes the entry."""
+    entries = Entries()
+    begun, go = threading.Event(), threading.Event()
+
+    def interrupted():
+        begun.set()
+        assert go.wait(60)
+        raise KeyboardInterrupt
+
+    def work(i):
+        if i == 0:
+            with contextlib.suppress(KeyboardInterrupt):
+                entries.get("a", interrupted)
+            return None
+        assert begun.wait(60)
+        threading.Timer(0.05, go.set).start()
+        return entries.get("a", lambda: "made")
+
+    assert in_threads(2, work) == [None, "made"]
