@@ -21,7 +21,7 @@ import numpy as np
 
 import spmd
 
-PARTS = ("calls", "compile", "import", "report", "grad", "taps")
+PARTS = ("calls", "compile", "import", "report", "grad", "taps", "pmap")
 
 
 def main() -> int:
@@ -52,7 +52,7 @@ def main() -> int:
 
 def _lines(part: str, turns: int) -> tuple[str | None, Iterable[Any]]:
     """What stands above the lines of a part, and the lines."""
-    from . import compiling, differentiating, dispatch, importing, inspecting, tapping
+    from . import compiling, differentiating, dispatch, importing, inspecting, mapping, tapping
     from .paired import HEADER
 
     if part == "calls":
@@ -63,6 +63,8 @@ def _lines(part: str, turns: int) -> tuple[str | None, Iterable[Any]]:
         return HEADER, [importing.run(max(3, turns // 5))]
     if part == "report":
         return None, inspecting.run(max(3, turns // 10))
+    if part == "pmap":
+        return HEADER, mapping.run(turns)
     if part == "taps":
         return HEADER, tapping.run(max(5, turns // 2))
     return differentiating.HEADER, differentiating.run()

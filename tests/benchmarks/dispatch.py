@@ -11,15 +11,19 @@ from spmd import P, pjit
 from .paired import Result, compare
 
 
-def _mesh(n: int) -> jax.sharding.Mesh:
+def mesh(n: int) -> jax.sharding.Mesh:
+    """The first `n` devices in a row."""
     return jax.sharding.Mesh(np.array(jax.devices()[:n]), ("x",))
 
 
-def _add(*args):
+def add(*args):
+    """A program that takes no time."""
     return jax.tree.map(lambda x: x + 1, args)
 
 
-def _repeat(f: Callable, args: tuple) -> Callable[[int], None]:
+def repeat(f: Callable, args: tuple) -> Callable[[int], None]:
+    """Calls a function so many times with these arguments, and waits once."""
+
     def run(calls: int) -> None:
         for _ in range(calls):
             out = f(*args)
@@ -29,14 +33,14 @@ def _repeat(f: Callable, args: tuple) -> Callable[[int], None]:
 
 
 def _versus_jit(name: str, devices: int, values: tuple, turns: int, calls: int) -> Result:
-    sharding = NamedSharding(_mesh(devices), P("x"))
+    sharding = NamedSharding(mesh(devices), P("x"))
     args = jax.device_put(values, sharding)
-    ours = pjit(_add, in_axis_resources=P("x"), out_axis_resources=P("x"), mesh=_mesh(devices))
-    peer = jax.jit(_add, in_shardings=sharding, out_shardings=sharding)
+    ours = pjit(add, in_axis_resources=P("x"), out_axis_resources=P("x"), mesh=mesh(devices))
+    peer = jax.jit(add, in_shardings=sharding, out_shardings=sharding)
     return compare(
         f"call, {name}, vs jax.jit",
-        _repeat(ours, args),
-        _repeat(peer, args),
+        repeat(ours, args),
+        repeat(peer, args),
         target=1.05,
         turns=turns,
         calls=calls,
@@ -44,14 +48,14 @@ def _versus_jit(name: str, devices: int, values: tuple, turns: int, calls: int) 
 
 
 def _versus_pmap(name: str, values: tuple, turns: int, calls: int) -> Result:
-    ours = pjit(_add, in_axis_resources=P("x"), out_axis_resources=P("x"), mesh=_mesh(8))
-    peer = jax.pmap(_add)
-    placed = jax.device_put(values, NamedSharding(_mesh(8), P("x")))
+    ours = pjit(add, in_axis_resources=P("x"), out_axis_resources=P("x"), mesh=mesh(8))
+    peer = jax.pmap(add)
+    placed = jax.device_put(values, NamedSharding(mesh(8), P("x")))
     peers = peer(*values)  # its own results lie as it wants its arguments
     return compare(
         f"call, {name}, vs jax.pmap",
-        _repeat(ours, placed),
-        _repeat(peer, peers),
+        repeat(ours, placed),
+        repeat(peer, peers),
         target=1.00,
         turns=turns,
         calls=calls,
@@ -60,11 +64,11 @@ def _versus_pmap(name: str, values: tuple, turns: int, calls: int) -> Result:
 
 def _donating(name: str, values: tuple, turns: int, calls: int) -> Result:
     """A state that is donated and fed back, as in a training loop."""
-    sharding = NamedSharding(_mesh(8), P("x"))
+    sharding = NamedSharding(mesh(8), P("x"))
     options = {"in_shardings": sharding, "out_shardings": sharding, "donate_argnums": 0}
 
     def loop(f: Callable) -> Callable[[int], None]:
-        state = jax.jit(_add, out_shardings=sharding)(*values)
+        state = jax.jit(add, out_shardings=sharding)(*values)
 
         def run(calls: int) -> None:
             nonlocal state
@@ -75,7 +79,7 @@ def _donating(name: str, values: tuple, turns: int, calls: int) -> Result:
         return run
 
     def step(state):
-        return _add(*state)
+        return add(*state)
 
     return compare(
         f"call, donated {name}, vs jax.jit",
@@ -89,7 +93,7 @@ def _donating(name: str, values: tuple, turns: int, calls: int) -> Result:
 
 def _gradient(name: str, devices: int, count: int, turns: int, calls: int) -> Result:
     """An eager gradient: forward half, backward half, and what JAX does around both."""
-    sharding = NamedSharding(_mesh(devices), P("x"))
+    sharding = NamedSharding(mesh(devices), P("x"))
     values = [np.full((8, 4), i, np.float32) for i in range(count)]
 
     def loss(*args):
@@ -99,13 +103,13 @@ def _gradient(name: str, devices: int, count: int, turns: int, calls: int) -> Re
         return jax.grad(f, argnums=tuple(range(count)))
 
     args = jax.device_put(values, sharding)
-    ours = pjit(loss, in_axis_resources=P("x"), out_axis_resources=None, mesh=_mesh(devices))
-    whole = NamedSharding(_mesh(devices), P())
+    ours = pjit(loss, in_axis_resources=P("x"), out_axis_resources=None, mesh=mesh(devices))
+    whole = NamedSharding(mesh(devices), P())
     peer = jax.jit(loss, in_shardings=sharding, out_shardings=whole)
     return compare(
         f"eager jax.grad, {name}",
-        _repeat(gradient(ours), tuple(args)),
-        _repeat(gradient(peer), tuple(args)),
+        repeat(gradient(ours), tuple(args)),
+        repeat(gradient(peer), tuple(args)),
         target=1.05,
         turns=turns,
         calls=calls,

@@ -152,7 +152,10 @@ def in_threads(count, work):
 
 
 def test_one_compile_per_signature():
-    """Sixteen threads with four signatures compile four times."""
+    """Sixteen threads with four signatures compile four times.
+
+    On one device: XLA may hang where threads start programs on several virtual devices at once.
+    """
     traced = []
 
     def fun(x):
@@ -160,12 +163,11 @@ def test_one_compile_per_signature():
         return x * 2 + lax.axis_index("i").astype(x.dtype)
 
     mapped = pmap(fun, "i")
-    work = lambda i: mapped(np.ones((4, 1 + i % 4), np.float32))  # noqa: E731 - one expression
+    work = lambda i: mapped(np.ones((1, 1 + i % 4), np.float32))  # noqa: E731 - one expression
     found, spent = counted(in_threads, 16, work)
     assert (sorted(traced), spent.compiles) == ([(n,) for n in (1, 2, 3, 4)], 4)
     for i, out in enumerate(found):
-        np.testing.assert_array_equal(out[:, 0], 2 + np.arange(4))
-        assert out.shape == (4, 1 + i % 4)
+        np.testing.assert_array_equal(out, np.full((1, 1 + i % 4), 2, np.float32))
 
 
 def test_a_failing_trace_releases_who_waits():
