@@ -406,6 +406,7 @@ def settle():
     """Waits until nothing is under way, and collects what nobody holds."""
     hcb.stop_outfeed_receiver()  # the threads hold the call that they made last
     gc.collect()
+    hcb.barrier_wait()  # drops what belonged to the executables that just went
 
 
 def left_of(make, count):
