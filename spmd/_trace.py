@@ -92,7 +92,7 @@ def _trace(
         paths, out_tree = jtu.tree_flatten_with_path(fun(*args, **kwargs))
         out_names = tuple("result" + jtu.keystr(path) for path, _ in paths)
         values = [value for _, value in paths]
-        found = [_no_array(v, n) for v, n in zip(values, out_names, strict=True)]
+        found = [no_array(v, n) for v, n in zip(values, out_names, strict=True)]
         if failures := [f for f in found if f]:
             raise explain(subject, failures)
         return values
@@ -108,7 +108,8 @@ def _trace(
     return Trace(jaxpr=jaxpr, consts=tuple(consts), out_tree=out_tree, out_names=out_names or ())
 
 
-def _no_array(value: Any, name: str) -> Failure | None:
+def no_array(value: Any, name: str) -> Failure | None:
+    """Says that a result is no array, or None if it is one."""
     if isinstance(value, _jax.Tracer):
         return None
     try:

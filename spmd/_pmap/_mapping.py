@@ -15,8 +15,8 @@ from spmd import _jax
 from spmd._arguments import join_arguments
 from spmd._pmap._options import Mapping, PmapOptions
 from spmd._spec import ParsedPartitionSpec, broadcast_prefix
-from spmd._trace import Signature
-from spmd.errors import ArgumentError, Failure, OptionError, explain, show_value
+from spmd._trace import Signature, no_array
+from spmd.errors import Failure, OptionError, explain
 
 
 def spec_along(axis: int | None, name: Any) -> ParsedPartitionSpec:
@@ -71,7 +71,7 @@ class Mapped:
         results = self._fun(*args, **kwargs)
         paths, tree = jtu.tree_flatten_with_path(results)
         names = ["result" + jtu.keystr(path) for path, _ in paths]
-        failures = [_no_array(v, n) for (_, v), n in zip(paths, names, strict=True)]
+        failures = [no_array(v, n) for (_, v), n in zip(paths, names, strict=True)]
         if failures := [f for f in failures if f]:
             raise explain(options.subject, failures)
         found = broadcast_prefix(options.out_axes.axes(), tree, "out_axes", "result")
@@ -98,19 +98,6 @@ class Mapped:
             a if e is None else e for a, e in zip(self.out_axes, ends, strict=True)
         )
         return ends
-
-
-def _no_array(value: Any, name: str) -> Failure | None:
-    try:
-        _jax.abstractify(value)
-    except (TypeError, ValueError, OverflowError):
-        return Failure(
-            what=f"cannot return {name}: it is no array",
-            expected="arrays, numbers, None, and containers of them",
-            got=show_value(value),
-            error=ArgumentError,
-        )
-    return None
 
 
 def _range_failure(axis: int | None, value: Any, name: str) -> Failure | None:
