@@ -17,7 +17,7 @@ import numpy as np
 
 from spmd import _jax
 from spmd.errors import Failure, OptionError, explain
-from spmd.host_callback._items import Call, Origin, Tap
+from spmd.host_callback._items import Call, Tap
 from spmd.host_callback._receiver import receiver
 from spmd.host_callback._registry import Entry, Site
 
@@ -69,6 +69,31 @@ def _failure(entry: Entry, platform: str, partitions: int, manual: bool | None) 
     return None
 
 
+class _Received:
+    """An operand that JAX has copied."""
+
+    def __init__(self, values: np.ndarray):
+        self._values = values
+
+    def size(self, dtype: np.dtype) -> int:
+        return self._values.nbytes
+
+    def copy(self, dtype: np.dtype) -> np.ndarray:
+        return self._values
+
+
+class _Pause:
+    """What a thread of JAX waits for, in place of the future of a suspended program."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self.set_available = self._event.set
+        self.wait = self._event.wait
+
+    def suspend(self) -> _Pause:
+        return self
+
+
 def _received(
     entry: Entry, platform: str, site: Site | None, devices: Sequence[Any], *arrays: Any
 ) -> tuple[Any, ...]:
@@ -76,22 +101,22 @@ def _received(
     values = [np.array(x) for x in arrays]
     partition = int(values.pop(0)) if site else 0
     device = devices[partition] if devices else jax.local_devices(backend=platform)[0]
-    origin = Origin(device, site, partition)
-    room = threading.Event()
+    buffers = [_Received(v) for v in values]
+    pause = _Pause()
     if entry.call.out_tree is None:
-        tap = Tap(entry, origin, lambda: values, sum(v.nbytes for v in values))
-        receiver.submit(tap, lambda: room.set)
+        tap = Tap(entry, device, site, partition, buffers)
+        receiver.submit(tap, pause.suspend)
         if tap.resume is not None:
-            room.wait()
+            pause.wait()
         return ()
     outcome: list[Any] = []
 
     def finish(results: Any, error: str | None) -> None:
         outcome.extend((results, error))
-        room.set()
+        pause.set_available()
 
-    receiver.submit(Call(entry, origin, lambda: values, finish), lambda: room.set)
-    room.wait()
+    receiver.submit(Call(entry, device, site, partition, buffers, finish), pause.suspend)
+    pause.wait()
     results, error = outcome
     if error is not None:
         raise HostFunctionError(error)

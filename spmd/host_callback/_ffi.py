@@ -8,9 +8,10 @@ that interface is read here as an array of 8-byte words: the index of a field is
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import contextlib
 import ctypes
+import functools
 import math
 import struct
 import threading
@@ -22,6 +23,7 @@ from spmd.host_callback._memory import LARGE, empty
 
 _VERSION = (0, 3)
 _word = ctypes.c_uint64
+addressof = ctypes.addressof
 # XLA's functions return at once, except those that let a program go on in the calling thread:
 # only there the GIL is released.
 _Quick = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
@@ -62,6 +64,7 @@ def _words(address: int, count: int) -> Any:
 
 
 _one, _two = _reader(1), _reader(2)
+_Words4 = _word * 4
 
 
 class Api:
@@ -78,21 +81,29 @@ class Api:
         """Calls a function with the fields of its argument struct; returns that struct."""
         size = 2 + len(fields)
         args = (_word * size)(8 * size, 0, *fields)
-        if self._functions[function](ctypes.addressof(args)):
+        if self._functions[function](addressof(args)):
             raise RuntimeError(f"XLA refused function {function} of its foreign function interface")
         return args
+
+    def get(self, function: int, context: int) -> int:
+        """Calls a function that answers a question about a context; such a one does not fail."""
+        args = _Words4(32, 0, context, 0)
+        self._functions[function](addressof(args))
+        return args[3]
 
     def error(self, message: str, code: int = _UNKNOWN) -> int:
         """Makes an error; who is given it owns it."""
         text = ctypes.create_string_buffer(message.encode(errors="replace"))
-        args = (_word * 4)(32, 0, ctypes.addressof(text), code)
-        return self._functions[ERROR_CREATE](ctypes.addressof(args)) or 0
+        args = (_word * 4)(32, 0, addressof(text), code)
+        return self._functions[ERROR_CREATE](addressof(args)) or 0
 
 
 _apis: dict[int, Api] = {}
 
 
 _read_frame, _read_buffer = _reader(_FRAME_WORDS), _reader(6)
+_cached_reader = functools.cache(_reader)
+_bytes = functools.lru_cache(maxsize=1024)(lambda size: ctypes.c_char * size)
 
 
 class Frame:
@@ -105,10 +116,10 @@ class Frame:
 
     __slots__ = ("_address", "api", "words")
 
-    def __init__(self, address: int):
+    def __init__(self, address: int, words: Sequence[int]):
         self._address = address
-        self.words = _read_frame(address)
-        api = self.words[_API]
+        self.words = words
+        api = words[_API]
         self.api = _apis.get(api) or _apis.setdefault(api, Api(api))
 
     def integer(self, index: int) -> int:
@@ -131,11 +142,11 @@ class Frame:
 
     def device_ordinal(self) -> int:
         """Which device of its client executes."""
-        return self.api(DEVICE_ORDINAL_GET, self.words[_CTX], 0)[3] & 0xFFFFFFFF
+        return self.api.get(DEVICE_ORDINAL_GET, self.words[_CTX]) & 0xFFFFFFFF
 
     def run_id(self) -> int:
         """What all devices that execute one program together have in common."""
-        return self.api(RUN_ID_GET, self.words[_CTX], 0)[3]
+        return self.api.get(RUN_ID_GET, self.words[_CTX])
 
     def suspend(self) -> Future:
         """Lets the program wait here, with its buffers alive, until the future is completed."""
@@ -162,7 +173,7 @@ class Buffer:
 
     def size(self, dtype: np.dtype) -> int:
         """How many bytes it has."""
-        return math.prod(self.shape, start=dtype.itemsize)
+        return math.prod(self.shape) * dtype.itemsize
 
     def copy(self, dtype: np.dtype) -> np.ndarray:
         """Returns the values as an array of its own."""
@@ -179,12 +190,12 @@ class Buffer:
             self._view(value.nbytes, value.dtype)[...] = value.reshape(self.shape)
 
     def _view(self, size: int, dtype: np.dtype) -> np.ndarray:
-        memory: Any = (ctypes.c_char * size).from_address(self.address)
+        memory: Any = _bytes(size).from_address(self.address)
         return np.ndarray(self.shape, dtype, memory)
 
 
 def _buffers(address: int, count: int) -> list[Buffer]:
-    return [Buffer(a) for a in _words(address, count)[1:]]
+    return [Buffer(a) for a in _cached_reader(count)(address)[1:]]
 
 
 class Future:
@@ -206,9 +217,7 @@ class Future:
 
 
 def _metadata(words: Any) -> bool:
-    """Answers the question for the version of a handler; returns whether it was asked."""
-    if not words[_EXTENSION]:
-        return False
+    """Answers the question for the version of a handler; returns whether it was that one."""
     extension = _words(words[_EXTENSION], 4)
     if extension[1] & 0xFFFFFFFF != _METADATA:
         return False
@@ -233,9 +242,10 @@ def compile_handler(stage: Callable[[Frame], str | None]) -> Any:
     """Makes a handler from a function that returns the text of an error, or None."""
 
     def handle(address: int) -> int | None:
-        if _metadata(_read_frame(address)):
+        words = _read_frame(address)
+        if words[_EXTENSION] and _metadata(words):
             return None
-        frame = Frame(address)
+        frame = Frame(address, words)
         try:
             message = stage(frame)
         except BaseException as error:
@@ -255,9 +265,10 @@ def execute_handler(stage: Callable[[Frame], str | None]) -> Any:
     """
 
     def handle(address: int) -> None:
-        if _metadata(_read_frame(address)):
+        words = _read_frame(address)
+        if words[_EXTENSION] and _metadata(words):
             return
-        frame = Frame(address)
+        frame = Frame(address, words)
         try:
             _keep_thread()
             if (message := stage(frame)) is not None:
@@ -311,13 +322,13 @@ _type_name = ctypes.create_string_buffer(b"spmd.host_callback")
 def hold(frame: Frame, value: Any) -> None:
     """Keeps a value alive as long as the executable that is being made."""
     if not _state_type[0]:
-        name, size = ctypes.addressof(_type_name), len(_type_name.value)
-        addresses = ctypes.addressof(_state_type), ctypes.addressof(_type_info)
+        name, size = addressof(_type_name), len(_type_name.value)
+        addresses = addressof(_state_type), addressof(_type_info)
         frame.api(TYPE_REGISTER, name, size, *addresses)
     cell = ctypes.c_char()
-    address = ctypes.addressof(cell)
+    address = addressof(cell)
     _states[address] = (cell, value)
-    type_id = ctypes.addressof(_state_type)
+    type_id = addressof(_state_type)
     frame.api(STATE_SET, frame.words[_CTX], 0, type_id, address)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import functools
 import gc
 import threading
@@ -22,7 +22,7 @@ from spmd.host_callback._ffi import (
     execute_handler,
     hold,
 )
-from spmd.host_callback._items import Call, Origin, Tap
+from spmd.host_callback._items import Call, Tap
 from spmd.host_callback._receiver import receiver
 from spmd.host_callback._registry import Entry, Site
 from spmd.host_callback._threads import fork_safe_lock, threads
@@ -41,17 +41,6 @@ def _device(ordinal: int) -> Any:
 
 
 _jax.register_cache(_device, "devices of host callbacks")
-
-
-def _copied(
-    buffers: Sequence[Buffer], entry: Entry, site: Site | None, partition: int
-) -> list[np.ndarray]:
-    """Copies operands, without the padding of uneven shards."""
-    values = [b.copy(d) for b, d in zip(buffers, entry.carriers, strict=True)]
-    if site is None or not site.placements:
-        return values
-    trims = [p.trim(partition) for p in site.placements]
-    return [v if t is None else v[t].copy() for v, t in zip(values, trims, strict=True)]
 
 
 class _Meeting:
@@ -131,36 +120,35 @@ def _execute(frame: Frame) -> str | None:
     if len(buffers) > len(entry.dtypes):
         partition = int(buffers.pop(0).copy(np.dtype(np.uint32)))
         site = entry.site(frame.text(_SITE).decode())
-    read = functools.partial(_copied, buffers, entry, site, partition)
-    origin = Origin(device, site, partition)
-    if entry.call.out_tree is None:
-        if site is None or site.mode != "one" or partition == entry.call.device_index:
-            size = sum(b.size(d) for b, d in zip(buffers, entry.carriers, strict=True))
-            receiver.submit(Tap(entry, origin, read, size), _suspender(frame))
-        return None
-    _execute_call(frame, entry, origin, read)
+    call = entry.call
+    if call.out_tree is not None:
+        _execute_call(frame, entry, device, site, partition, buffers)
+    elif site is None or site.mode != "one" or partition == call.device_index:
+        receiver.submit(Tap(entry, device, site, partition, buffers), frame.suspend)
     return None
 
 
-def _suspender(frame: Frame) -> Callable[[], Callable[[], None]]:
-    return lambda: frame.suspend().set_available
-
-
-def _execute_call(frame: Frame, entry: Entry, origin: Origin, read: Callable) -> None:
+def _execute_call(
+    frame: Frame,
+    entry: Entry,
+    device: Any,
+    site: Site | None,
+    partition: int,
+    buffers: list[Buffer],
+) -> None:
     outs = frame.results()
     future = frame.suspend()
     finish: Callable[..., None] = functools.partial(_finish, future, outs)
-    site = origin.site
     if site is not None and site.mode != "each" and jax.process_count() == 1:
         callers = 1 if site.mode == "one" else site.partitions
-        meeting = _meeting(frame, entry, origin.partition, callers, site.partitions)
+        meeting = _meeting(frame, entry, partition, callers, site.partitions)
         own: list[Any] | None = None if site.mode == "one" else []
         if not meeting.join(finish, own):
             return
-        if site.mode == "one" and origin.partition != entry.call.device_index:
+        if site.mode == "one" and partition != entry.call.device_index:
             return
         finish = functools.partial(meeting.settle, own)
-    receiver.submit(Call(entry, origin, read, finish), _suspender(frame))
+    receiver.submit(Call(entry, device, site, partition, buffers, finish), frame.suspend)
 
 
 def _finish(future: Future, buffers: list[Buffer], results: Any, error: str | None) -> None:

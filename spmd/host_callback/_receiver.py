@@ -54,18 +54,15 @@ class Item:
         done: Whether the host function has returned or raised.
     """
 
-    __slots__ = ("device", "done", "number", "operands", "resume", "size", "turn")
-
+    # One is made per call on a device: what most of them never set costs nothing here.
+    device: Any
+    size = 0
     urgent = False
-
-    def __init__(self, device: Any, size: int):
-        self.device = device
-        self.size = size
-        self.number = -1
-        self.operands: Any = None
-        self.resume: Callable[[], None] | None = None
-        self.turn: Any = None
-        self.done = False
+    number = -1
+    operands: Any = None
+    resume: Callable[[], None] | None = None
+    turn: Any = None
+    done = False
 
     def may_wait(self) -> bool:
         """Whether nobody waits for it: neither a device, nor others for the memory that it has."""
@@ -193,7 +190,7 @@ class Receiver:
 
     # What programs do
 
-    def submit(self, item: Item, suspend: Callable[[], Callable[[], None]]) -> None:
+    def submit(self, item: Item, suspend: Callable[[], Any]) -> None:
         """Takes a call on; where the queue is full the program is suspended until it has room."""
         with self._lock:
             consumer = self._consumers.get(item.device)
@@ -208,7 +205,7 @@ class Receiver:
                 self._bytes += item.size
             else:
                 item.turn = threading.Lock()
-                item.resume = suspend()
+                item.resume = suspend().set_available
                 self._paused.append(item)
             if consumer.started_program and (item.urgent or not fits):
                 # The host function may wait for the program that now waits for this queue.

@@ -95,6 +95,8 @@ def _described(transforms: tuple[tuple[str, tuple[Any, ...]], ...]) -> tuple[Any
 
 def described(transforms: tuple[tuple[str, tuple[Any, ...]], ...]) -> tuple[Any, ...]:
     """Returns transformations as a tap is told them: pairs of a name and a dict of its own."""
+    if not transforms:
+        return ()
     return tuple((name, dict(params)) for name, params in _described(transforms))
 
 

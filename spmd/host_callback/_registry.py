@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import secrets
-from typing import Any
+from typing import Any, NamedTuple
 import weakref
 
 import numpy as np
 
 from spmd import _jax
 from spmd.host_callback._ffi import bury
-from spmd.host_callback._layout import Placement, mesh_coordinates
+from spmd.host_callback._layout import Placement, Slices, mesh_coordinates
 from spmd.host_callback._records import HostCall
 from spmd.host_callback._threads import fork_safe_lock
 
@@ -37,6 +38,7 @@ class Entry:
         id: A random number: that of another process means nothing here.
         dtypes: Per operand its dtype.
         carriers: Per operand the dtype that it arrives in.
+        size: The bytes of all of them on one device.
     """
 
     def __init__(self, call: HostCall, avals: tuple[Any, ...]):
@@ -45,6 +47,8 @@ class Entry:
         self.id = secrets.randbits(63)
         self.dtypes = [dtype for _, dtype in avals]
         self.carriers = [carrier(d) for d in self.dtypes]
+        sizes = zip(avals, self.carriers, strict=True)
+        self.size = sum(math.prod(shape) * c.itemsize for (shape, _), c in sizes)
         # What a program was split like, by the text that its calls carry.
         self._sites: dict[str, Site] = {}
 
@@ -63,6 +67,21 @@ class Entry:
         return text
 
 
+class Part(NamedTuple):
+    """What one partition of a program holds.
+
+    Attributes:
+        coordinates: Its place in the mesh.
+        indices: Under ``"shards"``, per operand the part of the global array.
+        trims: Per operand what to take of its memory, None for all of it; None if nothing is
+            padded.
+    """
+
+    coordinates: dict[str, int]
+    indices: list[Slices]
+    trims: list[Slices | None] | None
+
+
 class Site:
     """How the programs are split that hold one call.
 
@@ -74,7 +93,7 @@ class Site:
         placements: Under ``"shards"``, how each operand is split.
     """
 
-    __slots__ = ("axes", "mode", "partitions", "placements")
+    __slots__ = ("_parts", "axes", "mode", "partitions", "placements")
 
     def __init__(
         self,
@@ -87,13 +106,21 @@ class Site:
         self.partitions = partitions
         self.axes = axes
         self.placements = placements
+        self._parts: dict[int, Part] = {}
 
     def __repr__(self) -> str:
         return f"{self.mode}, {self.partitions}, {self.axes}, {self.placements}"
 
-    def coordinates(self, partition: int) -> dict[str, int]:
-        """The place of a partition in the mesh."""
-        return mesh_coordinates(self.axes, partition)
+    def part(self, partition: int) -> Part:
+        """What one partition holds; found out once."""
+        part = self._parts.get(partition)
+        if part is None:
+            coordinates = mesh_coordinates(self.axes, partition)
+            indices = [p.index(partition) for p in self.placements]
+            trims = [p.trim(partition) for p in self.placements]
+            padded = any(t is not None for t in trims)
+            part = self._parts[partition] = Part(coordinates, indices, trims if padded else None)
+        return part
 
 
 _lock = fork_safe_lock()

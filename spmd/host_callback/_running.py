@@ -32,9 +32,9 @@ def called_with(
 ) -> Any:
     """Calls the host function of an entry with operands as they came from a device."""
     call = entry.call
-    values = [
-        v if v.dtype == d else v.astype(d) for v, d in zip(operands, entry.dtypes, strict=True)
-    ]
+    values = operands
+    if entry.carriers != entry.dtypes:
+        values = [v.astype(d, copy=False) for v, d in zip(operands, entry.dtypes, strict=True)]
     arguments: dict[str, Any] = {"device": device} if call.with_device else {}
     if call.per_shard:
         arguments["shard"] = _shard(call, values, device, site, partition)
@@ -50,8 +50,10 @@ def run(
 ) -> Any:
     """Calls the host function with the values of the leaves of its argument."""
     arg = jtu.tree_unflatten(call.in_tree, values)
-    shard = arguments.get("shard")
-    wanted = [observe(call, values, device, shard) for observe in [*observers]]
+    wanted: Sequence[bool] = ()
+    if observers:
+        shard = arguments.get("shard")
+        wanted = [observe(call, values, device, shard) for observe in [*observers]]
     if call.out_tree is not None:
         return call.func(arg, **arguments)
     return call.func(arg, described(call.transforms), **arguments) if all(wanted) else None
@@ -61,14 +63,13 @@ def _shard(
     call: HostCall, values: Sequence[np.ndarray], device: Any, site: Site | None, partition: int
 ) -> Shard:
     if site is None:  # one device holds all
+        coordinates = mesh_coordinates(dict(call.axes), 0)
         indices = [tuple(slice(0, n) for n in v.shape) for v in values]
-    elif site.mode in ("each", "together"):
-        return Shard(device=device, coordinates=site.coordinates(partition), index=None)
     else:
-        indices = [p.index(partition) for p in site.placements]
-    coordinates = (
-        mesh_coordinates(dict(call.axes), 0) if site is None else site.coordinates(partition)
-    )
+        part = site.part(partition)
+        coordinates, indices = dict(part.coordinates), part.indices
+        if site.mode in ("each", "together"):
+            return Shard(device=device, coordinates=coordinates, index=None)
     index = _tree_of(call, indices)
     return Shard(device=device, coordinates=coordinates, index=index)
 
@@ -120,7 +121,12 @@ def _mismatch(call: HostCall, got: str, expected: str) -> str:
 
 
 def _shape_hint(call: HostCall, leaves: Sequence[Any]) -> str:
-    """What to write instead, where the shape of an array was taken for a tuple of numbers."""
+    """What to write instead of no `result_shape`, or of a tuple that was meant as a shape."""
+    if not call.results:
+        return (
+            "\n  fix       say what it returns: call(f, x, result_shape=...), in the same tree, "
+            "with jax.ShapeDtypeStruct(shape, dtype) for each array"
+        )
     numbers = all(not shape and np.dtype(d).kind == "i" for shape, d in call.results)
     ndim = len(call.results)
     flat = call.out_tree == jtu.tree_structure((0,) * ndim)

@@ -95,10 +95,11 @@ def _per_shard(x: jax.Array, host: Callable) -> Callable[[int], None]:
     def shard(value, transforms, *, shard):
         host(value)
 
-    def tap(x):
+    def program(x):
         hcb.id_tap(shard, x, per_shard=True)
+        return x[:, :1, :1]
 
-    return _runner(_large(tap), x, hcb.barrier_wait)
+    return _runner(jax.jit(program), x, hcb.barrier_wait)
 
 
 def _by_shard_map(x: jax.Array, host: Callable) -> Callable[[int], None]:

@@ -141,6 +141,15 @@ def test_a_result_of_the_wrong_kind(host, way, row):
     all_devices_work()
 
 
+def test_no_shape_where_something_is_returned():
+    """Who leaves result_shape out is told to say it."""
+    said = surfaced(lambda: jax.jit(lambda x: hcb.call(lambda x: x + 1, x))(X))
+    assert "\n  expected  a tree PyTreeDef(None)\n  got       a tree PyTreeDef(*)\n" in said
+    assert "call(f, x, result_shape=...)" in said
+    with pytest.raises(hcb.CallbackException):
+        hcb.barrier_wait()
+
+
 @pytest.mark.parametrize(
     ("given", "hints"), [((8,), True), ([8], False), ((8, 8), False), ((8.0,), False)], ids=str
 )
