@@ -46,6 +46,11 @@ logger = logging.getLogger(__name__)
 
 RESHARD_MODES = ("allow", "warn", "error")
 
+#: Held while a program is started on its devices. Two programs that different threads start at the
+#: same time may reach their devices in different order, and wait for one another for ever.
+starting = threading.RLock()
+os.register_at_fork(after_in_child=starting._at_fork_reinit)  # type: ignore[attr-defined] - of CPython
+
 
 class ImplicitReshardWarning(UserWarning):
     """An argument was placed otherwise than the call says, and is moved at every call."""
@@ -91,21 +96,55 @@ class Prepared:
     refs: tuple[int, ...]
 
 
+@contextlib.contextmanager
+def not_starting() -> Iterator[None]:
+    """Lets other threads start programs while this one traces or compiles."""
+    held: Any = starting  # what `threading.Condition` calls of it
+    if not held._is_owned():
+        yield
+        return
+    state = held._release_save()
+    try:
+        yield
+    finally:
+        held._acquire_restore(state)
+
+
 def run(*args: Any, jaxpr: Any, call: PjitCall) -> Sequence[Any]:
     """Executes a call on concrete arguments: the impl rule of `pjit_p`."""
-    return _repeater(jaxpr, call)(*args)
+    repeater = _repeater(jaxpr, call)
+    if not repeater.prepared:  # here, where other threads may start programs meanwhile
+        check_alive(args, call)
+        prepare(args, jaxpr, call)
+        repeater.prepared = True
+    with starting:
+        return repeater.dispatch(*args)
+
+
+class _Repeater:
+    """What runs a call: in C++ from the second time on, where that may be.
+
+    Attributes:
+        dispatch: The function.
+        prepared: Whether a program was compiled for some placement of the arguments.
+    """
+
+    __slots__ = ("dispatch", "prepared")
+
+    def __init__(self, dispatch: Callable):
+        self.dispatch = dispatch
+        self.prepared = False
 
 
 @_jax.weakref_lru_cache
-def _repeater(jaxpr: Any, call: PjitCall) -> Callable:
-    """Returns what runs a call: in C++ from the second time on, where that may be."""
+def _repeater(jaxpr: Any, call: PjitCall) -> _Repeater:
     body = weakref.ref(jaxpr)  # the cache lets go of a jaxpr that nothing else holds
 
     def once(*args: Any) -> list[Any]:
         return [*_run(args, body(), call)]
 
     if any(call.donated_invars) and not _jax.FAST_PATH_CHECKS_DELETED:
-        return once  # see `may_repeat`
+        return _Repeater(once)  # see `may_repeat`
 
     def miss(*args: Any) -> tuple[list[Any], Any, bool]:
         repeatable = may_repeat(args, call)
@@ -116,7 +155,7 @@ def _repeater(jaxpr: Any, call: PjitCall) -> Callable:
 
     # `once` is what runs where `jax.disable_jit` switches the dispatcher off.
     fast = _jax.make_dispatcher(once, call.name, miss, (), (), "spmd.pjit_p")
-    return PythonDispatcher(miss) if fast is None else fast
+    return _Repeater(PythonDispatcher(miss) if fast is None else fast)
 
 
 def _run(args: tuple[Any, ...], jaxpr: Any, call: PjitCall) -> Sequence[Any]:
@@ -144,7 +183,8 @@ def execute(
         call: What the program was built for.
     """
     args = _in_default_layout(args, call)
-    outs = executable.unsafe_call(*consts, *args)
+    with starting:
+        outs = executable.unsafe_call(*consts, *args)
     if _jax.EMPTY_RESULTS_ARE_WHOLE:
         outs = [_resplit(o) if 0 in o.shape else o for o in outs]
     if _jax.has_explicit_axes(call.mesh):

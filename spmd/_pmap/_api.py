@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 import functools
 import sys
+import threading
 from typing import Any
 import weakref
 
@@ -22,9 +23,11 @@ from spmd._arguments import donated_leaves
 from spmd._call import PjitCall
 from spmd._mesh import auto_mesh
 from spmd._pmap._cache import Entries
+from spmd._pmap._levels import Nest, nest_here, run_in_nest
 from spmd._pmap._mapping import Mapped, spec_along
 from spmd._pmap._options import PmapOptions, find_mapping, parse
-from spmd._trace import Signature, differences, trace
+from spmd._spec import UNSPECIFIED
+from spmd._trace import Signature, Trace, differences, trace
 from spmd.errors import ArgumentError, Failure, OptionError, explain
 
 _MISSING: Any = object()
@@ -94,6 +97,8 @@ class _Line:
         self.options = options
         self.plans = Entries()
         self.programs = Entries()
+        #: How many threads the dispatcher has called for.
+        self.misses = 0
         # What runs where `jax.disable_jit` switches the dispatcher off.
         self.unjitted = functools.partial(_run_unjitted, self)
 
@@ -143,10 +148,34 @@ class _Line:
 
 
 def _run_unjitted(line: _Line, *args: Any, **kwargs: Any) -> Any:
+    with _dispatch.not_starting():
+        return _run_eagerly(line, args, kwargs)
+
+
+def _run_eagerly(line: _Line, args: tuple, kwargs: dict[str, Any]) -> Any:
     flat = line.flatten(args, kwargs)
-    found = find_mapping(line.options, flat.signature)
+    if nest := nest_here():
+        return _run_inside(line, flat, nest)
+    axes, size = find_mapping(line.options, flat.signature)
     dynamic, by_name = jtu.tree_unflatten(flat.signature.tree, flat.leaves)
-    return Mapped(line.fun, line.options, flat.signature, found)(*dynamic, **by_name)
+
+    def run(nest: Nest) -> Any:
+        if len(nest.levels) > 1:  # JAX runs no shard_map over some axes by itself
+            with jax.disable_jit(False):
+                return _call(line, *args, **kwargs)[0]
+        mapped = Mapped(line.fun, line.options, flat.signature, axes, nest, nest.names[0])
+        return mapped(*dynamic, **by_name)
+
+    return run_in_nest(line.options, size, run)
+
+
+def _run_inside(line: _Line, flat: Flat, nest: Nest) -> Any:
+    """Runs a call that is part of what another `pmap` maps, on an axis of its mesh."""
+    axes, size = find_mapping(line.options, flat.signature)
+    axis = nest.axis(line.options, size)
+    dynamic, by_name = jtu.tree_unflatten(flat.signature.tree, flat.leaves)
+    mapped = Mapped(line.fun, line.options, flat.signature, axes, nest, axis)
+    return mapped(*dynamic, **by_name)
 
 
 def _key(signature: Signature) -> tuple[Signature, Any]:
@@ -155,8 +184,7 @@ def _key(signature: Signature) -> tuple[Signature, Any]:
 
 
 def _make_plan(fun: Callable, options: PmapOptions, signature: Signature) -> Plan:
-    found = find_mapping(options, signature)
-    mapped = Mapped(fun, options, signature, found)
+    axes, size = find_mapping(options, signature)
     bare = Signature(
         tree=signature.tree,
         avals=signature.avals,
@@ -164,19 +192,29 @@ def _make_plan(fun: Callable, options: PmapOptions, signature: Signature) -> Pla
         statics=(),
         arg_names=signature.arg_names,
     )
-    traced = trace(mapped, bare, auto_mesh(found.mesh), options.subject, fun)
-    ins = tuple(spec_along(a, options.axis_name) for a in found.axes)
-    call = PjitCall(
-        name=options.name,
-        mesh=found.mesh,
-        in_axis_resources=ins,
-        out_axis_resources=tuple(spec_along(a, options.axis_name) for a in mapped.out_axes),
-        donated_invars=donated_leaves(options.params, signature.positions, signature.tree),
-        in_positional_semantics=("global",) * len(ins),
-        arg_names=signature.arg_names,
-        given=("",) * len(ins),
-        kind="pmap",
-    )
+
+    def run(nest: Nest) -> tuple[Trace, PjitCall]:
+        axis, mesh = nest.names[0], nest.mesh()
+        mapped = Mapped(fun, options, signature, axes, nest, axis)
+        traced = trace(mapped, bare, auto_mesh(mesh), options.subject, fun)
+        # What an inner level maps may well stay where it is, too.
+        outs = [
+            spec_along(a, axis) if len(nest.levels) == 1 else UNSPECIFIED for a in mapped.out_axes
+        ]
+        call = PjitCall(
+            name=options.name,
+            mesh=mesh,
+            in_axis_resources=tuple(spec_along(a, axis) for a in axes),
+            out_axis_resources=tuple(outs),
+            donated_invars=donated_leaves(options.params, signature.positions, signature.tree),
+            in_positional_semantics=("global",) * len(axes),
+            arg_names=signature.arg_names,
+            given=("",) * len(axes),
+            kind="pmap",
+        )
+        return traced, call
+
+    traced, call = run_in_nest(options, size, run)
     names = [f"closed-over value {i}" for i in range(len(traced.consts))]
     return Plan(
         jaxpr=traced.jaxpr,
@@ -280,9 +318,13 @@ def pmap_function(fun: Callable, given: dict[str, Any]) -> PmapFunction:
     """Builds the callable for a function and the options as a user gives them."""
     options = parse(fun, **given)
     line = _Line(fun, options)
-    miss = functools.partial(_call, line)
+    miss = functools.partial(_miss, line)
     dispatch = _dispatch.dispatcher(line.unjitted, options.name, miss, options.params, "spmd.pmap")
-    body = {"__call__": staticmethod(dispatch), "__slots__": (), "__module__": "spmd"}
+    body = {
+        "__call__": staticmethod(_one_at_a_time(line, dispatch)),
+        "__slots__": (),
+        "__module__": "spmd",
+    }
     wrapped: Any = type("PmapFunction", (PmapFunction,), body)()
     wrapped._line = line
     functools.update_wrapper(wrapped, fun)
@@ -293,11 +335,47 @@ def pmap_function(fun: Callable, given: dict[str, Any]) -> PmapFunction:
     return wrapped
 
 
+def _one_at_a_time(line: _Line, dispatch: Any) -> Callable:
+    """Starts the programs of all threads one after the other; nobody waits until one has run.
+
+    While one thread is in a miss, the dispatcher lets others wait that come with the same
+    arguments; they would wait with `starting` held, which the first one needs. They call by
+    themselves.
+    """
+    # As `threading.enumerate`, without a lock and a list: a thread that is alone needs no lock.
+    threads: Any = getattr(threading, "_active", (None, None))
+
+    def start(*args: Any, **kwargs: Any) -> Any:
+        if len(threads) == 1:
+            return dispatch(*args, **kwargs)
+        with _dispatch.starting:
+            if not line.misses:
+                return dispatch(*args, **kwargs)
+        return _call(line, *args, **kwargs)[0]
+
+    start._clear_cache = dispatch._clear_cache  # type: ignore[attr-defined] - as a dispatcher
+    return start
+
+
+def _miss(line: _Line, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
+    """What the dispatcher calls."""
+    with _dispatch.starting:
+        line.misses += 1
+    try:
+        return _call(line, *args, **kwargs)
+    finally:
+        with _dispatch.starting:
+            line.misses -= 1
+
+
 @_jax.api_boundary
 def _call(line: _Line, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
     """Calls once; returns results, data for the C++ dispatcher or None, and False (keep it)."""
-    flat, plan = line.plan(args, kwargs)
-    line.compile(flat, plan)
+    with _dispatch.not_starting():
+        if nest := nest_here():
+            return _run_inside(line, line.flatten(args, kwargs), nest), None, False
+        flat, plan = line.plan(args, kwargs)
+        line.compile(flat, plan)
     return _api.call_planned(line, flat, plan, args, kwargs)
 
 

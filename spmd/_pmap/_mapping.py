@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 import functools
 from typing import Any
 
@@ -13,7 +13,8 @@ import jax.tree_util as jtu
 
 from spmd import _jax
 from spmd._arguments import join_arguments
-from spmd._pmap._options import Mapping, PmapOptions
+from spmd._pmap._levels import Nest
+from spmd._pmap._options import PmapOptions
 from spmd._spec import ParsedPartitionSpec, broadcast_prefix
 from spmd._trace import Signature, no_array
 from spmd.errors import Failure, OptionError, explain
@@ -32,24 +33,36 @@ class Mapped:
         out_axes: After the first call, per leaf of the results where the mapped axis is.
     """
 
-    def __init__(self, fun: Callable, options: PmapOptions, signature: Signature, found: Mapping):
+    def __init__(
+        self,
+        fun: Callable,
+        options: PmapOptions,
+        signature: Signature,
+        axes: Sequence[int | None],
+        nest: Nest,
+        axis: Hashable,
+    ):
         functools.update_wrapper(self, fun)
         self._fun = fun
         self._options = options
         self._signature = signature
-        self._found = found
+        self._axes = axes
+        self._nest = nest
+        self._axis = axis
         self.out_axes: tuple[int | None, ...] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Computes the results of all devices."""
-        name = self._options.axis_name
-        specs = [spec_along(a, name).to_partition_spec() for a in self._found.axes]
+        name = self._axis
+        specs = [spec_along(a, name).to_partition_spec() for a in self._axes]
         outs = self._options.out_axes
         # What is counted from the end stands in front until the rank is known.
         out_specs = [spec_along(a and max(a, 0), name).to_partition_spec() for a in outs.leaves]
         on_devices = jax.shard_map(
             self._on_device,
-            mesh=self._found.mesh,
+            # Inside of another one the mesh is that of the context.
+            mesh=None if self._nest.depth else self._nest.mesh(),
+            axis_names={name},
             in_specs=tuple(specs),
             out_specs=jtu.tree_unflatten(outs.treedef, out_specs),
             check_vma=False,
@@ -64,11 +77,12 @@ class Mapped:
     def _on_device(self, *leaves: Any) -> Any:
         """Calls the user's function with what one device has."""
         signature, options = self._signature, self._options
-        pairs = zip(leaves, self._found.axes, strict=True)
+        pairs = zip(leaves, self._axes, strict=True)
         slices = [x if a is None else jax.lax.squeeze(x, [a]) for x, a in pairs]
         dynamic = jtu.tree_unflatten(signature.tree, slices)
         args, kwargs = join_arguments(signature.positions, signature.statics, dynamic)
-        results = self._fun(*args, **kwargs)
+        with self._nest.open():
+            results = self._fun(*args, **kwargs)
         paths, tree = jtu.tree_flatten_with_path(results)
         names = ["result" + jtu.keystr(path) for path, _ in paths]
         failures = [no_array(v, n) for (_, v), n in zip(paths, names, strict=True)]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-import functools
 from typing import Any
 
-import jax
 import jax.tree_util as jtu
 import numpy as np
 
@@ -15,7 +13,7 @@ from spmd import _jax
 from spmd._arguments import Parameters, parse_parameters
 from spmd._spec import broadcast_prefix
 from spmd._trace import Signature
-from spmd.errors import ArgumentError, Failure, MeshError, OptionError, explain, show_value
+from spmd.errors import ArgumentError, Failure, OptionError, explain, show_value
 
 #: The name of an axis that the user has not named.
 UNNAMED = "pmap"
@@ -175,25 +173,15 @@ def _size_failures(axis_size: Any, devices: Any) -> list[Failure]:
 # One call
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mapping:
-    """What is mapped in a call of one signature.
+def find_mapping(options: PmapOptions, signature: Signature) -> tuple[tuple[int | None, ...], int]:
+    """Finds which axes are mapped, and their size.
 
-    Attributes:
-        axes: Per leaf of the arguments the axis that is mapped, not negative; None for none.
-        mesh: One axis, of the devices that run.
-    """
-
-    axes: tuple[int | None, ...]
-    mesh: Any
-
-
-def find_mapping(options: PmapOptions, signature: Signature) -> Mapping:
-    """Finds which axes are mapped, their size, and the devices.
+    Returns:
+        Per leaf of the arguments the axis that is mapped, not negative, None for none; and the
+        size.
 
     Raises:
-        ValueError: `in_axes` does not fit the arguments, sizes differ, nothing is mapped, or there
-            are too few devices.
+        ValueError: `in_axes` does not fit the arguments, sizes differ, or nothing is mapped.
     """
     axes = _leaf_axes(options, signature)
     rows = list(zip(axes, signature.avals, signature.arg_names, strict=True))
@@ -208,8 +196,7 @@ def find_mapping(options: PmapOptions, signature: Signature) -> Mapping:
     ]
     if failure := _sizes_failure(options, sizes):
         raise explain(options.subject, [failure])
-    size = sizes[0][0] if options.axis_size is None else options.axis_size
-    return Mapping(axes=found, mesh=_mesh(options, size))
+    return found, sizes[0][0] if options.axis_size is None else options.axis_size
 
 
 def _leaf_axes(options: PmapOptions, signature: Signature) -> tuple[int | None, ...]:
@@ -260,33 +247,3 @@ def _sizes_failure(options: PmapOptions, sizes: Sequence[tuple[int, int, str]]) 
         got="\n".join(rows[:20] + [f"and {len(rows) - 20} more"] * (len(rows) > 20)),
         error=OptionError,
     )
-
-
-@functools.lru_cache(maxsize=1024)
-def _mesh(options: PmapOptions, size: int) -> Any:
-    devices = options.devices
-    if devices is None:
-        devices = tuple(jax.devices(options.backend))[:size]
-    if len(devices) != size:
-        raise explain(options.subject, [_device_failure(options, size, len(devices))])
-    return jax.sharding.Mesh(np.array(devices), (options.axis_name,))
-
-
-def _device_failure(options: PmapOptions, size: int, count: int) -> Failure:
-    if options.devices is None:
-        return Failure(
-            what=f"needs {size} devices",
-            expected=f"a mapped axis of size {count} or less: each element has a device",
-            got=f"{count} {jax.devices(options.backend)[0].platform} devices",
-            fix="map with jax.vmap, or with pmap of vmap over [devices, elements of each]",
-            error=MeshError,
-        )
-    return Failure(
-        what="needs another number of devices",
-        given=f"devices= with {count}",
-        expected=f"{size}, the size of the mapped axis",
-        error=MeshError,
-    )
-
-
-_jax.register_cache(_mesh, "meshes of pmap")

@@ -83,7 +83,7 @@ def split_failure(call: HostCall, partitions: int, *, manual: bool | None) -> Fa
         return Failure(
             what=f"{what} from a shard_map over some axes of the mesh",
             expected="a shard_map over all axes, or none",
-            fix="leave axis_names out, or call outside of the shard_map",
+            fix="leave axis_names out, or call outside of it; a pmap in a pmap is one, too",
             error=OptionError,
         )
     several_processes = partitions > 1 and jax.process_count() > 1
