@@ -1572,6 +1572,36 @@ def device_order(sharding: Any) -> list[Any]:
     return [*sharding._device_assignment]
 
 
+def local_device_order(sharding: Any) -> list[Any]:
+    """The devices of this process among them: in this order an array holds its parts."""
+    return [d for d in device_order(sharding) if d.process_index == xla_bridge.process_index()]
+
+
+def local_parts(x: Any) -> Sequence[Any]:
+    """The arrays of one device each that this process has of an array."""
+    return x._arrays
+
+
+def without_axis(x: Any, axis: int) -> Any:
+    """An array of one device without an axis of size 1: on the CPU in the same memory.
+
+    There it waits until the array is there. The memory stays as long as one of the two does, and
+    is not donated meanwhile.
+    """
+    (device,) = x.devices()
+    if device.platform != "cpu" or x.dtype.name in _SUB_BYTE:
+        return _squeeze(x, (axis,))
+    view = np.squeeze(np.asarray(x), axis)
+    aval = ShapedArray(view.shape, view.dtype, weak_type=x.weak_type)
+    return pxla.batched_device_put(
+        aval, sharding_impls.SingleDeviceSharding(device), [view], [device]
+    )
+
+
+_SUB_BYTE = ("int2", "int4", "uint2", "uint4", "float4_e2m1fn")
+_squeeze = jax.jit(jax.lax.squeeze, static_argnums=1)
+
+
 def args_info(in_tree: Any, avals: Sequence[Any], donated: Sequence[bool]) -> Any:
     """The tree of argument descriptions that JAX's stages hold."""
     infos = [stages.ArgInfo(a, d) for a, d in zip(avals, donated, strict=True)]

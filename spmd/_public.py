@@ -30,7 +30,13 @@ from spmd.stages import Compiled as Compiled, Lowered as Lowered, Traced as Trac
 
 if _typing.TYPE_CHECKING:
     from spmd import host_callback as host_callback
-    from spmd._pmap import pmap as pmap
+    from spmd._pmap import (
+        device_put_replicated as device_put_replicated,
+        device_put_sharded as device_put_sharded,
+        pmap as pmap,
+        shard_at as shard_at,
+        unstack as unstack,
+    )
     from spmd.inspection import (
         Diff as Diff,
         Fit as Fit,
@@ -43,9 +49,15 @@ if _typing.TYPE_CHECKING:
     )
 
 #: Names of features, and where they live: the core never imports those files.
-_FEATURES = dict.fromkeys(
-    ("Diff", "Fit", "Report", "diff", "fits", "report", "sweep", "topology"), "spmd.inspection"
-) | {"host_callback": "spmd.host_callback", "pmap": "spmd._pmap"}
+_FEATURES = {
+    **dict.fromkeys(
+        ("Diff", "Fit", "Report", "diff", "fits", "report", "sweep", "topology"), "spmd.inspection"
+    ),
+    "host_callback": "spmd.host_callback",
+    **dict.fromkeys(
+        ("device_put_replicated", "device_put_sharded", "pmap", "shard_at", "unstack"), "spmd._pmap"
+    ),
+}
 
 _jax.hide_own_frames()
 
