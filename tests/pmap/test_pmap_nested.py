@@ -505,7 +505,7 @@ def test_static_and_donated_arguments_of_the_inner():
     assert not x.is_deleted()
 
 
-@pytest.mark.parametrize("order", [1, *slow(0)])
+@pytest.mark.parametrize("order", [0, *slow(1)])
 def test_siblings(order):
     """Inner levels of one size share an axis; a name that one of them has counts for it."""
 
@@ -539,6 +539,29 @@ def test_levels_without_names(names):
     fun = nested(pmap, total, names)
     np.testing.assert_allclose(fun(x), nested(jax.vmap, total, names)(x), rtol=1e-6)
     assert fun(x).sharding.spec == P(*NAMES[names])
+
+
+@pytest.mark.parametrize("names", [(None, "pmap"), ("pmap2", None), (None, None, "pmap2")], ids=str)
+def test_names_that_a_level_without_one_could_have(names):
+    """A name that was given is that of its level, whatever the others are called."""
+    x = X.reshape(2, 2, 2, 3) if len(names) == 3 else X
+    (name,) = (n for n in names if n)
+    fun, want = (nested(m, lambda x: x * lax.psum(x, name), names) for m in (pmap, jax.vmap))
+    np.testing.assert_allclose(fun(x), want(x), rtol=1e-6)
+
+
+def test_another_thread_while_this_one_traces():
+    """A call in another thread is one at the top, also while this one traces a level."""
+    twice = pmap(lambda x: x * 2)
+
+    def fun(x):
+        found = []
+        thread = threading.Thread(target=lambda: found.append(np.asarray(twice(X))), daemon=True)
+        thread.start()
+        thread.join(60)
+        return twice(x) + found[0][0]
+
+    np.testing.assert_allclose(pmap(fun, axis_name="i")(X), 2 * (X + X[0]), rtol=1e-6)
 
 
 # Programs
@@ -802,13 +825,13 @@ def test_code_that_catches_everything():
             return pmap(raises)(x)
         except KeyError as error:
             caught.append(error)
-            return x + 1
+            return inside(x) + 1  # the level that failed is open no more
 
     def raises(x):
         raise KeyError("mine")
 
-    np.testing.assert_array_equal(pmap(fails, axis_name="i")(X), X + 1)
-    assert [str(e) for e in caught] == ["'mine'"]
+    np.testing.assert_array_equal(pmap(fails, axis_name="i")(X), X * 2 + 1)
+    assert {str(e) for e in caught} == {"'mine'"}
 
 
 def test_errors_of_the_inner_function():
@@ -1021,6 +1044,16 @@ REFUSED_TAP = """\
 id_tap cannot reach `tap` from a shard_map over some axes of the mesh.
   expected  a shard_map over all axes, or none
   fix       leave axis_names out, or call outside of it; a pmap in a pmap is one, too"""
+
+
+def test_callbacks_of_jax_in_the_innermost_function():
+    """They run on each device with its element, on all versions of JAX."""
+    shape = jax.ShapeDtypeStruct((3,), np.float32)
+
+    def halved(x):
+        return jax.pure_callback(lambda x: np.asarray(x) / 2, shape, x) * lax.axis_size("j")
+
+    np.testing.assert_array_equal(nested(pmap, halved)(X), X)
 
 
 @pytest.mark.parametrize("where", ["inner", "outer"])
