@@ -2,8 +2,10 @@
 
 import contextlib
 import functools
+import gc
 import math
 import threading
+import weakref
 
 import jax
 from jax import lax
@@ -675,6 +677,43 @@ def test_threads():
     assert [f._cache_size for f in funs] == [1, 1, 1]
 
 
+def test_nothing_is_kept():
+    """Levels are found by traces that end early; they leak no tracer and keep no function."""
+    with jax.checking_leaks():
+        checked = outer()
+        gradient = jax.grad(lambda x: checked(x).sum())(X)
+        np.testing.assert_allclose(checked(X), WANT, rtol=1e-6, atol=1e-6)
+    total = X.sum(1, keepdims=True)
+    np.testing.assert_allclose(gradient, 2 * np.broadcast_to(total, X.shape), rtol=1e-5, atol=1e-6)
+
+    class Held:
+        factor = 2.0
+
+    def make():
+        held = Held()
+        return outer(lambda x: x * held.factor), weakref.ref(held)
+
+    fun, alive = make()
+    fun(X)
+    fun(X[:2])
+    del fun
+    for _ in range(5):  # JAX 0.10.2 lets go of one thing at a time
+        gc.collect()
+    assert alive() is None
+
+
+def test_a_function_that_changes_its_mind():
+    """Whether it calls an inner level may differ from trace to trace; the last one counts."""
+    calls = []
+
+    def fun(x):
+        calls.append(x)
+        return pmap(lambda x: x * 2)(x) if len(calls) == 1 else x * 2
+
+    np.testing.assert_array_equal(pmap(fun)(X), X * 2)
+    assert len(calls) == 2
+
+
 # Where things lie
 
 
@@ -1012,6 +1051,13 @@ def test_what_is_refused(case):
         call()
     assert str(raised.value) == message.strip("\n")
     np.testing.assert_array_equal(pmap(same, axis_name="i")(X), X)
+
+
+def test_too_few_devices_are_said_where_the_inner_level_is():
+    """The traceback leads to the call that needs them."""
+    with pytest.raises(spmd.MeshError) as raised:
+        outer()(np.zeros((4, 3), np.float32))
+    assert "plus_one" in [entry.name for entry in raised.traceback]
 
 
 def test_axes_that_are_not_open():
