@@ -46,8 +46,9 @@ logger = logging.getLogger(__name__)
 
 RESHARD_MODES = ("allow", "warn", "error")
 
-#: Held while a program is started on its devices. Two programs that different threads start at the
-#: same time may reach their devices in different order, and wait for one another for ever.
+#: Held while a program is started on several devices. Two programs that different threads start at
+#: the same time may reach their devices in different order, and wait for one another for ever. One
+#: on a single device has nothing to meet, and may run in the thread that starts it.
 starting = threading.RLock()
 os.register_at_fork(after_in_child=starting._at_fork_reinit)  # type: ignore[attr-defined] - of CPython
 
@@ -96,20 +97,6 @@ class Prepared:
     refs: tuple[int, ...]
 
 
-@contextlib.contextmanager
-def not_starting() -> Iterator[None]:
-    """Lets other threads start programs while this one traces or compiles."""
-    held: Any = starting  # what `threading.Condition` calls of it
-    if not held._is_owned():
-        yield
-        return
-    state = held._release_save()
-    try:
-        yield
-    finally:
-        held._acquire_restore(state)
-
-
 def run(*args: Any, jaxpr: Any, call: PjitCall) -> Sequence[Any]:
     """Executes a call on concrete arguments: the impl rule of `pjit_p`."""
     repeater = _repeater(jaxpr, call)
@@ -117,8 +104,12 @@ def run(*args: Any, jaxpr: Any, call: PjitCall) -> Sequence[Any]:
         check_alive(args, call)
         prepare(args, jaxpr, call)
         repeater.prepared = True
-    with starting:
+    with _turn(call):
         return repeater.dispatch(*args)
+
+
+def _turn(call: PjitCall) -> Any:
+    return starting if call.mesh is None or call.mesh.size > 1 else contextlib.nullcontext()
 
 
 class _Repeater:
@@ -183,7 +174,7 @@ def execute(
         call: What the program was built for.
     """
     args = _in_default_layout(args, call)
-    with starting:
+    with _turn(call):
         outs = executable.unsafe_call(*consts, *args)
     if _jax.EMPTY_RESULTS_ARE_WHOLE:
         outs = [_resplit(o) if 0 in o.shape else o for o in outs]

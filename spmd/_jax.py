@@ -823,7 +823,7 @@ def typing_under(mesh: Any) -> Iterator[None]:
     """Makes a mesh the one that the types of traced values refer to."""
     devices = mesh_lib.empty_concrete_mesh if is_abstract(mesh) else mesh
     concrete = sharding_impls._internal_use_concrete_mesh(devices)
-    with concrete, mesh_lib.use_abstract_mesh(mesh.abstract_mesh):
+    with concrete, abstract_mesh_set(mesh.abstract_mesh):
         yield
 
 
@@ -844,6 +844,24 @@ def tracing_under(mesh: Any) -> Iterator[None]:
         finally:
             resources.stack = outer
             _mesh_stack_changed()
+
+
+@contextlib.contextmanager
+def abstract_mesh_set(mesh: Any) -> Iterator[None]:
+    """Makes a mesh, or with None no mesh, the one of new types, whatever it was before."""
+    empty = mesh_lib.empty_abstract_mesh  # JAX lets no mesh follow one of another size
+    with mesh_lib.use_abstract_mesh(empty), mesh_lib.use_abstract_mesh(mesh or empty):
+        yield
+
+
+def partly_manual(mesh: Any, axes: Sequence[Any]) -> Any:
+    """The abstract mesh inside of a `shard_map` over some axes."""
+    return mesh.abstract_mesh.update_axis_types(dict.fromkeys(axes, mesh_lib.AxisType.Manual))
+
+
+def bound_axes() -> frozenset[Any]:
+    """The axes that collectives may name where code is traced now."""
+    return frozenset(core.get_axis_env().axis_sizes)
 
 
 def manual_axes() -> frozenset[Any]:
@@ -1600,6 +1618,49 @@ def without_axis(x: Any, axis: int) -> Any:
 
 _SUB_BYTE = ("int2", "int4", "uint2", "uint4", "float4_e2m1fn")
 _squeeze = jax.jit(jax.lax.squeeze, static_argnums=1)
+
+
+def place_axis_indices(jaxpr: Any, mesh: Any = None) -> None:
+    """Says to each `axis_index` what the mesh is where it stands, if its trace did not say it.
+
+    JAX lowers it by a `shard_map` over the other axes, which needs the mesh of the context.
+
+    Args:
+        jaxpr: An open jaxpr; equations are changed in place.
+        mesh: The abstract mesh around it, or None.
+    """
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is jax.lax.axis_index_p and eqn.ctx.cur_abstract_mesh.empty and mesh:
+            with abstract_mesh_set(mesh):
+                eqn.ctx = core.JaxprEqnContext()
+        inside = mesh
+        if eqn.primitive.name == "shard_map":
+            names = eqn.params["newly_manual_axes"]
+            inside = partly_manual(eqn.params["mesh"], tuple(names))
+        for inner in core.jaxprs_in_params(eqn.params):
+            place_axis_indices(inner, inside)
+
+
+def _without_mesh(x: Any) -> Any:
+    return ShapedArray(x.shape, x.dtype, weak_type=x.weak_type)
+
+
+def _untyped_transpose(ct: Any, _: Any) -> tuple[Any]:
+    return (ct if type(ct) is ad.Zero else untyped_p.bind(ct),)
+
+
+# An identity: the type of its result says no mesh, and goes with values of any.
+untyped_p = core.Primitive("untyped")
+untyped_p.def_impl(lambda x: x)
+untyped_p.def_abstract_eval(_without_mesh)
+mlir.register_lowering(untyped_p, lambda _, x: [x])
+ad.deflinear2(untyped_p, _untyped_transpose)
+batching.defvectorized(untyped_p)
+
+
+def untyped(x: Any) -> Any:
+    """A traced value with a type that says no mesh; anything else as it is."""
+    return untyped_p.bind(x) if type(core.typeof(x)) is ShapedArray else x
 
 
 def args_info(in_tree: Any, avals: Sequence[Any], donated: Sequence[bool]) -> Any:

@@ -53,8 +53,15 @@ def lower(jaxpr: Any, call: PjitCall, mesh: Any, in_key: Any) -> Any:
         return _lower(jaxpr, call, mesh, in_key)
 
 
+def _complete(jaxpr: Any, call: PjitCall, mesh: Any) -> None:
+    """Adds what a function of several levels is traced without: see `docs/design/pmap.md`."""
+    if call.kind == "pmap" and len(mesh.axis_names) > 1:
+        _jax.place_axis_indices(jaxpr.jaxpr)
+
+
 @_jax.weakref_lru_cache
 def _lower(jaxpr: Any, call: PjitCall, mesh: Any, in_key: Any) -> Any:
+    _complete(jaxpr, call, mesh)
     outs = [to_sharding(r, mesh) for r in call.out_axis_resources]
     lowering = _jax.lower_module(
         jaxpr,
@@ -89,6 +96,7 @@ def lower_for_export(
         platforms: The platforms that the module is for.
         parameters: JAX's own parameters of an export, or None.
     """
+    _complete(jaxpr, call, mesh)
     with _jax.tracing_under(mesh):
         return _jax.lower_module(
             jaxpr,
@@ -110,6 +118,7 @@ def clear_lower_cache() -> None:
 
 def lower_inner_call(ctx: Any, args: Sequence[Any], jaxpr: Any, call: PjitCall) -> Sequence[Any]:
     """Emits a call inside of another program, with its shardings as constraints."""
+    _complete(jaxpr, call, call.mesh)
     ins = _inside(call.in_axis_resources, call.mesh)
     outs = _inside(call.out_axis_resources, call.mesh)
     key = ("spmd.pjit", call.name, jaxpr, tuple(ins), tuple(outs))

@@ -34,11 +34,15 @@ def local_to_global(value: Any, spec: Any, mesh: Any) -> jax.Array:
     """Builds the global array of which `value` is this process's part.
 
     Args:
-        value: A host array or number.
+        value: A host array or number, or an array on devices of this process.
         spec: ParsedPartitionSpec, ``UNSPECIFIED`` (replicated) or a raw sharding.
         mesh: The mesh of all processes.
     """
     spec = ParsedPartitionSpec(None, ()) if spec is UNSPECIFIED else spec
+    if isinstance(value, jax.Array) and isinstance(spec, ParsedPartitionSpec):
+        # What is on the devices already stays there.
+        named = spec.to_partition_spec()
+        return multihost_utils.host_local_array_to_global_array(value, mesh, named)
     sharding = to_sharding(spec, mesh)
     local = np.asarray(value, dtype=jax.dtypes.canonicalize_dtype(np.asarray(value).dtype))
     return jax.make_array_from_process_local_data(

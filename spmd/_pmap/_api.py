@@ -8,7 +8,9 @@ the jaxpr, so every rule, stage and report of `pjit` holds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+import contextlib
 import functools
+import os
 import sys
 import threading
 from typing import Any
@@ -26,6 +28,7 @@ from spmd._pmap._cache import Entries
 from spmd._pmap._levels import Nest, nest_here, run_in_nest
 from spmd._pmap._mapping import Mapped, spec_along
 from spmd._pmap._options import PmapOptions, find_mapping, parse
+from spmd._pmap._processes import globally
 from spmd._spec import UNSPECIFIED
 from spmd._trace import Signature, Trace, differences, trace
 from spmd.errors import ArgumentError, Failure, OptionError, explain
@@ -35,7 +38,7 @@ _MISSING: Any = object()
 
 def pmap(
     fun: Callable = _MISSING,
-    axis_name: Any = None,
+    axis_name: str | None = None,
     *,
     in_axes: Any = 0,
     out_axes: Any = 0,
@@ -44,6 +47,7 @@ def pmap(
     backend: str | None = None,
     axis_size: int | None = None,
     donate_argnums: int | Iterable[int] = (),
+    global_arg_shapes: Sequence[Sequence[int] | None] | None = None,
 ) -> Any:
     """Maps `fun` over an axis of its arguments, each element on a device of its own.
 
@@ -60,15 +64,21 @@ def pmap(
             program's key.
         devices: The devices to run on, as many as the axis is long. None: the first ones.
         backend: The platform to run on.
-        axis_size: The length of the axis; needed where no argument is mapped.
-        donate_argnums: Positions of arguments whose buffers the program may reuse.
+        axis_size: The length of the axis, over all processes; needed where no argument is mapped.
+        donate_argnums: Positions of arguments whose buffers the program may reuse; what is passed
+            by name is not donated.
+        global_arg_shapes: Per positional argument the shape of one element of the mapped axis, or
+            None; compared with what is passed.
+
+    In a run of several processes each passes its own part of the mapped arguments, of as many
+    elements as it has devices that run, and gets its own part of the results.
 
     Returns:
         A function like `fun`, of arguments and results with the mapped axis; see
         :class:`PmapFunction`.
 
     Raises:
-        TypeError: `fun` is not callable, an axis no integer, or `axis_name` without a hash.
+        TypeError: `fun` is not callable, an axis no integer, or `axis_name` no string.
         ValueError: An option names an argument that does not exist, or a size is out of range.
 
     Example:
@@ -97,14 +107,18 @@ class _Line:
         self.options = options
         self.plans = Entries()
         self.programs = Entries()
-        #: How many threads the dispatcher has called for.
+        # How many threads the dispatcher has called for.
         self.misses = 0
+        # Whether any program runs on several devices; None before the first.
+        self.several: bool | None = None
         # What runs where `jax.disable_jit` switches the dispatcher off.
         self.unjitted = functools.partial(_run_unjitted, self)
 
     def plan(self, args: tuple, kwargs: Any) -> tuple[Flat, Plan]:
         """Walks the line up to the bind."""
         _jax.load_late_rules()
+        if nest_here():
+            raise explain(self.options.subject, [_inside_failure()])
         flat = self.flatten(args, kwargs)
         return flat, self.plan_of(flat)
 
@@ -113,19 +127,19 @@ class _Line:
 
         Raises:
             TypeError: An argument is no array.
-            ValueError: A static or donated argument is not passed by position.
+            ValueError: A static argument is not passed by position.
         """
-        for option in ("static", "donate"):
-            nums = getattr(self.options.params, f"{option}_nums")
-            if nums and max(nums) >= len(args):
-                raise explain(self.options.subject, [_position_failure(option, nums, len(args))])
-        return flatten(self.options, args, kwargs)  # type: ignore[arg-type] - has what it reads
+        nums = self.options.params.static_nums
+        if nums and max(nums) >= len(args):
+            raise explain(self.options.subject, [_position_failure(nums, len(args))])
+        flat = flatten(self.options, args, kwargs)  # type: ignore[arg-type] - has what it reads
+        return flat if jax.process_count() == 1 else globally(self.options, flat)
 
     def plan_of(self, flat: Flat) -> Plan:
         """Returns what a call does, traced at the first of its signature."""
-        make = functools.partial(_make_plan, self.fun, self.options, flat.signature)
-        if not _jax.trace_state_clean():
-            return make()  # it may close over values of that trace
+        if not _jax.trace_state_clean():  # it may close over values of that trace
+            return _make_plan(self.fun, self.options, flat.signature)
+        make = functools.partial(_shared_plan, self.fun, self.options, flat.signature)
         return self.plans.get(_key(flat.signature), make)
 
     def compile(self, flat: Flat, plan: Plan) -> None:
@@ -135,6 +149,8 @@ class _Line:
             return
 
         def make() -> bool:
+            if "local" in flat.semantics:
+                return True  # compiled when they are on the devices
             _dispatch.check_alive(values, plan.call)
             _dispatch.prepare(values, _jax.plain_jaxpr(plan.jaxpr), plan.call)
             return True
@@ -148,8 +164,7 @@ class _Line:
 
 
 def _run_unjitted(line: _Line, *args: Any, **kwargs: Any) -> Any:
-    with _dispatch.not_starting():
-        return _run_eagerly(line, args, kwargs)
+    return _not_starting(_run_eagerly, line, args, kwargs)
 
 
 def _run_eagerly(line: _Line, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -173,9 +188,15 @@ def _run_inside(line: _Line, flat: Flat, nest: Nest) -> Any:
     """Runs a call that is part of what another `pmap` maps, on an axis of its mesh."""
     axes, size = find_mapping(line.options, flat.signature)
     axis = nest.axis(line.options, size)
+    parts = [nest.origin(x) for x in flat.leaves]
+    for part, dim in zip(parts, axes, strict=True):
+        if part is not None and dim is not None:
+            nest.split(part, dim, axis)
     dynamic, by_name = jtu.tree_unflatten(flat.signature.tree, flat.leaves)
-    mapped = Mapped(line.fun, line.options, flat.signature, axes, nest, axis)
-    return mapped(*dynamic, **by_name)
+    mapped = Mapped(line.fun, line.options, flat.signature, axes, nest, axis, parts)
+    with nest.between():
+        results = mapped(*dynamic, **by_name)
+    return jtu.tree_map(_jax.untyped, results)
 
 
 def _key(signature: Signature) -> tuple[Signature, Any]:
@@ -196,7 +217,10 @@ def _make_plan(fun: Callable, options: PmapOptions, signature: Signature) -> Pla
     def run(nest: Nest) -> tuple[Trace, PjitCall]:
         axis, mesh = nest.names[0], nest.mesh()
         mapped = Mapped(fun, options, signature, axes, nest, axis)
-        traced = trace(mapped, bare, auto_mesh(mesh), options.subject, fun)
+        # What mesh a caller has set is of no account, as its size must be otherwise.
+        clear = contextlib.nullcontext() if _jax.manual_axes() else _jax.abstract_mesh_set(None)
+        with clear:
+            traced = trace(mapped, bare, auto_mesh(mesh), options.subject, fun)
         # What an inner level maps may well stay where it is, too.
         outs = [
             spec_along(a, axis) if len(nest.levels) == 1 else UNSPECIFIED for a in mapped.out_axes
@@ -204,7 +228,9 @@ def _make_plan(fun: Callable, options: PmapOptions, signature: Signature) -> Pla
         call = PjitCall(
             name=options.name,
             mesh=mesh,
-            in_axis_resources=tuple(spec_along(a, axis) for a in axes),
+            in_axis_resources=tuple(
+                spec_along(a, axis, nest.splits.get(i)) for i, a in enumerate(axes)
+            ),
             out_axis_resources=tuple(outs),
             donated_invars=donated_leaves(options.params, signature.positions, signature.tree),
             in_positional_semantics=("global",) * len(axes),
@@ -225,6 +251,10 @@ def _make_plan(fun: Callable, options: PmapOptions, signature: Signature) -> Pla
         from_array=(),
         refs=_jax.ref_indices(traced.jaxpr),
     )
+
+
+# Code that maps a function anew at each step finds its programs again.
+_shared_plan = _jax.weakref_lru_cache(_make_plan)
 
 
 class PmapFunction(PjitFunction):
@@ -312,12 +342,13 @@ class PmapFunction(PjitFunction):
         dispatch: Any = type(self).__call__
         dispatch._clear_cache()
         self._line.clear()
+        _shared_plan.evict_weakref(self._line.fun)
 
 
 def pmap_function(fun: Callable, given: dict[str, Any]) -> PmapFunction:
     """Builds the callable for a function and the options as a user gives them."""
     options = parse(fun, **given)
-    line = _Line(fun, options)
+    line = _Line(_as_key(fun), options)
     miss = functools.partial(_miss, line)
     dispatch = _dispatch.dispatcher(line.unjitted, options.name, miss, options.params, "spmd.pmap")
     body = {
@@ -328,15 +359,29 @@ def pmap_function(fun: Callable, given: dict[str, Any]) -> PmapFunction:
     wrapped: Any = type("PmapFunction", (PmapFunction,), body)()
     wrapped._line = line
     functools.update_wrapper(wrapped, fun)
+    wrapped.__name__ = getattr(fun, "__name__", options.name)
     wrapped._given = given
     if options.params.signature is not None:
         wrapped.__signature__ = options.params.signature
-    _lines.add(line)
+    _lines[id(line)] = line
     return wrapped
+
+
+def _as_key(fun: Callable) -> Callable:
+    """A callable that caches can hold by a weak reference, equal to itself alone."""
+    try:
+        hash(fun)
+        weakref.ref(fun)
+    except TypeError:
+        return functools.update_wrapper(functools.partial(fun), fun)
+    return fun
 
 
 def _one_at_a_time(line: _Line, dispatch: Any) -> Callable:
     """Starts the programs of all threads one after the other; nobody waits until one has run.
+
+    Programs on one device are started as they come. Where a function has both kinds, only those on
+    several devices are left to the dispatcher.
 
     While one thread is in a miss, the dispatcher lets others wait that come with the same
     arguments; they would wait with `starting` held, which the first one needs. They call by
@@ -346,15 +391,27 @@ def _one_at_a_time(line: _Line, dispatch: Any) -> Callable:
     threads: Any = getattr(threading, "_active", (None, None))
 
     def start(*args: Any, **kwargs: Any) -> Any:
-        if len(threads) == 1:
-            return dispatch(*args, **kwargs)
+        if line.several is None:
+            return _call_directly(line, args, kwargs)
+        several = line.several
+        if not several or len(threads) == 1:
+            outs = dispatch(*args, **kwargs)
+            if line.several is not several:  # it took this call for one that it must never repeat
+                dispatch._clear_cache()
+            return outs
         with _dispatch.starting:
             if not line.misses:
                 return dispatch(*args, **kwargs)
-        return _call(line, *args, **kwargs)[0]
+        return _call_directly(line, args, kwargs)
 
     start._clear_cache = dispatch._clear_cache  # type: ignore[attr-defined] - as a dispatcher
     return start
+
+
+def _call_directly(line: _Line, args: tuple, kwargs: dict[str, Any]) -> Any:
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined] - made by JAX at import
+        return line.unjitted(*args, **kwargs)
+    return _call(line, *args, **kwargs)[0]
 
 
 def _miss(line: _Line, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
@@ -368,26 +425,63 @@ def _miss(line: _Line, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
             line.misses -= 1
 
 
+def _not_starting(work: Callable, *args: Any) -> Any:
+    """Lets other threads start programs while this one traces or compiles.
+
+    What gives `starting` back and takes it again is in C, where no signal comes in between.
+    """
+    held: Any = _dispatch.starting  # as `threading.Condition` does
+    state = held._release_save() if held._is_owned() else None
+    try:
+        return work(*args)
+    finally:
+        if state is not None:
+            held._acquire_restore(state)
+
+
+def _prepare(line: _Line, args: tuple, kwargs: dict[str, Any]) -> tuple[Flat, Plan]:
+    flat, plan = line.plan(args, kwargs)
+    line.compile(flat, plan)
+    return flat, plan
+
+
 @_jax.api_boundary
 def _call(line: _Line, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
     """Calls once; returns results, data for the C++ dispatcher or None, and False (keep it)."""
-    with _dispatch.not_starting():
-        if nest := nest_here():
-            return _run_inside(line, line.flatten(args, kwargs), nest), None, False
-        flat, plan = line.plan(args, kwargs)
-        line.compile(flat, plan)
-    return _api.call_planned(line, flat, plan, args, kwargs)
+    nest = nest_here()
+    if nest is not None:
+        flat = line.flatten(args, kwargs)
+        return _not_starting(_run_inside, line, flat, nest), None, False
+    flat, plan = _not_starting(_prepare, line, args, kwargs)
+    several, before = plan.call.mesh.size > 1, line.several
+    line.several = several or bool(before)
+    outs, data, keep = _api.call_planned(line, flat, plan, args, kwargs)
+    # A dispatcher that starts programs at any time is to learn none on several devices.
+    return outs, data if several == bool(before) else None, keep
 
 
-_lines: weakref.WeakSet[_Line] = weakref.WeakSet()
+_lines: weakref.WeakValueDictionary[int, _Line] = weakref.WeakValueDictionary()
+
+
+def _after_fork() -> None:
+    """Forgets what threads that stay with the parent were making."""
+    for ref in _lines.valuerefs():
+        if line := ref():
+            line.plans.after_fork()
+            line.programs.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class _Clearer:
     """Lets `jax.clear_caches` clear ours."""
 
     def cache_clear(self) -> None:
-        for line in [*_lines]:
-            line.clear()
+        _shared_plan.cache_clear()
+        for ref in _lines.valuerefs():  # a copy, which other threads may add to
+            if line := ref():
+                line.clear()
 
     def cache_info(self) -> None:
         return None
@@ -477,13 +571,20 @@ def _context_difference(old: Any, new: Any) -> str:
 # Failures
 
 
-def _position_failure(option: str, nums: Sequence[int], count: int) -> Failure:
-    name = "static_broadcasted_argnums" if option == "static" else "donate_argnums"
+def _position_failure(nums: Sequence[int], count: int) -> Failure:
     return Failure(
         what=f"has no positional argument {max(nums)}",
-        given=f"{name}={nums[0] if len(nums) == 1 else tuple(nums)}",
+        given=f"static_broadcasted_argnums={nums[0] if len(nums) == 1 else tuple(nums)}",
         expected="these arguments by position, not by name",
         got=f"a call with {count} positional argument{'s' * (count != 1)}",
+        error=OptionError,
+    )
+
+
+def _inside_failure() -> Failure:
+    return Failure(
+        what="cannot be traced, lowered or compiled by itself inside of another pmap",
+        fix="stop at the outermost one; for shapes, jax.eval_shape(f, ...)",
         error=OptionError,
     )
 

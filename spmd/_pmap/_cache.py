@@ -28,6 +28,11 @@ class Entries:
         self._entries: dict[Any, Any] = {}
         self._making: dict[Any, _Making] = {}
 
+    def after_fork(self) -> None:
+        """Forgets what threads are making that a forked process does not have."""
+        self._lock = threading.Lock()
+        self._making = {}
+
     def __len__(self) -> int:
         return len(self._entries)
 
@@ -42,36 +47,36 @@ class Entries:
         Raises:
             Exception: What `make` raised, also to those who waited; the next makes it anew.
         """
-        with self._lock:
-            if key in self._entries:
-                return self._entries[key]
-            making = self._making.get(key)
-            mine = making is None
-            if making is None:
-                making = self._making[key] = _Making()
-        if not mine:
-            if making.thread == threading.get_ident():
-                return make()  # a function that calls itself
-            making.done.wait()
-            if making.error is not None:
-                raise making.error
-            return self.get(key, make)
+        own = _Making()
+        try:
+            with self._lock:
+                if key in self._entries:
+                    return self._entries[key]
+                making = self._making.setdefault(key, own)
+            if making is own:
+                return self._make(key, make, own)
+        finally:  # an interrupt may have come anywhere
+            if self._making.get(key) is own:
+                del self._making[key]
+            own.done.set()
+        if making.thread == threading.get_ident():
+            return make()  # a function that calls itself
+        making.done.wait()
+        if making.error is not None:
+            raise making.error
+        return self.get(key, make)
+
+    def _make(self, key: Any, make: Callable[[], Any], making: _Making) -> Any:
         try:
             entry = make()
-        except BaseException as error:
-            # An interrupt is this thread's own; to the others it says nothing.
-            making.error = error if isinstance(error, Exception) else None
+        except Exception as error:  # an interrupt is this thread's own
+            making.error = error
             raise
-        else:
-            with self._lock:
-                self._entries[key] = entry
-                if len(self._entries) > _MOST:
-                    del self._entries[next(iter(self._entries))]
-            return entry
-        finally:
-            with self._lock:
-                self._making.pop(key, None)
-            making.done.set()
+        with self._lock:
+            self._entries[key] = entry
+            if len(self._entries) > _MOST:
+                del self._entries[next(iter(self._entries))]
+        return entry
 
     def clear(self) -> None:
         """Forgets all entries."""

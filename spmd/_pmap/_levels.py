@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 import contextlib
+from contextlib import nullcontext
 import functools
 import math
 import threading
@@ -19,7 +20,8 @@ import jax
 import numpy as np
 
 from spmd import _jax
-from spmd._pmap._options import UNNAMED, PmapOptions
+from spmd._mesh import enclosing_pjit
+from spmd._pmap._options import UNNAMED, PmapOptions, parse
 from spmd.errors import Failure, MeshError, OptionError, explain
 
 
@@ -41,6 +43,20 @@ class Deeper(BaseException):
     """Ends a trace that met a further level; no error, and nothing for users to catch."""
 
 
+class Part(NamedTuple):
+    """Where a value comes from that a function of one device is called with.
+
+    Attributes:
+        value: The value.
+        leaf: Which leaf of the outermost arguments it is a part of.
+        dims: Per dimension that it has, which one of the leaf that is.
+    """
+
+    value: Any
+    leaf: int
+    dims: tuple[int, ...]
+
+
 class Nest:
     """The levels of an outermost `pmap` that is being traced.
 
@@ -48,21 +64,31 @@ class Nest:
         levels: Those that are known.
         depth: How many are open where the trace is.
         complete: Whether `levels` were all that the trace met.
+        splits: Per leaf of the outermost arguments ``{dimension: axis}`` of inner levels.
+        rule_of: The message's subject where a rule of a traced function is being traced: its mesh
+            is made already.
     """
 
-    def __init__(self, options: PmapOptions, levels: Sequence[Level]):
+    def __init__(self, options: PmapOptions, levels: Sequence[Level], rule_of: str = ""):
         self.options = options
         self.levels = [*levels]
         self.depth = 0
         self.complete = True
+        self.splits: dict[int, dict[int, Hashable]] = {}
+        self.rule_of = rule_of
+        self._parts: list[Sequence[Part]] = []
 
     @property
     def names(self) -> tuple[Hashable, ...]:
-        """The axes of the mesh."""
-        return tuple(
-            UNNAMED + (str(i + 1) if i else "") if level.name is None else level.name
-            for i, level in enumerate(self.levels)
-        )
+        """The axes of the mesh: those that have no name get one that no other has."""
+        given = {level.name for level in self.levels}
+        names = []
+        for i, level in enumerate(self.levels):
+            name = UNNAMED + (str(i + 1) if i else "")
+            while name in given:
+                name += "_"
+            names.append(name if level.name is None else level.name)
+        return tuple(names)
 
     def mesh(self) -> Any:
         """The mesh of the levels that are known.
@@ -73,16 +99,45 @@ class Nest:
         sizes = tuple(level.size for level in self.levels)
         return _mesh(self.options, self.names, sizes)
 
+    @property
+    def innermost(self) -> bool:
+        """Whether no level is below those that are open, as far as is known."""
+        return self.depth >= len(self.levels)
+
     @contextlib.contextmanager
-    def open(self) -> Iterator[None]:
-        """While a function of one device is traced: the next level is below it."""
+    def open(self, parts: Sequence[Part]) -> Iterator[None]:
+        """While a function of one device is traced, with these arguments.
+
+        Types say for which axes of the mesh a value is one of one device, and JAX refuses to mix
+        values of two levels. So above the innermost they say no mesh.
+        """
         outer, _here.nest = _nest(), self
-        self.depth += 1
+        mesh = nullcontext() if self.innermost else _jax.abstract_mesh_set(None)
+        self._parts.append(parts)
         try:
-            yield
+            with mesh:
+                yield
         finally:
-            self.depth -= 1
+            self._parts.pop()
             _here.nest = outer
+
+    @contextlib.contextmanager
+    def between(self) -> Iterator[None]:
+        """While the next level is entered: its `shard_map` needs the mesh of the last one."""
+        outside = _jax.partly_manual(self.mesh(), self.names[: self.depth])
+        with _jax.abstract_mesh_set(outside):
+            yield
+
+    def origin(self, value: Any) -> Part | None:
+        """Where an argument of the next level comes from, if that is known."""
+        parts = self._parts[-1] if self._parts else ()
+        return next((p for p in parts if p.value is value), None)
+
+    def split(self, part: Part, dim: int, axis: Hashable) -> None:
+        """Takes down that an inner level maps a dimension of an argument."""
+        split = self.splits.setdefault(part.leaf, {})
+        if axis not in split.values():
+            split.setdefault(part.dims[dim], axis)
 
     def axis(self, options: PmapOptions, size: int) -> Hashable:
         """Returns the axis of the mesh for a `pmap` that was met in the trace.
@@ -91,13 +146,13 @@ class Nest:
             ValueError: It does not go with the levels around it, or beside it.
             Deeper: The mesh has no such axis yet.
         """
-        name = None if options.axis_name == UNNAMED else options.axis_name
+        name = options.axis_name
         level = Level(name, size, options.subject)
         failures = _alone_failures(options, self.options)
         failures += [
             _taken_failure(name, other.subject)
-            for other in self.levels[: self.depth]
-            if name is not None and other.name == name
+            for i, other in enumerate(self.levels)
+            if name is not None and other.name == name and i != self.depth
         ]
         known = self.levels[self.depth] if self.depth < len(self.levels) else None
         if known is not None and known.size != size:
@@ -106,7 +161,9 @@ class Nest:
             failures.append(_sibling_failure("axis_name", name, known.name, known.subject))
         if failures:
             raise explain(options.subject, failures)
-        if known is None or (name is not None and known.name is None):
+        if known is None and self.rule_of:
+            raise explain(options.subject, [_rule_failure(self.rule_of)])
+        if known is None or (name is not None and known.name is None and not self.rule_of):
             self.levels[self.depth : self.depth + 1] = [level]
             self.complete = False
             self.mesh()  # too few devices are said where the user's code is
@@ -116,6 +173,20 @@ class Nest:
 
 _here = threading.local()
 
+#: Stands for options that are not known any more: every device may be chosen, none was.
+_OUTER = parse(
+    lambda: None,
+    axis_name=None,
+    in_axes=0,
+    out_axes=0,
+    static_broadcasted_argnums=(),
+    devices=None,
+    backend=None,
+    axis_size=None,
+    donate_argnums=(),
+    global_arg_shapes=None,
+)
+
 
 def _nest() -> Nest | None:
     return getattr(_here, "nest", None)
@@ -123,12 +194,46 @@ def _nest() -> Nest | None:
 
 def nest_here() -> Nest | None:
     """The `pmap` whose function is being traced in this thread."""
-    return None if _jax.trace_state_clean() else _nest()
+    if _jax.trace_state_clean():
+        return None
+    return _nest() or _rule_nest()
+
+
+def _rule_nest() -> Nest | None:
+    """The `pmap` of whose function a rule of `custom_vjp` or the like is traced only now."""
+    mesh, subject = enclosing_pjit() or (None, "")
+    if mesh is None or not subject.startswith("pmap of"):
+        return None
+    bound = _jax.bound_axes()
+    depth = next((i for i, n in enumerate(mesh.axis_names) if n not in bound), len(mesh.shape))
+    if not depth:
+        return None
+    levels = [Level(n, s, subject) for n, s in mesh.shape.items()]
+    nest = _RuleNest(_OUTER, levels, subject)
+    nest.depth, nest.made = depth, mesh
+    return nest
+
+
+class _RuleNest(Nest):
+    """The levels of a function that was traced before.
+
+    Attributes:
+        made: Its mesh.
+    """
+
+    made: Any
+
+    @property
+    def names(self) -> tuple[Hashable, ...]:
+        return self.made.axis_names
+
+    def mesh(self) -> Any:
+        return self.made
 
 
 def run_in_nest(options: PmapOptions, size: int, run: Callable[[Nest], Any]) -> Any:
     """Calls `run` with the levels of an outermost `pmap`, until a trace meets no further one."""
-    levels = [Level(None if options.axis_name == UNNAMED else options.axis_name, size, "")]
+    levels = [Level(options.axis_name, size, options.subject)]
     while True:
         nest = Nest(options, levels)
         outer, _here.nest = _nest(), None
@@ -153,14 +258,24 @@ def _check_devices(options: PmapOptions, levels: Sequence[Level]) -> None:
         raise explain(options.subject, [_device_failure(options, sizes, len(options.devices))])
 
 
+def devices_of(options: PmapOptions, size: int) -> Sequence[Any]:
+    """The devices to run on, at most `size`; of several processes as many of each."""
+    devices, processes = options.devices, jax.process_count()
+    if devices is None:
+        devices = jax.devices(options.backend)
+        if processes > 1:
+            own = [[d for d in devices if d.process_index == p] for p in range(processes)]
+            devices = [d for held in own for d in held[: size // processes]]
+    return devices[:size]
+
+
 @functools.lru_cache(maxsize=1024)
 def _mesh(options: PmapOptions, names: tuple[Hashable, ...], sizes: tuple[int, ...]) -> Any:
-    devices, size = options.devices, math.prod(sizes)
-    if devices is None:
-        devices = tuple(jax.devices(options.backend))
+    size = math.prod(sizes)
+    devices = devices_of(options, size)
     if len(devices) < size:
         raise explain(options.subject, [_device_failure(options, sizes, len(devices))])
-    return jax.sharding.Mesh(np.array(devices[:size]).reshape(sizes), names)
+    return jax.sharding.Mesh(np.array(devices).reshape(sizes), names)
 
 
 _jax.register_cache(_mesh, "meshes of pmap")
@@ -210,8 +325,17 @@ def _taken_failure(name: Hashable, subject: str) -> Failure:
     return Failure(
         what=f"cannot map over the axis {name!r} a second time",
         given=f"axis_name={name!r}",
-        expected="another name than the pmap around it has",
+        expected=f"another name than that of {subject}",
         fix="name each level differently, or leave the inner name out",
+        error=OptionError,
+    )
+
+
+def _rule_failure(subject: str) -> Failure:
+    return Failure(
+        what=f"maps deeper than {subject}, in a rule of a function that it calls",
+        expected="in rules of custom_jvp and custom_vjp only levels that the function has, too",
+        fix="map with jax.vmap in the rule",
         error=OptionError,
     )
 

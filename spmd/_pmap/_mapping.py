@@ -13,21 +13,40 @@ import jax.tree_util as jtu
 
 from spmd import _jax
 from spmd._arguments import join_arguments
-from spmd._pmap._levels import Nest
+from spmd._pmap._levels import Nest, Part
 from spmd._pmap._options import PmapOptions
 from spmd._spec import ParsedPartitionSpec, broadcast_prefix
 from spmd._trace import Signature, no_array
 from spmd.errors import Failure, OptionError, explain
 
 
-def spec_along(axis: int | None, name: Any) -> ParsedPartitionSpec:
-    """The spec of an array whose dimension `axis` is the mapped one; None: all have it whole."""
-    partitions = () if axis is None else ((),) * axis + ((name,),)
+def spec_along(
+    axis: int | None, name: Any, inner: dict[int, Hashable] | None = None
+) -> ParsedPartitionSpec:
+    """The spec of an array whose dimension `axis` is the mapped one; None: all have it whole.
+
+    Args:
+        axis: The dimension.
+        name: The name of its axis of the mesh.
+        inner: Further dimensions with their axes, where inner levels map them.
+    """
+    names = {**(inner or {}), **({} if axis is None else {axis: name})}
+    size = max(names, default=-1) + 1
+    partitions = tuple((names[i],) if i in names else () for i in range(size))
     return ParsedPartitionSpec(PartitionSpec(*[p or None for p in partitions]), partitions)
 
 
 class Mapped:
     """A function of whole arrays, of which each device computes its slice.
+
+    Args:
+        fun: The function of one device.
+        options: What was said at decoration.
+        signature: The arguments.
+        axes: Per leaf of them the axis that is mapped, or None.
+        nest: The levels that this is one of.
+        axis: Its axis of their mesh.
+        parts: In an inner level, per leaf where it comes from.
 
     Attributes:
         out_axes: After the first call, per leaf of the results where the mapped axis is.
@@ -41,6 +60,7 @@ class Mapped:
         axes: Sequence[int | None],
         nest: Nest,
         axis: Hashable,
+        parts: Sequence[Part | None] = (),
     ):
         functools.update_wrapper(self, fun)
         self._fun = fun
@@ -49,6 +69,7 @@ class Mapped:
         self._axes = axes
         self._nest = nest
         self._axis = axis
+        self._parts = parts
         self.out_axes: tuple[int | None, ...] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,12 +97,21 @@ class Mapped:
 
     def _on_device(self, *leaves: Any) -> Any:
         """Calls the user's function with what one device has."""
-        signature, options = self._signature, self._options
         pairs = zip(leaves, self._axes, strict=True)
         slices = [x if a is None else jax.lax.squeeze(x, [a]) for x, a in pairs]
+        self._nest.depth += 1
+        try:
+            return self._call_fun(slices)
+        finally:
+            self._nest.depth -= 1
+
+    def _call_fun(self, slices: Sequence[Any]) -> Any:
+        signature, options = self._signature, self._options
+        if not self._nest.innermost:
+            slices = [_jax.untyped(x) for x in slices]
         dynamic = jtu.tree_unflatten(signature.tree, slices)
         args, kwargs = join_arguments(signature.positions, signature.statics, dynamic)
-        with self._nest.open():
+        with self._nest.open(self._slice_parts(slices)):
             results = self._fun(*args, **kwargs)
         paths, tree = jtu.tree_flatten_with_path(results)
         names = ["result" + jtu.keystr(path) for path, _ in paths]
@@ -103,6 +133,22 @@ class Mapped:
             for (_, v), a in zip(paths, self.out_axes, strict=True)
         ]
         return jtu.tree_unflatten(tree, stacked)
+
+    def _slice_parts(self, slices: Sequence[Any]) -> list[Part]:
+        """Where the slices come from."""
+        outermost = self._nest.depth == 1 and not self._nest.rule_of
+        parts = []
+        for i, (x, axis, aval) in enumerate(
+            zip(slices, self._axes, self._signature.avals, strict=True)
+        ):
+            whole = Part(x, i, tuple(range(aval.ndim))) if outermost else self._part(i)
+            if whole is not None:
+                dims = tuple(d for k, d in enumerate(whole.dims) if k != axis)
+                parts.append(Part(x, whole.leaf, dims))
+        return parts
+
+    def _part(self, leaf: int) -> Part | None:
+        return self._parts[leaf] if self._parts else None
 
     def _moves(self, results: Sequence[Any]) -> list[int | None]:
         """Where results have to go whose axis is counted from the end; they get that axis."""

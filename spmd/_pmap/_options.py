@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.tree_util as jtu
 import numpy as np
 
@@ -49,24 +50,30 @@ class PmapOptions:
 
     Attributes:
         name: Name of the function.
-        axis_name: Name of the mapped axis.
+        axis_name: Name of the mapped axis, or None.
         in_axes: Which axis of each argument is mapped.
         out_axes: Where it stands in each result.
         params: The parameters; keyword arguments stay where they are.
         devices: The devices to run on, or None.
         backend: The platform to run on, or None.
         axis_size: The size of the mapped axis, or None.
+        global_arg_shapes: Per positional argument the shape of an element, or None.
     """
 
     name: str
-    axis_name: Hashable
+    axis_name: str | None
     in_axes: AxisTree
     out_axes: AxisTree
     params: Parameters
     devices: tuple[Any, ...] | None
     backend: str | None
     axis_size: int | None
-    positional_semantics: str = "global"
+    global_arg_shapes: tuple[tuple[int, ...] | None, ...] | None
+
+    @property
+    def positional_semantics(self) -> str:
+        """Of several processes each passes and gets its own part."""
+        return "global" if jax.process_count() == 1 else "local"
 
     @property
     def subject(self) -> str:
@@ -85,11 +92,12 @@ def parse(
     backend: str | None,
     axis_size: int | None,
     donate_argnums: Any,
+    global_arg_shapes: Any,
 ) -> PmapOptions:
     """Reads everything that can be read without arguments.
 
     Raises:
-        TypeError: An axis is no integer, or the name of the axis has no hash.
+        TypeError: An axis is no integer, or the name of the axis no string.
         ValueError: An option names an argument that is not there, or a size is out of range.
     """
     name = _jax.fun_name(fun)
@@ -103,18 +111,41 @@ def parse(
         for option, tree in (("in_axes", in_axes), ("out_axes", out_axes))
     ]
     failures += _name_failures(axis_name) + _size_failures(axis_size, devices)
+    failures += _shapes_failures(global_arg_shapes)
     if failures:
         raise explain(subject, failures)
     return PmapOptions(
         name=name,
-        axis_name=UNNAMED if axis_name is None else axis_name,
+        axis_name=axis_name,
         in_axes=trees[0],
         out_axes=trees[1],
         params=params,
         devices=None if devices is None else tuple(devices),
         backend=backend,
         axis_size=None if axis_size is None else int(axis_size),
+        global_arg_shapes=_shapes(global_arg_shapes) if global_arg_shapes is not None else None,
     )
+
+
+def _shapes(given: Sequence[Any]) -> tuple[tuple[int, ...] | None, ...]:
+    return tuple(None if s is None else tuple(int(n) for n in s) for s in given)
+
+
+def _shapes_failures(given: Any) -> list[Failure]:
+    if given is None:
+        return []
+    try:
+        _shapes(given)
+    except (TypeError, ValueError):
+        return [
+            Failure(
+                what="cannot read global_arg_shapes",
+                expected="per positional argument the shape of one element, or None",
+                got=show_value(given),
+                error=ArgumentError,
+            )
+        ]
+    return []
 
 
 def _parse_axes(name: str, tree: Any, failures: list[Failure]) -> AxisTree:
@@ -134,12 +165,12 @@ def _parse_axes(name: str, tree: Any, failures: list[Failure]) -> AxisTree:
 
 
 def _name_failures(axis_name: Any) -> list[Failure]:
-    if isinstance(axis_name, Hashable) and not isinstance(axis_name, tuple):
+    if axis_name is None or isinstance(axis_name, str):
         return []
     return [
         Failure(
             what="cannot use this axis_name",
-            expected="a string, or another value with __hash__ that is no tuple",
+            expected="a string, or None",
             got=show_value(axis_name),
             error=ArgumentError,
         )
@@ -158,6 +189,16 @@ def _size_failures(axis_size: Any, devices: Any) -> list[Failure]:
                 error=OptionError if is_integer else ArgumentError,
             )
         )
+    twice = [d for d in dict.fromkeys(devices or ()) if [*devices].count(d) > 1]
+    failures += [
+        Failure(
+            what=f"has {d} twice",
+            given=f"devices= with {len(devices)}",
+            expected="each device once",
+            error=OptionError,
+        )
+        for d in twice
+    ]
     if devices is not None and not len(devices):
         failures.append(
             Failure(
@@ -183,7 +224,7 @@ def find_mapping(options: PmapOptions, signature: Signature) -> tuple[tuple[int 
     Raises:
         ValueError: `in_axes` does not fit the arguments, sizes differ, or nothing is mapped.
     """
-    axes = _leaf_axes(options, signature)
+    axes = leaf_axes(options, signature)
     rows = list(zip(axes, signature.avals, signature.arg_names, strict=True))
     failures = [_range_failure(*row) for row in rows]
     if failures := [f for f in failures if f]:
@@ -194,12 +235,49 @@ def find_mapping(options: PmapOptions, signature: Signature) -> tuple[tuple[int 
         for a, aval, name in zip(found, signature.avals, signature.arg_names, strict=True)
         if a is not None
     ]
-    if failure := _sizes_failure(options, sizes):
-        raise explain(options.subject, [failure])
+    failures = [_sizes_failure(options, sizes), *_element_failures(options, signature, found)]
+    if failures := [f for f in failures if f]:
+        raise explain(options.subject, failures)
     return found, sizes[0][0] if options.axis_size is None else options.axis_size
 
 
-def _leaf_axes(options: PmapOptions, signature: Signature) -> tuple[int | None, ...]:
+def _element_failures(
+    options: PmapOptions, signature: Signature, axes: Sequence[int | None]
+) -> list[Failure]:
+    """Compares arguments with `global_arg_shapes`: an entry stands for all leaves of its own."""
+    if options.global_arg_shapes is None:
+        return []
+    positional = signature.tree.children()[0].children()
+    counts = [child.num_leaves for child in positional]
+    failures, at = [], 0
+    entries = [options.global_arg_shapes[i : i + 1] for i in signature.positions]
+    for entry, count in zip(entries, counts, strict=True):
+        for i in range(at, at + count):
+            shape = [*signature.avals[i].shape]
+            if (axis := axes[i]) is not None:
+                del shape[axis]
+            if entry and entry[0] is not None and tuple(shape) != entry[0]:
+                failures.append(_element_failure(signature.arg_names[i], tuple(shape), entry[0]))
+        at += count
+    return failures
+
+
+def _element_failure(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> Failure:
+    return Failure(
+        what=f"was told another shape of argument {name}",
+        expected=f"elements of shape {expected}, from global_arg_shapes",
+        got=f"elements of shape {got}",
+        fix="leave global_arg_shapes out: an element is never split between processes here",
+        error=OptionError,
+    )
+
+
+def leaf_axes(options: PmapOptions, signature: Signature) -> tuple[int | None, ...]:
+    """Returns per leaf of the arguments the axis that `in_axes` says, negative ones as they are.
+
+    Raises:
+        ValueError: `in_axes` does not fit the arguments.
+    """
     args, kwargs = signature.tree.children()
     tree = options.in_axes.axes()
     if isinstance(tree, tuple) and options.params.static_nums:
@@ -236,6 +314,12 @@ def _sizes_failure(options: PmapOptions, sizes: Sequence[tuple[int, int, str]]) 
         return Failure(
             what="maps nothing: no argument has an axis to map",
             expected="at least one argument without None in in_axes, or axis_size",
+            error=OptionError,
+        )
+    if sizes and sizes[0][0] == 0:
+        return Failure(
+            what=f"cannot map argument {sizes[0][2]} over an axis of size 0",
+            expected="at least one element",
             error=OptionError,
         )
     if len({size for size, *_ in sizes} | ({wanted} - {None})) <= 1:
