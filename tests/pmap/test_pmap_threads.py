@@ -1,0 +1,135 @@
+"""Mapped functions in threads: each case in a process of its own, since what is wrong is a hang."""
+
+import os
+from pathlib import Path
+import subprocess
+import sys
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def alone(case, *args, devices=8, limit=60, script="thread_cases.py"):
+    """Runs a case; a hang is told with the stacks of all threads.
+
+    Args:
+        case: The name of the case in `script`.
+        args: What it takes.
+        devices: On how many devices.
+        limit: Seconds after which it counts as hanging; it then prints its stacks.
+        script: Where the case is.
+    """
+    environ = {
+        **{name: value for name, value in os.environ.items() if name != "NPROC"},  # set at import
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    }
+    command = [sys.executable, str(HERE / script), case, str(limit), *map(str, args)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=limit + 20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+            pytest.fail(f"hangs, without stacks:\n{out[-1000:]}\n{err[-8000:]}")
+    assert process.returncode == 0, f"exit {process.returncode}\n{out[-1000:]}\n{err[-8000:]}"
+    assert (out.splitlines()[-1], err) == ("passed", "")
+
+
+def test_eight_threads_share_a_function():
+    """200 calls of each of 8 threads end, with the values of NumPy, by one trace and program."""
+    alone("shared")
+
+
+def test_one_trace_and_compile_per_signature():
+    """Seven threads wait for the trace, and then for the compile, of the eighth; it goes on."""
+    alone("one_compile")
+
+
+def test_two_signatures_at_once():
+    """Two traces, and two compiles, end only together; what is compiled is called meanwhile."""
+    alone("at_once")
+
+
+def test_a_failure_releases_who_waits():
+    """All get the error of a trace or a compile, no entry stays, and the next call works."""
+    alone("failures")
+
+
+def test_an_interrupted_maker():
+    """The interrupt is its own, one of the waiting threads traces anew, all others get values."""
+    alone("interrupted_maker")
+
+
+def test_an_interrupted_waiter():
+    """A thread that waits for an entry, or to start, is interrupted, and leaves the lock free."""
+    alone("interrupted_waiter")
+
+
+def test_tracers_in_threads():
+    """Calls with tracers leave no entry, beside calls with arrays, which make one."""
+    alone("tracers")
+
+
+@pytest.mark.parametrize("devices", [8, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_function_calls_itself(devices):
+    """From a hook with other signatures, and in its own trace as a further level."""
+    alone("itself", devices=devices)
+
+
+def test_a_tap_calls_a_mapped_function():
+    """The host functions of taps run another one, while threads call the one that taps."""
+    alone("from_taps")
+
+
+@pytest.mark.parametrize(
+    ("way", "size"),
+    [("call", 1), pytest.param("call", 8, marks=pytest.mark.slow)]
+    + [pytest.param("io", size, marks=pytest.mark.slow) for size in (1, 8)],
+)
+def test_a_program_waits_for_a_mapped_function(way, size):
+    """A host function that a program waits for runs mapped functions for their first time."""
+    alone("from_calls", way, size, limit=20)
+
+
+def test_a_host_function_in_the_thread_of_the_caller():
+    """It compiles while another thread calls what its own thread has not yet returned from."""
+    alone("inline_and_waiting", limit=20)
+
+
+def test_caches_are_cleared_while_functions_are_made():
+    """`jax.clear_caches` in one thread does not fail where others make functions."""
+    alone("made_and_forgotten")
+
+
+def test_rounds_in_threads():
+    """Functions that 8 threads make, call and drop leave no object and no program behind."""
+    alone("rounds", 80)
+
+
+def test_a_fork():
+    """A child takes the lock that a thread held at the fork, and makes what another was making."""
+    alone("fork", limit=20)
+
+
+@pytest.mark.slow
+def test_interrupts_everywhere():
+    """Wherever a call is interrupted, it raises just that, and others can call the function."""
+    alone("everywhere", limit=200)
+
+
+@pytest.mark.slow
+def test_ten_thousand_rounds_in_threads():
+    """10,000 rounds of 8 threads leave no more than few do."""
+    alone("rounds", 10_000, limit=200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices", "seconds"), [(8, 60), (2, 20), (1, 20)])
+def test_stress(devices, seconds):
+    """8 threads do everything at once: values are NumPy's, and at the end all counts are right."""
+    limit = seconds + 90
+    alone("stress", seconds, devices=devices, limit=limit, script="thread_stress.py")
