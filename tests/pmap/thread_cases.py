@@ -525,6 +525,7 @@ def everywhere():
     places = []
     for at in itertools.count(1):
         fun = pmap(lambda x: x * 2)
+        fun(X[:, None])  # from now on by the dispatcher
         where = interrupted(at, lambda fun=fun: fun(X))
         if where is None:
             break
@@ -534,7 +535,7 @@ def everywhere():
         for out in in_threads([lambda fun=fun: fun(X)] * 2):
             assert not isinstance(out, BaseException), (at, where, out)
             same(out, X * 2)
-        settled(fun, 1)
+        settled(fun, 2)
     stop.set()
     idle.join()
     assert {"get", "_miss", "_call", "run", "execute"} <= {*places}, places
