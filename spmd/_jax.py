@@ -1620,6 +1620,14 @@ _SUB_BYTE = ("int2", "int4", "uint2", "uint4", "float4_e2m1fn")
 _squeeze = jax.jit(jax.lax.squeeze, static_argnums=1)
 
 
+def has_effects(jaxpr: Any) -> bool:
+    """Whether anything in an open jaxpr has an effect; a collective has one on its named axis."""
+    return any(
+        eqn.effects or any(has_effects(inner) for inner in core.jaxprs_in_params(eqn.params))
+        for eqn in jaxpr.eqns
+    )
+
+
 def place_axis_indices(jaxpr: Any, mesh: Any = None) -> None:
     """Says to each `axis_index` what the mesh is where it stands, if its trace did not say it.
 

@@ -7,6 +7,7 @@ the jaxpr, so every rule, stage and report of `pjit` holds.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 import contextlib
 import functools
@@ -109,8 +110,12 @@ class _Line:
         self.programs = Entries()
         # How many threads the dispatcher has called for.
         self.misses = 0
-        # Whether any program runs on several devices; None before the first.
-        self.several: bool | None = None
+        # Whether the devices of any program wait for one another; None before the first program.
+        self.meets: bool | None = None
+        # Whether any program runs on several devices of the CPU.
+        self.crowds = False
+        # Returns what calls `_miss`.
+        self.dispatcher: Callable[[], Any] = lambda: None
         # What runs where `jax.disable_jit` switches the dispatcher off.
         self.unjitted = functools.partial(_run_unjitted, self)
 
@@ -139,8 +144,14 @@ class _Line:
         """Returns what a call does, traced at the first of its signature."""
         if not _jax.trace_state_clean():  # it may close over values of that trace
             return _make_plan(self.fun, self.options, flat.signature)
-        make = functools.partial(_shared_plan, self.fun, self.options, flat.signature)
-        return self.plans.get(_key(flat.signature), make)
+        return self.plans.get(_key(flat.signature), functools.partial(self._find_plan, flat))
+
+    def _find_plan(self, flat: Flat) -> Plan:
+        try:
+            return _shared_plan(self.fun, self.options, flat.signature)
+        except BaseException:
+            _shared_plan.evict_weakref(self.fun)  # JAX would find no result there for ever
+            raise
 
     def compile(self, flat: Flat, plan: Plan) -> None:
         """Compiles what a call does, at the first of its signature, however many threads call."""
@@ -186,6 +197,10 @@ def _run_eagerly(line: _Line, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def _run_inside(line: _Line, flat: Flat, nest: Nest) -> Any:
     """Runs a call that is part of what another `pmap` maps, on an axis of its mesh."""
+    rows = zip(flat.leaves, flat.signature.arg_names, strict=True)
+    gone = [n for x, n in rows if isinstance(x, _jax.Array) and x.is_deleted()]
+    if gone:
+        raise explain(line.options.subject, [_dispatch.gone_failure(n) for n in gone])
     axes, size = find_mapping(line.options, flat.signature)
     axis = nest.axis(line.options, size)
     parts = [nest.origin(x) for x in flat.leaves]
@@ -378,34 +393,61 @@ def _as_key(fun: Callable) -> Callable:
 
 
 def _one_at_a_time(line: _Line, dispatch: Any) -> Callable:
-    """Starts the programs of all threads one after the other; nobody waits until one has run.
+    """Starts programs whose devices meet one after the other, whatever thread they come from.
 
-    Programs on one device are started as they come. Where a function has both kinds, only those on
-    several devices are left to the dispatcher.
+    Nobody waits until one has run. Others are started as they come: one on a single device may run
+    in the thread that starts it, for as long as its host functions take. Where a function has
+    both kinds, the dispatcher learns no program on a single device.
 
     While one thread is in a miss, the dispatcher lets others wait that come with the same
     arguments; they would wait with `starting` held, which the first one needs. They call by
     themselves.
     """
-    # As `threading.enumerate`, without a lock and a list: a thread that is alone needs no lock.
-    threads: Any = getattr(threading, "_active", (None, None))
 
     def start(*args: Any, **kwargs: Any) -> Any:
-        if line.several is None:
+        if len(_threads) == 1:
+            return dispatch(*args, **kwargs)
+        if line.meets is None:
             return _call_directly(line, args, kwargs)
-        several = line.several
-        if not several or len(threads) == 1:
-            outs = dispatch(*args, **kwargs)
-            if line.several is not several:  # it took this call for one that it must never repeat
-                dispatch._clear_cache()
-            return outs
+        if not line.meets:
+            return _bounded(line, dispatch, args, kwargs)
         with _dispatch.starting:
             if not line.misses:
-                return dispatch(*args, **kwargs)
+                return _bounded(line, dispatch, args, kwargs)
         return _call_directly(line, args, kwargs)
 
     start._clear_cache = dispatch._clear_cache  # type: ignore[attr-defined] - as a dispatcher
+    line.dispatcher = weakref.ref(dispatch)
     return start
+
+
+# As `threading.enumerate`, without a lock and a list: a thread that is alone needs no lock.
+_threads: Any = getattr(threading, "_active", (None, None))
+
+#: A result of each program that threads have started on several devices of the CPU, oldest first.
+_flying: deque[Any] = deque()
+#: XLA lets 32 programs wait for one device, and takes a thread of its pool for each further one:
+#: when it has none left, none of them ends.
+_MOST_FLYING = 16
+
+
+def _bounded(line: _Line, dispatch: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Starts a program; on the CPU it waits first until few enough are in flight."""
+    if not line.crowds:
+        return dispatch(*args, **kwargs)
+    try:
+        while (oldest := _flying[0]).is_ready() or len(_flying) >= _MOST_FLYING:
+            _flying.popleft()
+            oldest.block_until_ready()
+    except IndexError:
+        pass  # there is none
+    except RuntimeError:
+        _flying.clear()  # one was donated or failed: the count begins anew
+    outs = dispatch(*args, **kwargs)
+    first = outs if type(outs) is _jax.Array else next(iter(jtu.tree_leaves(outs)), None)
+    if type(first) is _jax.Array:  # not traced
+        _flying.append(first)
+    return outs
 
 
 def _call_directly(line: _Line, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -453,11 +495,23 @@ def _call(line: _Line, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
         flat = line.flatten(args, kwargs)
         return _not_starting(_run_inside, line, flat, nest), None, False
     flat, plan = _not_starting(_prepare, line, args, kwargs)
-    several, before = plan.call.mesh.size > 1, line.several
-    line.several = several or bool(before)
+    several = plan.call.mesh.size > 1
+    meets = several and _meets(plan.jaxpr, plan.call.mesh)
+    before, line.meets = line.meets, meets or bool(line.meets)
+    line.crowds |= several and plan.call.mesh.devices.flat[0].platform == "cpu"
+    if meets and not before:
+        line.dispatcher()._clear_cache()  # what it has learned was to be started at any time
     outs, data, keep = _api.call_planned(line, flat, plan, args, kwargs)
-    # A dispatcher that starts programs at any time is to learn none on several devices.
-    return outs, data if several == bool(before) else None, keep
+    # Other threads may be in there, and start this program without `starting`.
+    learns = before or not meets or len(_threads) == 1
+    return outs, data if learns and (several or not line.meets) else None, keep
+
+
+@_jax.weakref_lru_cache
+def _meets(jaxpr: Any, mesh: Any) -> bool:
+    """Whether devices that run a program wait for one another."""
+    # Between two levels it is the partitioner that adds collectives.
+    return len(mesh.axis_names) > 1 or _jax.has_effects(jaxpr.jaxpr)
 
 
 _lines: weakref.WeakValueDictionary[int, _Line] = weakref.WeakValueDictionary()
@@ -465,6 +519,9 @@ _lines: weakref.WeakValueDictionary[int, _Line] = weakref.WeakValueDictionary()
 
 def _after_fork() -> None:
     """Forgets what threads that stay with the parent were making."""
+    global _shared_plan
+    _shared_plan = _jax.weakref_lru_cache(_make_plan)
+    _flying.clear()
     for ref in _lines.valuerefs():
         if line := ref():
             line.plans.after_fork()

@@ -97,7 +97,12 @@ class Nest:
             ValueError: There are too few devices.
         """
         sizes = tuple(level.size for level in self.levels)
-        return _mesh(self.options, self.names, sizes)
+        devices = devices_of(self.options, math.prod(sizes))
+        if len(devices) < math.prod(sizes):
+            raise explain(
+                self.options.subject, [_device_failure(self.options, sizes, len(devices))]
+            )
+        return _mesh(tuple(devices), self.names, sizes)
 
     @property
     def innermost(self) -> bool:
@@ -270,11 +275,7 @@ def devices_of(options: PmapOptions, size: int) -> Sequence[Any]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _mesh(options: PmapOptions, names: tuple[Hashable, ...], sizes: tuple[int, ...]) -> Any:
-    size = math.prod(sizes)
-    devices = devices_of(options, size)
-    if len(devices) < size:
-        raise explain(options.subject, [_device_failure(options, sizes, len(devices))])
+def _mesh(devices: tuple[Any, ...], names: tuple[Hashable, ...], sizes: tuple[int, ...]) -> Any:
     return jax.sharding.Mesh(np.array(devices).reshape(sizes), names)
 
 

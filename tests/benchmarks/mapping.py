@@ -1,11 +1,15 @@
-"""A repeated call of a mapped function on 8 devices, against `jax.pmap` and our own `pjit`."""
+"""A repeated call of a mapped function on 8 devices, against `jax.pmap` and our own `pjit`.
 
-from collections.abc import Iterator
+Of threads each waits for its results: with more in flight stock JAX may hang.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 
-from spmd import P, pjit, pmap
+from spmd import P, pjit, pmap, shard_at, unstack
 
 from .dispatch import add, mesh, repeat
 from .paired import Result, compare
@@ -40,6 +44,49 @@ def _versus_pjit(turns: int, calls: int) -> Result:
     )
 
 
+def _in_threads(pool: ThreadPoolExecutor, fun: Callable, value: jax.Array) -> Callable:
+    def work(calls: int) -> None:
+        for _ in range(calls):
+            jax.block_until_ready(fun(value))
+
+    def run(calls: int) -> None:
+        for done in [pool.submit(work, calls) for _ in range(8)]:
+            done.result()
+
+    return run
+
+
+def _threads(turns: int) -> Result:
+    x = np.zeros((8, 4), np.float32)
+    ours, peer = pmap(lambda x: x + 1), jax.pmap(lambda x: x + 1)
+    with ThreadPoolExecutor(8) as pool:
+        return compare(
+            "pmap, 8 threads with 20 calls each, vs jax.pmap",
+            _in_threads(pool, ours, ours(x)),
+            _in_threads(pool, peer, peer(x)),
+            target=1.00,
+            turns=turns,
+            calls=20,
+        )
+
+
+def _slices(turns: int) -> Iterator[Result]:
+    x = pmap(lambda x: x + 1)(np.zeros((8, 1024), np.float32))
+
+    def repeated(work: Callable) -> Callable[[int], None]:
+        def run(calls: int) -> None:
+            for _ in range(calls):
+                jax.block_until_ready(work(x))
+
+        return run
+
+    whole = repeated(list)
+    at, indexed = repeated(lambda x: shard_at(x, 0)), repeated(lambda x: x[0])
+    name = "shard_at(x, 0), vs x[0]"
+    yield compare(name, at, indexed, target=0.20, turns=turns, calls=20)
+    yield compare("unstack(x), vs list(x)", repeated(unstack), whole, target=None, turns=turns)
+
+
 def run(turns: int) -> Iterator[Result]:
     """All comparisons of mapped functions."""
     x = np.zeros((8, 4), np.float32)
@@ -48,3 +95,5 @@ def run(turns: int) -> Iterator[Result]:
     yield _versus_stock("100 arguments", hundred, 1.00, turns, 10)
     yield _versus_stock("1 NumPy argument", (x,), 1.00, turns, 20, placed=False)
     yield _versus_pjit(turns, 100)
+    yield _threads(turns)
+    yield from _slices(turns)

@@ -265,7 +265,7 @@ pmap of `one` cannot read out_axes['a'].
   expected  the number of an axis, or None
   got       float: 0.5
 pmap of `one` cannot use this axis_name.
-  expected  a string, or another value with __hash__ that is no tuple
+  expected  a string, or None
   got       tuple: ('i',)
 pmap of `one` cannot map over an axis of this size.
   given     axis_size=0
