@@ -83,6 +83,11 @@ class PjitOptions:
         return self._hash
 
     @property
+    def static_option(self) -> str:
+        """What to declare an argument static with."""
+        return "static_argnames"
+
+    @property
     def subject(self) -> str:
         """The first words of a message."""
         return f"pjit of `{self.name}`"
@@ -352,7 +357,7 @@ def flatten(options: PjitOptions, args: tuple, kwargs: Mapping[str, Any]) -> Fla
     names = _names(options.params, split.positions, tree)
     signature = Signature(
         tree=tree,
-        avals=_avals(leaves, names, options.subject),
+        avals=_avals(leaves, names, options),
         positions=split.positions,
         statics=split.statics,
         arg_names=names,
@@ -368,14 +373,15 @@ def flatten(options: PjitOptions, args: tuple, kwargs: Mapping[str, Any]) -> Fla
 _names = functools.lru_cache(maxsize=4096)(argument_names)
 
 
-def _avals(leaves: Sequence[Any], names: Sequence[str], subject: str) -> tuple[Any, ...]:
+def _avals(leaves: Sequence[Any], names: Sequence[str], options: PjitOptions) -> tuple[Any, ...]:
     try:
         return tuple([_jax.abstractify(x) for x in leaves])
     except (TypeError, ValueError, OverflowError):
-        bad = [f for x, n in zip(leaves, names, strict=True) if (f := _no_array(x, n))]
+        found = [_no_array(x, n) for x, n in zip(leaves, names, strict=True)]
+        bad = [replace(f, fix=f.fix.format(static=options.static_option)) for f in found if f]
         if not bad:
             raise
-        raise explain(subject, bad) from None
+        raise explain(options.subject, bad) from None
 
 
 def _no_array(value: Any, name: str) -> Failure | None:
@@ -385,7 +391,7 @@ def _no_array(value: Any, name: str) -> Failure | None:
         what = f"cannot take argument {name}: it is no array"
         expected = "arrays, numbers, and containers of them"
         got = f"{type(value).__name__}: {value!r}"
-        fix = "declare it static with static_argnames, or convert it with jnp.asarray"
+        fix = "declare it static with {static}, or convert it with jnp.asarray"
         if isinstance(e, OverflowError):
             what = f"cannot take argument {name}: the number is too large"
             expected = f"a number that fits into {jax.dtypes.canonicalize_dtype(int)}"
@@ -394,7 +400,7 @@ def _no_array(value: Any, name: str) -> Failure | None:
             what = f"cannot take argument {name}: JAX has no dtype for it"
             expected = "an array of numbers or booleans"
             got = f"an array of dtype {value.dtype}"
-            fix = "convert it with astype, or declare it static with static_argnames"
+            fix = "convert it with astype, or declare it static with {static}"
         return Failure(what=what, expected=expected, got=got[:100], fix=fix, error=ArgumentError)
     return None
 

@@ -84,8 +84,11 @@ def parse_parameters(
     static_argnames: Any,
     donate_argnums: Any,
     donate_argnames: Any,
+    static_option: str = "static_argnums",
 ) -> Parameters:
     """Reads the signature of `fun` and the options that name arguments.
+
+    `static_option` is what a user calls `static_argnums`.
 
     Raises:
         ValueError: An argument is out of range, unknown, or both static and donated.
@@ -95,7 +98,7 @@ def parse_parameters(
     names, variadic, more = _positional(signature)
     options = {
         "static": (
-            _ints(subject, "static_argnums", static_argnums),
+            _ints(subject, static_option, static_argnums),
             _strs(subject, "static_argnames", static_argnames),
         ),
         "donate": (
@@ -106,7 +109,8 @@ def parse_parameters(
     failures, resolved = [], {}
     for kind, (nums, by_name) in options.items():
         if signature is not None:
-            failures += _range_failures(f"{kind}_argnums", nums, names, variadic)
+            option = static_option if kind == "static" else f"{kind}_argnums"
+            failures += _range_failures(option, nums, names, variadic)
             failures += _name_failures(f"{kind}_argnames", by_name, (*names, *more), signature)
         resolved[kind] = _both_ways(nums, by_name, names, _positional_only(signature))
     if failures:

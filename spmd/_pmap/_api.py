@@ -7,7 +7,6 @@ the jaxpr, so every rule, stage and report of `pjit` holds.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 import contextlib
 import functools
@@ -410,11 +409,16 @@ def _one_at_a_time(line: _Line, dispatch: Any) -> Callable:
         if line.meets is None:
             return _call_directly(line, args, kwargs)
         if not line.meets:
-            return _bounded(line, dispatch, args, kwargs)
-        with _dispatch.starting:
-            if not line.misses:
-                return _bounded(line, dispatch, args, kwargs)
-        return _call_directly(line, args, kwargs)
+            outs = dispatch(*args, **kwargs)
+        else:
+            with _dispatch.starting:
+                idle = not line.misses
+                outs = dispatch(*args, **kwargs) if idle else None
+            if not idle:
+                outs = _call_directly(line, args, kwargs)
+        if line.crowds:
+            _wait_now_and_then(outs)
+        return outs
 
     start._clear_cache = dispatch._clear_cache  # type: ignore[attr-defined] - as a dispatcher
     line.dispatcher = weakref.ref(dispatch)
@@ -424,30 +428,28 @@ def _one_at_a_time(line: _Line, dispatch: Any) -> Callable:
 # As `threading.enumerate`, without a lock and a list: a thread that is alone needs no lock.
 _threads: Any = getattr(threading, "_active", (None, None))
 
-#: A result of each program that threads have started on several devices of the CPU, oldest first.
-_flying: deque[Any] = deque()
-#: XLA lets 32 programs wait for one device, and takes a thread of its pool for each further one:
-#: when it has none left, none of them ends.
+#: XLA lets 32 programs wait for a device of the CPU; each further one takes a thread of its pool,
+#: and when that has none left, none of them ends.
 _MOST_FLYING = 16
 
 
-def _bounded(line: _Line, dispatch: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Starts a program; on the CPU it waits first until few enough are in flight."""
-    if not line.crowds:
-        return dispatch(*args, **kwargs)
-    try:
-        while (oldest := _flying[0]).is_ready() or len(_flying) >= _MOST_FLYING:
-            _flying.popleft()
-            oldest.block_until_ready()
-    except IndexError:
-        pass  # there is none
-    except RuntimeError:
-        _flying.clear()  # one was donated or failed: the count begins anew
-    outs = dispatch(*args, **kwargs)
-    first = outs if type(outs) is _jax.Array else next(iter(jtu.tree_leaves(outs)), None)
-    if type(first) is _jax.Array:  # not traced
-        _flying.append(first)
-    return outs
+class _Flying(threading.local):
+    """How many programs this thread has started since it waited."""
+
+    count = 0
+
+
+_flying = _Flying()
+
+
+def _wait_now_and_then(outs: Any) -> None:
+    """Waits for a program that was started, so that few enough of all threads are in flight."""
+    _flying.count += 1
+    if _flying.count * len(_threads) < _MOST_FLYING:
+        return
+    _flying.count = 0
+    with contextlib.suppress(RuntimeError):  # for the user to see
+        jax.block_until_ready(outs)
 
 
 def _call_directly(line: _Line, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -521,7 +523,6 @@ def _after_fork() -> None:
     """Forgets what threads that stay with the parent were making."""
     global _shared_plan
     _shared_plan = _jax.weakref_lru_cache(_make_plan)
-    _flying.clear()
     for ref in _lines.valuerefs():
         if line := ref():
             line.plans.after_fork()

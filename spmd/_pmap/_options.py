@@ -19,6 +19,8 @@ from spmd.errors import ArgumentError, Failure, OptionError, explain, show_value
 #: The name of an axis that the user has not named.
 UNNAMED = "pmap"
 
+_STATIC = "static_broadcasted_argnums"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisTree:
@@ -71,6 +73,11 @@ class PmapOptions:
     global_arg_shapes: tuple[tuple[int, ...] | None, ...] | None
 
     @property
+    def static_option(self) -> str:
+        """What to declare an argument static with."""
+        return _STATIC
+
+    @property
     def positional_semantics(self) -> str:
         """Of several processes each passes and gets its own part."""
         return "global" if jax.process_count() == 1 else "local"
@@ -102,7 +109,9 @@ def parse(
     """
     name = _jax.fun_name(fun)
     subject = f"pmap of `{name}`"
-    params = parse_parameters(fun, subject, static_broadcasted_argnums, (), donate_argnums, ())
+    params = parse_parameters(
+        fun, subject, static_broadcasted_argnums, (), donate_argnums, (), _STATIC
+    )
     # Here an argument that is passed by name is no positional one.
     params = replace(params, own=None, static_names=(), donate_names=())
     failures: list[Failure] = []

@@ -327,7 +327,7 @@ def test_batched_steps():
     assert str(caught.value.__cause__) == ("the elements of a batch are at different steps: [4, 5]")
 
 
-@pytest.mark.parametrize("by", ["pjit", "shard_map", "pmap"])
+@pytest.mark.parametrize("by", ["pjit", "shard_map", "pmap", "spmd.pmap"])
 def test_devices(mesh, by):
     """A program on eight devices writes once: global values, or those of the first device."""
     x = jnp.arange(8.0)
@@ -342,7 +342,8 @@ def test_devices(mesh, by):
             )
             function = jax.jit(local)
         else:
-            function = jax.pmap(lambda x: loop(sink, x=x))
+            pmap = jax.pmap if by == "pmap" else spmd.pmap
+            function = pmap(lambda x: loop(sink, x=x))
         return function(x + 1)
 
     first = 36.0 if by == "pjit" else 1.0

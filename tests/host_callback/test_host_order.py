@@ -411,6 +411,7 @@ def by_pjit_shard_map(fun):
 
 MAPS = {
     "pmap": lambda fun: jax.pmap(fun, axis_name="i"),
+    "spmd.pmap": lambda fun: spmd.pmap(fun, axis_name="i"),
     "shard_map": by_shard_map,
     "pjit of shard_map": by_pjit_shard_map,
 }

@@ -12,6 +12,7 @@ from oracle import mesh_of
 import pytest
 from tapped import WAYS, inline
 
+import spmd
 from spmd import P, host_callback as hcb, pjit
 
 F = np.float32
@@ -343,7 +344,7 @@ class Slow:
             self.text.append(character)
 
 
-@pytest.mark.parametrize("way", ["pmap", "shard_map"])
+@pytest.mark.parametrize("way", ["pmap", "spmd.pmap", "shard_map"])
 def test_lines_of_different_threads(way):
     """What eight devices and an inline call print at the same time stays together."""
     stream = Slow()
@@ -354,8 +355,8 @@ def test_lines_of_different_threads(way):
 
         return lax.fori_loop(0, 25, body, x)
 
-    if way == "pmap":
-        made = jax.pmap(fun)
+    if way != "shard_map":
+        made = (jax.pmap if way == "pmap" else spmd.pmap)(fun)
     else:
         made = jax.jit(
             jax.shard_map(fun, mesh=mesh_of({"i": 8}), in_specs=P("i"), out_specs=P("i"))
@@ -374,7 +375,7 @@ def test_lines_of_different_threads(way):
     lines = "".join(stream.text).splitlines()
     assert len(lines) == 2 * 225
     pairs = [*zip(lines[::2], lines[1::2], strict=True)]
-    by_shards = "{}" if way == "pmap" else "[{}]"
+    by_shards = "[{}]" if way == "shard_map" else "{}"
     want = [("what: x", by_shards.format(i)) for i in range(200)]
     want += [("what: y", str(i)) for i in range(-25, 0)]
     assert sorted(pairs) == sorted(want)

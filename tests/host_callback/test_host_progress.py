@@ -285,7 +285,7 @@ def test_batched_steps():
 
 
 @pytest.mark.parametrize("per_device", [False, True])
-@pytest.mark.parametrize("by", ["jit", "pjit", "shard_map", "unrolled", "pmap"])
+@pytest.mark.parametrize("by", ["jit", "pjit", "shard_map", "unrolled", "pmap", "spmd.pmap"])
 def test_devices(mesh, by, per_device):
     """One device moves the bar of a program, and each device its own bar."""
     bar = hcb.progress(3, per_device=per_device)
@@ -304,7 +304,7 @@ def test_devices(mesh, by, per_device):
         spec = P(("data", "model"))
         function = jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=spec, out_specs=spec))
     else:
-        function = jax.pmap(loop)
+        function = (jax.pmap if by == "pmap" else spmd.pmap)(loop)
     expected = {d.id: [0, 1, 2] for d in jax.devices()[: count if per_device else 1]}
     with mesh if by == "pjit" else jax.default_device(None):
         sent = recorded(function, x)

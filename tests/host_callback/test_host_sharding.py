@@ -645,13 +645,17 @@ def test_shard_map_calls_from_every_device(name, options):
             assert of[device].shard is None
 
 
+PMAPS = pytest.mark.parametrize("pmap", [jax.pmap, spmd.pmap], ids=["jax", "spmd"])
+
+
+@PMAPS
 @pytest.mark.parametrize("order", [range(8), (5, 2, 7), (4,)], ids=str)
-def test_pmap_calls_from_every_device(order):
+def test_pmap_calls_from_every_device(pmap, order):
     """In pmap every device calls with its element, and says which device it is."""
     devices = [jax.devices()[i] for i in order]
     log, x = Listener(), X[: len(devices)]
     np.testing.assert_array_equal(
-        jax.pmap(lambda x: log.tap(x) * 2, axis_name="i", devices=devices)(x), 2 * x
+        pmap(lambda x: log.tap(x) * 2, axis_name="i", devices=devices)(x), 2 * x
     )
     seen = {s.device: s.arg for s in log.take()}
     assert set(seen) == set(devices)
@@ -659,11 +663,13 @@ def test_pmap_calls_from_every_device(order):
         np.testing.assert_array_equal(seen[device], row)
 
 
+@PMAPS
 @pytest.mark.parametrize("name", [None, "i"])
-def test_pmap_coordinates(name):
+def test_pmap_coordinates(pmap, name):
     """In pmap a shard lies along the axis that the user named, and there is no global array."""
     log = Listener()
-    jax.pmap(log.shards, **({"axis_name": name} if name else {}))(X)
+    pmap(log.shards, **({"axis_name": name} if name else {}))(X)
+    name = name or ("pmap" if pmap is spmd.pmap else None)
     for s in log.take():
         place = {name: s.device.id} if name else {}
         assert s.shard == hcb.Shard(device=s.device, coordinates=place, index=None)
@@ -872,7 +878,8 @@ def test_gspmd(name, gspmd):
     np.testing.assert_array_equal(sums, [b.sum() for b in blocks])
 
 
-def test_gspmd_in_shard_map_and_pmap(gspmd):
+@PMAPS
+def test_gspmd_in_shard_map_and_pmap(gspmd, pmap):
     """Under GSPMD too every device of shard_map and pmap calls, and gets its own result."""
     mesh, log = mesh_of({"a": 4, "b": 2}, range(7, -1, -1)), Listener()
     spec = P("a", "b")
@@ -886,7 +893,7 @@ def test_gspmd_in_shard_map_and_pmap(gspmd):
         (at,) = np.argwhere(mesh.devices == s.device)
         block = block_of(X, spec, mesh, dict(zip("ab", at, strict=True)))
         np.testing.assert_array_equal(s.arg, block)
-    np.testing.assert_array_equal(jax.pmap(fun)(X), 2 * X)
+    np.testing.assert_array_equal(pmap(fun)(X), 2 * X)
     assert {s.device: s.arg[0] for s in log.take()} == {
         d: 8 * i for i, d in enumerate(jax.devices())
     }
@@ -935,7 +942,7 @@ def test_partly_manual_is_refused(around):
     assert literal(e) == (
         "id_tap cannot reach `reached` from a shard_map over some axes of the mesh.\n"
         "  expected  a shard_map over all axes, or none\n"
-        "  fix       leave axis_names out, or call outside of the shard_map"
+        "  fix       leave axis_names out, or call outside of it; a pmap in a pmap is one, too"
     )
     hcb.barrier_wait()
 

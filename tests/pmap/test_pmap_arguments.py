@@ -211,7 +211,7 @@ pmap of `two` has no positional argument 1.
 pmap of `one` cannot take argument x['a']: it is no array.
   expected  arrays, numbers, and containers of them
   got       str: 'text'
-  fix       declare it static with static_argnames, or convert it with jnp.asarray
+  fix       declare it static with static_broadcasted_argnums, or convert it with jnp.asarray
 """,
     ),
     "a result that is no array": (

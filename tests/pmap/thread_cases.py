@@ -196,6 +196,14 @@ def interrupted_maker():
     free()
 
 
+def interrupt(thread, until_set):
+    """Interrupts a thread until it says so: a signal just before it waits does not end the wait."""
+    for _ in range(LONG):
+        signal.pthread_kill(thread, signal.SIGINT)
+        if until_set.wait(1):
+            return
+
+
 def interrupted_waiter():
     """The main thread waits for another one's trace, or for its start, and is interrupted."""
     release = threading.Event()
@@ -203,7 +211,7 @@ def interrupted_waiter():
 
     def fun(x):
         until(lambda: waiting() == 1)
-        signal.pthread_kill(main, signal.SIGINT)
+        interrupt(main, release)
         assert release.wait(LONG)
         return x * 2
 
@@ -214,9 +222,9 @@ def interrupted_waiter():
     try:
         mapped(X)
     except KeyboardInterrupt:
+        release.set()
         found.append("interrupted")
     free()
-    release.set()
     maker.join()
     assert found[0] == "interrupted"
     same(found[1], X * 2)
@@ -228,7 +236,7 @@ def interrupted_waiter():
         with _dispatch.starting:
             taken.set()
             until(lambda: sys._current_frames()[main].f_code.co_filename == _api.__file__)
-            signal.pthread_kill(main, signal.SIGINT)
+            interrupt(main, give_back)
             assert give_back.wait(LONG)
 
     holder = threading.Thread(target=hold)
@@ -379,7 +387,7 @@ def made_and_forgotten():
 
     def make():
         made = 0
-        while not stop.is_set():
+        while not made or not stop.is_set():
             made += len([pmap(lambda x: x) for _ in range(20)])
         return made
 

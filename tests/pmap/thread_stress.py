@@ -105,7 +105,7 @@ class Worker:
         assert other._cache_size == 0
         x, given = self.array()
         same(other(given, 2), x * 2 + x.sum())
-        assert other._cache_size == 1
+        assert other._cache_size <= 1  # another thread may have cleared all
 
     def do_fail(self):
         """A trace that fails, and a program that does not compile."""
