@@ -31,6 +31,8 @@ from spmd.stages import Compiled as Compiled, Lowered as Lowered, Traced as Trac
 if _typing.TYPE_CHECKING:
     from spmd import host_callback as host_callback
     from spmd._pmap import (
+        AxisNameError as AxisNameError,
+        SliceError as SliceError,
         device_put_replicated as device_put_replicated,
         device_put_sharded as device_put_sharded,
         pmap as pmap,
@@ -54,6 +56,7 @@ _FEATURES = {
         ("Diff", "Fit", "Report", "diff", "fits", "report", "sweep", "topology"), "spmd.inspection"
     ),
     "host_callback": "spmd.host_callback",
+    **dict.fromkeys(("AxisNameError", "SliceError"), "spmd._pmap"),
     **dict.fromkeys(
         ("device_put_replicated", "device_put_sharded", "pmap", "shard_at", "unstack"), "spmd._pmap"
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 import functools
+import re
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from spmd._pmap._levels import Nest, Part
 from spmd._pmap._options import PmapOptions
 from spmd._spec import ParsedPartitionSpec, broadcast_prefix
 from spmd._trace import Signature, no_array
-from spmd.errors import Failure, OptionError, explain
+from spmd.errors import Failure, OptionError, SpmdError, explain
 
 
 def spec_along(
@@ -34,6 +35,12 @@ def spec_along(
     size = max(names, default=-1) + 1
     partitions = tuple((names[i],) if i in names else () for i in range(size))
     return ParsedPartitionSpec(PartitionSpec(*[p or None for p in partitions]), partitions)
+
+
+class AxisNameError(SpmdError, NameError):
+    """A mapped function names an axis that is not mapped."""
+
+    __module__ = "spmd"
 
 
 class Mapped:
@@ -112,7 +119,12 @@ class Mapped:
         dynamic = jtu.tree_unflatten(signature.tree, slices)
         args, kwargs = join_arguments(signature.positions, signature.statics, dynamic)
         with self._nest.open(self._slice_parts(slices)):
-            results = self._fun(*args, **kwargs)
+            try:
+                results = self._fun(*args, **kwargs)
+            except NameError as error:
+                if failure := _axis_failure(error, options.axis_name):
+                    raise explain(options.subject, [failure]) from error
+                raise
         paths, tree = jtu.tree_flatten_with_path(results)
         names = ["result" + jtu.keystr(path) for path, _ in paths]
         failures = [no_array(v, n) for (_, v), n in zip(paths, names, strict=True)]
@@ -169,4 +181,19 @@ def _range_failure(axis: int | None, value: Any, name: str) -> Failure | None:
         given=f"{_jax.short_aval(aval)} on each device",
         expected=f"an axis from {-aval.ndim - 1} to {aval.ndim}",
         error=OptionError,
+    )
+
+
+def _axis_failure(error: NameError, own: str | None) -> Failure | None:
+    """Says of an axis that JAX does not know which ones there are; None of another name."""
+    found = re.match(r"Found an unbound axis name: ([^\s.]+)\.", str(error))
+    if found is None or isinstance(error, AxisNameError):
+        return None
+    name, bound = found[1], sorted(map(str, _jax.bound_axes()))
+    return Failure(
+        what=f"names the axis {name!r}, which nothing around it maps",
+        expected=f"one of {', '.join(map(repr, bound))}" if own or len(bound) > 1 else "a name",
+        got="no axis_name" if own is None else f"axis_name={own!r}",
+        fix=f"pmap(fun, axis_name={name!r})",
+        error=AxisNameError,
     )

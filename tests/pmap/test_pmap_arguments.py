@@ -1,5 +1,9 @@
 """Arguments of a mapped function: where they lie, donation, and what is refused by which words."""
 
+import glob
+import logging
+import tracemalloc
+
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -286,3 +290,75 @@ def test_messages(case):
         thunk()
     assert type(raised.value) is error
     assert str(raised.value) == golden.strip("\n")
+
+
+def test_host_arrays_are_split_without_a_copy():
+    """The parts of a host array go to their devices as they lie: NumPy takes no memory for them."""
+    f = pmap(lambda x: x[0, 0] + 1)
+    x = np.ones((8, 1024, 1024), np.float32)  # 4 MiB for each device
+    f(x)
+    tracemalloc.start()
+    try:
+        for _ in range(3):
+            np.testing.assert_array_equal(f(x), np.full(8, 2, np.float32))
+        _, peak = tracemalloc.get_traced_memory()
+        x.copy()
+        _, copied = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**20
+    assert copied >= 2**25  # a copy would have been seen
+
+
+def test_logged_misses(caplog):
+    """`jax_explain_cache_misses` says what differs from the nearest earlier call, and where."""
+
+    def told(x):
+        return x + 1
+
+    f = pmap(told)
+    jax.config.update("jax_explain_cache_misses", True)
+    try:
+        with caplog.at_level(logging.WARNING, logger="spmd._trace"):
+            f(np.ones((8, 2), np.float32))
+            f(np.ones((8, 2), np.float32))
+            f(np.ones((8, 3), np.float32))
+    finally:
+        jax.config.update("jax_explain_cache_misses", False)
+    said = [r.getMessage() for r in caplog.records if r.name == "spmd._trace"]
+    assert len(said) == 2
+    assert "it was never traced before" in said[0]
+    assert "x is f32[8,3], before f32[8,2]" in said[1]
+    assert all("pmap of `told`" in m and "test_pmap_arguments.py" in m for m in said)
+
+
+def test_profile_shows_the_call(tmp_path):
+    """A profile has an event with the function's name around each call."""
+
+    def very_visible(x):
+        return x + 1
+
+    f = pmap(very_visible)
+    x = f(f(f(np.ones((8, 2), np.float32))))
+    with jax.profiler.trace(tmp_path):
+        for _ in range(3):
+            f(x).block_until_ready()
+    (path,) = glob.glob(f"{tmp_path}/**/*.xplane.pb", recursive=True)
+    profile = jax.profiler.ProfileData.from_file(path)
+    events = [e for p in profile.planes for line in p.lines for e in line.events]
+    starts = {e.start_ns for e in events if e.name == "PjitFunction(very_visible)"}
+    assert len(starts) >= 3
+
+
+def test_an_axis_without_a_name():
+    """A collective over an axis that was not named says how to name it; other names stay errors."""
+    with pytest.raises(NameError) as e:
+        pmap(lambda x: lax.psum(x, "i"))(X)
+    assert str(e.value) == (
+        "pmap of `<lambda>` names the axis 'i', which nothing around it maps.\n"
+        "  expected  a name\n"
+        "  got       no axis_name\n"
+        "  fix       pmap(fun, axis_name='i')"
+    )
+    with pytest.raises(NameError, match="name 'unknown' is not defined"):
+        pmap(lambda x: unknown(x))(X)  # noqa: F821 - what this is about

@@ -1177,8 +1177,15 @@ def test_too_few_devices_are_said_where_the_inner_level_is():
 def test_axes_that_are_not_open():
     """The name of the inner axis means nothing outside of the inner function."""
     fun = pmap(lambda x: lax.psum(inner(pmap, same)(x), "j"), axis_name="i")
-    with pytest.raises(NameError, match="unbound axis name: j"):
+    with pytest.raises(NameError) as e:
         fun(X)
+    assert str(e.value) == (
+        "pmap of `<lambda>` names the axis 'j', which nothing around it maps.\n"
+        "  expected  one of 'i'\n"
+        "  got       axis_name='i'\n"
+        "  fix       pmap(fun, axis_name='j')"
+    )
+    assert isinstance(e.value, spmd.AxisNameError)
 
 
 # Taps

@@ -184,6 +184,14 @@ def test_garbage():
     assert [r() for r in refs] == [None] * 20
 
 
+def settled():
+    """The numbers of mapped functions and of their lines, when collections free no more."""
+    seen, now = None, (live(), len(_api._lines))
+    while now != seen:
+        seen, now = now, (live(), len(_api._lines))
+    return now
+
+
 @pytest.mark.slow
 def test_ten_thousand_rounds_do_not_grow():
     """10,000 functions, made, called and dropped, leave nothing behind."""
@@ -194,10 +202,12 @@ def test_ten_thousand_rounds_do_not_grow():
             if i % 100 == 0:
                 mapped(X)
         del mapped
-        return live(), len(_api._lines)
+        return settled()
 
     def double(x):
         return x * 2
 
     before = rounds(100)
-    assert rounds(10_000) == before
+    after = rounds(10_000)
+    # What earlier tests left may come and go meanwhile; each round that left something would show.
+    assert all(b <= a + 20 for a, b in zip(before, after, strict=True)), (before, after)

@@ -14,6 +14,7 @@ import spmd
 from spmd import pmap
 
 SIZES = [1, 2, 8]
+SOME_SLOW = [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 8))]
 
 
 def values(*shape):
@@ -141,6 +142,7 @@ def test_devices(numbers):
 # Collectives
 
 GROUPS = [[0, 3], [1, 2]]
+ORDERS = {1: [0], 2: [1, 0], 8: [2, 0, 3, 1, 7, 5, 4, 6]}
 COLLECTIVES = {
     "psum": lambda x: lax.psum(x, "i"),
     "pmean": lambda x: lax.pmean(x, "i"),
@@ -150,19 +152,20 @@ COLLECTIVES = {
     "all_gather tiled": lambda x: lax.all_gather(x, "i", axis=1, tiled=True),
     "psum_scatter": lambda x: lax.psum_scatter(x, "i"),
     "psum_scatter tiled": lambda x: lax.psum_scatter(x, "i", tiled=True),
-    "ppermute": lambda x: lax.ppermute(x, "i", [(0, 1), (1, 3), (3, 2), (2, 0)]),
-    "pshuffle": lambda x: lax.pshuffle(x, "i", [2, 0, 3, 1]),
+    "ppermute": lambda x: lax.ppermute(x, "i", [(i, ORDERS[len(x)][i]) for i in range(len(x))]),
+    "pshuffle": lambda x: lax.pshuffle(x, "i", ORDERS[len(x)]),
     "all_to_all": lambda x: lax.all_to_all(x, "i", 0, 0),
     "axis_index": lambda x: x * lax.axis_index("i").astype(np.float32),
     "axis_size": lambda x: x * lax.psum(1, "i"),
 }
 
 
+@pytest.mark.parametrize("size", SOME_SLOW)
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_collectives(name):
+def test_collectives(name, size):
     """Each collective, and the gradient through it, as under `jax.vmap` with the axis named."""
     fun = COLLECTIVES[name]
-    x = values(4, 4, 3)
+    x = values(size, size, 3)
     mapped, oracle = pmap(fun, "i"), jax.vmap(fun, axis_name="i")
     np.testing.assert_array_equal(mapped(x), oracle(x))
     if name in ("pmax", "pmin"):
@@ -186,6 +189,12 @@ def test_groups():
     np.testing.assert_array_equal(gathered[3], x[[0, 3]])
     np.testing.assert_array_equal(gathered[1], x[[1, 2]])
 
+    def loss(x):
+        return (pmap(lambda x: lax.psum(x, "i", axis_index_groups=GROUPS), "i")(x) * x).sum()
+
+    # Each element is in the sum of its own group, twice: by itself, and by its partner.
+    np.testing.assert_allclose(jax.grad(loss)(jnp.asarray(x))[0], 2 * (x[0] + x[3]), rtol=1e-6)
+
 
 # Transformations
 
@@ -198,18 +207,20 @@ def centred(x):
 X = values(4, 3) / 7
 MAPPED, ORACLE = pmap(centred, "i"), jax.vmap(centred, axis_name="i")
 AROUND = {
-    "jit": lambda f: jax.jit(f)(X),
-    "vmap": lambda f: jax.vmap(f, in_axes=2, out_axes=1)(np.stack([X, X + 1], 2)),
-    "grad": lambda f: jax.grad(lambda x: (f(x) ** 2).sum())(X),
-    "value_and_grad": lambda f: jax.value_and_grad(lambda x: (f(x) ** 2).sum())(X),
-    "jvp": lambda f: jax.jvp(f, (X,), (X * 2,)),
-    "linearize": lambda f: jax.linearize(f, X)[1](X),
-    "hessian": lambda f: jax.hessian(lambda x: (f(x) ** 2).sum())(X[:, :1]),
-    "remat": lambda f: jax.grad(lambda x: jax.checkpoint(f)(f(x)).sum())(X),
-    "scan": lambda f: lax.scan(lambda c, _: (f(c), c.sum()), X, None, length=3),
-    "cond": lambda f: lax.cond(X.sum() > 0, f, lambda x: x, X),
-    "make_jaxpr": lambda f: jax.eval_shape(f, X).shape,
-    "pjit": lambda f: spmd.pjit(f, mesh=spmd.make_mesh({"a": 2}))(X) if f is ORACLE else f(X),
+    "jit": lambda f, x: jax.jit(f)(x),
+    "vmap": lambda f, x: jax.vmap(f, in_axes=2, out_axes=1)(np.stack([x, x + 1], 2)),
+    "grad": lambda f, x: jax.grad(lambda x: (f(x) ** 2).sum())(x),
+    "value_and_grad": lambda f, x: jax.value_and_grad(lambda x: (f(x) ** 2).sum())(x),
+    "jvp": lambda f, x: jax.jvp(f, (x,), (x * 2,)),
+    "linearize": lambda f, x: jax.linearize(f, x)[1](x),
+    "hessian": lambda f, x: jax.hessian(lambda x: (f(x) ** 2).sum())(x[:, :1]),
+    "remat": lambda f, x: jax.grad(lambda x: jax.checkpoint(f)(f(x)).sum())(x),
+    "scan": lambda f, x: lax.scan(lambda c, _: (f(c), c.sum()), x, None, length=3),
+    "cond": lambda f, x: lax.cond(x.sum() > 0, f, lambda x: x, x),
+    "make_jaxpr": lambda f, x: jax.eval_shape(f, x).shape,
+    "pjit": lambda f, x: (
+        spmd.pjit(f, mesh=spmd.make_mesh({"a": len(x)}))(x) if f is ORACLE else f(x)
+    ),
 }
 INSIDE = {
     "jit": jax.jit(centred),
@@ -222,20 +233,22 @@ INSIDE = {
 }
 
 
+@pytest.mark.parametrize("size", SOME_SLOW)
 @pytest.mark.parametrize("name", AROUND)
-def test_transformations_around(name):
+def test_transformations_around(name, size):
     """JAX's transformations of a mapped function, as of a vectorized one."""
-    got, want = (AROUND[name](f) for f in (MAPPED, ORACLE))
+    got, want = (AROUND[name](f, values(size, 3) / 7) for f in (MAPPED, ORACLE))
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(g, w, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("size", SOME_SLOW)
 @pytest.mark.parametrize("name", INSIDE)
-def test_transformations_inside(name):
+def test_transformations_inside(name, size):
     """JAX's transformations in a mapped function, as in a vectorized one."""
-    fun = INSIDE[name]
+    fun, x = INSIDE[name], values(size, 3) / 7
     np.testing.assert_allclose(
-        pmap(fun, "i")(X), jax.vmap(fun, axis_name="i")(X), rtol=2e-5, atol=1e-6
+        pmap(fun, "i")(x), jax.vmap(fun, axis_name="i")(x), rtol=2e-5, atol=1e-6
     )
 
 
