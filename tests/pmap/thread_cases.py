@@ -127,7 +127,7 @@ def at_once():
     calls()
     rows = [np.ones((N, k), np.float32) for k in (1, 2)]
     works = [*(functools.partial(maker, x) for x in rows), third]
-    compiled = lambda: threading.get_ident() in makers and compiling.meet()  # noqa: E731
+    compiled = lambda: threading.get_ident() in makers and compiling.meet()  # noqa: E731 - one expression
     with at_event(COMPILED, compiled):
         *outs, error = in_threads(works)
     assert error is None, error
