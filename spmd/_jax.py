@@ -15,6 +15,7 @@ import pathlib
 import sys
 import threading
 from typing import Any, NoReturn
+import weakref
 
 import jax
 from jax._src import (
@@ -69,9 +70,26 @@ CRASHES_ON_NESTED_TOKENS = jax.__version_info__ < (0, 12)
 
 # Caches
 
-#: Weak in its first argument, knows JAX's trace context, cleared by `jax.clear_caches`, and
-#: computes an entry once however many threads ask for it.
-weakref_lru_cache: Any = util.weakref_lru_cache
+
+def weakref_lru_cache(compute: Callable) -> Any:
+    """Caches a function of a weakly held argument and hashable ones.
+
+    The cache knows JAX's trace context, is cleared by `jax.clear_caches`, and computes an entry
+    once however many threads ask for it.
+    """
+
+    @functools.wraps(compute)
+    def computed(key: Any, *args: Any) -> Any:
+        try:
+            return compute(key, *args)
+        except BaseException:
+            # JAX keeps an entry without a result, and would compute it anew at every call.
+            cached.evict_weakref(key)
+            raise
+
+    cached: Any = util.weakref_lru_cache(computed)
+    return cached
+
 
 #: Registers an object with `cache_clear` to be cleared by `jax.clear_caches`.
 register_cache = util.register_cache
@@ -1747,11 +1765,25 @@ def make_dispatcher(
     """
     if not hasattr(_jax, "pjit"):
         return None
+    failed = False
+
+    def miss(*args: Any, **kwargs: Any) -> Any:
+        nonlocal failed
+        try:
+            found = cache_miss(*args, **kwargs)
+        except BaseException:
+            failed = True
+            raise
+        if failed:  # C++ learns nothing of a signature that has failed, until it forgets it
+            failed = False
+            held()._clear_cache()
+        return found
+
     shared = () if fun is None else (_dispatch_cache(),)
     dispatch = _jax.pjit(
         name,
         fun,
-        cache_miss,
+        miss,
         list(static_argnums),
         list(static_argnames),
         key,
@@ -1761,6 +1793,7 @@ def make_dispatcher(
     )
     if fun is not None:
         dispatch._fun = fun  # what JAX runs again, unjitted, when jax_debug_nans finds one
+    held: Any = weakref.ref(dispatch)
     return dispatch
 
 

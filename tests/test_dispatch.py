@@ -1,6 +1,7 @@
 """Repeated calls: right by value however the arguments lie, compiled once, and without Python."""
 
 from concurrent.futures import ThreadPoolExecutor
+import contextlib
 import gc
 import glob
 import logging
@@ -556,6 +557,60 @@ def test_failing_trace_leaves_nothing(mesh):
     y, work = counted(f, X)
     np.testing.assert_array_equal(y, X + 1)
     assert work == spmd.Counts(traces=1, lowerings=1, compiles=1)
+
+
+STEPS = {
+    "trace": "/jax/core/compile/jaxpr_trace_duration",
+    "lowering": "/jax/core/compile/jaxpr_to_mlir_module_duration",
+    "compile": "/jax/core/compile/backend_compile_duration",
+}
+
+
+@contextlib.contextmanager
+def interrupted_after(step):
+    """Has an interrupt come where JAX says how long a step took; it still counts as running."""
+
+    def listen(event, duration, **_):
+        if event == STEPS[step]:
+            raise KeyboardInterrupt
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("way", ["call", "pmap", "grad", "vmap", "compiled"])
+def test_after_an_interrupt_all_is_cached_again(mesh, way, step):
+    """What was interrupted is made at the next call, and never again; then C++ has it."""
+
+    def fun(x):
+        return x * 2
+
+    f = pjit(fun, in_axis_resources=P("data"), out_axis_resources=P("data"), mesh=mesh)
+    run = {
+        "call": f,
+        "pmap": spmd.pmap(fun),
+        "grad": jax.grad(lambda x: f(x).sum()),
+        "vmap": jax.vmap(f, spmd_axis_name="model"),
+        "compiled": lambda x: f.lower(x).compile()(x),
+    }[way]
+    x = spmd.pmap(lambda x: x)(X) if way == "pmap" else put(X, mesh, P("data"))
+    expected = np.full_like(X, 2) if way == "grad" else X * 2
+    with interrupted_after(step):
+        run(x)
+    assert spmd.current_mesh() is None
+    np.testing.assert_array_equal(run(x), expected)
+    for _ in range(2):
+        y, work = counted(run, x)
+        np.testing.assert_array_equal(y, expected)
+        assert work == NOTHING
+    if way in ("call", "pmap"):
+        ran = python_calls(lambda: run(x))
+        assert [r.rpartition("/")[2] for r in ran] == ["_api.py:start"] * (way == "pmap")
 
 
 def test_failing_trace_in_many_threads_leaves_nothing(mesh):

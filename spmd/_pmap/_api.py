@@ -107,8 +107,8 @@ class _Line:
         self.options = options
         self.plans = Entries()
         self.programs = Entries()
-        # How many threads the dispatcher has called for.
-        self.misses = 0
+        # What the dispatcher has called for and is not through with, from any thread.
+        self.misses: set[object] = set()
         # Whether the devices of any program wait for one another; None before the first program.
         self.meets: bool | None = None
         # Whether any program runs on several devices of the CPU.
@@ -143,14 +143,8 @@ class _Line:
         """Returns what a call does, traced at the first of its signature."""
         if not _jax.trace_state_clean():  # it may close over values of that trace
             return _make_plan(self.fun, self.options, flat.signature)
-        return self.plans.get(_key(flat.signature), functools.partial(self._find_plan, flat))
-
-    def _find_plan(self, flat: Flat) -> Plan:
-        try:
-            return _shared_plan(self.fun, self.options, flat.signature)
-        except BaseException:
-            _shared_plan.evict_weakref(self.fun)  # JAX would find no result there for ever
-            raise
+        make = functools.partial(_shared_plan, self.fun, self.options, flat.signature)
+        return self.plans.get(_key(flat.signature), make)
 
     def compile(self, flat: Flat, plan: Plan) -> None:
         """Compiles what a call does, at the first of its signature, however many threads call."""
@@ -460,13 +454,13 @@ def _call_directly(line: _Line, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def _miss(line: _Line, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
     """What the dispatcher calls."""
-    with _dispatch.starting:
-        line.misses += 1
+    miss = object()
     try:
-        return _call(line, *args, **kwargs)
-    finally:
         with _dispatch.starting:
-            line.misses -= 1
+            line.misses.add(miss)
+        return _call(line, *args, **kwargs)
+    finally:  # which takes no lock: an interrupt that finds it waiting would leave the miss behind
+        line.misses.discard(miss)
 
 
 def _not_starting(work: Callable, *args: Any) -> Any:

@@ -700,6 +700,7 @@ def test_ctrl_c():
     """Interrupts of the main thread, wherever they find it, leave taps, calls and barrier alive."""
     script = """
     import signal, time
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background
     seen, ended = [], []
     tap = jax.jit(lambda x: hcb.id_tap(lambda v, t: seen.append(1), x))
     call = jax.jit(lambda x: hcb.call(lambda v: v + 1, x, result_shape=x))
