@@ -1767,6 +1767,7 @@ def make_dispatcher(
         return None
     failed = False
 
+    @api_boundary
     def miss(*args: Any, **kwargs: Any) -> Any:
         nonlocal failed
         try:

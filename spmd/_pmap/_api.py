@@ -12,7 +12,6 @@ import contextlib
 import functools
 import os
 import sys
-import threading
 from typing import Any
 import weakref
 
@@ -29,6 +28,7 @@ from spmd._pmap._levels import Nest, nest_here, run_in_nest
 from spmd._pmap._mapping import Mapped, spec_along
 from spmd._pmap._options import PmapOptions, find_mapping, parse
 from spmd._pmap._processes import globally
+from spmd._pmap._starting import Starts, not_starting
 from spmd._spec import UNSPECIFIED
 from spmd._trace import Signature, Trace, differences, trace
 from spmd.errors import ArgumentError, Failure, OptionError, explain
@@ -107,14 +107,7 @@ class _Line:
         self.options = options
         self.plans = Entries()
         self.programs = Entries()
-        # What the dispatcher has called for and is not through with, from any thread.
-        self.misses: set[object] = set()
-        # Whether the devices of any program wait for one another; None before the first program.
-        self.meets: bool | None = None
-        # Whether any program runs on several devices of the CPU.
-        self.crowds = False
-        # Returns what calls `_miss`.
-        self.dispatcher: Callable[[], Any] = lambda: None
+        self.starts = Starts()
         # What runs where `jax.disable_jit` switches the dispatcher off.
         self.unjitted = functools.partial(_run_unjitted, self)
 
@@ -168,7 +161,7 @@ class _Line:
 
 
 def _run_unjitted(line: _Line, *args: Any, **kwargs: Any) -> Any:
-    return _not_starting(_run_eagerly, line, args, kwargs)
+    return not_starting(_run_eagerly, line, args, kwargs)
 
 
 def _run_eagerly(line: _Line, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -357,10 +350,10 @@ def pmap_function(fun: Callable, given: dict[str, Any]) -> PmapFunction:
     """Builds the callable for a function and the options as a user gives them."""
     options = parse(fun, **given)
     line = _Line(_as_key(fun), options)
-    miss = functools.partial(_miss, line)
+    miss, directly = functools.partial(_miss, line), functools.partial(_call_directly, line)
     dispatch = _dispatch.dispatcher(line.unjitted, options.name, miss, options.params, "spmd.pmap")
     body = {
-        "__call__": staticmethod(_one_at_a_time(line, dispatch)),
+        "__call__": staticmethod(line.starts.one_at_a_time(dispatch, directly)),
         "__slots__": (),
         "__module__": "spmd",
     }
@@ -385,68 +378,7 @@ def _as_key(fun: Callable) -> Callable:
     return fun
 
 
-def _one_at_a_time(line: _Line, dispatch: Any) -> Callable:
-    """Starts programs whose devices meet one after the other, whatever thread they come from.
-
-    Nobody waits until one has run. Others are started as they come: one on a single device may run
-    in the thread that starts it, for as long as its host functions take. Where a function has
-    both kinds, the dispatcher learns no program on a single device.
-
-    While one thread is in a miss, the dispatcher lets others wait that come with the same
-    arguments; they would wait with `starting` held, which the first one needs. They call by
-    themselves.
-    """
-
-    def start(*args: Any, **kwargs: Any) -> Any:
-        if len(_threads) == 1:
-            return dispatch(*args, **kwargs)
-        if line.meets is None:
-            return _call_directly(line, args, kwargs)
-        if not line.meets:
-            outs = dispatch(*args, **kwargs)
-        else:
-            with _dispatch.starting:
-                idle = not line.misses
-                outs = dispatch(*args, **kwargs) if idle else None
-            if not idle:
-                outs = _call_directly(line, args, kwargs)
-        if line.crowds:
-            _wait_now_and_then(outs)
-        return outs
-
-    start._clear_cache = dispatch._clear_cache  # type: ignore[attr-defined] - as a dispatcher
-    line.dispatcher = weakref.ref(dispatch)
-    return start
-
-
-# As `threading.enumerate`, without a lock and a list: a thread that is alone needs no lock.
-_threads: Any = getattr(threading, "_active", (None, None))
-
-#: XLA lets 32 programs wait for a device of the CPU; each further one takes a thread of its pool,
-#: and when that has none left, none of them ends.
-_MOST_FLYING = 16
-
-
-class _Flying(threading.local):
-    """How many programs this thread has started since it waited."""
-
-    count = 0
-
-
-_flying = _Flying()
-
-
-def _wait_now_and_then(outs: Any) -> None:
-    """Waits for a program that was started, so that few enough of all threads are in flight."""
-    _flying.count += 1
-    if _flying.count * len(_threads) < _MOST_FLYING:
-        return
-    _flying.count = 0
-    with contextlib.suppress(RuntimeError):  # for the user to see
-        jax.block_until_ready(outs)
-
-
-def _call_directly(line: _Line, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _call_directly(line: _Line, /, *args: Any, **kwargs: Any) -> Any:
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined] - made by JAX at import
         return line.unjitted(*args, **kwargs)
     return _call(line, *args, **kwargs)[0]
@@ -454,27 +386,7 @@ def _call_directly(line: _Line, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def _miss(line: _Line, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
     """What the dispatcher calls."""
-    miss = object()
-    try:
-        with _dispatch.starting:
-            line.misses.add(miss)
-        return _call(line, *args, **kwargs)
-    finally:  # which takes no lock: an interrupt that finds it waiting would leave the miss behind
-        line.misses.discard(miss)
-
-
-def _not_starting(work: Callable, *args: Any) -> Any:
-    """Lets other threads start programs while this one traces or compiles.
-
-    What gives `starting` back and takes it again is in C, where no signal comes in between.
-    """
-    held: Any = _dispatch.starting  # as `threading.Condition` does
-    state = held._release_save() if held._is_owned() else None
-    try:
-        return work(*args)
-    finally:
-        if state is not None:
-            held._acquire_restore(state)
+    return line.starts.miss(_call, line, *args, **kwargs)
 
 
 def _prepare(line: _Line, args: tuple, kwargs: dict[str, Any]) -> tuple[Flat, Plan]:
@@ -489,25 +401,11 @@ def _call(line: _Line, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
     nest = nest_here()
     if nest is not None:
         flat = line.flatten(args, kwargs)
-        return _not_starting(_run_inside, line, flat, nest), None, False
-    flat, plan = _not_starting(_prepare, line, args, kwargs)
-    several = plan.call.mesh.size > 1
-    meets = several and _meets(plan.jaxpr, plan.call.mesh)
-    before, line.meets = line.meets, meets or bool(line.meets)
-    line.crowds |= several and plan.call.mesh.devices.flat[0].platform == "cpu"
-    if meets and not before:
-        line.dispatcher()._clear_cache()  # what it has learned was to be started at any time
+        return not_starting(_run_inside, line, flat, nest), None, False
+    flat, plan = not_starting(_prepare, line, args, kwargs)
+    learns = line.starts.program(plan.jaxpr, plan.call.mesh)
     outs, data, keep = _api.call_planned(line, flat, plan, args, kwargs)
-    # Other threads may be in there, and start this program without `starting`.
-    learns = before or not meets or len(_threads) == 1
-    return outs, data if learns and (several or not line.meets) else None, keep
-
-
-@_jax.weakref_lru_cache
-def _meets(jaxpr: Any, mesh: Any) -> bool:
-    """Whether devices that run a program wait for one another."""
-    # Between two levels it is the partitioner that adds collectives.
-    return len(mesh.axis_names) > 1 or _jax.has_effects(jaxpr.jaxpr)
+    return outs, data if learns() else None, keep
 
 
 _lines: weakref.WeakValueDictionary[int, _Line] = weakref.WeakValueDictionary()

@@ -89,7 +89,7 @@ def settled(fun, size):
     assert fun._cache_size == size
     for entries in (fun._line.plans, fun._line.programs):
         assert (len(entries), entries._making) == (size, {})
-    assert not fun._line.misses
+    assert not fun._line.starts.misses
 
 
 @contextlib.contextmanager

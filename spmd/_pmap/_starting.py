@@ -1,0 +1,148 @@
+"""Starting the programs of a mapped function, from one thread or from many.
+
+Programs whose devices meet are started one after the other, under `_dispatch.starting`; see
+`docs/design/pmap.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import contextlib
+import threading
+from typing import Any
+import weakref
+
+import jax
+
+from spmd import _dispatch, _jax
+
+# As `threading.enumerate`, without a lock and a list: a thread that is alone needs no lock.
+_threads: Any = getattr(threading, "_active", (None, None))
+
+#: XLA lets 32 programs wait for a device of the CPU; each further one takes a thread of its pool,
+#: and when that has none left, none of them ends.
+_MOST_FLYING = 16
+
+
+class Starts:
+    """What is known of the programs of one function, to start them.
+
+    Attributes:
+        misses: What the dispatcher has called for and is not through with, from any thread.
+        meets: Whether the devices of any program wait for one another; None before the first one.
+        crowds: Whether any program runs on several devices of the CPU.
+        dispatcher: Returns JAX's dispatcher, while there is one.
+    """
+
+    def __init__(self) -> None:
+        self.misses: set[object] = set()
+        self.meets: bool | None = None
+        self.crowds = False
+        self.dispatcher: Callable[[], Any] = lambda: None
+
+    def one_at_a_time(self, dispatch: Any, directly: Callable) -> Callable:
+        """Returns what a user calls.
+
+        Nobody waits until a program has run. Some are started as they come: one on a single device
+        may run in the thread that starts it, for as long as its host functions take. Where a
+        function has both kinds, the dispatcher learns no program on a single device.
+
+        While one thread is in a miss, the dispatcher lets others wait that come with the same
+        arguments; they would wait with `starting` held, which the first one needs. They call by
+        themselves.
+
+        Args:
+            dispatch: JAX's dispatcher, which calls :meth:`miss`.
+            directly: Called as the function is; goes round the dispatcher.
+        """
+
+        def start(*args: Any, **kwargs: Any) -> Any:
+            if len(_threads) == 1:
+                return dispatch(*args, **kwargs)
+            if self.meets is None:
+                return directly(*args, **kwargs)
+            if not self.meets:
+                outs = dispatch(*args, **kwargs)
+            else:
+                with _dispatch.starting:
+                    idle = not self.misses
+                    outs = dispatch(*args, **kwargs) if idle else None
+                if not idle:
+                    outs = directly(*args, **kwargs)
+            if self.crowds:
+                _wait_now_and_then(outs)
+            return outs
+
+        start._clear_cache = dispatch._clear_cache  # type: ignore[attr-defined] - as a dispatcher
+        self.dispatcher = weakref.ref(dispatch)
+        return start
+
+    def miss(self, call: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Makes a call that the dispatcher asks for."""
+        miss = object()
+        try:
+            with _dispatch.starting:
+                self.misses.add(miss)
+            return call(*args, **kwargs)
+        finally:  # without the lock: an interrupt that finds it waiting would leave the miss there
+            self.misses.discard(miss)
+
+    def program(self, jaxpr: Any, mesh: Any) -> Callable[[], bool]:
+        """Notes a program that is about to be started.
+
+        Returns:
+            Asked once it was started: whether the dispatcher may learn it.
+        """
+        several = mesh.size > 1
+        meets = several and _meets(jaxpr, mesh)
+        before, self.meets = self.meets, meets or bool(self.meets)
+        self.crowds |= several and mesh.devices.flat[0].platform == "cpu"
+        if meets and not before:
+            self.dispatcher()._clear_cache()  # what it has learned was to be started at any time
+
+        def learns() -> bool:
+            # Other threads may be in there, and start this program without `starting`.
+            alone = before or not meets or len(_threads) == 1
+            return bool(alone and (several or not self.meets))
+
+        return learns
+
+
+def not_starting(work: Callable, *args: Any) -> Any:
+    """Lets other threads start programs while this one traces or compiles.
+
+    What gives `starting` back and takes it again is in C, where no signal comes in between.
+    """
+    held: Any = _dispatch.starting  # as `threading.Condition` does
+    state = held._release_save() if held._is_owned() else None
+    try:
+        return work(*args)
+    finally:
+        if state is not None:
+            held._acquire_restore(state)
+
+
+class _Flying(threading.local):
+    """How many programs this thread has started since it waited."""
+
+    count = 0
+
+
+_flying = _Flying()
+
+
+def _wait_now_and_then(outs: Any) -> None:
+    """Waits for a program that was started, so that few enough of all threads are in flight."""
+    _flying.count += 1
+    if _flying.count * len(_threads) < _MOST_FLYING:
+        return
+    _flying.count = 0
+    with contextlib.suppress(RuntimeError):  # for the user to see
+        jax.block_until_ready(outs)
+
+
+@_jax.weakref_lru_cache
+def _meets(jaxpr: Any, mesh: Any) -> bool:
+    """Whether devices that run a program wait for one another."""
+    # Between two levels it is the partitioner that adds collectives.
+    return len(mesh.axis_names) > 1 or _jax.has_effects(jaxpr.jaxpr)
