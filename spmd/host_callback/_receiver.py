@@ -166,7 +166,8 @@ class Receiver:
         # How many errors there were, and the last one: each keeps its frames, and so operands.
         self._errors = 0
         self._last_error: tuple[BaseException, str] | None = None
-        self._waiting = 0
+        # What those who wait wait for.
+        self._awaited: list[Callable[[], bool]] = []
 
     def prepare(self) -> None:
         """Takes tokens over; called before the first program with a host function is made."""
@@ -242,13 +243,17 @@ class Receiver:
             while consumer.pending and consumer.pending[0].done:
                 consumer.pending.popleft()
             admitted = self._admit() if self._paused else ()
-            if self._waiting:
-                self._ended.notify_all()
+            self._tell_who_waits()
         for other in admitted:
             try:
                 other.fetch()
             except BaseException as error:  # as above
                 self.failed(error, "A host callback")
+
+    def _tell_who_waits(self) -> None:
+        # Woken for nothing they would take the interpreter from those that they wait for.
+        if any(ended() for ended in self._awaited):
+            self._ended.notify_all()
 
     def _admit(self) -> list[Item]:
         admitted = []
@@ -281,19 +286,19 @@ class Receiver:
                 _jax.ended_well(token)
         with self._lock:
             counts = [(c, c.received) for c in self._consumers.values() if c is not me]
-            self._waiting += 1
             if me is not None:
                 me.barriers += 1
-                self._ended.notify_all()
-            try:
+                self._tell_who_waits()
+
+            def ended() -> bool:
                 # Two host functions that wait for one another's queue both go on.
-                self._ended.wait_for(
-                    lambda: all(
-                        c.has_run(n) or (me is not None and c.barriers > 0) for c, n in counts
-                    )
-                )
+                return all(c.has_run(n) or (me is not None and c.barriers > 0) for c, n in counts)
+
+            self._awaited.append(ended)
+            try:
+                self._ended.wait_for(ended)
             finally:
-                self._waiting -= 1
+                self._awaited.remove(ended)
                 if me is not None:
                     me.barriers -= 1
         logger.debug("barrier_wait[%s]: done", name)
