@@ -1,4 +1,4 @@
-"""The command line: ``spmd demo``, ``report``, ``fits``, ``sweep``, ``diff``.
+"""The command line: ``spmd demo``, ``report``, ``fits``, ``sweep``, ``diff``, ``launch``.
 
 JAX reads the number of CPU devices when it starts, so everything that arguments can get wrong is
 said, and the devices are set, before anything here imports it.
@@ -18,6 +18,7 @@ from spmd.demo.options import Options, add_arguments, options_from
 from spmd.errors import SpmdError
 from spmd.inspection import _cli
 from spmd.inspection._options import CommandError
+from spmd.launch import _cli as launch_cli
 
 _USAGE = 2
 _FAILED = 1
@@ -72,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     add_arguments(demo)
     demo.set_defaults(command=_demo)
     _cli.add_commands(commands, set_device_count)
+    launch_cli.add_command(commands)
     return parser
 
 

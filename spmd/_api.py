@@ -30,7 +30,14 @@ from spmd._arguments import (
 )
 from spmd._call import PjitCall
 from spmd._constraint import sharding_constraint_p
-from spmd._mesh import auto_mesh, current_mesh, enclosing_pjit, plain_mesh, show_mesh
+from spmd._mesh import (
+    auto_mesh,
+    check_parts,
+    current_mesh,
+    enclosing_pjit,
+    plain_mesh,
+    show_mesh,
+)
 from spmd._pjit import clear_rule_caches, nested_mesh_failure, pjit_p
 from spmd._resolve import (
     canonical_leaf,
@@ -454,6 +461,8 @@ def resolve_inputs(
         options.in_specs, options.params, signature.positions, signature.tree, options.subject
     )
     leaves = tuple(canonical_leaf(x) for x in leaves)
+    if "local" in semantics and mesh is not None:
+        check_parts(mesh, options.subject)
     failures, avals = [], []
     rows = zip(leaves, given, signature.avals, signature.arg_names, semantics, strict=True)
     for leaf, where, aval, name, kind in rows:

@@ -20,9 +20,11 @@ import weakref
 import jax
 from jax._src import (
     api_util,
+    clusters,
     config,
     core,
     dispatch,
+    distributed,
     dtypes,
     effects,
     hardware_utils,
@@ -1310,6 +1312,31 @@ def hold_weakly(record: type) -> None:
 def backends_started() -> bool:
     """Whether JAX has made its clients."""
     return xla_bridge.backends_are_initialized()
+
+
+# Several processes
+
+
+def coordination_client() -> Any:
+    """The client of the service that `jax.distributed` starts, which keeps keys and values."""
+    return distributed.global_state.client
+
+
+def detected_cluster(
+    address: str | None,
+    processes: int | None,
+    process: int | None,
+    device_ids: Sequence[int] | None,
+    method: str | None,
+    timeout: int,
+) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
+    """Fills what was not given from the environment: SLURM, Open MPI, Kubernetes, Cloud TPU.
+
+    `jax.distributed.initialize` does that by itself, and connects at once; who wants to know
+    beforehand where it will connect to has to ask.
+    """
+    found = clusters.ClusterEnv.auto_detect_unset_distributed_params
+    return found(address, processes, process, device_ids, method, timeout)
 
 
 def platforms_of(ctx: Any) -> tuple[str, ...]:

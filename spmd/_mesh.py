@@ -296,6 +296,66 @@ def described_failure(mesh: Any) -> Failure | None:
     )
 
 
+def check_parts(mesh: Any, subject: str) -> None:
+    """Checks that what this process holds is a part of a value on a mesh.
+
+    Args:
+        mesh: The mesh of all processes.
+        subject: The user's thing, for an error.
+
+    Raises:
+        RuntimeError: Its devices form no box of the mesh, or it has none there.
+    """
+    if _jax.is_abstract(mesh):
+        return
+    if failure := scattered_failure(mesh, jax.process_index()):
+        raise explain(subject, [failure])
+
+
+def scattered_failure(mesh: Any, process: int) -> Failure | None:
+    """Says why what a process holds is no part of a value on a mesh, or None if it is one."""
+    owners = np.vectorize(lambda d: d.process_index, otypes=[int])(mesh.devices)
+    places = np.argwhere(owners == process)
+    if not len(places):
+        return Failure(
+            what=f"cannot use {show_mesh(mesh)} here: it has no device of process {process}",
+            got=_show_owners(mesh, owners),
+            fix="build the mesh from devices of every process that calls",
+            error=MeshError,
+        )
+    if (places.max(0) - places.min(0) + 1).prod() == len(places):
+        return None
+    return Failure(
+        what=f"cannot tell which part of a value process {process} holds",
+        given=f"mesh {show_mesh(mesh)}",
+        expected="the devices of each process to form a contiguous box of the mesh",
+        got=_show_owners(mesh, owners),
+        fix="build the mesh with spmd.make_mesh, which keeps the devices of a process together, "
+        "or pass global arrays",
+        error=MeshError,
+    )
+
+
+_MOST_ROWS = 16
+
+
+def _show_owners(mesh: Any, owners: np.ndarray) -> str:
+    """Draws which process has which device: the last axis from left to right."""
+    names, last = mesh.axis_names[:-1], mesh.axis_names[-1]
+    rows = [
+        (", ".join(f"{n}={i}" for n, i in zip(names, place, strict=True)), owners[place])
+        for place in np.ndindex(owners.shape[:-1])
+    ]
+    width = max(len(label) for label, _ in rows)
+    digits = len(str(owners.max()))
+    lines = [
+        f"{label:<{width}}  {' '.join(f'{p:>{digits}}' for p in row)}".strip()
+        for label, row in rows[:_MOST_ROWS]
+    ]
+    more = [f"... {len(rows) - _MOST_ROWS} more rows"] * (len(rows) > _MOST_ROWS)
+    return "\n".join([f"these processes, {last} from left to right", *lines, *more])
+
+
 @contextlib.contextmanager
 def tracing(mesh: Any, subject: str) -> Iterator[None]:
     """Lets the body of a pjit function find the mesh of its call; `mesh` may be None."""

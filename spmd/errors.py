@@ -13,6 +13,8 @@ import difflib
 
 __all__ = [
     "ArgumentError",
+    "DistributedError",
+    "DivergenceError",
     "DonatedArrayError",
     "MeshError",
     "OptionError",
@@ -81,6 +83,18 @@ class ReportError(SpmdError, ValueError):
 
 class DonatedArrayError(SpmdError, RuntimeError):
     """An argument was donated to an earlier call, or deleted, and is gone."""
+
+    __module__ = "spmd"
+
+
+class DistributedError(SpmdError, RuntimeError):
+    """The processes of a run did not come together, or one of them was lost."""
+
+    __module__ = "spmd"
+
+
+class DivergenceError(DistributedError):
+    """Processes that have to do the same do not."""
 
     __module__ = "spmd"
 

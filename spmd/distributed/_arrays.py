@@ -1,0 +1,151 @@
+"""Local and global arrays: what one process holds, and what all processes hold together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+from jax.sharding import PartitionSpec
+import jax.tree_util as jtu
+import numpy as np
+
+from spmd import _jax
+from spmd._mesh import check_parts, current_mesh, plain_mesh
+from spmd._resolve import axes_size, no_mesh, spec_failure, to_sharding
+from spmd._spec import UNSPECIFIED, ParsedPartitionSpec, broadcast_prefix, parse_specs
+from spmd._trace import no_array
+from spmd.errors import Failure, explain
+
+
+def host_local_to_global(tree: Any, mesh: Any, specs: Any) -> Any:
+    """Joins what each process holds into global arrays.
+
+    Every process calls it with parts of the same shapes, along the mesh axes of `specs`: if the
+    mesh axis ``data`` runs over all processes, ``P("data")`` stacks their parts along dimension 0.
+
+    Args:
+        tree: A pytree of this process's parts: host arrays, numbers, or arrays on its devices.
+        mesh: The mesh of all processes; None: the active one.
+        specs: PartitionSpecs of the global arrays, a pytree prefix of `tree`.
+
+    Returns:
+        A pytree of global ``jax.Array``; with one process the parts are the whole.
+
+    Raises:
+        RuntimeError: There is no mesh, or the devices of this process form no box of it.
+        TypeError: A leaf is no array, or no spec.
+        ValueError: A spec does not fit its part; all that do not are named.
+    """
+    return _converted("host_local_to_global", tree, mesh, specs, to_global=True)
+
+
+def global_to_host_local(tree: Any, mesh: Any, specs: Any) -> Any:
+    """Takes this process's parts out of global arrays: the inverse of `host_local_to_global`.
+
+    Args:
+        tree: A pytree of global arrays.
+        mesh: The mesh of all processes; None: the active one.
+        specs: How the parts are cut, a pytree prefix of `tree`; an array that is placed otherwise
+            is moved first.
+
+    Returns:
+        A pytree of ``jax.Array`` on the devices of this process.
+
+    Raises:
+        RuntimeError: There is no mesh, or the devices of this process form no box of it.
+        TypeError: A leaf is no array, or no spec.
+        ValueError: A spec does not fit its array; all that do not are named.
+    """
+    return _converted("global_to_host_local", tree, mesh, specs, to_global=False)
+
+
+def _converted(subject: str, tree: Any, mesh: Any, specs: Any, *, to_global: bool) -> Any:
+    mesh = plain_mesh(current_mesh() if mesh is None else mesh)
+    if mesh is None:
+        raise explain(subject, [no_mesh()])
+    check_parts(mesh, subject)
+    paths, treedef = jtu.tree_flatten_with_path(tree)
+    names = [f"tree{jtu.keystr(path)}" for path, _ in paths]
+    values = [value for _, value in paths]
+    check_arrays(subject, names, values)
+    parsed = parse_specs(specs, "specs", subject, role="input")
+    found = broadcast_prefix(parsed.indices(), treedef, "specs", "tree")
+    if isinstance(found, Failure):
+        raise explain(subject, [found])
+    leaves = [parsed.leaves[i] for i in found]
+    rows = zip(leaves, values, names, [parsed.names[i] for i in found], strict=True)
+    cut = mesh.local_mesh if to_global else mesh
+    failures = [
+        spec_failure(leaf, _jax.abstractify(v), cut, n, given, boundary=True)
+        for leaf, v, n, given in rows
+    ]
+    if failures := [f for f in failures if f]:
+        raise explain(subject, failures)
+    convert = local_to_global if to_global else _part
+    return treedef.unflatten(convert(v, s, mesh) for v, s in zip(values, leaves, strict=True))
+
+
+def check_arrays(subject: str, names: Sequence[str], values: Sequence[Any]) -> None:
+    """Checks that the leaves of a tree are arrays.
+
+    Raises:
+        TypeError: Some are not; all are named.
+    """
+    found = [no_array(v, n) for v, n in zip(values, names, strict=True)]
+    rows = zip(found, names, strict=True)
+    bad = [replace(f, what=f"cannot take {n}: it is no array") for f, n in rows if f]
+    if bad:
+        raise explain(subject, bad)
+
+
+def _part(value: Any, spec: Any, mesh: Any) -> Any:
+    placed = jax.device_put(value, to_sharding(spec, mesh))
+    return global_to_local(placed, mesh)
+
+
+def global_shape(shape: tuple[int, ...], spec: Any, mesh: Any) -> tuple[int, ...]:
+    """Returns the shape of the value of which each process holds a part of `shape`.
+
+    Args:
+        shape: Shape of one process's part.
+        spec: ParsedPartitionSpec of the value; anything else: the value is not split.
+        mesh: The mesh of all processes.
+    """
+    if not isinstance(spec, ParsedPartitionSpec):
+        return shape
+    local = mesh.local_mesh
+    parts = spec.partitions + ((),) * (len(shape) - len(spec))
+    return tuple(
+        n * axes_size(p, mesh) // axes_size(p, local) for n, p in zip(shape, parts, strict=True)
+    )
+
+
+def local_to_global(value: Any, spec: Any, mesh: Any) -> jax.Array:
+    """Builds the global array of which `value` is this process's part.
+
+    Args:
+        value: A host array or number, or an array on devices of this process.
+        spec: ParsedPartitionSpec, ``UNSPECIFIED`` (replicated) or a raw sharding.
+        mesh: The mesh of all processes.
+    """
+    spec = ParsedPartitionSpec(None, ()) if spec is UNSPECIFIED else spec
+    if isinstance(value, jax.Array) and isinstance(spec, ParsedPartitionSpec):
+        # What is on the devices already stays there.
+        named = spec.to_partition_spec()
+        return multihost_utils.host_local_array_to_global_array(value, mesh, named)
+    sharding = to_sharding(spec, mesh)
+    local = np.asarray(value, dtype=jax.dtypes.canonicalize_dtype(np.asarray(value).dtype))
+    return jax.make_array_from_process_local_data(
+        sharding, local, global_shape(local.shape, spec, mesh)
+    )
+
+
+def global_to_local(value: jax.Array, mesh: Any) -> Any:
+    """Returns this process's part of a global array; with one process that is all of it."""
+    if jax.process_count() == 1:
+        return value
+    spec = getattr(value.sharding, "spec", PartitionSpec())
+    return multihost_utils.global_array_to_host_local_array(value, mesh, spec)

@@ -1,0 +1,414 @@
+"""Starting the processes of a run: they come together first, and compare what they are.
+
+`jax.distributed` connects, and then waits; a process that has the wrong number, or that runs
+another JAX, makes all of them wait until the time is over. So before it is started, every process
+says to process 0 what it is, on the same port, and process 0 answers all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+import contextlib
+from dataclasses import asdict, dataclass
+import importlib.metadata
+import ipaddress
+import json
+import os
+import platform
+import socket
+import time
+from typing import Any
+
+import jax
+
+import spmd
+from spmd import _jax
+from spmd.distributed._exchange import grouped
+from spmd.errors import DistributedError, Failure, OptionError, explain
+from spmd.launch import ADDRESS, PROCESS, PROCESSES
+
+_SUBJECT = "spmd.distributed.initialize"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Hello:
+    """What a process says of itself.
+
+    Attributes:
+        process: Its number.
+        processes: How many it believes there are.
+        versions: Of the packages that have to agree.
+    """
+
+    process: int
+    processes: int
+    versions: str
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    local_device_ids: int | Sequence[int] | None = None,
+    *,
+    cluster_detection_method: str | None = None,
+    timeout: float = 60.0,
+) -> None:
+    """Makes this process one of several that run the same program; call it before any other JAX.
+
+    What is left out is taken from ``spmd launch``, or found as `jax.distributed` finds it: from
+    SLURM, Open MPI, Kubernetes or Cloud TPU. All processes come together first and compare their
+    numbers and versions; then `jax.distributed` is started.
+
+    Args:
+        coordinator_address: ``host:port`` of process 0, on a free port.
+        num_processes: How many processes there are.
+        process_id: The number of this one, from 0.
+        local_device_ids: Which GPUs of the machine this process uses. None: all, or those that
+            the environment gives it.
+        cluster_detection_method: The environment to ask, as for `jax.distributed.initialize`.
+        timeout: Seconds within which all processes have to come.
+
+    Raises:
+        RuntimeError: It was called before or too late; process 0 cannot be reached, its port is in
+            use, a process is missing, or processes disagree on their number or versions.
+        ValueError: Nobody says how many processes there are, or the numbers make no sense.
+    """
+    _check_fresh()
+    address, processes, process, devices = _resolve(
+        coordinator_address,
+        num_processes,
+        process_id,
+        local_device_ids,
+        cluster_detection_method,
+        timeout,
+    )
+    host, port = _split(address)
+    _check_numbers(processes, process)
+    hello = _Hello(process=process, processes=processes, versions=_versions())
+    if process == 0:
+        _gather(host, port, hello, timeout)
+    else:
+        _report(host, port, hello, timeout)
+    jax.distributed.initialize(
+        _shown(host, port),
+        processes,
+        process,
+        devices,
+        cluster_detection_method="deactivate",
+        initialization_timeout=max(1, int(timeout)),
+        coordinator_bind_address=_shown(host, port) if _is_loopback(host) else None,
+    )
+
+
+def shutdown() -> None:
+    """Leaves the run; waits until all processes do. At exit that happens by itself."""
+    jax.distributed.shutdown()
+
+
+# Who and where
+
+
+def _resolve(
+    address: str | None,
+    processes: int | None,
+    process: int | None,
+    devices: int | Sequence[int] | None,
+    method: str | None,
+    timeout: float,
+) -> tuple[str, int, int, Sequence[int] | None]:
+    """Fills what was not given, from ``spmd launch`` or from the cluster.
+
+    Raises:
+        ValueError: Something is not known then.
+    """
+    address = address or os.environ.get(ADDRESS)
+    processes = _from_launch(PROCESSES) if processes is None else processes
+    process = _from_launch(PROCESS) if process is None else process
+    ids = [devices] if isinstance(devices, int) else devices
+    if None in (address, processes, process):
+        address, processes, process, ids = _jax.detected_cluster(
+            address, processes, process, ids, method, max(1, int(timeout))
+        )
+    given = {
+        "coordinator_address": address,
+        "num_processes": processes,
+        "process_id": process,
+    }
+    missing = [name for name, value in given.items() if value is None]
+    if address is None or processes is None or process is None:
+        raise explain(_SUBJECT, [_unknown(missing)])
+    return address, processes, process, ids
+
+
+def _from_launch(name: str) -> int | None:
+    value = os.environ.get(name)
+    return None if value is None else int(value)
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise explain(_SUBJECT, [_bad_address(address)])
+    return host.strip("[]"), int(port)
+
+
+def _shown(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def _versions() -> str:
+    python = ".".join(platform.python_version_tuple()[:2])
+    jaxlib = importlib.metadata.version("jaxlib")
+    return f"spmd {spmd.__version__}, jax {jax.__version__}, jaxlib {jaxlib}, Python {python}"
+
+
+# Process 0
+
+
+def _gather(host: str, port: int, own: _Hello, timeout: float) -> None:
+    """Waits for what all others say of themselves, and answers them all the same.
+
+    Raises:
+        RuntimeError: The port is in use, some do not come in time, or they disagree.
+    """
+    deadline = time.monotonic() + timeout
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(_listen(host, port))
+        hellos, streams = {0: own}, []
+        failure = None
+        while len(hellos) < own.processes and failure is None:
+            arrived = _accept(server, deadline, stack)
+            if arrived is None:
+                failure = _missing(host, port, hellos, own.processes, timeout)
+                break
+            stream, hello = arrived
+            streams.append(stream)
+            failure = _disagreement(hello, hellos, own)
+            hellos[hello.process] = hello
+        answer = json.dumps(None if failure is None else _told(failure)).encode() + b"\n"
+        for stream in streams:
+            with contextlib.suppress(OSError):  # it has gone; it is missed soon enough
+                stream.write(answer)
+                stream.flush()
+        for stream in streams:  # who closes first keeps the port for a while: not this side
+            with contextlib.suppress(OSError):
+                stream.read(1)
+    if failure is not None:
+        raise explain(_SUBJECT, [failure])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    where = host if _is_loopback(host) else ""
+    family = socket.AF_INET6 if ":" in where else socket.AF_INET
+    try:
+        return socket.create_server((where, port), family=family, backlog=1024)
+    except OSError as error:
+        raise explain(_SUBJECT, [_cannot_listen(host, port, error)]) from None
+
+
+def _accept(
+    server: socket.socket, deadline: float, stack: contextlib.ExitStack
+) -> tuple[Any, _Hello] | None:
+    """Returns the next process that says what it is, or None where none comes in time."""
+    while (left := deadline - time.monotonic()) > 0:
+        server.settimeout(left)
+        try:
+            connection, _ = server.accept()
+        except TimeoutError:
+            return None
+        connection.settimeout(5)
+        stream = stack.enter_context(connection.makefile("rwb"))
+        connection.close()  # when the stream is
+        # Who says something else, as a port scanner or a process with stock JAX, is left alone.
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return stream, _Hello(**json.loads(stream.readline(4096)))
+    return None
+
+
+def _disagreement(hello: _Hello, others: dict[int, _Hello], own: _Hello) -> Failure | None:
+    if hello.processes != own.processes:
+        return _different_counts({0: own.processes, hello.process: hello.processes})
+    if hello.process in others or not 0 <= hello.process < own.processes:
+        return _twice(hello.process)
+    if hello.versions != own.versions:
+        return _different_versions({0: own.versions, hello.process: hello.versions})
+    return None
+
+
+# All other processes
+
+
+def _report(host: str, port: int, own: _Hello, timeout: float) -> None:
+    """Says to process 0 what this process is, and waits for its answer.
+
+    Raises:
+        RuntimeError: It cannot be reached, or says that something is wrong.
+    """
+    deadline = time.monotonic() + timeout
+    with _connection(host, port, deadline, timeout) as connection:
+        stream = connection.makefile("rwb")
+        try:
+            stream.write(json.dumps(asdict(own)).encode() + b"\n")
+            stream.flush()
+            # Process 0 answers when all have come; it may have started to wait later.
+            connection.settimeout(2 * timeout + 5)
+            told = json.loads(stream.readline(1 << 16))
+        except (OSError, ValueError):
+            raise explain(_SUBJECT, [_no_answer(host, port)]) from None
+    if told is not None:
+        raise explain(_SUBJECT, [Failure(**told, error=DistributedError)])
+
+
+@contextlib.contextmanager
+def _connection(host: str, port: int, deadline: float, timeout: float) -> Iterator[socket.socket]:
+    while True:
+        try:
+            connection = socket.create_connection((host, port), timeout=5)
+            break
+        except socket.gaierror as error:
+            raise explain(_SUBJECT, [_no_host(host, error)]) from None
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise explain(_SUBJECT, [_unreachable(host, port, error, timeout)]) from None
+        time.sleep(0.1)
+    with connection:
+        yield connection
+
+
+# Failures
+
+
+def _told(failure: Failure) -> dict[str, str]:
+    """What is sent of a failure: what is laid out."""
+    return {name: getattr(failure, name) for name in ("what", "given", "expected", "got", "fix")}
+
+
+def _check_fresh() -> None:
+    if _jax.coordination_client() is not None:
+        failure = Failure(what="was called before", fix="call it once", error=DistributedError)
+        raise explain(_SUBJECT, [failure])
+    if _jax.backends_started():
+        failure = Failure(
+            what="comes too late: JAX has started, for this process alone",
+            expected="a call before anything that asks for devices or makes an array",
+            fix="make it the first line of the program after the imports",
+            error=DistributedError,
+        )
+        raise explain(_SUBJECT, [failure])
+
+
+def _check_numbers(processes: int, process: int) -> None:
+    if processes < 1 or not 0 <= process < processes:
+        failure = Failure(
+            what="cannot use these numbers",
+            expected="a process_id from 0 up to num_processes - 1",
+            got=f"process_id={process}, num_processes={processes}",
+            error=OptionError,
+        )
+        raise explain(_SUBJECT, [failure])
+
+
+def _unknown(missing: Sequence[str]) -> Failure:
+    return Failure(
+        what="cannot tell which processes there are",
+        expected=" and ".join(missing),
+        got="no argument, and no environment that says it: spmd launch, SLURM, Open MPI, "
+        "Kubernetes, Cloud TPU",
+        fix="spmd launch -n 2 script.py, on one machine; else give the arguments",
+        error=OptionError,
+    )
+
+
+def _bad_address(address: str) -> Failure:
+    return Failure(
+        what="cannot read the address of process 0",
+        expected="host:port",
+        got=repr(address),
+        error=OptionError,
+    )
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> Failure:
+    return Failure(
+        what=f"cannot listen at {_shown(host, port)}",
+        expected="a port of this machine that is free: here process 0 meets all others",
+        got=os.strerror(error.errno) if error.errno else str(error),
+        fix="choose another port in coordinator_address, the same in every process",
+        error=DistributedError,
+    )
+
+
+def _missing(
+    host: str, port: int, hellos: dict[int, _Hello], processes: int, timeout: float
+) -> Failure:
+    gone = [str(i) for i in range(processes) if i not in hellos]
+    shown = ", ".join(gone[:20]) + ", ..." * (len(gone) > 20)
+    return Failure(
+        what=f"waited in vain for process{'es' * (len(gone) > 1)} {shown} of {processes}",
+        expected=f"all of them at {_shown(host, port)} within {timeout:g} s",
+        fix="see whether they run, reach this address and call spmd.distributed.initialize, or "
+        "give a longer timeout",
+        error=DistributedError,
+    )
+
+
+def _different_counts(counts: dict[int, int]) -> Failure:
+    return Failure(
+        what="finds that the processes disagree on how many they are",
+        got=grouped({i: f"num_processes={n}" for i, n in counts.items()}),
+        fix="give every process the same num_processes",
+        error=DistributedError,
+    )
+
+
+def _twice(process: int) -> Failure:
+    return Failure(
+        what=f"finds two processes with process_id={process}",
+        expected="a process_id of its own for each",
+        error=DistributedError,
+    )
+
+
+def _different_versions(versions: dict[int, str]) -> Failure:
+    return Failure(
+        what="finds that the processes run different versions",
+        expected="the same packages in every process: they compile the same program",
+        got=grouped(versions),
+        error=DistributedError,
+    )
+
+
+def _no_host(host: str, error: OSError) -> Failure:
+    return Failure(
+        what="cannot find process 0",
+        expected="a name or number of its machine",
+        got=f"{host!r}: {error.strerror}",
+        error=DistributedError,
+    )
+
+
+def _unreachable(host: str, port: int, error: OSError, timeout: float) -> Failure:
+    return Failure(
+        what=f"cannot reach process 0 at {_shown(host, port)}",
+        expected=f"it to listen there within {timeout:g} s",
+        got=os.strerror(error.errno) if error.errno else str(error),
+        fix="see whether process 0 runs, and whether its port is open to this machine",
+        error=DistributedError,
+    )
+
+
+def _no_answer(host: str, port: int) -> Failure:
+    return Failure(
+        what=f"gets no answer from {_shown(host, port)}",
+        expected="process 0 of this run, in spmd.distributed.initialize",
+        fix="see whether process 0 has ended, uses jax.distributed.initialize instead, or "
+        "something else listens at this port",
+        error=DistributedError,
+    )

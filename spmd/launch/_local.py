@@ -1,0 +1,245 @@
+"""Processes on this machine: their start, their output, and their end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+import contextlib
+from dataclasses import dataclass
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import IO
+
+from spmd.launch import ADDRESS, PROCESS, PROCESSES
+
+_INTERRUPTED = 130
+_POLL = 0.02  # seconds
+#: Seconds between what a process is asked with and what it is made to do.
+_KILL_AFTER = 5.0
+_COLORS = (36, 33, 35, 32, 34, 31)
+
+# A process of its own session outlives who started it; the kernel ends it instead.
+_BOOT = """
+import os, sys
+if sys.platform == "linux":
+    import ctypes
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+    if os.getppid() != int(sys.argv[1]):
+        os._exit(137)
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A run.
+
+    Attributes:
+        command: Arguments of the interpreter: a script or ``-m module``, and its own arguments.
+        processes: How many processes.
+        devices: Virtual CPU devices of each; None: the devices that JAX finds.
+        port: Where the processes meet; 0: a free port.
+        grace: Seconds that the others have when one has failed.
+        prefix: Whether each line of output is preceded by the number of its process.
+    """
+
+    command: tuple[str, ...]
+    processes: int
+    devices: int | None
+    port: int
+    grace: float
+    prefix: bool
+
+
+def run(launch: Launch) -> int:
+    """Runs a program in several processes, and stops all of them when one fails.
+
+    Returns:
+        0; the exit code of the first process that failed, or 128 and the signal that ended it.
+    """
+    port = launch.port or _free_port()
+    with _terminable(), contextlib.ExitStack() as stack:
+        running = [_start(launch, i, port) for i in range(launch.processes)]
+        stack.callback(_kill, running)
+        relays = [t for i, p in enumerate(running) for t in _relays(i, p, launch)]
+        try:
+            code = _wait(running, launch.grace)
+        except KeyboardInterrupt:
+            _say("interrupted: the processes are stopped")
+            _stop(running, signal.SIGINT)
+            code = _INTERRUPTED
+        _kill(running)
+        for relay in relays:
+            relay.join(_KILL_AFTER)  # something else may hold the other end of the pipe
+    return code
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Has SIGTERM end this process as Ctrl-C does, so that nothing is left running."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def _start(launch: Launch, process: int, port: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", _BOOT, str(os.getpid()), *launch.command],
+        env=environment(launch, process, port, os.environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def environment(
+    launch: Launch, process: int, port: int, outer: Mapping[str, str]
+) -> dict[str, str]:
+    """The variables of one process.
+
+    Args:
+        launch: The run.
+        process: The number of the process.
+        port: Where the processes meet.
+        outer: The variables that it would have otherwise.
+    """
+    found = {
+        **outer,
+        ADDRESS: f"127.0.0.1:{port}",
+        PROCESSES: str(launch.processes),
+        PROCESS: str(process),
+        "PYTHONUNBUFFERED": "1",
+    }
+    if launch.devices is not None:
+        flag = "--xla_force_host_platform_device_count"
+        kept = [w for w in found.get("XLA_FLAGS", "").split() if not w.startswith(flag)]
+        found |= {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": str(launch.devices),
+            "XLA_FLAGS": " ".join(kept),
+        }
+    return found
+
+
+# Output
+
+
+def _relays(process: int, running: subprocess.Popen[bytes], launch: Launch) -> list:
+    prefix = _prefix(process, launch) if launch.prefix else b""
+    pairs = ((running.stdout, sys.stdout), (running.stderr, sys.stderr))
+    threads = [
+        threading.Thread(target=_relay, args=(source, sink, prefix), daemon=True)
+        for source, sink in pairs
+    ]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def _prefix(process: int, launch: Launch) -> bytes:
+    width = len(str(launch.processes - 1))
+    text = f"[{process:>{width}}] "
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        text = f"\x1b[{_COLORS[process % len(_COLORS)]}m{text}\x1b[0m"
+    return text.encode()
+
+
+_writing = threading.Lock()
+
+
+def _relay(source: IO[bytes], sink: IO[str], prefix: bytes) -> None:
+    """Writes what a process says, line by line: lines of two processes never mix."""
+    raw = getattr(sink, "buffer", None)
+    for line in source:
+        whole = prefix + (line if line.endswith(b"\n") else line + b"\n")
+        with _writing, contextlib.suppress(BrokenPipeError, ValueError):
+            if raw is None:
+                sink.write(whole.decode(errors="replace"))
+            else:
+                raw.write(whole)
+            sink.flush()
+
+
+def _say(text: str) -> None:
+    with _writing:
+        sys.stderr.write(f"spmd: {text}\n")
+        sys.stderr.flush()
+
+
+# The end
+
+
+def _wait(running: list[subprocess.Popen[bytes]], grace: float) -> int:
+    """Waits until all have ended; after a failure, no longer than `grace` seconds."""
+    failed, deadline = None, float("inf")
+    while time.monotonic() < deadline:
+        codes = [p.poll() for p in running]
+        if failed is None:
+            failed = next((i for i, c in enumerate(codes) if c), None)
+            if failed is not None:
+                deadline = time.monotonic() + grace
+                left = sum(c is None for c in codes)
+                _say(f"process {failed} {_ended(codes[failed])}{_others(left, grace)}")
+        if None not in codes:
+            break
+        time.sleep(_POLL)
+    else:
+        _say("the others are stopped")
+        _stop(running, signal.SIGTERM)
+    return 0 if failed is None else _exit_code(running[failed].returncode)
+
+
+def _ended(code: int | None) -> str:
+    if code is not None and code < 0:
+        with contextlib.suppress(ValueError):
+            return f"was ended by {signal.Signals(-code).name}"
+    return f"has failed with exit code {code}"
+
+
+def _others(left: int, grace: float) -> str:
+    if not left:
+        return ""
+    return f"; {left} other{'s have' if left > 1 else ' has'} {grace:g} s to end"
+
+
+def _exit_code(code: int) -> int:
+    return code if code > 0 else 128 - code
+
+
+def _stop(running: list[subprocess.Popen[bytes]], first: signal.Signals) -> None:
+    """Asks all to end, and a little later makes them."""
+    _signal(running, first)
+    deadline = time.monotonic() + _KILL_AFTER
+    with contextlib.suppress(KeyboardInterrupt):  # who cannot wait gets what follows at once
+        while time.monotonic() < deadline and any(p.poll() is None for p in running):
+            time.sleep(_POLL)
+    _kill(running)
+
+
+def _kill(running: list[subprocess.Popen[bytes]]) -> None:
+    _signal(running, signal.SIGKILL)
+    for process in running:
+        process.wait()
+
+
+def _signal(running: list[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    for process in running:
+        # What a process has started itself is in its group, and may outlive it.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
