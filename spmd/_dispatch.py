@@ -97,6 +97,11 @@ class Prepared:
     refs: tuple[int, ...]
 
 
+#: Called with arguments, record and jaxpr (or None) of each call before it runs, where it is set:
+#: `spmd.distributed.check` compares them across processes.
+announce: Callable[[Sequence[Any], PjitCall, Any], None] | None = None
+
+
 def run(*args: Any, jaxpr: Any, call: PjitCall) -> Sequence[Any]:
     """Executes a call on concrete arguments: the impl rule of `pjit_p`."""
     repeater = _repeater(jaxpr, call)
@@ -151,6 +156,8 @@ def _repeater(jaxpr: Any, call: PjitCall) -> _Repeater:
 
 def _run(args: tuple[Any, ...], jaxpr: Any, call: PjitCall) -> Sequence[Any]:
     check_alive(args, call)
+    if announce is not None:
+        announce(args, call, jaxpr)
     prepared = prepare(args, jaxpr, call)
     if prepared.moves:
         _govern(args, prepared, call)
@@ -514,7 +521,7 @@ def may_repeat(args: Sequence[Any], call: PjitCall) -> bool:
     It does not see that an argument has its elements in another order, nor, in older releases,
     that one was donated. After the call a donated array has no layout to ask for.
     """
-    if any(call.donated_invars) and not _jax.FAST_PATH_CHECKS_DELETED:
+    if announce is not None or (any(call.donated_invars) and not _jax.FAST_PATH_CHECKS_DELETED):
         return False
     return not any(map(_jax.has_own_layout, args))
 

@@ -16,6 +16,8 @@ from spmd._mesh import Mesh as Mesh, current_mesh as current_mesh, make_mesh as 
 from spmd._spec import FROM_ARRAY as FROM_ARRAY
 from spmd.errors import (
     ArgumentError as ArgumentError,
+    DistributedError as DistributedError,
+    DivergenceError as DivergenceError,
     DonatedArrayError as DonatedArrayError,
     MeshError as MeshError,
     OptionError as OptionError,

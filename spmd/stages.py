@@ -279,6 +279,8 @@ class Compiled(_Stage):
             raise explain(self._call.subject, [self._described])
         self._check(flat)
         _dispatch.check_alive(values, self._call)
+        if _dispatch.announce is not None:
+            _dispatch.announce(values, self._call, None)
         repeatable = _dispatch.may_repeat(values, self._call) and not self._signature.consts
         places = [(values[i], self._shardings[i]) for i in self._refs]
         with _dispatch.references(places) if places else contextlib.nullcontext():

@@ -12,4 +12,5 @@ from spmd.distributed._arrays import (
     host_local_to_global as host_local_to_global,
     local_to_global as local_to_global,
 )
+from spmd.distributed._check import check as check
 from spmd.distributed._start import initialize as initialize, shutdown as shutdown

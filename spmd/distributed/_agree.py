@@ -271,7 +271,12 @@ def _check_source(subject: str, source: bool) -> None:
 
 
 def _different(key: str, held: dict[int, tuple[str, str]]) -> Failure:
-    shown = {i: f"{text}, sha256 {digest[:8]}" for i, (digest, text) in held.items()}
+    texts = {text for _, text in held.values()}
+    told_apart = len(texts) == len({*held.values()})
+    shown = {
+        i: text if told_apart else f"{text} of sha256 {digest[:8]}"
+        for i, (digest, text) in held.items()
+    }
     return Failure(
         what=f"finds different values of {key}",
         got=grouped(shown),

@@ -2,78 +2,100 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+import hashlib
 import json
+import logging
 import threading
+import time
+from typing import Any
 
 import jax
 
 from spmd import _jax
 from spmd.errors import DivergenceError, Failure, explain
 
-#: Seconds to wait for the slowest process.
+logger = logging.getLogger(__name__)
+
+#: Seconds to wait for the slowest process, and seconds after which the log says so.
 TIMEOUT = 300.0
+_PATIENCE = 10.0
 
 _lock = threading.Lock()
-_count = 0
+_counts: Counter[tuple[int, ...]] = Counter()
 
 
-def exchange(subject: str, said: bytes, timeout: float = TIMEOUT) -> list[bytes]:
-    """Tells something to all processes; returns what each has told, by process number.
+def exchange(
+    subject: str, said: bytes, processes: Sequence[int] = (), timeout: float = TIMEOUT
+) -> list[bytes]:
+    """Tells something to some processes; returns what each of them has told, in their order.
 
-    Every process has to come here, in the same order of calls.
+    Each of them has to come here, in the same order of calls.
 
     Args:
         subject: The function that a user has called.
         said: What this process tells.
+        processes: The numbers of those that take part, this one among them; none: all.
         timeout: Seconds to wait for each of the others.
 
     Raises:
         RuntimeError: A process did not come, or came from another function.
     """
-    global _count
-    count, me = jax.process_count(), jax.process_index()
-    if count == 1:
+    who = tuple(processes or range(jax.process_count()))
+    if len(who) == 1:
         return [said]
     client = _jax.coordination_client()
     with _lock:
-        number, _count = _count, _count + 1
-        own = _key(number, me)
+        number = _counts[who]
+        _counts[who] += 1
+        own = _key(who, number, jax.process_index())
         client.key_value_set_bytes(own, json.dumps(subject).encode() + b"\n" + said)
-        found = [_get(client, subject, number, i, timeout) for i in range(count)]
+        found = [_get(client, subject, who, number, i, timeout) for i in who]
         if number:  # all who read this one have read the one before
-            client.key_value_delete(_key(number - 1, me))
+            client.key_value_delete(_key(who, number - 1, jax.process_index()))
     heads, bodies = zip(*(f.split(b"\n", 1) for f in found), strict=True)
-    _check_subjects(subject, [json.loads(head) for head in heads])
+    _check_subjects(subject, who, [json.loads(head) for head in heads])
     return [*bodies]
 
 
-def _key(number: int, process: int) -> str:
-    return f"spmd/exchange/{number}/{process}"
+def _key(who: tuple[int, ...], number: int, process: int) -> str:
+    group = hashlib.sha256(repr(who).encode()).hexdigest()[:16]
+    return f"spmd/exchange/{group}/{number}/{process}"
 
 
-def _get(client: object, subject: str, number: int, process: int, timeout: float) -> bytes:
-    get = client.blocking_key_value_get_bytes  # type: ignore[attr-defined] - of C++
-    try:
-        return get(_key(number, process), int(timeout * 1000))
-    except jax.errors.JaxRuntimeError as error:
-        reason = str(error).splitlines()[0]
-    failure = Failure(
-        what=f"waited for process {process} in vain",
-        expected=f"every process to make this call within {timeout:g} s",
-        got=reason[:200],
+def _get(
+    client: Any, subject: str, who: tuple[int, ...], number: int, process: int, timeout: float
+) -> bytes:
+    """Waits for what a process tells; a slow one is named in the log now and then."""
+    key, start = _key(who, number, process), time.monotonic()
+    while True:
+        left = timeout - (time.monotonic() - start)
+        try:
+            return client.blocking_key_value_get_bytes(key, int(1000 * min(_PATIENCE, left)) + 1)
+        except jax.errors.JaxRuntimeError as error:
+            waited = time.monotonic() - start
+            if "DEADLINE_EXCEEDED" not in str(error) or waited >= timeout:
+                raise explain(subject, [_absent(process, timeout, error)]) from None
+        logger.warning("%s has waited %.0f s for process %d", subject, waited, process)
+
+
+def _absent(process: int, timeout: float, error: Exception) -> Failure:
+    return Failure(
+        what=f"has waited for process {process} in vain",
+        expected=f"the same call in that process within {timeout:g} s",
+        got=str(error).splitlines()[0][:200],
         fix="look at the output of that process: it may have ended, or be somewhere else",
         error=DivergenceError,
     )
-    raise explain(subject, [failure])
 
 
-def _check_subjects(subject: str, subjects: Sequence[str]) -> None:
+def _check_subjects(subject: str, who: Sequence[int], subjects: Sequence[str]) -> None:
     if len({*subjects}) == 1:
         return
     failure = Failure(
         what="was not called by all processes",
-        got="\n".join(f"process {i}: {s}" for i, s in enumerate(subjects)),
+        got=grouped(dict(zip(who, subjects, strict=True))),
         fix="make the same calls in the same order in every process",
         error=DivergenceError,
     )

@@ -7,7 +7,7 @@ says to process 0 what it is, on the same port, and process 0 answers all of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 import contextlib
 from dataclasses import asdict, dataclass
 import importlib.metadata
@@ -17,13 +17,13 @@ import os
 import platform
 import socket
 import time
-from typing import Any
 
 import jax
 
 import spmd
 from spmd import _jax
 from spmd.distributed._exchange import grouped
+from spmd.distributed._watch import Watch
 from spmd.errors import DistributedError, Failure, OptionError, explain
 from spmd.launch import ADDRESS, PROCESS, PROCESSES
 
@@ -53,6 +53,7 @@ def initialize(
     *,
     cluster_detection_method: str | None = None,
     timeout: float = 60.0,
+    lost_timeout: float = 30.0,
 ) -> None:
     """Makes this process one of several that run the same program; call it before any other JAX.
 
@@ -68,6 +69,8 @@ def initialize(
             the environment gives it.
         cluster_detection_method: The environment to ask, as for `jax.distributed.initialize`.
         timeout: Seconds within which all processes have to come.
+        lost_timeout: Seconds within which this process ends, with an error, when another one is
+            killed, raises, or is on a machine that is gone.
 
     Raises:
         RuntimeError: It was called before or too late; process 0 cannot be reached, its port is in
@@ -87,9 +90,12 @@ def initialize(
     _check_numbers(processes, process)
     hello = _Hello(process=process, processes=processes, versions=_versions())
     if process == 0:
-        _gather(host, port, hello, timeout)
+        connections = _gather(host, port, hello, timeout)
     else:
-        _report(host, port, hello, timeout)
+        connections = {0: _report(host, port, hello, timeout)}
+    global _watch
+    _watch = Watch(process, processes, connections, lost_timeout)
+    _watch.start()
     jax.distributed.initialize(
         _shown(host, port),
         processes,
@@ -103,7 +109,12 @@ def initialize(
 
 def shutdown() -> None:
     """Leaves the run; waits until all processes do. At exit that happens by itself."""
+    if _watch is not None:
+        _watch.leave()
     jax.distributed.shutdown()
+
+
+_watch: Watch | None = None
 
 
 # Who and where
@@ -172,36 +183,38 @@ def _versions() -> str:
 # Process 0
 
 
-def _gather(host: str, port: int, own: _Hello, timeout: float) -> None:
+def _gather(host: str, port: int, own: _Hello, timeout: float) -> dict[int, socket.socket]:
     """Waits for what all others say of themselves, and answers them all the same.
+
+    Returns:
+        The connections to them.
 
     Raises:
         RuntimeError: The port is in use, some do not come in time, or they disagree.
     """
     deadline = time.monotonic() + timeout
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(_listen(host, port))
-        hellos, streams = {0: own}, []
-        failure = None
+    hellos, arrived = {0: own}, []
+    failure = None
+    with _listen(host, port) as server:
         while len(hellos) < own.processes and failure is None:
-            arrived = _accept(server, deadline, stack)
-            if arrived is None:
+            found = _accept(server, deadline)
+            if found is None:
                 failure = _missing(host, port, hellos, own.processes, timeout)
                 break
-            stream, hello = arrived
-            streams.append(stream)
+            connection, hello = found
             failure = _disagreement(hello, hellos, own)
             hellos[hello.process] = hello
-        answer = json.dumps(None if failure is None else _told(failure)).encode() + b"\n"
-        for stream in streams:
-            with contextlib.suppress(OSError):  # it has gone; it is missed soon enough
-                stream.write(answer)
-                stream.flush()
-        for stream in streams:  # who closes first keeps the port for a while: not this side
-            with contextlib.suppress(OSError):
-                stream.read(1)
-    if failure is not None:
-        raise explain(_SUBJECT, [failure])
+            arrived.append((hello.process, connection))
+    answer = json.dumps(None if failure is None else _told(failure)).encode() + b"\n"
+    for _, connection in arrived:
+        with contextlib.suppress(OSError):  # it has gone; that is noticed soon enough
+            connection.sendall(answer)
+    if failure is None:
+        return dict(arrived)
+    for _, connection in arrived:
+        with contextlib.suppress(OSError), connection:
+            connection.recv(1)  # who closes first keeps the port for a while: not this side
+    raise explain(_SUBJECT, [failure])
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -213,9 +226,7 @@ def _listen(host: str, port: int) -> socket.socket:
         raise explain(_SUBJECT, [_cannot_listen(host, port, error)]) from None
 
 
-def _accept(
-    server: socket.socket, deadline: float, stack: contextlib.ExitStack
-) -> tuple[Any, _Hello] | None:
+def _accept(server: socket.socket, deadline: float) -> tuple[socket.socket, _Hello] | None:
     """Returns the next process that says what it is, or None where none comes in time."""
     while (left := deadline - time.monotonic()) > 0:
         server.settimeout(left)
@@ -224,12 +235,24 @@ def _accept(
         except TimeoutError:
             return None
         connection.settimeout(5)
-        stream = stack.enter_context(connection.makefile("rwb"))
-        connection.close()  # when the stream is
         # Who says something else, as a port scanner or a process with stock JAX, is left alone.
         with contextlib.suppress(OSError, ValueError, TypeError):
-            return stream, _Hello(**json.loads(stream.readline(4096)))
+            return connection, _Hello(**json.loads(_line(connection)))
+        connection.close()
     return None
+
+
+def _line(connection: socket.socket) -> bytes:
+    """Reads a line, and nothing that comes after it."""
+    found = bytearray()
+    while not found.endswith(b"\n") and (byte := connection.recv(1)):
+        found += byte
+        if len(found) > _LONGEST:
+            raise ValueError("no line")
+    return bytes(found)
+
+
+_LONGEST = 1 << 16
 
 
 def _disagreement(hello: _Hello, others: dict[int, _Hello], own: _Hello) -> Failure | None:
@@ -245,41 +268,41 @@ def _disagreement(hello: _Hello, others: dict[int, _Hello], own: _Hello) -> Fail
 # All other processes
 
 
-def _report(host: str, port: int, own: _Hello, timeout: float) -> None:
+def _report(host: str, port: int, own: _Hello, timeout: float) -> socket.socket:
     """Says to process 0 what this process is, and waits for its answer.
+
+    Returns:
+        The connection to it.
 
     Raises:
         RuntimeError: It cannot be reached, or says that something is wrong.
     """
-    deadline = time.monotonic() + timeout
-    with _connection(host, port, deadline, timeout) as connection:
-        stream = connection.makefile("rwb")
-        try:
-            stream.write(json.dumps(asdict(own)).encode() + b"\n")
-            stream.flush()
-            # Process 0 answers when all have come; it may have started to wait later.
-            connection.settimeout(2 * timeout + 5)
-            told = json.loads(stream.readline(1 << 16))
-        except (OSError, ValueError):
-            raise explain(_SUBJECT, [_no_answer(host, port)]) from None
+    connection = _connect(host, port, timeout)
+    try:
+        connection.sendall(json.dumps(asdict(own)).encode() + b"\n")
+        # Process 0 answers when all have come; it may have started to wait later.
+        connection.settimeout(2 * timeout + 5)
+        told = json.loads(_line(connection))
+    except (OSError, ValueError):
+        connection.close()
+        raise explain(_SUBJECT, [_no_answer(host, port)]) from None
     if told is not None:
+        connection.close()
         raise explain(_SUBJECT, [Failure(**told, error=DistributedError)])
+    return connection
 
 
-@contextlib.contextmanager
-def _connection(host: str, port: int, deadline: float, timeout: float) -> Iterator[socket.socket]:
+def _connect(host: str, port: int, timeout: float) -> socket.socket:
+    deadline = time.monotonic() + timeout
     while True:
         try:
-            connection = socket.create_connection((host, port), timeout=5)
-            break
+            return socket.create_connection((host, port), timeout=5)
         except socket.gaierror as error:
             raise explain(_SUBJECT, [_no_host(host, error)]) from None
         except OSError as error:
             if time.monotonic() > deadline:
                 raise explain(_SUBJECT, [_unreachable(host, port, error, timeout)]) from None
         time.sleep(0.1)
-    with connection:
-        yield connection
 
 
 # Failures

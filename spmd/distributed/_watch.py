@@ -1,0 +1,203 @@
+"""Noticing that another process of the run has ended, and ending this one then.
+
+The connections on which the processes have met stay open. The kernel closes them when a process
+ends, however it ends, and finds out by itself when a machine is gone; process 0 tells the others.
+What a collective waits for would never come, and `jax.distributed` looks for 100 s.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterator, Mapping
+import contextlib
+import json
+import os
+import selectors
+import socket
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from typing import Any
+
+from spmd.errors import DistributedError, Failure, explain
+
+_FAILED = 1
+_KILLED = "its connection has closed without a word: it was killed, or its machine is gone"
+
+
+class Watch:
+    """The connections of this process to the others of its run.
+
+    Process 0 has one to each of the others, who have one to process 0.
+
+    Args:
+        process: The number of this process.
+        processes: How many there are.
+        connections: By the number of the process at the other end.
+        timeout: Seconds within which this process ends when another is lost: half of them to
+            notice that a machine is gone, a third to end.
+    """
+
+    def __init__(
+        self, process: int, processes: int, connections: Mapping[int, socket.socket], timeout: float
+    ):
+        self.process = process
+        self.processes = processes
+        self.lost: Failure | None = None
+        self._connections = dict(connections)
+        self._buffers = dict.fromkeys(connections, b"")
+        self._ended: set[int] = set()
+        self._grace = timeout / 3
+        self._raised = ""
+        self._leaving = threading.Lock()
+        self._left = False
+        for connection in connections.values():
+            _keep_alive(connection, timeout / 2)
+
+    def start(self) -> None:
+        """Starts to watch; when the interpreter ends, the others are told."""
+        self._hook, sys.excepthook = sys.excepthook, self._remember
+        atexit.register(self._exit)
+        os.register_at_fork(after_in_child=self._after_fork)
+        threading.Thread(target=self._watch, name="spmd.distributed", daemon=True).start()
+
+    def leave(self) -> None:
+        """Tells the others that this process ends as it should."""
+        with self._leaving:
+            if not self._left:
+                self._left = True
+                self._tell({"ended": self.process})
+
+    # What the others say
+
+    def _watch(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for process, connection in self._connections.items():
+                selector.register(connection, selectors.EVENT_READ, process)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    if not self._heard(key.data):
+                        selector.unregister(key.fileobj)
+
+    def _heard(self, process: int) -> bool:
+        """Reads what a process says; returns whether it may say more."""
+        data = b""
+        with contextlib.suppress(OSError):
+            data = self._connections[process].recv(1 << 16)
+        if not data:
+            if process not in self._ended:
+                self._loses(process, _KILLED)
+            return False
+        *lines, self._buffers[process] = (self._buffers[process] + data).split(b"\n")
+        for line in lines:
+            self._take(json.loads(line))
+        return True
+
+    def _take(self, told: dict[str, Any]) -> None:
+        if "lost" in told:
+            self._loses(told["lost"], told["why"])
+        else:
+            self._ended.add(told["ended"])
+
+    def _loses(self, process: int, why: str) -> None:
+        """Says it, once, to the others as well, and ends this process a little later."""
+        if self.lost is not None:
+            return
+        # Without process 0, which has the service, JAX aborts the others with a stack of C++.
+        grace = self._grace if process and self.process != process else 0.0
+        self.lost = _lost(process, self.processes, why, grace)
+        _say(str(explain("This run", [self.lost])))
+        if self.process == 0:
+            self._tell({"lost": process, "why": why})
+        time.sleep(grace)
+        _end(f"process {process} of {self.processes} was lost; this one was {_where()}")
+
+    def _tell(self, what: dict[str, Any]) -> None:
+        line = json.dumps(what).encode() + b"\n"
+        for process, connection in self._connections.items():
+            if process not in self._ended:
+                with contextlib.suppress(OSError):  # it has gone
+                    connection.sendall(line)
+
+    # The end of this process
+
+    def _remember(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        self._hook(kind, error, trace)
+        self._raised = traceback.format_exception_only(error)[-1].strip()
+
+    def _exit(self) -> None:
+        """Runs before JAX's own handler, which waits for all other processes to end too."""
+        if self.lost is not None:
+            _end("this process ends because of that")
+        if self._raised and not self._left:
+            self._tell({"lost": self.process, "why": f"it raised {self._raised[:500]}"})
+            _end("")
+        self.leave()
+
+    def _after_fork(self) -> None:
+        # A child that outlives this process would keep its connections open.
+        for connection in self._connections.values():
+            connection.close()
+        atexit.unregister(self._exit)
+        sys.excepthook = self._hook
+
+
+def _keep_alive(connection: socket.socket, seconds: float) -> None:
+    """Has the kernel ask the other machine now and then, and close what gets no answer."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    every, times = max(1, int(seconds / 4)), 3
+    values = {"TCP_KEEPIDLE": every, "TCP_KEEPINTVL": every, "TCP_KEEPCNT": times}
+    for name, value in values.items():
+        if hasattr(socket, name):  # on Linux
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(Exception):  # stderr may be closed
+        sys.stderr.write(f"spmd: {text}\n")
+        sys.stderr.flush()
+
+
+def _end(text: str) -> None:
+    """Ends this process without waiting for anything."""
+    if text:
+        _say(text)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(_FAILED)
+
+
+def _where() -> str:
+    """The line of the user that the main thread is at."""
+    main = sys._current_frames().get(threading.main_thread().ident or 0)
+    for frame, line in _frames(main):
+        name = frame.f_code.co_filename
+        if not name.startswith(_NOT_THE_USERS):
+            return f"at {name}:{line} in {frame.f_code.co_name}"
+    return "at its end"
+
+
+def _frames(frame: Any) -> Iterator[tuple[Any, int]]:
+    return traceback.walk_stack(frame) if frame is not None else iter(())
+
+
+_NOT_THE_USERS = (
+    *{sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")},
+    os.path.dirname(os.path.dirname(__file__)),
+    "<",
+)
+
+
+def _lost(process: int, processes: int, why: str, grace: float) -> Failure:
+    ends = f"this process ends within {grace:.0f} s" if grace else "this process ends now"
+    return Failure(
+        what=f"has lost process {process} of {processes}",
+        got=why,
+        fix=f"start all of them again, from the last checkpoint; {ends}",
+        error=DistributedError,
+    )
