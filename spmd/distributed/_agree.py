@@ -98,14 +98,14 @@ def assert_equal_across_processes(tree: Any, message: str = "") -> None:
     Args:
         tree: A pytree of arrays and numbers. Of a global array those parts are compared of which
             several processes hold a copy.
-        message: Said first where they differ.
+        message: What they are; an error says it.
 
     Raises:
         RuntimeError: They do not: the first path that differs is named, with the processes that
             hold each value. All processes raise it.
         TypeError: A leaf is no array.
     """
-    subject = message or "assert_equal_across_processes"
+    subject = "assert_equal_across_processes" + f" ({message})" * bool(message)
     names, values, _ = _flatten(subject, tree)
     _check_structure(subject, names, values)
     rows = [row for n, v in zip(names, values, strict=True) for row in _rows(n, v)]

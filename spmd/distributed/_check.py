@@ -81,7 +81,7 @@ def _rows(args: Sequence[Any], call: PjitCall) -> list[str]:
     """What the processes have to have in common, a line each."""
     ins = zip(call.arg_names, args, call.in_axis_resources, strict=True)
     return [
-        f"mesh {show_mesh(call.mesh)}",
+        show_mesh(call.mesh),
         *(f"argument {n}: {_jax.short_aval(_jax.abstractify(x))} {_shown(r)}" for n, x, r in ins),
         *(f"result {i}: {_shown(r)}" for i, r in enumerate(call.out_axis_resources)),
     ]

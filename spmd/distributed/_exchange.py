@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from spmd import _jax
+from spmd.distributed._watch import Watch
 from spmd.errors import DivergenceError, Failure, explain
 
 logger = logging.getLogger(__name__)
@@ -68,24 +69,28 @@ def _get(
     client: Any, subject: str, who: tuple[int, ...], number: int, process: int, timeout: float
 ) -> bytes:
     """Waits for what a process tells; a slow one is named in the log now and then."""
-    key, start = _key(who, number, process), time.monotonic()
+    key, start, told = _key(who, number, process), time.monotonic(), 0.0
     while True:
-        left = timeout - (time.monotonic() - start)
+        # Asked before: what a process has told before it ended is there.
+        ended = Watch.here is not None and process in Watch.here.ended
         try:
-            return client.blocking_key_value_get_bytes(key, int(1000 * min(_PATIENCE, left)) + 1)
+            return client.blocking_key_value_get_bytes(key, 1 if ended else 1000)
         except jax.errors.JaxRuntimeError as error:
             waited = time.monotonic() - start
-            if "DEADLINE_EXCEEDED" not in str(error) or waited >= timeout:
-                raise explain(subject, [_absent(process, timeout, error)]) from None
-        logger.warning("%s has waited %.0f s for process %d", subject, waited, process)
+            if ended or waited >= timeout or "DEADLINE_EXCEEDED" not in str(error):
+                reason = "it has ended" if ended else str(error).splitlines()[0][:200]
+                raise explain(subject, [_absent(process, timeout, reason)]) from None
+        if waited - told >= _PATIENCE:
+            told = waited
+            logger.warning("%s has waited %.0f s for process %d", subject, waited, process)
 
 
-def _absent(process: int, timeout: float, error: Exception) -> Failure:
+def _absent(process: int, timeout: float, reason: str) -> Failure:
     return Failure(
         what=f"has waited for process {process} in vain",
         expected=f"the same call in that process within {timeout:g} s",
-        got=str(error).splitlines()[0][:200],
-        fix="look at the output of that process: it may have ended, or be somewhere else",
+        got=reason,
+        fix="look at what that process did instead",
         error=DivergenceError,
     )
 

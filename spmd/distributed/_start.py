@@ -93,9 +93,8 @@ def initialize(
         connections = _gather(host, port, hello, timeout)
     else:
         connections = {0: _report(host, port, hello, timeout)}
-    global _watch
-    _watch = Watch(process, processes, connections, lost_timeout)
-    _watch.start()
+    Watch.here = Watch(process, processes, connections, lost_timeout)
+    Watch.here.start()
     jax.distributed.initialize(
         _shown(host, port),
         processes,
@@ -109,12 +108,9 @@ def initialize(
 
 def shutdown() -> None:
     """Leaves the run; waits until all processes do. At exit that happens by itself."""
-    if _watch is not None:
-        _watch.leave()
+    if Watch.here is not None:
+        Watch.here.leave()
     jax.distributed.shutdown()
-
-
-_watch: Watch | None = None
 
 
 # Who and where

@@ -38,7 +38,14 @@ class Watch:
         connections: By the number of the process at the other end.
         timeout: Seconds within which this process ends when another is lost: half of them to
             notice that a machine is gone, a third to end.
+
+    Attributes:
+        lost: What was said of the process that was lost, if one was.
+        ended: The numbers of those that have ended as they should.
     """
+
+    #: That of this process, once it is part of a run.
+    here: Watch | None = None
 
     def __init__(
         self, process: int, processes: int, connections: Mapping[int, socket.socket], timeout: float
@@ -48,7 +55,7 @@ class Watch:
         self.lost: Failure | None = None
         self._connections = dict(connections)
         self._buffers = dict.fromkeys(connections, b"")
-        self._ended: set[int] = set()
+        self.ended: set[int] = set()
         self._grace = timeout / 3
         self._raised = ""
         self._leaving = threading.Lock()
@@ -87,7 +94,7 @@ class Watch:
         with contextlib.suppress(OSError):
             data = self._connections[process].recv(1 << 16)
         if not data:
-            if process not in self._ended:
+            if process not in self.ended:
                 self._loses(process, _KILLED)
             return False
         *lines, self._buffers[process] = (self._buffers[process] + data).split(b"\n")
@@ -99,7 +106,9 @@ class Watch:
         if "lost" in told:
             self._loses(told["lost"], told["why"])
         else:
-            self._ended.add(told["ended"])
+            self.ended.add(told["ended"])
+            if self.process == 0:
+                self._tell(told)
 
     def _loses(self, process: int, why: str) -> None:
         """Says it, once, to the others as well, and ends this process a little later."""
@@ -117,7 +126,7 @@ class Watch:
     def _tell(self, what: dict[str, Any]) -> None:
         line = json.dumps(what).encode() + b"\n"
         for process, connection in self._connections.items():
-            if process not in self._ended:
+            if process not in self.ended:
                 with contextlib.suppress(OSError):  # it has gone
                     connection.sendall(line)
 

@@ -307,12 +307,18 @@ def _bury(_: int) -> int:
     return 0
 
 
+_add_pending_call = ctypes.pythonapi.Py_AddPendingCall
+
+
 @_Deleter
-def _delete(address: int) -> None:
+def _delete(
+    address: int, dead: deque[int] = _dead, add: Any = _add_pending_call, bury: Any = _bury
+) -> None:
     # XLA is in the middle of something: what a value may do when it goes has to wait until the
-    # main thread is between two instructions.
-    _dead.append(address)
-    ctypes.pythonapi.Py_AddPendingCall(_bury, None)
+    # main thread is between two instructions. The last executables go when the interpreter ends
+    # and this module has no names any more.
+    dead.append(address)
+    add(bury, None)
 
 
 _type_info = (_word * 3)(24, 0, ctypes.cast(_delete, ctypes.c_void_p).value)

@@ -37,7 +37,8 @@ _ID, _SITE = 0, 1
 
 @functools.lru_cache(maxsize=1024)
 def _device(ordinal: int) -> Any:
-    return next(d for d in jax.local_devices(backend="cpu") if d.local_hardware_id == ordinal)
+    # In a run of several processes too XLA says the number that a device has among all.
+    return next(d for d in jax.local_devices(backend="cpu") if d.id == ordinal)
 
 
 _jax.register_cache(_device, "devices of host callbacks")

@@ -191,8 +191,10 @@ def _wait(running: list[subprocess.Popen[bytes]], grace: float) -> int:
     while time.monotonic() < deadline:
         codes = [p.poll() for p in running]
         if failed is None:
-            failed = next((i for i, c in enumerate(codes) if c), None)
-            if failed is not None:
+            bad = [i for i, code in enumerate(codes) if code]
+            if bad:
+                # Who was killed is why the others have failed, so soon after it.
+                failed = min(bad, key=lambda i: (codes[i] or 0) > 0)
                 deadline = time.monotonic() + grace
                 left = sum(c is None for c in codes)
                 _say(f"process {failed} {_ended(codes[failed])}{_others(left, grace)}")
