@@ -24,6 +24,7 @@ from typing import Any
 from spmd.errors import DistributedError, Failure, explain
 
 _FAILED = 1
+_LATE = 1.0  # seconds
 _KILLED = "its connection has closed without a word: it was killed, or its machine is gone"
 
 
@@ -58,6 +59,7 @@ class Watch:
         self.ended: set[int] = set()
         self._grace = timeout / 3
         self._raised = ""
+        self._told_lost = threading.Event()
         self._leaving = threading.Lock()
         self._left = False
         for connection in connections.values():
@@ -118,6 +120,7 @@ class Watch:
         grace = self._grace if process and self.process != process else 0.0
         self.lost = _lost(process, self.processes, why, grace)
         _say(str(explain("This run", [self.lost])))
+        self._told_lost.set()
         if self.process == 0:
             self._tell({"lost": process, "why": why})
         time.sleep(grace)
@@ -138,6 +141,8 @@ class Watch:
 
     def _exit(self) -> None:
         """Runs before JAX's own handler, which waits for all other processes to end too."""
+        if self._raised and not self._left:
+            self._told_lost.wait(_LATE)  # the loss of another one may be why it has raised
         if self.lost is not None:
             _end("this process ends because of that")
         if self._raised and not self._left:

@@ -202,11 +202,7 @@ def test_who_says_nothing_is_left_alone():
             time.sleep(1)
     """
     address = f"127.0.0.1:{port}"
-    told = start(
-        ((address, 2, 0), {}),
-        ((address, 2, 1), {}),
-        prelude="import sys\n" + textwrap.dedent(script),
-    )
+    told = start(((address, 2, 0), {}), ((address, 2, 1), {}), prelude=prelude)
     assert told == ["started", "started"]
 
 

@@ -64,7 +64,7 @@ def test_a_killed_worker(tmp_path, processes):
             r"<module>|spmd: this process ends because of that",
             end,
         )
-    assert f"spmd: process 1 was ended by SIGKILL; {processes - 1} other" in run.err
+    assert "\nspmd: process 1 was ended by SIGKILL" in f"\n{run.err}"
 
 
 def test_the_killed_coordinator(tmp_path):
