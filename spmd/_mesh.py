@@ -327,7 +327,7 @@ def scattered_failure(mesh: Any, process: int) -> Failure | None:
         return None
     return Failure(
         what=f"cannot tell which part of a value process {process} holds",
-        given=f"mesh {show_mesh(mesh)}",
+        given=show_mesh(mesh),
         expected="the devices of each process to form a contiguous box of the mesh",
         got=_show_owners(mesh, owners),
         fix="build the mesh with spmd.make_mesh, which keeps the devices of a process together, "

@@ -47,14 +47,25 @@ class Run:
     err: str
 
 
-def launch(tmp_path, program, processes=2, devices=4, *, head=START, options=(), limit=100, env=()):
+def launch(
+    tmp_path,
+    program,
+    processes=2,
+    devices=4,
+    *,
+    head=START,
+    options=(),
+    arguments=(),
+    limit=100,
+    env=(),
+):
     """Runs a program in several processes; what is left after `limit` seconds is killed."""
     path, said = tmp_path / "program.py", tmp_path / "said"
     path.write_text(head + textwrap.dedent(program))
     said.mkdir(exist_ok=True)
     outer = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     command = [sys.executable, "-m", "spmd", "launch", "-n", str(processes)]
-    command += ["--devices", str(devices), *options, str(path)]
+    command += ["--devices", str(devices), *options, str(path), *map(str, arguments)]
     with subprocess.Popen(
         command,
         env={**outer, "SAID": str(said), **dict(env)},
