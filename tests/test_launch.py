@@ -136,6 +136,7 @@ sys.stdout.write("end")
     assert len(lines) == 153
 
 
+@pytest.mark.slow
 def test_a_failure_stops_the_others(script):
     """The exit code is that of the first failure; who goes on is asked to end, then made to."""
     program = script(
@@ -173,7 +174,11 @@ time.sleep(600)
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)],
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 130, marks=pytest.mark.slow),
+        (signal.SIGKILL, -9),
+    ],
 )
 def test_nothing_is_left_running(script, number, code):
     """However the launcher ends, its processes do, and what they have started with Ctrl-C."""

@@ -63,6 +63,7 @@ def test_random_keys(name):
     distributed.assert_equal_across_processes({"k": keys})
 
 
+@pytest.mark.slow
 def test_values_of_two_processes(tmp_path):
     """Gathered and broadcast values are exact, bit by bit, for every dtype and 64-bit widths."""
     passed(

@@ -165,6 +165,7 @@ def test_one_of_four(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_who_does_not_come(tmp_path):
     """A process that raises instead of calling ends the wait of the others, which say why."""
     run = launch(

@@ -4,6 +4,7 @@ import pytest
 from runs import passed
 
 RUNS = [(2, 4), pytest.param(4, 2, marks=pytest.mark.slow)]
+SLOW = [pytest.param(2, 4, marks=pytest.mark.slow), RUNS[1]]
 
 
 @pytest.mark.parametrize(("processes", "devices"), RUNS)
@@ -64,7 +65,7 @@ def test_pjit(tmp_path, processes, devices):
     )
 
 
-@pytest.mark.parametrize(("processes", "devices"), RUNS)
+@pytest.mark.parametrize(("processes", "devices"), SLOW)
 def test_local_semantics(tmp_path, processes, devices):
     """Under local semantics host arrays are parts, results too; sizes are those of the part."""
     passed(
@@ -92,7 +93,7 @@ def test_local_semantics(tmp_path, processes, devices):
     )
 
 
-@pytest.mark.parametrize(("processes", "devices"), RUNS)
+@pytest.mark.parametrize(("processes", "devices"), SLOW)
 def test_pmap(tmp_path, processes, devices):
     """Each process passes its rows and gets its rows; collectives and indices count over all."""
     passed(
@@ -173,7 +174,7 @@ def test_host_callbacks(tmp_path, processes, devices):
     )
 
 
-@pytest.mark.parametrize(("processes", "devices"), RUNS)
+@pytest.mark.parametrize(("processes", "devices"), SLOW)
 def test_reports(tmp_path, processes, devices):
     """The report of a program says the same in every process, and what a hand count says."""
     said = passed(

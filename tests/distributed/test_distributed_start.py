@@ -128,6 +128,7 @@ def test_somebody_else_listens():
     )
 
 
+@pytest.mark.slow
 def test_a_process_is_missing():
     """Those who have come are told who has not."""
     address = f"127.0.0.1:{free_port()}"
@@ -182,6 +183,7 @@ def test_versions_differ():
     assert lines[3].endswith(" in process 1")
 
 
+@pytest.mark.slow
 def test_who_says_nothing_is_left_alone():
     """A port scanner that connects first does not keep the processes from meeting."""
     port = free_port()
@@ -271,6 +273,7 @@ def test_twice_and_shutdown(tmp_path):
     assert run.said == [f"{SUBJECT} was called before.\n  fix       call it once\n[0, 1]"] * 2
 
 
+@pytest.mark.slow
 def test_stock_start_up(tmp_path):
     """Where `jax.distributed` was started without us, everything but the watch works."""
     run = launch(

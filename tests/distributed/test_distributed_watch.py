@@ -67,6 +67,7 @@ def test_a_killed_worker(tmp_path, processes):
     assert "\nspmd: process 1 was ended by SIGKILL" in f"\n{run.err}"
 
 
+@pytest.mark.slow
 def test_the_killed_coordinator(tmp_path):
     """Without process 0 the others end at once, before JAX aborts them."""
     run = train(tmp_path, 0, "os.kill(os.getpid(), signal.SIGKILL)")
@@ -78,6 +79,7 @@ def test_the_killed_coordinator(tmp_path):
     assert "Check failure stack trace" not in run.err
 
 
+@pytest.mark.slow
 def test_a_worker_that_raises(tmp_path):
     """The others say what it raised; it does not wait for them at its end."""
     run = train(tmp_path, 1, 'raise ValueError("batch 5 is broken")')
@@ -88,6 +90,7 @@ def test_a_worker_that_raises(tmp_path):
     assert "[1] ValueError: batch 5 is broken" in run.err
 
 
+@pytest.mark.slow
 def test_a_fork_does_not_hide_a_death(tmp_path):
     """A child that outlives a killed process does not keep its connection open."""
     end = """
