@@ -131,7 +131,7 @@ def test_bad_arguments(mesh, name):
     fun = getattr(distributed, name)
     with pytest.raises(spmd.MeshError, match=f"{name} needs a mesh, and there is none here"):
         fun(X, None, P("data"))
-    with pytest.raises(spmd.ArgumentError, match=rf"cannot take tree\['a'\]: it is no array"):
+    with pytest.raises(spmd.ArgumentError, match=r"cannot take tree\['a'\]: it is no array"):
         fun({"a": "text"}, mesh, P())
     with pytest.raises(spmd.SpecTypeError):
         fun({"a": X}, mesh, {"a": "data"})
