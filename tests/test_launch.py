@@ -176,20 +176,17 @@ time.sleep(600)
     ("number", "code"),
     [
         pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
         (signal.SIGKILL, -9),
     ],
 )
 def test_nothing_is_left_running(script, number, code):
     """However the launcher ends, its processes do, and what they have started with Ctrl-C."""
-    main = f"""
-import signal, sys
-from spmd.__main__ import main
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background
-sys.exit(main(["launch", "-n", "2", {str(script(WAITS))!r}]))
-"""
     running = subprocess.Popen(
-        [sys.executable, "-c", main], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*COMMAND, "-n", "2", str(script(WAITS))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         lines = [running.stdout.readline().split() for _ in range(2)]
@@ -201,7 +198,7 @@ sys.exit(main(["launch", "-n", "2", {str(script(WAITS))!r}]))
         running.kill()
     assert running.returncode == code
     if number != signal.SIGKILL:
-        assert err == "spmd: interrupted: the processes are stopped\n"
+        assert err == f"spmd: stopped by {number.name}, and so are the processes\n"
     else:
         pids = {int(line[2]) for line in lines}  # what they have started is nobody's
     try:

@@ -87,7 +87,7 @@ def initialize(
         timeout,
     )
     host, port = _split(address)
-    _check_numbers(processes, process)
+    _check_numbers(processes, process, timeout, lost_timeout)
     hello = _Hello(process=process, processes=processes, versions=_versions())
     if process == 0:
         connections = _gather(host, port, hello, timeout)
@@ -178,6 +178,8 @@ def _versions() -> str:
 
 # Process 0
 
+_BACKLOG = 1024
+
 
 def _gather(host: str, port: int, own: _Hello, timeout: float) -> dict[int, socket.socket]:
     """Waits for what all others say of themselves, and answers them all the same.
@@ -214,10 +216,16 @@ def _gather(host: str, port: int, own: _Hello, timeout: float) -> dict[int, sock
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    where = host if _is_loopback(host) else ""
-    family = socket.AF_INET6 if ":" in where else socket.AF_INET
     try:
-        return socket.create_server((where, port), family=family, backlog=1024)
+        if _is_loopback(host):
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        if socket.has_dualstack_ipv6():
+            family = socket.AF_INET6
+            return socket.create_server(
+                ("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=True
+            )
+        return socket.create_server(("", port), backlog=_BACKLOG)
     except OSError as error:
         raise explain(_SUBJECT, [_cannot_listen(host, port, error)]) from None
 
@@ -323,15 +331,29 @@ def _check_fresh() -> None:
         raise explain(_SUBJECT, [failure])
 
 
-def _check_numbers(processes: int, process: int) -> None:
+def _check_numbers(processes: int, process: int, timeout: float, lost_timeout: float) -> None:
+    failures = []
     if processes < 1 or not 0 <= process < processes:
-        failure = Failure(
-            what="cannot use these numbers",
-            expected="a process_id from 0 up to num_processes - 1",
-            got=f"process_id={process}, num_processes={processes}",
-            error=OptionError,
+        failures.append(
+            Failure(
+                what="cannot use these numbers",
+                expected="a process_id from 0 up to num_processes - 1",
+                got=f"process_id={process}, num_processes={processes}",
+                error=OptionError,
+            )
         )
-        raise explain(_SUBJECT, [failure])
+    for name, value in (("timeout", timeout), ("lost_timeout", lost_timeout)):
+        if not value > 0:
+            failures.append(
+                Failure(
+                    what=f"cannot use this {name}",
+                    expected="seconds, more than 0",
+                    got=f"{value!r}",
+                    error=OptionError,
+                )
+            )
+    if failures:
+        raise explain(_SUBJECT, failures)
 
 
 def _unknown(missing: Sequence[str]) -> Failure:

@@ -16,7 +16,6 @@ from typing import IO
 
 from spmd.launch import ADDRESS, PROCESS, PROCESSES
 
-_INTERRUPTED = 130
 _POLL = 0.02  # seconds
 #: Seconds between what a process is asked with and what it is made to do.
 _KILL_AFTER = 5.0
@@ -62,34 +61,43 @@ def run(launch: Launch) -> int:
         0; the exit code of the first process that failed, or 128 and the signal that ended it.
     """
     port = launch.port or _free_port()
-    with _terminable(), contextlib.ExitStack() as stack:
+    with _stoppable(), contextlib.ExitStack() as stack:
         running = [_start(launch, i, port) for i in range(launch.processes)]
         stack.callback(_kill, running)
         relays = [t for i, p in enumerate(running) for t in _relays(i, p, launch)]
         try:
             code = _wait(running, launch.grace)
-        except KeyboardInterrupt:
-            _say("interrupted: the processes are stopped")
-            _stop(running, signal.SIGINT)
-            code = _INTERRUPTED
+        except _Stopped as stopped:
+            _say(f"stopped by {stopped.number.name}, and so are the processes")
+            _stop(running, stopped.number)
+            code = 128 + stopped.number
         _kill(running)
         for relay in relays:
             relay.join(_KILL_AFTER)  # something else may hold the other end of the pipe
     return code
 
 
+class _Stopped(BaseException):
+    """A signal asks this process to end."""
+
+    def __init__(self, number: signal.Signals):
+        self.number = number
+
+
 @contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Has SIGTERM end this process as Ctrl-C does, so that nothing is left running."""
+def _stoppable() -> Iterator[None]:
+    """Has signals end this process by an exception, so that nothing is left running."""
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+    def stop(number: int, _: object) -> None:
+        raise _Stopped(signal.Signals(number))
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, stop) for number in numbers]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _free_port() -> int:
@@ -228,7 +236,7 @@ def _stop(running: list[subprocess.Popen[bytes]], first: signal.Signals) -> None
     """Asks all to end, and a little later makes them."""
     _signal(running, first)
     deadline = time.monotonic() + _KILL_AFTER
-    with contextlib.suppress(KeyboardInterrupt):  # who cannot wait gets what follows at once
+    with contextlib.suppress(_Stopped):  # who cannot wait gets what follows at once
         while time.monotonic() < deadline and any(p.poll() is None for p in running):
             time.sleep(_POLL)
     _kill(running)

@@ -14,6 +14,7 @@ from runs import HEAD, launch
 
 import spmd
 from spmd import distributed
+from spmd.distributed import _start
 
 SUBJECT = "spmd.distributed.initialize"
 
@@ -98,13 +99,32 @@ def test_nobody_listens():
     )
 
 
-def test_no_such_machine():
+def test_no_such_machine(monkeypatch):
     """A name that nobody has is told at once, however long the time is."""
-    (told,) = start((("no-such-machine.invalid:1234", 2, 1), {"timeout": 600}))
-    first, second, third = told.splitlines()
-    assert first == f"DistributedError {SUBJECT} cannot find process 0."
-    assert second == "  expected  a name or number of its machine"
-    assert third.startswith("  got       'no-such-machine.invalid': ")
+
+    def nobody(*_, **__):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "create_connection", nobody)
+    with pytest.raises(spmd.DistributedError) as e:
+        _start._connect("head-nod", 1234, 600)
+    assert str(e.value) == (
+        f"{SUBJECT} cannot find process 0.\n"
+        "  expected  a name or number of its machine\n"
+        "  got       'head-nod': Name or service not known"
+    )
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "machine"])
+def test_addresses(host):
+    """Process 0 listens on the loopback for its names, and else on all addresses of both kinds."""
+    with _start._listen(host, 0) as server:
+        port = server.getsockname()[1]
+        own = host if host != "machine" else "127.0.0.1"
+        with socket.create_connection((own, port), timeout=5):
+            pass
+        assert (server.getsockname()[0] in ("::", "0.0.0.0")) == (host == "machine")
+    assert _start._split(_start._shown(host, port)) == (host, port)
 
 
 def test_somebody_else_listens():
@@ -234,11 +254,21 @@ UNKNOWN = (
             "  expected  a process_id from 0 up to num_processes - 1\n"
             "  got       process_id=2, num_processes=2",
         ),
+        (
+            ("host:1", 2, 1, None),
+            f"{SUBJECT} cannot use this timeout.\n"
+            "  expected  seconds, more than 0\n"
+            "  got       0\n"
+            f"{SUBJECT} cannot use this lost_timeout.\n"
+            "  expected  seconds, more than 0\n"
+            "  got       -1",
+        ),
     ],
 )
 def test_bad_arguments(args, text):
     """What cannot be meant is said before anything is waited for."""
-    (told,) = start((args, {}))
+    options = {"timeout": 0, "lost_timeout": -1} if len(args) == 4 else {}
+    (told,) = start((args, options))
     assert told == f"OptionError {text}"
 
 
