@@ -67,7 +67,10 @@ def test_help_names_every_option(capsys):
     with pytest.raises(SystemExit):
         cli.main(["launch", "--help"])
     text = capsys.readouterr().out
-    for word in ("-n", "--devices", "--port", "--grace", "--no-prefix", "-m", "examples:"):
+    for word in (
+        *("-n", "--devices", "--port", "--grace", "--no-prefix", "-m", "--on", "--engine-options"),
+        "examples:",
+    ):
         assert word in text
 
 

@@ -9,13 +9,15 @@ import sys
 from typing import Any
 
 from spmd.inspection._options import CommandError
-from spmd.launch._local import Launch, run
+from spmd.launch import _local, _mpirun
+from spmd.launch._local import Launch
 
 _EXAMPLES = """\
 examples:
   spmd launch -n 2 train.py                      two processes with the devices they find
   spmd launch -n 2 --devices 4 train.py --lr 3   each with four virtual CPU devices
   spmd launch -n 4 --devices 2 -m pkg.train      a module, as with python -m
+  spmd launch -n 16 --on mpirun --engine-options "--hostfile hosts" train.py
 
 The program calls spmd.distributed.initialize() first. When a process fails, the others are
 stopped; the exit code is that of the first that failed.
@@ -42,6 +44,18 @@ def add_command(commands: Any) -> None:
         help="virtual CPU devices of each process (default: the devices that JAX finds)",
     )
     parser.add_argument(
+        "--on",
+        choices=[*_ENGINES],
+        default="local",
+        help="who starts the processes: this command, or Open MPI (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--engine-options",
+        default="",
+        metavar="WORDS",
+        help="more options for mpirun, such as '--hostfile hosts'",
+    )
+    parser.add_argument(
         "--port",
         type=int,
         default=0,
@@ -64,8 +78,11 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(command=_launch)
 
 
+_ENGINES = {"local": _local.run, "mpirun": _mpirun.run}
+
+
 def _launch(args: argparse.Namespace) -> int:
-    return run(_options(args))
+    return _ENGINES[args.on](_options(args))
 
 
 def _options(args: argparse.Namespace) -> Launch:
@@ -82,7 +99,14 @@ def _options(args: argparse.Namespace) -> Launch:
         port=args.port,
         grace=args.grace,
         prefix=not args.no_prefix,
+        engine_options=_engine_options(args),
     )
+
+
+def _engine_options(args: argparse.Namespace) -> str:
+    if args.on == "local" and args.engine_options:
+        raise CommandError("--engine-options needs an engine: --on mpirun.")
+    return args.engine_options
 
 
 def _check_range(name: str, value: int, least: int, most: int | None = None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 from dataclasses import dataclass
 import os
@@ -22,12 +22,12 @@ _KILL_AFTER = 5.0
 _COLORS = (36, 33, 35, 32, 34, 31)
 
 # A process of its own session outlives who started it; the kernel ends it instead.
-_BOOT = """
+BECOME_PROGRAM = """
 import os, sys
 if sys.platform == "linux":
     import ctypes
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
-    if os.getppid() != int(sys.argv[1]):
+    if sys.argv[1] and os.getppid() != int(sys.argv[1]):
         os._exit(137)
 os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 """
@@ -44,6 +44,7 @@ class Launch:
         port: Where the processes meet; 0: a free port.
         grace: Seconds that the others have when one has failed.
         prefix: Whether each line of output is preceded by the number of its process.
+        engine_options: More words for the command line of the engine.
     """
 
     command: tuple[str, ...]
@@ -52,6 +53,7 @@ class Launch:
     port: int
     grace: float
     prefix: bool
+    engine_options: str = ""
 
 
 def run(launch: Launch) -> int:
@@ -61,15 +63,15 @@ def run(launch: Launch) -> int:
         0; the exit code of the first process that failed, or 128 and the signal that ended it.
     """
     port = launch.port or _free_port()
-    with _stoppable(), contextlib.ExitStack() as stack:
+    with stoppable(), contextlib.ExitStack() as stack:
         running = [_start(launch, i, port) for i in range(launch.processes)]
         stack.callback(_kill, running)
         relays = [t for i, p in enumerate(running) for t in _relays(i, p, launch)]
         try:
             code = _wait(running, launch.grace)
-        except _Stopped as stopped:
-            _say(f"stopped by {stopped.number.name}, and so are the processes")
-            _stop(running, stopped.number)
+        except Stopped as stopped:
+            say(f"stopped by {stopped.number.name}, and so are the processes")
+            stop(running, stopped.number)
             code = 128 + stopped.number
         _kill(running)
         for relay in relays:
@@ -77,7 +79,7 @@ def run(launch: Launch) -> int:
     return code
 
 
-class _Stopped(BaseException):
+class Stopped(BaseException):
     """A signal asks this process to end."""
 
     def __init__(self, number: signal.Signals):
@@ -85,11 +87,11 @@ class _Stopped(BaseException):
 
 
 @contextlib.contextmanager
-def _stoppable() -> Iterator[None]:
+def stoppable() -> Iterator[None]:
     """Has signals end this process by an exception, so that nothing is left running."""
 
     def stop(number: int, _: object) -> None:
-        raise _Stopped(signal.Signals(number))
+        raise Stopped(signal.Signals(number))
 
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, stop) for number in numbers]
@@ -107,7 +109,7 @@ def _free_port() -> int:
 
 def _start(launch: Launch, process: int, port: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-c", _BOOT, str(os.getpid()), *launch.command],
+        [sys.executable, "-c", BECOME_PROGRAM, str(os.getpid()), *launch.command],
         env=environment(launch, process, port, os.environ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -127,16 +129,21 @@ def environment(
         port: Where the processes meet.
         outer: The variables that it would have otherwise.
     """
-    found = {
+    return {
         **outer,
         ADDRESS: f"127.0.0.1:{port}",
         PROCESSES: str(launch.processes),
         PROCESS: str(process),
-        "PYTHONUNBUFFERED": "1",
+        **variables(launch, outer),
     }
+
+
+def variables(launch: Launch, outer: Mapping[str, str]) -> dict[str, str]:
+    """The variables that all processes have in common, beside those that they had otherwise."""
+    found = {"PYTHONUNBUFFERED": "1"}
     if launch.devices is not None:
         flag = "--xla_force_host_platform_device_count"
-        kept = [w for w in found.get("XLA_FLAGS", "").split() if not w.startswith(flag)]
+        kept = [w for w in outer.get("XLA_FLAGS", "").split() if not w.startswith(flag)]
         found |= {
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": str(launch.devices),
@@ -152,7 +159,7 @@ def _relays(process: int, running: subprocess.Popen[bytes], launch: Launch) -> l
     prefix = _prefix(process, launch) if launch.prefix else b""
     pairs = ((running.stdout, sys.stdout), (running.stderr, sys.stderr))
     threads = [
-        threading.Thread(target=_relay, args=(source, sink, prefix), daemon=True)
+        threading.Thread(target=relay, args=(source, sink, lambda line: prefix + line), daemon=True)
         for source, sink in pairs
     ]
     for thread in threads:
@@ -171,11 +178,11 @@ def _prefix(process: int, launch: Launch) -> bytes:
 _writing = threading.Lock()
 
 
-def _relay(source: IO[bytes], sink: IO[str], prefix: bytes) -> None:
+def relay(source: IO[bytes], sink: IO[str], shown: Callable[[bytes], bytes]) -> None:
     """Writes what a process says, line by line: lines of two processes never mix."""
     raw = getattr(sink, "buffer", None)
     for line in source:
-        whole = prefix + (line if line.endswith(b"\n") else line + b"\n")
+        whole = shown(line if line.endswith(b"\n") else line + b"\n")
         with _writing, contextlib.suppress(BrokenPipeError, ValueError):
             if raw is None:
                 sink.write(whole.decode(errors="replace"))
@@ -184,7 +191,8 @@ def _relay(source: IO[bytes], sink: IO[str], prefix: bytes) -> None:
             sink.flush()
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Says something of the launcher itself."""
     with _writing:
         sys.stderr.write(f"spmd: {text}\n")
         sys.stderr.flush()
@@ -205,13 +213,13 @@ def _wait(running: list[subprocess.Popen[bytes]], grace: float) -> int:
                 failed = min(bad, key=lambda i: (codes[i] or 0) > 0)
                 deadline = time.monotonic() + grace
                 left = sum(c is None for c in codes)
-                _say(f"process {failed} {_ended(codes[failed])}{_others(left, grace)}")
+                say(f"process {failed} {_ended(codes[failed])}{_others(left, grace)}")
         if None not in codes:
             break
         time.sleep(_POLL)
     else:
-        _say("the others are stopped")
-        _stop(running, signal.SIGTERM)
+        say("the others are stopped")
+        stop(running, signal.SIGTERM)
     return 0 if failed is None else _exit_code(running[failed].returncode)
 
 
@@ -232,11 +240,11 @@ def _exit_code(code: int) -> int:
     return code if code > 0 else 128 - code
 
 
-def _stop(running: list[subprocess.Popen[bytes]], first: signal.Signals) -> None:
+def stop(running: list[subprocess.Popen[bytes]], first: signal.Signals) -> None:
     """Asks all to end, and a little later makes them."""
     _signal(running, first)
     deadline = time.monotonic() + _KILL_AFTER
-    with contextlib.suppress(_Stopped):  # who cannot wait gets what follows at once
+    with contextlib.suppress(Stopped):  # who cannot wait gets what follows at once
         while time.monotonic() < deadline and any(p.poll() is None for p in running):
             time.sleep(_POLL)
     _kill(running)
