@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from spmd.inspection._options import CommandError
-from spmd.launch import _local, _mpirun
+from spmd.launch import _local, _mpirun, _ray
 from spmd.launch._local import Launch
 
 _EXAMPLES = """\
@@ -47,13 +47,13 @@ def add_command(commands: Any) -> None:
         "--on",
         choices=[*_ENGINES],
         default="local",
-        help="who starts the processes: this command, or Open MPI (default: %(default)s)",
+        help="who starts the processes: this command, Open MPI or Ray (default: %(default)s)",
     )
     parser.add_argument(
         "--engine-options",
         default="",
         metavar="WORDS",
-        help="more options for mpirun, such as '--hostfile hosts'",
+        help="more options for the engine, such as '--hostfile hosts' or 'address=auto num_gpus=1'",
     )
     parser.add_argument(
         "--port",
@@ -78,7 +78,7 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(command=_launch)
 
 
-_ENGINES = {"local": _local.run, "mpirun": _mpirun.run}
+_ENGINES = {"local": _local.run, "mpirun": _mpirun.run, "ray": _ray.run}
 
 
 def _launch(args: argparse.Namespace) -> int:
@@ -105,7 +105,7 @@ def _options(args: argparse.Namespace) -> Launch:
 
 def _engine_options(args: argparse.Namespace) -> str:
     if args.on == "local" and args.engine_options:
-        raise CommandError("--engine-options needs an engine: --on mpirun.")
+        raise CommandError("--engine-options needs an engine: --on mpirun or --on ray.")
     return args.engine_options
 
 

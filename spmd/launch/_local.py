@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 from dataclasses import dataclass
 import os
@@ -62,13 +62,17 @@ def run(launch: Launch) -> int:
     Returns:
         0; the exit code of the first process that failed, or 128 and the signal that ended it.
     """
-    port = launch.port or _free_port()
+    port = launch.port or free_port()
     with stoppable(), contextlib.ExitStack() as stack:
         running = [_start(launch, i, port) for i in range(launch.processes)]
         stack.callback(_kill, running)
         relays = [t for i, p in enumerate(running) for t in _relays(i, p, launch)]
         try:
-            code = _wait(running, launch.grace)
+            code = wait(
+                lambda: [p.poll() for p in running],
+                lambda: stop(running, signal.SIGTERM),
+                launch.grace,
+            )
         except Stopped as stopped:
             say(f"stopped by {stopped.number.name}, and so are the processes")
             stop(running, stopped.number)
@@ -102,7 +106,8 @@ def stoppable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine at which nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
@@ -180,15 +185,20 @@ _writing = threading.Lock()
 
 def relay(source: IO[bytes], sink: IO[str], shown: Callable[[bytes], bytes]) -> None:
     """Writes what a process says, line by line: lines of two processes never mix."""
-    raw = getattr(sink, "buffer", None)
     for line in source:
-        whole = shown(line if line.endswith(b"\n") else line + b"\n")
-        with _writing, contextlib.suppress(BrokenPipeError, ValueError):
-            if raw is None:
-                sink.write(whole.decode(errors="replace"))
-            else:
-                raw.write(whole)
-            sink.flush()
+        write(sink, shown(line))
+
+
+def write(sink: IO[str], line: bytes) -> None:
+    """Writes a line to one of the streams of this process, whole."""
+    line = line if line.endswith(b"\n") else line + b"\n"
+    raw = getattr(sink, "buffer", None)
+    with _writing, contextlib.suppress(BrokenPipeError, ValueError):
+        if raw is None:
+            sink.write(line.decode(errors="replace"))
+        else:
+            raw.write(line)
+        sink.flush()
 
 
 def say(text: str) -> None:
@@ -201,26 +211,35 @@ def say(text: str) -> None:
 # The end
 
 
-def _wait(running: list[subprocess.Popen[bytes]], grace: float) -> int:
-    """Waits until all have ended; after a failure, no longer than `grace` seconds."""
+def wait(
+    codes: Callable[[], Sequence[int | None]], stop_others: Callable[[], None], grace: float
+) -> int:
+    """Waits until all processes have ended; after a failure, no longer than `grace` seconds.
+
+    Args:
+        codes: Returns the exit code of each that has ended, None for the others.
+        stop_others: Stops those that have not.
+        grace: Seconds.
+
+    Returns:
+        0, or the exit code of the first that failed.
+    """
     failed, deadline = None, float("inf")
     while time.monotonic() < deadline:
-        codes = [p.poll() for p in running]
-        if failed is None:
-            bad = [i for i, code in enumerate(codes) if code]
-            if bad:
-                # Who was killed is why the others have failed, so soon after it.
-                failed = min(bad, key=lambda i: (codes[i] or 0) > 0)
-                deadline = time.monotonic() + grace
-                left = sum(c is None for c in codes)
-                say(f"process {failed} {_ended(codes[failed])}{_others(left, grace)}")
-        if None not in codes:
+        now = codes()
+        if failed is None and any(now):
+            # Who was killed is why the others have failed, so soon after it.
+            failed = min((i for i, c in enumerate(now) if c), key=lambda i: (now[i] or 0) > 0)
+            deadline = time.monotonic() + grace
+            left = sum(c is None for c in now)
+            say(f"process {failed} {_ended(now[failed])}{_others(left, grace)}")
+        if None not in now:
             break
         time.sleep(_POLL)
     else:
         say("the others are stopped")
-        stop(running, signal.SIGTERM)
-    return 0 if failed is None else _exit_code(running[failed].returncode)
+        stop_others()
+    return 0 if failed is None else _exit_code(codes()[failed] or 1)
 
 
 def _ended(code: int | None) -> str:
