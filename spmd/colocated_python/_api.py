@@ -105,7 +105,7 @@ class ColocatedFunction:
         self,
         in_specs: Any = None,
         out_specs_fn: Callable | None = None,
-        devices: Sequence[jax.Device] | Mesh | None = None,
+        devices: Sequence[Any] | Mesh | None = None,
     ) -> ColocatedFunction:
         """Returns the function with more said about it; this one stays as it is.
 

@@ -15,7 +15,7 @@ from spmd.colocated_python._lanes import Lane, inside, lanes, most_gates
 from spmd.colocated_python._outputs import Outputs, Plan
 from spmd.colocated_python._promises import Promise
 from spmd.colocated_python._specs import Specs, leaf_of
-from spmd.errors import explain
+from spmd.errors import Failure, explain
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,16 @@ class Call:
             jax.block_until_ready(leaves)
             self.result = leaves
         except BaseException as error:  # whatever it is, the lane goes on
-            self.error = error
+            self.error = error.with_traceback(_behind(error.__traceback__))
+
+    def take_error(self) -> BaseException | None:
+        """Returns the error, once: its frames hold this, which must not hold it for long."""
+        error, self.error = self.error, None
+        return error
+
+
+def _behind(where: Any) -> Any:
+    return where and where.tb_next
 
 
 class Function:
@@ -80,6 +89,7 @@ class Function:
         self.held: tuple[Any, ...] = ()
         self.fast_key: Any = None
         self._devices = devices
+        self._is_here = any(d.process_index == jax.process_index() for d in devices)
         self._out_specs_fn = out_specs_fn
         self._changed = threading.Condition(threading.Lock())
         self._discovering: Any = None
@@ -91,6 +101,8 @@ class Function:
             if self._out_specs_fn is None:
                 return self._call_first(args, kwargs)
             outputs = self._ask_for_outputs()
+        if not self._is_here:
+            return outputs.nothing()
         return self._call_known(Call(self, args, kwargs), outputs)
 
     # What it returns
@@ -133,39 +145,59 @@ class Function:
 
     def _call_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one call to its end, which says what the others return; threads wait for it."""
+        if not self._is_here:
+            raise explain(subject(self.name), [_NOT_HERE])
         call = Call(self, args, kwargs)
+        if self._discovering == threading.get_ident():
+            return self.fun(*args, **kwargs)  # it calls itself
         with self._changed:
-            if self.outputs is None and self._discovering == threading.get_ident():
-                return self.fun(*args, **kwargs)  # it calls itself
             self._changed.wait_for(lambda: self.outputs is not None or self._discovering is None)
             if self.outputs is None:
                 self._discovering = "a thread that is not known yet"
         if self.outputs is not None:
             return self._call_known(call, self.outputs)
-        lane = lanes.enter()
         done = _Latch()
-        lane.run(lambda: self._discover(call, lane, done))
+        try:
+            lane = lanes.enter()
+            lane.run(lambda: self._discover(call, lane, done))
+        except BaseException:  # an interrupt
+            self._discovered(None)
+            raise
         done.wait()
-        if call.error is not None:
-            call.error.add_note(f"raised by {subject(self.name)} on {host()}")
-            raise call.error
+        self._raise(call)
         return call.arrays
 
+    def _raise(self, call: Call) -> None:
+        """Raises what the function raised, in the thread that waits for it."""
+        error = call.take_error()
+        try:
+            if error is not None:
+                error.add_note(f"raised by {subject(self.name)} on {host()}")
+                raise error
+        finally:
+            del error
+
     def _discover(self, call: Call, lane: Lane, done: _Latch) -> None:
-        with self._changed:
-            self._discovering = threading.get_ident()
+        self._discovering = threading.get_ident()
         call.run(None)
         found = None
-        if call.error is None:
-            leaves: Any = call.result
-            found = Outputs(Specs(call.tree, tuple(leaf_of(x) for x in leaves)))
-            self._deliver(call, found)
+        try:
+            if call.error is None:
+                leaves: Any = call.result
+                outputs = Outputs(Specs(call.tree, tuple(leaf_of(x) for x in leaves)))
+                self._deliver(call, outputs)
+                found = outputs
+        except BaseException as error:  # as in `Call.run`
+            call.error = error
+        self._discovered(found)
+        lanes.leave(lane)
+        done.open()
+
+    def _discovered(self, found: Outputs | None) -> None:
         with self._changed:
             self.outputs = found
             self._discovering = None
             self._changed.notify_all()
-        lanes.leave(lane)
-        done.open()
 
     # The others
 
@@ -178,16 +210,18 @@ class Function:
         if plan is None:
             return self._call_now(call, lane, outputs)
         start = Start(outputs, plan)
-        promise = start.promise
-        lane.start(lambda: start.begin(lane, lambda: self._run(call, lane, plan, promise, outputs)))
-        return outputs.specs.tree.unflatten(start.arrays())
+        lane.start(start.begin)
+        try:
+            arrays = start.arrays()
+        finally:  # an interrupt leaves arrays somewhere, too
+            lane.run(lambda: self._run(call, lane, start))
+        return outputs.specs.tree.unflatten(arrays)
 
-    def _run(
-        self, call: Call, lane: Lane, plan: Plan, promise: Promise, outputs: Outputs
-    ) -> None:
-        call.run(outputs)
-        self._settle(call, promise, outputs)
-        lanes.leave(lane, plan)
+    def _run(self, call: Call, lane: Lane, start: Start) -> None:
+        if start.error is None:
+            call.run(start.outputs)
+            self._settle(call, start.promise, start.outputs)
+        lanes.leave(lane, start.plan)
 
     def _settle(self, call: Call, promise: Promise, outputs: Outputs) -> None:
         values = None
@@ -197,12 +231,13 @@ class Function:
                 values = outputs.take(leaves)
             except BaseException as error:  # as in `Call.run`
                 call.error = error
-        promise.settle(values, None if call.error is None else tell(self.name, call.error))
+        error = call.take_error()
+        promise.settle(values, None if error is None else tell(self.name, error))
 
     def _run_for_nothing(self, call: Call, lane: Lane, outputs: Outputs) -> None:
         call.run(outputs)
-        if call.error is not None:
-            lanes.failed(self.name, call.error)
+        if (error := call.take_error()) is not None:
+            lanes.failed(self.name, error)
         lanes.leave(lane)
 
     def _call_now(self, call: Call, lane: Lane, outputs: Outputs) -> Any:
@@ -219,8 +254,7 @@ class Function:
 
         lane.run(run)
         done.wait()
-        if call.arrays is None and call.error is not None:
-            raise call.error
+        self._raise(call)
         return call.arrays
 
     def _deliver(self, call: Call, outputs: Outputs) -> None:
@@ -237,6 +271,13 @@ class Function:
             call.arrays = tree.unflatten(arrays)
 
 
+_NOT_HERE = Failure(
+    what="does not run in this process, which cannot find out what it returns",
+    expected="at least one device of this process, or out_specs_fn",
+    fix="specialize it: f.specialize(out_specs_fn=...)",
+)
+
+
 class _Latch:
     """What one thread waits for; a lock is the cheapest."""
 
@@ -250,40 +291,43 @@ class _Latch:
 
 
 class Start:
-    """The programs of one call, which a lane starts."""
+    """The programs of one call, which a lane starts.
+
+    Attributes:
+        promise: What they wait for.
+        error: Why they did not start.
+    """
 
     def __init__(self, outputs: Outputs, plan: Plan):
-        self._outputs = outputs
-        self._plan = plan
+        self.outputs = outputs
+        self.plan = plan
         self.promise = Promise(plan.programs)
+        self.error: BaseException | None = None
         self._arrays: list[Any] = []
-        self._error: BaseException | None = None
         self._started = _Latch()
 
-    def begin(self, lane: Lane, run: Callable[[], None]) -> None:
-        """Starts the programs, has the function run, and wakes the caller."""
+    def begin(self) -> None:
+        """Starts the programs, and wakes the caller."""
         try:
-            self._arrays = self._outputs.start(self.promise, self._plan)
+            self._arrays = self.outputs.start(self.promise, self.plan)
         except BaseException as error:  # for the caller
-            self._error = error
+            self.error = error
             self.promise.settle(None, "its programs did not start")
             self.promise.forget()
-            lanes.leave(lane, self._plan)
-        else:
-            lane.run(run)
         self._started.open()
 
     def arrays(self) -> list[Any]:
-        """Waits until the programs are started."""
+        """Waits until the programs are started; returns their arrays, to the caller alone."""
         self._started.wait()
-        if self._error is not None:
-            raise self._error
-        return self._arrays
+        if self.error is not None:
+            raise self.error
+        arrays, self._arrays = self._arrays, []
+        return arrays
 
     def now(self) -> list[Any]:
         """Starts the programs of a call that is over: none of them has to wait."""
         with jax.enable_x64(True):
-            return self._outputs.start(self.promise, self._plan)
+            return self.outputs.start(self.promise, self.plan)
 
 
 _warned = False

@@ -15,6 +15,7 @@ import weakref
 from spmd.colocated_python._api import ColocatedFunction, Specialization
 from spmd.errors import ArgumentError, Failure, explain, show_value
 
+
 def colocated_python_class(cls: type) -> type:
     """Wraps a class to have its objects on the hosts of the devices that methods are called with.
 
@@ -45,18 +46,12 @@ def colocated_python_class(cls: type) -> type:
     return type(cls.__name__, (), body)
 
 
-#: What the wrapper does itself, or Python does with it.
-_KEPT = frozenset(
-    "__init__ __new__ __del__ __reduce__ __reduce_ex__ __getattr__ __getattribute__ __setattr__ "
-    "__delattr__ __init_subclass__ __class_getitem__ __subclasshook__ __getstate__ __setstate__ "
-    "__repr__ __str__ __hash__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __bool__ __len__ __dir__ "
-    "__format__ __sizeof__".split()
-)
-
-
 def _is_method(name: str, member: Any) -> bool:
-    kinds = (staticmethod, classmethod)
-    return name not in _KEPT and (inspect.isfunction(member) or isinstance(member, kinds))
+    # What else Python looks for by such names is for the wrapper to answer.
+    mine = name.startswith("__") and name.endswith("__") and name != "__call__"
+    return not mine and (
+        inspect.isfunction(member) or isinstance(member, staticmethod | classmethod)
+    )
 
 
 class _Method:

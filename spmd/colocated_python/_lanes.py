@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import atexit
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import functools
 import logging
 import os
 import queue
@@ -149,18 +150,21 @@ class Lanes:
                 return plan
         return None
 
-    def _candidates(self, lane: Lane, home: Any) -> list[Any]:
+    def _candidates(self, lane: Lane, home: Any) -> Iterator[Any]:
         """Devices for a gate: those where the lane has one do not cost another thread of XLA."""
-        own = sorted(lane.gates, key=lambda d: d != home)
-        if sum(len(other.gates) for other in self._all) >= most_gates():
-            return own
-        others = (d for d in jax.local_devices(backend="cpu") if d not in (home, *own))
-        # One that is full may be left for another, but a lane does not spread for copies' sake.
-        return [*own, *(d for d in (home, *others) if d not in own)]
+        if home in lane.gates or (not lane.gates and self._has_room()):
+            yield home
+        yield from [d for d in lane.gates if d != home]
+        if self._has_room():
+            yield from (d for d in jax.local_devices(backend="cpu") if d not in lane.gates)
+
+    def _has_room(self) -> bool:
+        return sum(len(lane.gates) for lane in self._all) < most_gates()
 
     def _free(self, lane: Lane, plan: Plan) -> None:
         lane.gates[plan.gate] -= 1
-        lane.gates += Counter()  # drops zeros
+        if not lane.gates[plan.gate]:
+            del lane.gates[plan.gate]
         self._load.subtract(plan.devices)
 
     # Waiting
@@ -184,8 +188,7 @@ class Lanes:
         with self._changed:
             errors, self._errors = self._errors, []
         if errors:
-            name, error = errors[0]
-            raise _told(errors) from error
+            raise _told(errors) from errors[0][1]
 
     def _exit(self) -> None:
         self.wait()
@@ -226,11 +229,18 @@ def most_gates() -> int:
 
     Only the first of a lane on a device waits in there; those behind it have not started.
     """
-    if not _jax.asynchronous_cpu():
-        return 0
+    return _spare_threads() if _jax.asynchronous_cpu() else 0
+
+
+@functools.lru_cache(maxsize=1)
+def _spare_threads() -> int:
+    """How many threads XLA has beyond those for one program on all devices."""
     devices = jax.local_device_count("cpu")
     cores = int(os.environ.get("NPROC") or len(os.sched_getaffinity(0)))
     return max(cores, devices) - devices
+
+
+_jax.register_cache(_spare_threads, "threads of XLA")
 
 
 lanes = Lanes()

@@ -18,6 +18,7 @@ from spmd import _jax
 from spmd.colocated_python import _promises
 from spmd.colocated_python._promises import Promise
 from spmd.colocated_python._specs import Specs
+from spmd.host_callback._registry import carrier
 
 #: Bytes of a shard from which on it is worth a program of its own.
 LARGE = 1 << 20
@@ -128,7 +129,9 @@ class Outputs:
         """Starts the programs; returns the arrays, which are there at once."""
         results = [self._shapes(p) for p in plan.programs]
         flags = plan.devices[1:]
-        first = results[0] + (_FLAG,) * (len(flags) > 0 or not results[0])
+        # XLA drops a call whose results are all empty.
+        needs_flag = bool(flags) or all(0 in shape for shape, _ in results[0])
+        first = results[0] + (_FLAG,) * needs_flag
         gate = _promises.start(promise, plan.gate, first)
         sources = [gate[at] for at, _ in plan.copied] + [gate[-1] for _ in flags]
         copies = _promises.copies(sources, [*(d for _, d in plan.copied), *flags])
@@ -142,6 +145,10 @@ class Outputs:
             for leaf, parts in zip(self.specs.leaves, plan.sources, strict=True)
         ]
 
+    def nothing(self) -> Any:
+        """Returns arrays of which this process has no part."""
+        return self.specs.tree.unflatten([self._assemble(x, []) for x in self.specs.leaves])
+
     def _shapes(self, places: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], Any], ...]:
         return tuple((self._values[k].shape, self._values[k].dtype) for k in places)
 
@@ -152,12 +159,8 @@ class Outputs:
         )
 
 
-#: Several of these elements share a byte in the memory of a device.
-_PACKED = frozenset("int1 uint1 int2 uint2 int4 uint4 float4_e2m1fn".split())
-
-
 def _is_plain(dtype: Any) -> bool:
     """Whether elements are whole bytes in the memory of a device."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) or dtype == jax.dtypes.float0:
         return False
-    return np.dtype(dtype).name not in _PACKED
+    return carrier(dtype) == np.dtype(dtype)

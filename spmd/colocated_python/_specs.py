@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-import functools
 import inspect
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ class Leaf(NamedTuple):
     sharding: Any
 
     def __str__(self) -> str:
-        return f"{_jax.short_aval(jax.core.ShapedArray(self.shape, self.dtype))} {self.sharding}"
+        return f"{_jax.short_aval(_jax.ShapedArray(self.shape, self.dtype))} {self.sharding}"
 
     def struct(self) -> jax.ShapeDtypeStruct:
         """The same for users' functions."""
@@ -65,7 +64,6 @@ def is_array(x: Any) -> bool:
 # Names of leaves
 
 
-@functools.lru_cache(maxsize=1024)
 def _parameters(fun: Callable) -> tuple[str, ...]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:
@@ -77,7 +75,7 @@ def _parameters(fun: Callable) -> tuple[str, ...]:
 
 def argument_paths(fun: Callable, tree: Any) -> list[str]:
     """How error texts call the leaves of ``(args, kwargs)``."""
-    names = _parameters.__wrapped__(fun)
+    names = _parameters(fun)
 
     def show(path: Any) -> str:
         if path[0].idx == 1:
