@@ -152,11 +152,12 @@ class Lanes:
 
     def _candidates(self, lane: Lane, home: Any) -> Iterator[Any]:
         """Devices for a gate: those where the lane has one do not cost another thread of XLA."""
-        if home in lane.gates or (not lane.gates and self._has_room()):
+        if home in lane.gates or (not lane.gates and not self._load[home] and self._has_room()):
             yield home
         yield from [d for d in lane.gates if d != home]
         if self._has_room():
-            yield from (d for d in jax.local_devices(backend="cpu") if d not in lane.gates)
+            others = [home, *jax.local_devices(backend="cpu")]
+            yield from sorted(others, key=lambda d: self._load[d])
 
     def _has_room(self) -> bool:
         return sum(len(lane.gates) for lane in self._all) < most_gates()
