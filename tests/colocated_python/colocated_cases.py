@@ -134,6 +134,12 @@ def no_room():
     ]
 
 
+def no_asynchronous_dispatch():
+    """Where programs of the CPU run in their caller, none can wait for a function."""
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    no_room()
+
+
 def exits():
     """What is pending at the end of the process still runs, and its errors are logged."""
     go = threading.Event()

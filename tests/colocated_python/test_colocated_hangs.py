@@ -67,7 +67,7 @@ def test_no_room():
 
 def test_no_asynchronous_dispatch():
     """So they are where JAX was told to run programs of the CPU in their caller."""
-    passes("no_room", JAX_CPU_ENABLE_ASYNC_DISPATCH="0")
+    passes("no_asynchronous_dispatch")
 
 
 def test_exit():
