@@ -1623,17 +1623,25 @@ def device_list(sharding: Any) -> Any:
     return sharding._internal_device_list
 
 
-def copy_to_devices(arrays: Sequence[Any], devices: Sequence[Any]) -> list[Any]:
-    """Copies arrays of one device each to one device each, by one call, ready or not.
+def copier(devices: Sequence[Any]) -> Callable[[Sequence[Any]], list[Any]]:
+    """Returns what copies arrays of one device each, ready or not, to these devices by one call.
 
     `jax.device_put` takes 30 µs per array; this takes 10.
     """
     single = [_single_device(d) for d in devices]
     lists = [s._internal_device_list for s in single]
     semantics = [xla_client.ArrayCopySemantics.REUSE_INPUT] * len(single)
-    return xla_client.batched_copy_array_to_devices_with_sharding(
-        [*arrays], lists, single, semantics
-    )
+    copy = xla_client.batched_copy_array_to_devices_with_sharding
+    return lambda arrays: copy(arrays, lists, single, semantics)
+
+
+def assembler(shape: Sequence[int], dtype: Any, sharding: Any) -> Callable[[list[Any]], Any]:
+    """Returns what makes an array of its local parts, one per device in the sharding's order.
+
+    `jax.make_array_from_single_device_arrays` checks each time what is known here: 25 µs.
+    """
+    aval = ShapedArray(shape, np.dtype(dtype))
+    return lambda parts: Array(aval, sharding, parts, committed=True, _skip_checks=True)
 
 
 _single_device = functools.lru_cache(maxsize=1024)(jax.sharding.SingleDeviceSharding)

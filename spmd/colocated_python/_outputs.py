@@ -7,7 +7,7 @@ program on its own device waits for a flag of the gate, and takes the values the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import math
 from typing import Any, NamedTuple
 
@@ -38,22 +38,65 @@ class _Value(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize >= LARGE
 
 
-class Plan(NamedTuple):
+class Plan:
     """How the arrays are made with the gate on one device.
 
     Attributes:
         gate: That device.
         programs: Per program the places of its values, the gate first.
         devices: Per program where it runs.
-        copied: The results of the gate that are copied, by place, and to which devices.
-        sources: Per leaf where its parts come from: a kind, and a place among that kind.
     """
 
-    gate: Any
-    programs: tuple[tuple[int, ...], ...]
-    devices: tuple[Any, ...]
-    copied: tuple[tuple[int, Any], ...]
-    sources: tuple[tuple[tuple[str, int, int], ...], ...]
+    def __init__(
+        self,
+        gate: Any,
+        programs: Sequence[tuple[int, ...]],
+        devices: Sequence[Any],
+        copied: Sequence[tuple[int, Any]],
+        sources: Sequence[Sequence[tuple[str, int, int]]],
+    ):
+        """Keeps what is copied of the gate's results, by place, and whence a leaf has its parts."""
+        self.gate = gate
+        self.programs = tuple(programs)
+        self.devices = tuple(devices)
+        self._copied = tuple(place for place, _ in copied)
+        self._copy_devices = [*(d for _, d in copied), *devices[1:]]
+        self._sources = sources
+        self._start: Callable[[Promise], list[Any]] | None = None
+
+    def start(self, promise: Promise, values: Sequence[_Value], specs: Specs) -> list[Any]:
+        """Starts the programs; returns the arrays, which are there at once."""
+        if self._start is None:
+            self._start = self._prepare(values, specs)
+        return self._start(promise)
+
+    def _prepare(self, values: Sequence[_Value], specs: Specs) -> Callable[[Promise], list[Any]]:
+        """Makes everything that is the same for each call."""
+        results = [tuple((values[k].shape, values[k].dtype) for k in p) for p in self.programs]
+        # XLA drops a call whose results are all empty.
+        needs_flag = len(results) > 1 or all(0 in shape for shape, _ in results[0])
+        first = _promises.program(results[0] + (_FLAG,) * needs_flag, waits=False)
+        others = [_promises.program(r, waits=True) for r in results[1:]]
+        work, copy = _promises.work(self.gate), _jax.copier(self._copy_devices)
+        copied = self._copied + (len(results[0]),) * len(others)
+        assemblers = [_jax.assembler(x.shape, x.dtype, x.sharding) for x in specs.leaves]
+        leaves = [*zip(assemblers, self._sources, strict=True)]
+        number = _promises.number
+
+        def start(promise: Promise) -> list[Any]:
+            gate = first(number(promise, 0), work)
+            copies = copy([gate[k] for k in copied]) if copied else []
+            flags = copies[len(self._copied) :]
+            own = [
+                other(number(promise, i), flag)
+                for i, (other, flag) in enumerate(zip(others, flags, strict=True), 1)
+            ]
+            made = {"gate": [gate], "copy": [copies], "own": own}
+            return [
+                assemble([made[kind][i][k] for kind, i, k in parts]) for assemble, parts in leaves
+            ]
+
+        return start
 
 
 class Outputs:
@@ -119,43 +162,20 @@ class Outputs:
         sources = tuple(tuple(source(d, k) for d, k in targets) for targets in self._targets)
         return Plan(
             gate=gate,
-            programs=(tuple(inside), *(tuple(p) for p in own.values())),
-            devices=(gate, *own),
-            copied=tuple(copied),
+            programs=[tuple(inside), *(tuple(p) for p in own.values())],
+            devices=[gate, *own],
+            copied=copied,
             sources=sources,
         )
 
     def start(self, promise: Promise, plan: Plan) -> list[Any]:
-        """Starts the programs; returns the arrays, which are there at once."""
-        results = [self._shapes(p) for p in plan.programs]
-        flags = plan.devices[1:]
-        # XLA drops a call whose results are all empty.
-        needs_flag = bool(flags) or all(0 in shape for shape, _ in results[0])
-        first = results[0] + (_FLAG,) * needs_flag
-        gate = _promises.start(promise, plan.gate, first)
-        sources = [gate[at] for at, _ in plan.copied] + [gate[-1] for _ in flags]
-        copies = _promises.copies(sources, [*(d for _, d in plan.copied), *flags])
-        flags = copies[len(plan.copied) :]
-        own = [
-            _promises.start_after(promise, i, flag, results[i]) for i, flag in enumerate(flags, 1)
-        ]
-        made = {"gate": [gate], "copy": [copies], "own": own}
-        return [
-            self._assemble(leaf, [made[kind][i][at] for kind, i, at in parts])
-            for leaf, parts in zip(self.specs.leaves, plan.sources, strict=True)
-        ]
+        """Starts the programs of a call; returns its arrays, which are there at once."""
+        return plan.start(promise, self._values, self.specs)
 
     def nothing(self) -> Any:
         """Returns arrays of which this process has no part."""
-        return self.specs.tree.unflatten([self._assemble(x, []) for x in self.specs.leaves])
-
-    def _shapes(self, places: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], Any], ...]:
-        return tuple((self._values[k].shape, self._values[k].dtype) for k in places)
-
-    @staticmethod
-    def _assemble(leaf: Any, parts: list[Any]) -> jax.Array:
-        return jax.make_array_from_single_device_arrays(
-            leaf.shape, leaf.sharding, parts, dtype=leaf.dtype
+        return self.specs.tree.unflatten(
+            [_jax.assembler(x.shape, x.dtype, x.sharding)([]) for x in self.specs.leaves]
         )
 
 

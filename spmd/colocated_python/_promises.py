@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd import _api, _jax
+from spmd import _api
 from spmd.host_callback._ffi import Buffer, Frame, Future, capsule, execute_handler
 
 TARGET = "spmd_colocated_python"
@@ -106,11 +106,11 @@ jax.ffi.register_ffi_target(TARGET, {"execute": capsule(_handler)}, platform="cp
 
 # Programs
 
-_Results = tuple[tuple[tuple[int, ...], Any], ...]
+Results = tuple[tuple[tuple[int, ...], Any], ...]
 
 
 @functools.lru_cache(maxsize=4096)
-def _program(results: _Results, *, waits: bool) -> Callable:
+def program(results: Results, *, waits: bool) -> Callable[[np.ndarray, Any], Sequence[Any]]:
     """Returns a program with results of these shapes and dtypes.
 
     Args:
@@ -127,33 +127,20 @@ def _program(results: _Results, *, waits: bool) -> Callable:
 
 
 @functools.lru_cache(maxsize=1024)
-def _work(device: Any) -> Any:
+def work(device: Any) -> Any:
+    """Something to compute with, on a device."""
     return jax.device_put(np.zeros((_SIZE, _SIZE), np.float32), device)
 
 
 def _clear() -> None:
-    _program.cache_clear()
-    _work.cache_clear()
+    program.cache_clear()
+    work.cache_clear()
 
 
 _api.caches_of_features.append(_clear)
 
 
-def _number(promise: Promise, program: int) -> np.ndarray:
-    number = promise.number
-    return np.array((number & 0xFFFFFFFF, number >> 32, program), _uint32)
-
-
-def start(promise: Promise, device: Any, results: _Results) -> list[Any]:
-    """Starts the first program of a promise on a device; returns its arrays, ready or not."""
-    return _program(results, waits=False)(_number(promise, 0), _work(device))
-
-
-def start_after(promise: Promise, program: int, flag: Any, results: _Results) -> list[Any]:
-    """Starts a program that waits for an array and not for a host function."""
-    return _program(results, waits=True)(_number(promise, program), flag)
-
-
-def copies(arrays: Sequence[Any], devices: Sequence[Any]) -> list[Any]:
-    """Copies arrays, ready or not, to one device each."""
-    return _jax.copy_to_devices(arrays, devices) if arrays else []
+def number(promise: Promise, place: int) -> np.ndarray:
+    """What a program of a promise is known by."""
+    n = promise.number
+    return np.array((n & 0xFFFFFFFF, n >> 32, place), _uint32)

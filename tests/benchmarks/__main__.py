@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 import spmd
+import spmd.colocated_python  # it asks for threads, which has to be before JAX starts
 
 PARTS = ("calls", "compile", "import", "report", "grad", "taps", "pmap", "colocated")
 

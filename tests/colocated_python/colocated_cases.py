@@ -10,12 +10,9 @@ import sys
 import threading
 import warnings
 
-if __name__ == "__main__":
-    faulthandler.dump_traceback_later(int(sys.argv[2]), exit=True)
-warnings.simplefilter("error")
-
 import jax
 import numpy as np
+import pytest
 
 from spmd import P
 from spmd.colocated_python import _lanes, barrier, colocated_python
@@ -200,14 +197,11 @@ def interrupts():
 
     fun = colocated_python(slow)
     threading.Thread(target=interrupt).start()
-    try:
+    with pytest.raises(KeyboardInterrupt):
         fun(array())
-    except KeyboardInterrupt:
-        go.set()
-        np.testing.assert_array_equal(fun(array()), np.ones(N))
-        barrier()
-    else:
-        raise AssertionError("not interrupted")
+    go.set()
+    np.testing.assert_array_equal(fun(array()), np.ones(N))
+    barrier()
 
 
 def processes():
@@ -247,14 +241,12 @@ def processes():
     barrier()
     assert len(seen) == (4 if number == "0" else 3)
     if number == "1":
-        try:
+        with pytest.raises(ValueError, match="^colocated_python of `add` does not run in this "):
             fun(z)
-        except ValueError as error:
-            assert str(error).startswith("colocated_python of `add` does not run in this process")
-        else:
-            raise AssertionError("no error")
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(int(sys.argv[2]), exit=True)
+    warnings.simplefilter("error")
     globals()[sys.argv[1]]()
     print("passed", flush=True)

@@ -12,7 +12,10 @@ from spmd import P
 LONG = 30
 
 
-def spread(count=8, spec=P("x")):
+_SPLIT = P("x")
+
+
+def spread(count=8, spec=_SPLIT):
     """A sharding over so many devices."""
     return NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:count]), ("x",)), spec)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from spmd import P
-from spmd.colocated_python import ColocatedPythonError, barrier, colocated_python
+from spmd.colocated_python import ColocatedPythonError, _promises, barrier, colocated_python
 
 ONES = np.ones(8, np.float32)
 
@@ -362,7 +362,6 @@ def test_an_error_is_raised_by_the_array():
 
 def test_an_error_of_a_large_result():
     """Parts that have programs of their own fail as well, and leave nothing behind."""
-    from spmd.colocated_python import _promises
 
     def broken(x):
         raise ValueError("large")
@@ -388,7 +387,9 @@ def test_an_argument_that_failed():
     first = colocated_python(broken).specialize(out_specs_fn=same)
     second = colocated_python(lambda x: ran.append(1) or x).specialize(out_specs_fn=same)
     y = second(first(put(ONES)))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="(?s)`<lambda>` failed.*ValueError: first"):
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match="(?s)`<lambda>` failed.*ValueError: first"
+    ):
         y.block_until_ready()
     assert not ran
 

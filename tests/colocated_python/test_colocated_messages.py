@@ -21,6 +21,7 @@ STEP = colocated_python(step)
 
 
 def struct(shape=(8,), dtype=np.float32, sharding=None):
+    """A spec of an array, by default spread over all devices."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding or spread())
 
 
@@ -29,10 +30,6 @@ def refused(error, fun, *args, **kwargs):
     with pytest.raises(error) as caught:
         fun(*args, **kwargs)
     return str(caught.value)
-
-
-def mesh_of(devices):
-    return f"NamedSharding(mesh=Mesh('x': {devices}, axis_types=(Auto,)), "
 
 
 # specialize
@@ -144,7 +141,9 @@ def test_a_spec_is_no_argument():
 def test_a_call_inside_of_a_program():
     """Under jit the error says what to use there."""
     text = refused(ShardingError, jax.jit(lambda x: STEP(x)), put(ONES))
-    assert "  fix       call it outside of jit, grad and vmap, or use spmd.host_callback.call" in text
+    assert (
+        "  fix       call it outside of jit, grad and vmap, or use spmd.host_callback.call" in text
+    )
 
 
 def test_arguments_on_several_device_lists():
