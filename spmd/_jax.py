@@ -1649,8 +1649,11 @@ util.register_cache(_single_device, "shardings of one device")
 
 
 def asynchronous_cpu() -> bool:
-    """Whether programs of the CPU may run while their caller goes on."""
-    return bool(jax.config.values["jax_cpu_enable_async_dispatch"])
+    """Whether programs of the CPU may run while their caller goes on.
+
+    `jax.config` makes a dictionary of all its values for each look at one of its flags: 10 µs.
+    """
+    return bool(xla_bridge._CPU_ENABLE_ASYNC_DISPATCH.value)
 
 
 def without_axis(x: Any, axis: int) -> Any:

@@ -241,7 +241,7 @@ def processes():
     barrier()
     assert len(seen) == (4 if number == "0" else 3)
     if number == "1":
-        with pytest.raises(ValueError, match="^colocated_python of `add` does not run in this "):
+        with pytest.raises(ValueError, match=r"^colocated_python of `add` does not run in this "):
             fun(z)
 
 

@@ -387,9 +387,7 @@ def test_an_argument_that_failed():
     first = colocated_python(broken).specialize(out_specs_fn=same)
     second = colocated_python(lambda x: ran.append(1) or x).specialize(out_specs_fn=same)
     y = second(first(put(ONES)))
-    with pytest.raises(
-        jax.errors.JaxRuntimeError, match="(?s)`<lambda>` failed.*ValueError: first"
-    ):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"(?s)`<lambda>` failed.*Error: first"):
         y.block_until_ready()
     assert not ran
 
