@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 import logging
 import threading
+import time
 from typing import Any
 
 import jax
@@ -18,6 +19,11 @@ from spmd.colocated_python._specs import Specs, leaf_of
 from spmd.errors import Failure, explain
 
 logger = logging.getLogger(__name__)
+
+
+#: Seconds for a function to start its programs: at its first calls, and if it was quick once; and
+#: how long that is.
+_FIRST, _LATER, _QUICK = 0.05, 0.02, 0.005
 
 
 class Call:
@@ -37,15 +43,21 @@ class Call:
         self.tree: Any = None
         self.error: BaseException | None = None
         self.arrays: Any = None
+        self.returned = _Latch()
 
     def run(self, outputs: Outputs | None) -> None:
         """Runs the function once its arguments are there, and checks what it returns."""
         (args, kwargs), self._arguments = self._arguments, None
         try:
             jax.block_until_ready((args, kwargs))
+            start = time.perf_counter()
             result = self._function.fun(*args, **kwargs)
             leaves, self.tree = jax.tree.flatten(result)
             del result
+            self.returned.open()
+            own = {id(x) for x in jax.tree.leaves((args, kwargs))}
+            is_new = any(id(x) not in own for x in leaves)
+            self._function.note(time.perf_counter() - start, is_new=is_new)
             self._function.check_result(leaves, self.tree, outputs)
             jax.block_until_ready(leaves)
             self.result = leaves
@@ -89,7 +101,10 @@ class Function:
         self.held: tuple[Any, ...] = ()
         self.fast_key: Any = None
         self._devices = devices
-        self._is_here = any(d.process_index == jax.process_index() for d in devices)
+        local = [d for d in devices if d.process_index == jax.process_index()]
+        self._is_here = bool(local)
+        self._runs = 0
+        self._head_start = _FIRST if len(local) > 1 else None
         self._out_specs_fn = out_specs_fn
         self._changed = threading.Condition(threading.Lock())
         self._discovering: Any = None
@@ -140,6 +155,22 @@ class Function:
             failures = _specs.mismatches(outputs.specs.leaves, got, paths, verb)
         if failures:
             raise explain(subject(self.name), failures)
+
+    # Programs that it starts
+
+    def note(self, seconds: float, *, is_new: bool) -> None:
+        """Keeps whether callers are to wait until the function has returned, and for how long.
+
+        XLA runs programs on several devices one at a time, in the order in which they are started.
+        A consumer of a result that is started before what computes it would be in line first,
+        and wait for ever. So a function that was quick once and makes new arrays, by programs or
+        not, gets the time to start them.
+        """
+        self._runs += 1
+        if self._head_start == _FIRST and self._runs > 1:  # the first one compiles
+            self._head_start = 0.0
+        if self._head_start is not None and is_new and seconds < _QUICK:
+            self._head_start = _LATER
 
     # The first call
 
@@ -215,6 +246,8 @@ class Function:
             arrays = start.arrays()
         finally:  # an interrupt leaves arrays somewhere, too
             lane.run(lambda: self._run(call, lane, start))
+        if self._head_start:
+            call.returned.wait(self._head_start)
         return outputs.specs.tree.unflatten(arrays)
 
     def _run(self, call: Call, lane: Lane, start: Start) -> None:
@@ -286,8 +319,8 @@ class _Latch:
         self._lock.acquire()
         self.open = self._lock.release
 
-    def wait(self) -> None:
-        self._lock.acquire()
+    def wait(self, seconds: float = -1) -> None:
+        self._lock.acquire(timeout=seconds)
 
 
 class Start:

@@ -43,7 +43,7 @@ def passes(case, **options):
     assert (out.splitlines()[-1], err) == ("passed", "")
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_more_threads_than_room(devices):
     """Functions of 40 threads meet, though XLA has no thread for a program of each."""
     passes("more_threads_than_room", devices=devices)
@@ -54,10 +54,16 @@ def test_nested_without_room():
     passes("nested_without_room", devices=2)
 
 
-@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize("devices", [8, pytest.param(2, marks=pytest.mark.slow)])
 def test_collectives_meanwhile(devices):
     """As many calls are pending as there is room for, and programs with collectives run."""
     passes("collectives_meanwhile", devices=devices)
+
+
+@pytest.mark.parametrize("devices", [8, pytest.param(2, marks=pytest.mark.slow)])
+def test_programs_with_consumers(devices):
+    """Functions compute on all devices, while programs on all devices wait for their results."""
+    passes("programs_with_consumers", devices=devices)
 
 
 def test_no_room():
