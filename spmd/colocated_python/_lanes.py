@@ -22,12 +22,16 @@ import jax
 from spmd import _jax
 from spmd.colocated_python._errors import ColocatedPythonError, host, subject
 from spmd.colocated_python._outputs import Outputs, Plan
+from spmd.colocated_python._promises import all_arrived
 from spmd.errors import Failure, explain
 
 logger = logging.getLogger(__name__)
 
 #: XLA lets 32 programs wait for a device and blocks who starts another one: some are for others.
 _MOST = 24
+
+#: Seconds that the end of the process waits for XLA to run programs whose values are there.
+_PATIENCE = 10.0
 
 _here = threading.local()
 
@@ -49,11 +53,14 @@ class Lane:
         self.gates: Counter[Any] = Counter()
         self.entered = 0
         self.left = 0
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._starts: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        for name, work in (("run", self._run), ("start", self._start)):
-            name = f"spmd.colocated_python {name}"
-            threading.Thread(target=work, name=name, daemon=True).start()
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._starts: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=work, name=f"spmd.colocated_python {name}", daemon=True)
+            for name, work in (("run", self._run), ("start", self._start))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def run(self, call: Callable[[], None]) -> None:
         """Runs something after the calls before it; it does not raise."""
@@ -63,18 +70,23 @@ class Lane:
         """Runs something in the thread that starts programs; it does not raise."""
         self._starts.put(task)
 
+    def stop(self) -> None:
+        """Ends the threads, which have nothing to do."""
+        self._calls.put(None)
+        self._starts.put(None)
+        for thread in self._threads:
+            thread.join()
+
     def _run(self) -> None:
         _here.lane_of_worker = self
-        while True:
-            call = self._calls.get()
+        while (call := self._calls.get()) is not None:
             call()
             del call  # what it holds lives no longer than it
 
     def _start(self) -> None:
         # Results have the dtypes that they were said to have, whatever is set elsewhere.
         with jax.enable_x64(True):
-            while True:
-                task = self._starts.get()
+            while (task := self._starts.get()) is not None:
                 task()
                 del task
 
@@ -192,7 +204,13 @@ class Lanes:
             raise _told(errors) from errors[0][1]
 
     def _exit(self) -> None:
+        """Leaves no thread in C++ that asks for an interpreter which is gone: Python aborts."""
         self.wait()
+        all_arrived(_PATIENCE)
+        with self._changed:
+            idle, self._idle, self._all = self._idle, [], []
+        for lane in idle:
+            lane.stop()
 
     def forget(self) -> None:
         """Drops what a forked process does not have."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import functools
 import itertools
 import threading
+import time
 from typing import Any
 
 import jax
@@ -102,6 +103,13 @@ def _execute(frame: Frame) -> str | None:
 
 _handler = execute_handler(_execute)
 jax.ffi.register_ffi_target(TARGET, {"execute": capsule(_handler)}, platform="cpu")
+
+
+def all_arrived(seconds: float) -> None:
+    """Waits until every program has its values, but for no longer than so many seconds."""
+    end = time.monotonic() + seconds
+    while _promises and time.monotonic() < end:
+        time.sleep(0.001)
 
 
 # Programs

@@ -238,6 +238,7 @@ def test_a_donated_argument():
     """An argument whose buffers are gone is named."""
     x = put(ONES)
     STEP(x)
+    barrier()
     x.delete()
     assert refused(DonatedArrayError, STEP, x) == (
         "colocated_python of `step` cannot use argument x: its buffers are gone.\n"
