@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 import functools
 import itertools
+import os
 import threading
 import time
 from typing import Any
@@ -103,6 +104,10 @@ def _execute(frame: Frame) -> str | None:
 
 _handler = execute_handler(_execute)
 jax.ffi.register_ffi_target(TARGET, {"execute": capsule(_handler)}, platform="cpu")
+
+
+# A forked process has no programs of its parent.
+os.register_at_fork(after_in_child=_promises.clear)
 
 
 def all_arrived(seconds: float) -> None:
