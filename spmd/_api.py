@@ -838,6 +838,12 @@ def clear_caches() -> None:
     clear_trace_cache()
     clear_rule_caches()
     _dispatch.clear_dispatch_caches()
+    for clear in caches_of_features:
+        clear()
+
+
+#: What features have to forget too; they add it when they are imported.
+caches_of_features: list[Callable[[], None]] = []
 
 
 class _Clearer:

@@ -1645,6 +1645,44 @@ def local_parts(x: Any) -> Sequence[Any]:
     return x._arrays
 
 
+def device_list(sharding: Any) -> Any:
+    """The devices of a sharding as one hashable object that JAX keeps; equal lists are equal."""
+    return sharding._internal_device_list
+
+
+def copier(devices: Sequence[Any]) -> Callable[[Sequence[Any]], list[Any]]:
+    """Returns what copies arrays of one device each, ready or not, to these devices by one call.
+
+    `jax.device_put` takes 30 µs per array; this takes 10.
+    """
+    single = [_single_device(d) for d in devices]
+    lists = [s._internal_device_list for s in single]
+    semantics = [xla_client.ArrayCopySemantics.REUSE_INPUT] * len(single)
+    copy = xla_client.batched_copy_array_to_devices_with_sharding
+    return lambda arrays: copy(arrays, lists, single, semantics)
+
+
+def assembler(shape: Sequence[int], dtype: Any, sharding: Any) -> Callable[[list[Any]], Any]:
+    """Returns what makes an array of its local parts, one per device in the sharding's order.
+
+    `jax.make_array_from_single_device_arrays` checks each time what is known here: 25 µs.
+    """
+    aval = ShapedArray(shape, np.dtype(dtype))
+    return lambda parts: Array(aval, sharding, parts, committed=True, _skip_checks=True)
+
+
+_single_device = functools.lru_cache(maxsize=1024)(jax.sharding.SingleDeviceSharding)
+util.register_cache(_single_device, "shardings of one device")
+
+
+def asynchronous_cpu() -> bool:
+    """Whether programs of the CPU may run while their caller goes on.
+
+    `jax.config` makes a dictionary of all its values for each look at one of its flags: 10 µs.
+    """
+    return bool(xla_bridge._CPU_ENABLE_ASYNC_DISPATCH.value)
+
+
 def without_axis(x: Any, axis: int) -> Any:
     """An array of one device without an axis of size 1: on the CPU in the same memory.
 

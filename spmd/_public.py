@@ -31,7 +31,11 @@ from spmd.errors import (
 from spmd.stages import Compiled as Compiled, Lowered as Lowered, Traced as Traced
 
 if _typing.TYPE_CHECKING:
-    from spmd import distributed as distributed, host_callback as host_callback
+    from spmd import (
+        colocated_python as colocated_python,
+        distributed as distributed,
+        host_callback as host_callback,
+    )
     from spmd._pmap import (
         AxisNameError as AxisNameError,
         SliceError as SliceError,
@@ -57,6 +61,7 @@ _FEATURES = {
     **dict.fromkeys(
         ("Diff", "Fit", "Report", "diff", "fits", "report", "sweep", "topology"), "spmd.inspection"
     ),
+    "colocated_python": "spmd.colocated_python",
     "distributed": "spmd.distributed",
     "host_callback": "spmd.host_callback",
     **dict.fromkeys(("AxisNameError", "SliceError"), "spmd._pmap"),

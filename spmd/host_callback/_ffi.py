@@ -132,13 +132,13 @@ class Frame:
         span = _one(self.words[_ATTRIBUTES] + 8 * index)[0]
         return ctypes.string_at(*_two(span))
 
-    def arguments(self) -> list[Buffer]:
-        """The operands behind the token."""
-        return _buffers(self.words[_ARGS], self.words[_ARG_COUNT])
+    def arguments(self, first: int = 1) -> list[Buffer]:
+        """The operands, by default those behind the token."""
+        return _buffers(self.words[_ARGS], self.words[_ARG_COUNT], first)
 
-    def results(self) -> list[Buffer]:
-        """The memory to write the results to that follow the token."""
-        return _buffers(self.words[_RESULTS], self.words[_RESULT_COUNT])
+    def results(self, first: int = 1) -> list[Buffer]:
+        """The memory to write the results to, by default what follows the token."""
+        return _buffers(self.words[_RESULTS], self.words[_RESULT_COUNT], first)
 
     def device_ordinal(self) -> int:
         """Which device of its client executes."""
@@ -194,8 +194,8 @@ class Buffer:
         return np.ndarray(self.shape, dtype, memory)
 
 
-def _buffers(address: int, count: int) -> list[Buffer]:
-    return [Buffer(a) for a in _cached_reader(count)(address)[1:]]
+def _buffers(address: int, count: int, first: int) -> list[Buffer]:
+    return [Buffer(a) for a in _cached_reader(count)(address)[first:]]
 
 
 class Future:

@@ -68,19 +68,22 @@ def copies_loops() -> bool:
 
 
 _prepared = False
+_set_threads = False
 
 
-def prepare_xla() -> None:
+def prepare_xla(threads: int = 0) -> None:
     """Sets what XLA reads from the environment when JAX starts, and has no other switch for.
 
     Its pool has as many threads as there are cores, or devices if those are more; each device that
     waits for a host function holds one. Without another one no program could run in a host
     function.
 
+    `threads` are some more for what suspends programs by itself.
+
     In JAX 0.12 a pass of XLA for functions without operands takes the body of a `shard_map` for
     one that has our token only, and copies its loops: each of their taps arrived 49 times.
     """
-    global _prepared
+    global _prepared, _set_threads
     flags = os.environ.get("XLA_FLAGS", "")
     _prepared = _WRONG_PASS in flags
     if _jax.backends_started():
@@ -92,7 +95,8 @@ def prepare_xla() -> None:
             flags = f"{flags} {_DISABLED}{_WRONG_PASS}".strip()
         os.environ["XLA_FLAGS"] = flags
     _prepared = True
-    if "NPROC" not in os.environ:
+    if "NPROC" not in os.environ or _set_threads:
+        _set_threads = True
         flag = re.search(r"xla_force_host_platform_device_count=(\d+)", flags)
         devices = max(int(flag[1]) if flag else 1, jax.config.values["jax_num_cpu_devices"])
-        os.environ["NPROC"] = str((os.cpu_count() or 1) + 2 * devices)
+        os.environ["NPROC"] = str((os.cpu_count() or 1) + 2 * devices + threads)

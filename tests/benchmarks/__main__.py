@@ -20,8 +20,9 @@ import jax
 import numpy as np
 
 import spmd
+import spmd.colocated_python  # it asks for threads, which has to be before JAX starts
 
-PARTS = ("calls", "compile", "import", "report", "grad", "taps", "pmap")
+PARTS = ("calls", "compile", "import", "report", "grad", "taps", "pmap", "colocated")
 
 
 def main() -> int:
@@ -52,7 +53,16 @@ def main() -> int:
 
 def _lines(part: str, turns: int) -> tuple[str | None, Iterable[Any]]:
     """What stands above the lines of a part, and the lines."""
-    from . import compiling, differentiating, dispatch, importing, inspecting, mapping, tapping
+    from . import (
+        colocating,
+        compiling,
+        differentiating,
+        dispatch,
+        importing,
+        inspecting,
+        mapping,
+        tapping,
+    )
     from .paired import HEADER
 
     if part == "calls":
@@ -65,6 +75,8 @@ def _lines(part: str, turns: int) -> tuple[str | None, Iterable[Any]]:
         return None, inspecting.run(max(3, turns // 10))
     if part == "pmap":
         return HEADER, mapping.run(turns)
+    if part == "colocated":
+        return HEADER, colocating.run(turns)
     if part == "taps":
         return HEADER, tapping.run(max(5, turns // 2))
     return differentiating.HEADER, differentiating.run()

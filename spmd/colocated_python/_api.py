@@ -1,0 +1,248 @@
+"""`colocated_python`: a wrapped function, its specializations, and the straight line of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+import functools
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+import numpy as np
+
+from spmd import _jax
+from spmd.colocated_python import _specs
+from spmd.colocated_python._cache import Functions, fast_key
+from spmd.colocated_python._calls import Function
+from spmd.colocated_python._errors import subject
+from spmd.colocated_python._lanes import lanes
+from spmd.colocated_python._specs import Specs, leaf_of
+from spmd.errors import ArgumentError, Failure, OptionError, ShardingError, explain, show_value
+
+
+def colocated_python(fun: Callable) -> ColocatedFunction:
+    """Wraps a function to run on the hosts of the devices that its arguments are on.
+
+    A call returns arrays at once; the function runs later, with the arrays of the call itself.
+    Calls of one thread run in the order in which they were made, and those of several threads at
+    the same time. What the function raises is raised where its arrays are waited for.
+
+    The first call with arguments of a new kind runs to its end, since only then it is known what
+    the function returns; with :meth:`ColocatedFunction.specialize` it can be said beforehand.
+
+    Args:
+        fun: Takes and returns pytrees of `jax.Array`, all on the same CPU devices.
+
+    Returns:
+        A function with the name, text and signature of `fun`.
+
+    Raises:
+        ArgumentError: `fun` is not callable.
+    """
+    if not callable(fun):
+        raise explain("colocated_python", [_not_callable(fun)])
+    return ColocatedFunction(fun, Specialization())
+
+
+def barrier() -> None:
+    """Waits until every call so far is over.
+
+    Inside of a colocated function, those that it made itself.
+
+    Raises:
+        ColocatedPythonError: Functions without results raised since the last time; the first
+            error is the cause. Errors of functions with results are raised by their arrays.
+    """
+    lanes.wait()
+    lanes.raise_errors()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Specialization:
+    """What is said about a function beforehand.
+
+    Attributes:
+        in_specs: What the arguments look like, as ``(args, kwargs)``.
+        out_specs_fn: From specs of the arguments to specs of the results.
+        devices: Where it runs.
+    """
+
+    in_specs: Specs | None = None
+    out_specs_fn: Callable | None = None
+    devices: Any = None
+
+
+class ColocatedFunction:
+    """A function that runs on the hosts of devices; see :func:`colocated_python`."""
+
+    __module__ = "spmd.colocated_python"
+
+    def __init__(self, fun: Callable, specialization: Specialization):
+        functools.update_wrapper(self, fun, updated=())
+        self._fun = fun
+        self._name = getattr(fun, "__name__", type(fun).__name__)
+        self._specialization = specialization
+        self._functions = Functions()
+
+    def __repr__(self) -> str:
+        return f"<spmd.colocated_python of `{self._name}`>"
+
+    @_jax.api_boundary
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function on the hosts; returns its arrays, ready or not."""
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        for x in leaves:
+            if type(x) is not _jax.Array or x.is_deleted():
+                self._check_arrays(leaves, tree)
+        key = fast_key(tree, leaves)
+        function = self._functions.find(key)
+        if function is None:
+            function = self._functions.get(key, tree, leaves, self._make)
+        return function(args, kwargs)
+
+    def specialize(
+        self,
+        in_specs: Any = None,
+        out_specs_fn: Callable | None = None,
+        devices: Sequence[Any] | Mesh | None = None,
+    ) -> ColocatedFunction:
+        """Returns the function with more said about it; this one stays as it is.
+
+        Args:
+            in_specs: What the arguments have to look like: ``(args, kwargs)`` with a
+                `jax.ShapeDtypeStruct` with a sharding for each array.
+            out_specs_fn: Takes specs as the function takes arrays, and returns those of its
+                results. Runs once per kind of arguments, where the function is called from; with
+                it the first call returns at once, too.
+            devices: CPU devices, or a mesh of them, that the arrays are on. A function without
+                arguments needs them.
+
+        Returns:
+            Another function.
+
+        Raises:
+            OptionError: One of them is said already, or is not of this kind.
+        """
+        given = {"in_specs": in_specs, "out_specs_fn": out_specs_fn, "devices": devices}
+        given = {name: value for name, value in given.items() if value is not None}
+        failures = [
+            _said_twice(name) for name in given if getattr(self._specialization, name) is not None
+        ]
+        if failures:
+            raise explain(subject(self._name), failures)
+        if "in_specs" in given:
+            given["in_specs"] = _in_specs(self._name, self._fun, in_specs)
+        if "devices" in given:
+            given["devices"] = _devices(self._name, devices)
+        return ColocatedFunction(self._fun, replace(self._specialization, **given))
+
+    def _check_arrays(self, leaves: Sequence[Any], tree: Any) -> None:
+        paths = _specs.argument_paths(self._fun, tree)
+        failures = _specs.not_arrays(leaves, paths, "cannot take")
+        if failures := failures or _specs.gone(leaves, paths):
+            raise explain(subject(self._name), failures)
+
+    # A function for arguments of a new kind
+
+    def _make(self, specs: Specs) -> Function:
+        said = self._specialization
+        devices = said.devices
+        paths = _specs.argument_paths(self._fun, specs.tree)
+        failures = self._against_in_specs(specs, paths)
+        if not failures and devices is None:
+            if not specs.leaves:
+                raise explain(subject(self._name), [_NO_DEVICES])
+            devices = _jax.device_list(specs.leaves[0].sharding)
+        failures = failures or _specs.elsewhere(devices, specs.leaves, paths, "cannot take")
+        if not failures and any(d.platform != "cpu" for d in devices):
+            failures = [_not_cpu(devices)]
+        if failures:
+            raise explain(subject(self._name), failures)
+        return Function(self._fun, self._name, specs, devices, said.out_specs_fn)
+
+    def _against_in_specs(self, specs: Specs, paths: Sequence[str]) -> list[Failure]:
+        expected = self._specialization.in_specs
+        if expected is None:
+            return []
+        what = "was called with another tree than its in_specs"
+        return _specs.other_tree(expected.tree, specs.tree, what) or _specs.mismatches(
+            expected.leaves, specs.leaves, paths, "was called with something else than in_specs as"
+        )
+
+
+def _in_specs(name: str, fun: Callable, in_specs: Any) -> Specs:
+    is_pair = isinstance(in_specs, tuple) and len(in_specs) == 2
+    if not is_pair or not isinstance(in_specs[0], tuple) or not isinstance(in_specs[1], dict):
+        raise explain(subject(name), [_not_a_call(in_specs)])
+    leaves, tree = jax.tree.flatten(in_specs)
+    paths = _specs.argument_paths(fun, tree)
+    if failures := _specs.not_specs(leaves, paths, "cannot use what in_specs says of"):
+        raise explain(subject(name), failures)
+    return Specs(tree, tuple(leaf_of(x) for x in leaves))
+
+
+def _devices(name: str, devices: Any) -> Any:
+    if isinstance(devices, Mesh):
+        devices = devices.devices.flat
+    devices = [*devices]
+    if not devices or not all(isinstance(d, jax.Device) for d in devices):
+        raise explain(subject(name), [_no_such_devices(devices)])
+    mesh = Mesh(np.array(devices), ("devices",))
+    return _jax.device_list(jax.sharding.NamedSharding(mesh, jax.P()))
+
+
+# What can be wrong
+
+_NO_DEVICES = Failure(
+    what="has no arguments to tell its devices",
+    expected="arrays as arguments, or devices",
+    fix="specialize it: f.specialize(devices=...)",
+    error=ShardingError,
+)
+
+
+def _said_twice(name: str) -> Failure:
+    return Failure(
+        what=f"has its {name} already",
+        given=f"specialize({name}=...), twice",
+        fix="specialize the function that does not have it yet",
+        error=OptionError,
+    )
+
+
+def _not_callable(fun: Any) -> Failure:
+    return Failure(
+        what="cannot wrap this",
+        expected="a function",
+        got=show_value(fun),
+        error=ArgumentError,
+    )
+
+
+def _not_a_call(in_specs: Any) -> Failure:
+    return Failure(
+        what="cannot use these in_specs",
+        expected="(args, kwargs): a tuple with a tuple and a dict",
+        got=show_value(in_specs),
+        error=OptionError,
+    )
+
+
+def _no_such_devices(devices: Any) -> Failure:
+    return Failure(
+        what="cannot run on these devices",
+        expected="at least one jax.Device, or a mesh",
+        got=show_value(devices),
+        error=OptionError,
+    )
+
+
+def _not_cpu(devices: Any) -> Failure:
+    return Failure(
+        what="cannot run on these devices",
+        expected="CPU devices",
+        got=f"devices {_specs.show_devices(devices)}",
+        fix="spmd.colocated_python.colocated_cpu_devices(devices) has those of the same hosts",
+        error=ShardingError,
+    )

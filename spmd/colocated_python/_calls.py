@@ -1,0 +1,380 @@
+"""One call of a host function, and the program that it keeps: what is known of its results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import logging
+import threading
+import time
+from typing import Any
+
+import jax
+
+from spmd.colocated_python import _specs
+from spmd.colocated_python._errors import host, subject, tell
+from spmd.colocated_python._lanes import Lane, inside, lanes, most_gates
+from spmd.colocated_python._outputs import Outputs, Plan
+from spmd.colocated_python._promises import Promise
+from spmd.colocated_python._specs import Specs, leaf_of
+from spmd.errors import Failure, explain
+
+logger = logging.getLogger(__name__)
+
+
+#: Seconds for a function to start its programs: at its first calls, and if it was quick once; and
+#: how long that is.
+_FIRST, _LATER, _QUICK = 0.05, 0.02, 0.005
+
+
+class Call:
+    """A host function with its arguments, to be run in a lane.
+
+    Attributes:
+        result: The leaves of what it returned.
+        tree: Their tree.
+        error: What it raised instead.
+        arrays: What the caller gets, where it waits for the function.
+    """
+
+    def __init__(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self._function = function
+        self._arguments: Any = (args, kwargs)
+        self.result: list[Any] | None = None
+        self.tree: Any = None
+        self.error: BaseException | None = None
+        self.arrays: Any = None
+        self.returned = _Latch()
+
+    def run(self, outputs: Outputs | None) -> None:
+        """Runs the function once its arguments are there, and checks what it returns."""
+        (args, kwargs), self._arguments = self._arguments, None
+        try:
+            jax.block_until_ready((args, kwargs))
+            start = time.perf_counter()
+            result = self._function.fun(*args, **kwargs)
+            leaves, self.tree = jax.tree.flatten(result)
+            del result
+            self.returned.open()
+            own = {id(x) for x in jax.tree.leaves((args, kwargs))}
+            is_new = any(id(x) not in own for x in leaves)
+            self._function.note(time.perf_counter() - start, is_new=is_new)
+            self._function.check_result(leaves, self.tree, outputs)
+            jax.block_until_ready(leaves)
+            self.result = leaves
+        except BaseException as error:  # whatever it is, the lane goes on
+            self.error = error.with_traceback(_behind(error.__traceback__))
+
+    def take_error(self) -> BaseException | None:
+        """Returns the error, once: its frames hold this, which must not hold it for long."""
+        error, self.error = self.error, None
+        return error
+
+
+def _behind(where: Any) -> Any:
+    return where and where.tb_next
+
+
+class Function:
+    """A host function for one kind of arguments.
+
+    Attributes:
+        fun: The user's function.
+        name: How errors call it.
+        inputs: What its arguments look like.
+        outputs: What it returns, once that is known.
+        held: The shardings whose identities a fast lookup knows this by.
+        fast_key: By which key that is.
+    """
+
+    def __init__(
+        self,
+        fun: Callable,
+        name: str,
+        inputs: Specs,
+        devices: Any,
+        out_specs_fn: Callable | None,
+    ):
+        self.fun = fun
+        self.name = name
+        self.inputs = inputs
+        self.outputs: Outputs | None = None
+        self.held: tuple[Any, ...] = ()
+        self.fast_key: Any = None
+        self._devices = devices
+        local = [d for d in devices if d.process_index == jax.process_index()]
+        self._is_here = bool(local)
+        self._runs = 0
+        self._head_start = _FIRST if len(local) > 1 else None
+        self._out_specs_fn = out_specs_fn
+        self._changed = threading.Condition(threading.Lock())
+        self._discovering: Any = None
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the function; returns arrays that are filled later, where that is possible."""
+        outputs = self.outputs
+        if outputs is None:
+            if self._out_specs_fn is None:
+                return self._call_first(args, kwargs)
+            outputs = self._ask_for_outputs()
+        if not self._is_here:
+            return outputs.nothing()
+        return self._call_known(Call(self, args, kwargs), outputs)
+
+    # What it returns
+
+    def _ask_for_outputs(self) -> Outputs:
+        with self._changed:
+            if self.outputs is None:
+                fun: Any = self._out_specs_fn
+                args, kwargs = self.inputs.structs()
+                self.outputs = self._stated(fun(*args, **kwargs))
+            return self.outputs
+
+    def _stated(self, result: Any) -> Outputs:
+        leaves, tree = jax.tree.flatten(result)
+        paths = _specs.result_paths(tree)
+        failures = _specs.not_specs(leaves, paths, "cannot use what out_specs_fn says of")
+        if not failures:
+            leaves = [leaf_of(x) for x in leaves]
+            failures = _specs.elsewhere(self._devices, leaves, paths, "cannot use the spec of")
+        if failures:
+            raise explain(subject(self.name), failures)
+        return Outputs(Specs(tree, tuple(leaves)))
+
+    def check_result(self, leaves: list[Any], tree: Any, outputs: Outputs | None) -> None:
+        """Refuses a result that is not arrays on the devices, or not as it is known to be."""
+        paths = _specs.result_paths(tree)
+        failures = _specs.not_arrays(leaves, paths, "cannot return")
+        got = [] if failures else [leaf_of(x) for x in leaves]
+        if not failures and outputs is not None:
+            what = "returned another tree than it is known to return"
+            failures = _specs.other_tree(outputs.specs.tree, tree, what)
+        failures = failures or _specs.elsewhere(self._devices, got, paths, "cannot return")
+        if not failures and outputs is not None:
+            verb = "returned something else than it is known to return as"
+            failures = _specs.mismatches(outputs.specs.leaves, got, paths, verb)
+        if failures:
+            raise explain(subject(self.name), failures)
+
+    # Programs that it starts
+
+    def note(self, seconds: float, *, is_new: bool) -> None:
+        """Keeps whether callers are to wait until the function has returned, and for how long.
+
+        XLA runs programs on several devices one at a time, in the order in which they are started.
+        A consumer of a result that is started before what computes it would be in line first,
+        and wait for ever. So a function that was quick once and makes new arrays, by programs or
+        not, gets the time to start them.
+        """
+        self._runs += 1
+        if self._head_start == _FIRST and self._runs > 1:  # the first one compiles
+            self._head_start = 0.0
+        if self._head_start is not None and is_new and seconds < _QUICK:
+            self._head_start = _LATER
+
+    # The first call
+
+    def _call_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs one call to its end, which says what the others return; threads wait for it."""
+        if not self._is_here:
+            raise explain(subject(self.name), [_NOT_HERE])
+        call = Call(self, args, kwargs)
+        if self._discovering == threading.get_ident():
+            return self.fun(*args, **kwargs)  # it calls itself
+        with self._changed:
+            self._changed.wait_for(lambda: self.outputs is not None or self._discovering is None)
+            if self.outputs is None:
+                self._discovering = "a thread that is not known yet"
+        if self.outputs is not None:
+            return self._call_known(call, self.outputs)
+        done = _Latch()
+        try:
+            lane = lanes.enter()
+            lane.run(lambda: self._discover(call, lane, done))
+        except BaseException:  # an interrupt
+            self._discovered(None)
+            raise
+        done.wait()
+        self._raise(call)
+        return call.arrays
+
+    def _raise(self, call: Call) -> None:
+        """Raises what the function raised, in the thread that waits for it."""
+        error = call.take_error()
+        try:
+            if error is not None:
+                error.add_note(f"raised by {subject(self.name)} on {host()}")
+                raise error
+        finally:
+            del error
+
+    def _discover(self, call: Call, lane: Lane, done: _Latch) -> None:
+        self._discovering = threading.get_ident()
+        call.run(None)
+        found = None
+        try:
+            if call.error is None:
+                leaves: Any = call.result
+                outputs = Outputs(Specs(call.tree, tuple(leaf_of(x) for x in leaves)))
+                self._deliver(call, outputs)
+                found = outputs
+        except BaseException as error:  # as in `Call.run`
+            call.error = error
+        self._discovered(found)
+        lanes.leave(lane)
+        done.open()
+
+    def _discovered(self, found: Outputs | None) -> None:
+        with self._changed:
+            self.outputs = found
+            self._discovering = None
+            self._changed.notify_all()
+
+    # The others
+
+    def _call_known(self, call: Call, outputs: Outputs) -> Any:
+        lane = lanes.enter()
+        if not outputs.specs.leaves:
+            lane.run(lambda: self._run_for_nothing(call, lane, outputs))
+            return outputs.specs.tree.unflatten(())
+        plan = lanes.reserve(lane, outputs) if outputs.asynchronous else None
+        if plan is None:
+            return self._call_now(call, lane, outputs)
+        start = Start(outputs, plan)
+        lane.start(start.begin)
+        try:
+            arrays = start.arrays()
+        finally:  # an interrupt leaves arrays somewhere, too
+            lane.run(lambda: self._run(call, lane, start))
+        if self._head_start:
+            call.returned.wait(self._head_start)
+        return outputs.specs.tree.unflatten(arrays)
+
+    def _run(self, call: Call, lane: Lane, start: Start) -> None:
+        if start.error is None:
+            call.run(start.outputs)
+            self._settle(call, start.promise, start.outputs)
+        lanes.leave(lane, start.plan)
+
+    def _settle(self, call: Call, promise: Promise, outputs: Outputs) -> None:
+        values = None
+        if call.error is None:
+            try:
+                leaves: Any = call.result
+                values = outputs.take(leaves)
+            except BaseException as error:  # as in `Call.run`
+                call.error = error
+        error = call.take_error()
+        promise.settle(values, None if error is None else tell(self.name, error))
+
+    def _run_for_nothing(self, call: Call, lane: Lane, outputs: Outputs) -> None:
+        call.run(outputs)
+        if (error := call.take_error()) is not None:
+            lanes.failed(self.name, error)
+        lanes.leave(lane)
+
+    def _call_now(self, call: Call, lane: Lane, outputs: Outputs) -> Any:
+        """Where no program can wait for the function, its caller does."""
+        if outputs.asynchronous and not inside() and most_gates() <= 0:
+            _warn_once()
+        done = _Latch()
+
+        def run() -> None:
+            call.run(outputs)
+            self._deliver(call, outputs)
+            lanes.leave(lane)
+            done.open()
+
+        lane.run(run)
+        done.wait()
+        self._raise(call)
+        return call.arrays
+
+    def _deliver(self, call: Call, outputs: Outputs) -> None:
+        """Makes the results of a call that is over: copies, as those of later calls are."""
+        tree, arrays = outputs.specs.tree, call.result
+        if outputs.asynchronous and outputs.specs.leaves:
+            start = Start(outputs, outputs.plan(outputs.home))
+            self._settle(call, start.promise, outputs)
+            try:
+                arrays = start.now()
+            except BaseException as error:  # for the caller
+                call.error = error
+        if arrays is not None:
+            call.arrays = tree.unflatten(arrays)
+
+
+_NOT_HERE = Failure(
+    what="does not run in this process, which cannot find out what it returns",
+    expected="at least one device of this process, or out_specs_fn",
+    fix="specialize it: f.specialize(out_specs_fn=...)",
+)
+
+
+class _Latch:
+    """What one thread waits for; a lock is the cheapest."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self.open = self._lock.release
+
+    def wait(self, seconds: float = -1) -> None:
+        self._lock.acquire(timeout=seconds)
+
+
+class Start:
+    """The programs of one call, which a lane starts.
+
+    Attributes:
+        promise: What they wait for.
+        error: Why they did not start.
+    """
+
+    def __init__(self, outputs: Outputs, plan: Plan):
+        self.outputs = outputs
+        self.plan = plan
+        self.promise = Promise(plan.programs)
+        self.error: BaseException | None = None
+        self._arrays: list[Any] = []
+        self._started = _Latch()
+
+    def begin(self) -> None:
+        """Starts the programs, and wakes the caller."""
+        try:
+            self._arrays = self.outputs.start(self.promise, self.plan)
+        except BaseException as error:  # for the caller
+            self.error = error
+            self.promise.settle(None, "its programs did not start")
+            self.promise.forget()
+        self._started.open()
+
+    def arrays(self) -> list[Any]:
+        """Waits until the programs are started; returns their arrays, to the caller alone."""
+        self._started.wait()
+        if self.error is not None:
+            raise self.error
+        arrays, self._arrays = self._arrays, []
+        return arrays
+
+    def now(self) -> list[Any]:
+        """Starts the programs of a call that is over: none of them has to wait."""
+        with jax.enable_x64(True):
+            return self.outputs.start(self.promise, self.plan)
+
+
+_warned = False
+
+
+def _warn_once() -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        logger.warning(_NO_ROOM)
+
+
+_NO_ROOM = (
+    "spmd.colocated_python: calls are synchronous in this process: XLA has no thread in which a "
+    "program could wait for a host function; import spmd.colocated_python before the first array, "
+    "set NPROC to more than the number of CPU devices, and leave jax_cpu_enable_async_dispatch on"
+)

@@ -1,0 +1,269 @@
+"""Cases that may hang or change the process: ``SCRIPT CASE LIMIT``; each in a process of its own.
+
+After LIMIT seconds the stacks of all threads are printed and the process ends.
+"""
+
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+from spmd import P
+from spmd.colocated_python import _lanes, barrier, colocated_python
+
+LONG = 60
+N = 8
+
+
+def array(values=None, count=None):
+    """An array over so many devices."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:count]), ("x",))
+    values = np.ones(N, np.float32) if values is None else values
+    return jax.device_put(values, jax.sharding.NamedSharding(mesh, P("x")))
+
+
+def in_threads(works):
+    """Runs functions in threads; returns what each returned or raised."""
+    found = [None] * len(works)
+
+    def run(i):
+        try:
+            found[i] = works[i]()
+        except BaseException as error:
+            found[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def same(x):
+    """An `out_specs_fn`."""
+    return x
+
+
+def everyone(fun, count):
+    """Calls a function in so many threads; each gets its own values."""
+    works = [lambda i=i: np.asarray(fun(array(np.full(N, i, np.float32)))) for i in range(count)]
+    for i, result in enumerate(in_threads(works)):
+        np.testing.assert_array_equal(result, np.full(N, i))
+
+
+def more_threads_than_room():
+    """Functions of 40 threads meet, though XLA has no thread for a program of each."""
+    count = 40
+    assert 0 < _lanes.most_gates() < count
+    all_here = threading.Barrier(count)
+
+    def meet(x):
+        all_here.wait(LONG)
+        return x
+
+    everyone(colocated_python(meet).specialize(out_specs_fn=same), count)
+
+
+def nested_without_room():
+    """Functions of 40 threads call others, when there is no room for more."""
+    count = 40
+    all_here = threading.Barrier(count)
+    inner = colocated_python(lambda x: x).specialize(out_specs_fn=same)
+
+    def outer(x):
+        all_here.wait(LONG)
+        return inner(inner(x))
+
+    everyone(colocated_python(outer).specialize(out_specs_fn=same), count)
+
+
+def collectives_meanwhile():
+    """As many calls are pending as there is room for, and programs with collectives run."""
+    go = threading.Event()
+    began = threading.Semaphore(0)
+
+    def wait(x):
+        began.release()
+        assert go.wait(LONG)
+        return x
+
+    fun = colocated_python(wait).specialize(out_specs_fn=same)
+    # More would have to wait: XLA lets only so many programs wait for a device.
+    each = _lanes._MOST // -(-_lanes.most_gates() // jax.device_count())
+    pending = in_threads([lambda: [fun(array()) for _ in range(each)]] * _lanes.most_gates())
+    for _ in pending:
+        began.acquire()
+    x = array(np.ones((N, N), np.float32))
+    for _ in range(30):
+        assert float(jax.jit(lambda x: (x @ x.T).sum())(x)) == N * N * N
+    assert not any(y.is_ready() for results in pending for y in results)
+    go.set()
+    jax.block_until_ready(pending)
+
+
+def programs_with_consumers():
+    """Functions compute on all devices, while programs on all devices wait for their results."""
+    fun = colocated_python(lambda x: x + 1)
+    step = jax.jit(lambda y: y * 2)
+    x = array()
+    stated = fun.specialize(out_specs_fn=same)
+    for call in (fun, stated):
+        for _ in range(300):
+            z = step(call(x))
+        np.testing.assert_array_equal(z, np.full(N, 4))
+    y = x
+    for _ in range(100):
+        y = step(call(y))
+        y = call(y) - y
+    np.testing.assert_array_equal(y, np.ones(N))
+
+
+def no_room():
+    """Without a thread of XLA to spare, calls are synchronous; it is said once."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("spmd").addHandler(handler)
+    assert _lanes.most_gates() <= 0
+    ended = []
+
+    def add(x):
+        ended.append(1)
+        return jax.device_put(np.asarray(x) + 1, x.sharding)
+
+    fun = colocated_python(add).specialize(out_specs_fn=same)
+    for i in range(3):
+        y = fun(array())
+        assert len(ended) == i + 1
+        np.testing.assert_array_equal(y, np.full(N, 2))
+    assert [r.getMessage()[:50] for r in records] == [
+        "spmd.colocated_python: calls are synchronous in th"
+    ]
+
+
+def no_asynchronous_dispatch():
+    """Where programs of the CPU run in their caller, none can wait for a function."""
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    no_room()
+
+
+def exits():
+    """What is pending at the end of the process still runs, and its errors are logged."""
+    go = threading.Event()
+
+    def note(x):
+        assert go.wait(LONG)
+        print("noted", int(x[0]), flush=True)
+
+    fun = colocated_python(note).specialize(out_specs_fn=lambda x: None)
+    for i in range(3):
+        fun(array(np.full(N, i, np.int32)))
+    import atexit
+
+    atexit.register(go.set)
+    print("end of the program", flush=True)
+
+
+def fork():
+    """A child has no calls of its parent, and makes its own threads."""
+    go = threading.Event()
+
+    def wait(x):
+        go.wait(LONG)
+
+    colocated_python(wait).specialize(out_specs_fn=lambda x: None)(array())
+    warnings.simplefilter("ignore")
+    if child := os.fork():
+        _, status = os.waitpid(child, 0)
+        assert status == 0
+        go.set()
+        barrier()
+    else:
+        done = []
+        barrier()
+        fun = colocated_python(lambda: done.append(1))
+        lane = _lanes.lanes.enter()
+        lane.run(lambda: (fun._fun(), _lanes.lanes.leave(lane)))
+        barrier()
+        os._exit(0 if done == [1] else 1)
+
+
+def interrupts():
+    """An interrupt of who waits for a first call leaves the function usable."""
+    import signal
+    import time
+
+    began, go = threading.Event(), threading.Event()
+
+    def slow(x):
+        began.set()
+        assert go.wait(LONG)
+        return x
+
+    def interrupt():
+        began.wait(LONG)
+        time.sleep(0.2)  # until the main thread waits
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    fun = colocated_python(slow)
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        fun(array())
+    go.set()
+    np.testing.assert_array_equal(fun(array()), np.ones(N))
+    barrier()
+
+
+def processes():
+    """Each process runs the function on its own shards; here is one of two."""
+    port, number = sys.argv[3:]
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", 2, int(number))
+    values = np.arange(8, dtype=np.float32)
+    sharding = array().sharding
+
+    def make(values):
+        return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+
+    x = make(values)
+    seen = []
+
+    def add(x):
+        seen.append([float(s.data[0]) for s in x.addressable_shards])
+        parts = {str(s.index): np.asarray(s.data) + 1 for s in x.addressable_shards}
+        return jax.make_array_from_callback(x.shape, x.sharding, lambda index: parts[str(index)])
+
+    fun = colocated_python(add)
+    stated = fun.specialize(out_specs_fn=same)
+    for y in (fun(x), fun(x), stated(x)):
+        assert y.sharding == x.sharding
+        total = jax.jit(lambda y: (y * y).sum(), out_shardings=None)(y)
+        assert float(total) == float(((values + 1) ** 2).sum())
+        for shard in y.addressable_shards:
+            np.testing.assert_array_equal(shard.data, values[shard.index] + 1)
+    assert seen == [[4.0 * int(number) + i for i in range(4)]] * 3
+    there = jax.sharding.NamedSharding(
+        jax.sharding.Mesh(np.array(jax.devices()[:4]), ("x",)), P("x")
+    )
+    z = jax.make_array_from_callback((4,), there, lambda index: values[:4][index], dtype="float32")
+    moved = stated(z)
+    assert len(moved.addressable_shards) == (4 if number == "0" else 0)
+    barrier()
+    assert len(seen) == (4 if number == "0" else 3)
+    if number == "1":
+        with pytest.raises(ValueError, match=r"^colocated_python of `add` does not run in this "):
+            fun(z)
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(int(sys.argv[2]), exit=True)
+    warnings.simplefilter("error")
+    globals()[sys.argv[1]]()
+    print("passed", flush=True)

@@ -1,0 +1,110 @@
+"""What may hang, or needs a process with other settings; see `colocated_cases.py`."""
+
+import os
+from pathlib import Path
+import socket
+import subprocess
+import sys
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def start(case, *args, devices=8, limit=60, **environ):
+    """Starts a case in a process of its own."""
+    environ = {
+        **{k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")},
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        **environ,
+    }
+    command = [sys.executable, str(HERE / "colocated_cases.py"), case, str(limit), *args]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
+    )
+
+
+def finish(process, limit=80):
+    """Waits for it; kills it after so many seconds. Returns what it printed."""
+    try:
+        out, err = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        pytest.fail(f"hangs:\n{out[-1000:]}\n{err[-8000:]}")
+    assert process.returncode == 0, f"exit {process.returncode}\n{out[-1000:]}\n{err[-8000:]}"
+    return out, err
+
+
+def passes(case, **options):
+    """A case ends well, and says nothing on stderr."""
+    out, err = finish(start(case, **options))
+    assert (out.splitlines()[-1], err) == ("passed", "")
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
+def test_more_threads_than_room(devices):
+    """Functions of 40 threads meet, though XLA has no thread for a program of each."""
+    passes("more_threads_than_room", devices=devices)
+
+
+def test_nested_without_room():
+    """Functions of 40 threads call others, when there is no room for more."""
+    passes("nested_without_room", devices=2)
+
+
+@pytest.mark.parametrize("devices", [8, pytest.param(2, marks=pytest.mark.slow)])
+def test_collectives_meanwhile(devices):
+    """As many calls are pending as there is room for, and programs with collectives run."""
+    passes("collectives_meanwhile", devices=devices)
+
+
+@pytest.mark.parametrize("devices", [8, pytest.param(2, marks=pytest.mark.slow)])
+def test_programs_with_consumers(devices):
+    """Functions compute on all devices, while programs on all devices wait for their results."""
+    passes("programs_with_consumers", devices=devices)
+
+
+def test_no_room():
+    """Without a thread of XLA to spare, calls are synchronous; it is said once."""
+    passes("no_room", NPROC="8")
+
+
+def test_no_asynchronous_dispatch():
+    """So they are where JAX was told to run programs of the CPU in their caller."""
+    passes("no_asynchronous_dispatch")
+
+
+def test_exit():
+    """What is pending at the end of the process still runs."""
+    out, err = finish(start("exits"))
+    assert (out.splitlines(), err) == (
+        ["end of the program", "passed", "noted 0", "noted 1", "noted 2"],
+        "",
+    )
+
+
+def test_fork():
+    """A child has no calls of its parent, and makes its own threads."""
+    passes("fork")
+
+
+def test_interrupts():
+    """An interrupt of who waits for a first call leaves the function usable."""
+    passes("interrupts")
+
+
+def test_processes():
+    """Of two processes each runs the function on its own shards; without any, it does not."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = str(s.getsockname()[1])
+    both = [start("processes", port, str(i), devices=4) for i in range(2)]
+    try:
+        for process in both:
+            out, _ = finish(process)
+            assert out.splitlines()[-1] == "passed"
+    finally:
+        for process in both:
+            process.kill()
