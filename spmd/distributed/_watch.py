@@ -11,6 +11,7 @@ import atexit
 from collections.abc import Iterator, Mapping
 import contextlib
 import json
+import math
 import os
 import selectors
 import socket
@@ -25,6 +26,7 @@ from spmd.errors import DistributedError, Failure, explain
 
 _FAILED = 1
 _LATE = 1.0  # seconds
+_LONG = 3600.0
 _KILLED = "its connection has closed without a word: it was killed, or its machine is gone"
 
 
@@ -58,6 +60,7 @@ class Watch:
         self._buffers = dict.fromkeys(connections, b"")
         self.ended: set[int] = set()
         self._grace = timeout / 3
+        self._end_at = math.inf
         self._raised = ""
         self._told_lost = threading.Event()
         self._leaving = threading.Lock()
@@ -70,7 +73,8 @@ class Watch:
         self._hook, sys.excepthook = sys.excepthook, self._remember
         atexit.register(self._exit)
         os.register_at_fork(after_in_child=self._after_fork)
-        threading.Thread(target=self._watch, name="spmd.distributed", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="spmd.distributed", daemon=True)
+        self._thread.start()
 
     def leave(self) -> None:
         """Tells the others that this process ends as it should."""
@@ -85,10 +89,18 @@ class Watch:
         with selectors.DefaultSelector() as selector:
             for process, connection in self._connections.items():
                 selector.register(connection, selectors.EVENT_READ, process)
-            while selector.get_map():
-                for key, _ in selector.select():
+            # After a loss until the others have ended, too: JAX needs process 0 longest.
+            while selector.get_map() and (left := self._left_to_end()) is not None:
+                for key, _ in selector.select(left):
                     if not self._heard(key.data):
                         selector.unregister(key.fileobj)
+        if self.lost is not None:
+            _end(f"this process ends, too; it was {_where()}")
+
+    def _left_to_end(self) -> float | None:
+        """Seconds to go on after a loss, None when they are over; without a loss, many."""
+        left = min(self._end_at - time.monotonic(), _LONG)
+        return left if left > 0 else None
 
     def _heard(self, process: int) -> bool:
         """Reads what a process says; returns whether it may say more."""
@@ -118,13 +130,12 @@ class Watch:
             return
         # Without process 0, which has the service, JAX aborts the others with a stack of C++.
         grace = self._grace if process and self.process != process else 0.0
+        self._end_at = time.monotonic() + grace
         self.lost = _lost(process, self.processes, why, grace)
-        _say(str(explain("This run", [self.lost])))
-        self._told_lost.set()
         if self.process == 0:
             self._tell({"lost": process, "why": why})
-        time.sleep(grace)
-        _end(f"process {process} of {self.processes} was lost; this one was {_where()}")
+        _say(str(explain("This run", [self.lost])))
+        self._told_lost.set()
 
     def _tell(self, what: dict[str, Any]) -> None:
         line = json.dumps(what).encode() + b"\n"
@@ -141,9 +152,11 @@ class Watch:
 
     def _exit(self) -> None:
         """Runs before JAX's own handler, which waits for all other processes to end too."""
-        if self._raised and not self._left:
+        if self.lost is not None or (self._raised and not self._left):
             self._told_lost.wait(_LATE)  # the loss of another one may be why it has raised
         if self.lost is not None:
+            if self.process == 0:
+                self._thread.join()
             _end("this process ends because of that")
         if self._raised and not self._left:
             self._tell({"lost": self.process, "why": f"it raised {self._raised[:500]}"})

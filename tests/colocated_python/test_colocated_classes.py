@@ -120,7 +120,7 @@ def test_one_constructor_for_all_threads():
         made.clear()
         obj = colocated_python_class(Single)()
         x = put(ONES)
-        works = [lambda: np.asarray(obj.get(x)), lambda: np.asarray(obj.other(x))] * 3  # noqa: B023
+        works = [lambda: np.asarray(obj.get(x)), lambda: np.asarray(obj.other(x))] * 3  # noqa: B023 - run before obj changes
         for result in in_threads(*works):
             np.testing.assert_array_equal(result, ONES)
         assert len(made) == 1
