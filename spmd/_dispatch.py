@@ -40,17 +40,12 @@ from spmd._resolve import (
     spec_failure,
 )
 from spmd._spec import UNSPECIFIED, ParsedPartitionSpec, SpecSync
+from spmd._starting import crowds, starting, wait_now_and_then
 from spmd.errors import DonatedArrayError, Failure, OptionError, RecoveryError, explain
 
 logger = logging.getLogger(__name__)
 
 RESHARD_MODES = ("allow", "warn", "error")
-
-#: Held while a program is started on several devices. Two programs that different threads start at
-#: the same time may reach their devices in different order, and wait for one another for ever. One
-#: on a single device has nothing to meet, and may run in the thread that starts it.
-starting = threading.RLock()
-os.register_at_fork(after_in_child=starting._at_fork_reinit)  # type: ignore[attr-defined] - of CPython
 
 
 class ImplicitReshardWarning(UserWarning):
@@ -188,6 +183,8 @@ def execute(
     if _jax.has_explicit_axes(call.mesh):
         outs = [_typed(o, call.mesh) for o in outs]
     mark_deleted(args, call)
+    if crowds(outs):
+        wait_now_and_then(outs, outs[0].sharding.device_set)
     return outs
 
 
@@ -537,7 +534,7 @@ def fast_path_data(
         return None
     if "local" in call.in_positional_semantics:
         return None
-    if _jax.EMPTY_RESULTS_ARE_WHOLE and any(0 in o.shape for o in outs):
+    if crowds(outs) or (_jax.EMPTY_RESULTS_ARE_WHOLE and any(0 in o.shape for o in outs)):
         return None
     prepared = prepare(args, _jax.plain_jaxpr(jaxpr), call)
     if prepared.moves:

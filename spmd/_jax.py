@@ -70,6 +70,9 @@ WRAPS_TOKEN_ONLY_BODIES = jax.__version_info__ >= (0, 12)
 #: A token that leaves a `shard_map` over some axes aborts the process in XLA.
 CRASHES_ON_NESTED_TOKENS = jax.__version_info__ < (0, 12)
 
+#: Whether programs on CPU devices of several processes never end once 33 of them are in flight.
+HANGS_WHEN_CROWDED = jax.__version_info__ < (0, 12)
+
 # Caches
 
 

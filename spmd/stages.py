@@ -22,6 +22,7 @@ from spmd._lower import lower, lower_for_export, program_of
 from spmd._mesh import described_failure, show_mesh
 from spmd._recover import parse_op_sharding
 from spmd._resolve import is_equivalent, placed_sharding, show_aval, show_sharding
+from spmd._starting import crowds
 from spmd.errors import ArgumentError, Failure, RecoveryError, ShardingError, explain
 
 if TYPE_CHECKING:
@@ -286,7 +287,7 @@ class Compiled(_Stage):
         with _dispatch.references(places) if places else contextlib.nullcontext():
             outs = _dispatch.execute(self._executable, self._consts, values, self._call)
         data = None
-        if repeatable and self._signature.params.keeps_order(args, kwargs):
+        if repeatable and not crowds(outs) and self._signature.params.keeps_order(args, kwargs):
             data = _jax.fast_path_data(self._executable, self._consts, self.out_tree, outs)
         return jtu.tree_unflatten(self.out_tree, outs), data, False
 

@@ -24,7 +24,7 @@ import pytest
 
 import spmd
 from spmd import NamedSharding, P, pjit
-from spmd._pmap import _starting
+from spmd._pmap import _starts
 
 NOTHING = spmd.Counts()
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
@@ -588,7 +588,7 @@ def interrupted_after(step):
 def test_after_an_interrupt_all_is_cached_again(mesh, way, step, monkeypatch):
     """What was interrupted is made at the next call, and never again; then C++ has it."""
     # Threads that other tests have left would have a `pmap` take a lock and count.
-    monkeypatch.setattr(_starting, "_threads", (None,))
+    monkeypatch.setattr(_starts, "threads", (None,))
 
     def fun(x):
         return x * 2
@@ -613,7 +613,7 @@ def test_after_an_interrupt_all_is_cached_again(mesh, way, step, monkeypatch):
         assert work == NOTHING
     if way in ("call", "pmap"):
         ran = python_calls(lambda: run(x))
-        assert [r.rpartition("/")[2] for r in ran] == ["_starting.py:start"] * (way == "pmap")
+        assert [r.rpartition("/")[2] for r in ran] == ["_starts.py:start"] * (way == "pmap")
 
 
 def test_failing_trace_in_many_threads_leaves_nothing(mesh):

@@ -28,8 +28,9 @@ from spmd._pmap._levels import Nest, nest_here, run_in_nest
 from spmd._pmap._mapping import Mapped, spec_along
 from spmd._pmap._options import PmapOptions, find_mapping, parse
 from spmd._pmap._processes import globally
-from spmd._pmap._starting import Starts, not_starting
+from spmd._pmap._starts import Starts
 from spmd._spec import UNSPECIFIED
+from spmd._starting import not_starting
 from spmd._trace import Signature, Trace, differences, trace
 from spmd.errors import ArgumentError, Failure, OptionError, explain
 

@@ -131,6 +131,50 @@ def test_pmap(tmp_path, processes, devices):
 
 
 @pytest.mark.parametrize(("processes", "devices"), RUNS)
+def test_many_in_flight(tmp_path, processes, devices):
+    """A loop that waits for nothing ends, however it calls: 33 in flight at once never do."""
+    passed(
+        tmp_path,
+        """
+        x = d.host_local_to_global(part(np.ones(8, np.float32)), mesh, P("data"))
+        mean = pjit(lambda x: x * 0.5 + x.mean() * 0.5, in_axis_resources=P("data"),
+                    out_axis_resources=P("data"), mesh=mesh)
+        moves = pjit(lambda x: x - x.sum() + 8, in_axis_resources=P("model"),
+                     out_axis_resources=P("data"), mesh=mesh)
+        compiled = mean.lower(x).compile()
+        chain = x
+        for i in range(150):
+            chain = (mean, compiled, moves)[i % 3](chain)
+        np.testing.assert_allclose(whole(chain), 1)
+
+        free = [mean(x) for _ in range(100)]
+        np.testing.assert_allclose(whole(free[-1]), 1)
+
+        # Meshes over some devices of every process, and over all of them, one after another.
+        columns = np.array(jax.devices()).reshape(count, -1).T
+        meshes = [spmd.make_mesh({"all": len(c)}, devices=c)
+                  for c in [*columns, columns.T.ravel()]]
+        step = lambda mesh: pjit(lambda x: x / x.sum(), in_axis_resources=P("all"),
+                                 out_axis_resources=P("all"), mesh=mesh)
+        steps = [step(m) for m in meshes]
+        values = [d.host_local_to_global(np.ones(m.size // count), m, P("all")) for m in meshes]
+        for _ in range(40):
+            values = [step(v) for step, v in zip(steps, values)]
+        for value in values:
+            np.testing.assert_allclose(whole(value), 1 / value.size, rtol=1e-6)
+
+        summed = pmap(lambda x: lax.pmean(x, "i"), "i")
+        value = np.ones((jax.local_device_count(), 2), np.float32)
+        for _ in range(100):
+            value = summed(value)
+        np.testing.assert_allclose(whole(value), 1)
+        """,
+        processes,
+        devices,
+    )
+
+
+@pytest.mark.parametrize(("processes", "devices"), RUNS)
 def test_host_callbacks(tmp_path, processes, devices):
     """A process gets the taps of its own devices, in order; a call gets its own shards."""
     passed(

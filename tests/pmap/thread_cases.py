@@ -35,8 +35,8 @@ from thread_tools import (
 )
 
 import spmd
-from spmd import _dispatch, _jax, host_callback as hcb, pmap
-from spmd._pmap import _api, _cache, _starting
+from spmd import _dispatch, _jax, _starting, host_callback as hcb, pmap
+from spmd._pmap import _api, _cache, _starts
 
 
 def shared():
@@ -233,9 +233,9 @@ def interrupted_waiter():
     taken, give_back = threading.Event(), threading.Event()
 
     def hold():
-        with _dispatch.starting:
+        with _starting.starting:
             taken.set()
-            until(lambda: sys._current_frames()[main].f_code.co_filename == _starting.__file__)
+            until(lambda: sys._current_frames()[main].f_code.co_filename == _starts.__file__)
             interrupt(main, give_back)
             assert give_back.wait(LONG)
 
@@ -448,7 +448,7 @@ def fork():
     held, traced, go = threading.Event(), threading.Event(), threading.Event()
 
     def hold():
-        with _dispatch.starting:
+        with _starting.starting:
             held.set()
             assert go.wait(LONG)
 
@@ -472,8 +472,8 @@ def fork():
             # Tells and ends it: the thread of `faulthandler` is with the parent.
             faulthandler.register(signal.SIGALRM, chain=True)
             signal.alarm(10)
-            assert _dispatch.starting.acquire(timeout=5), "locked"
-            _dispatch.starting.release()
+            assert _starting.starting.acquire(timeout=5), "locked"
+            _starting.starting.release()
             assert unfinished.eval_shape(X).shape == (N,)
             code = 0
         except BaseException as error:
@@ -498,6 +498,7 @@ def ours(frame):
         _cache.__file__,
         _dispatch.__file__,
         _starting.__file__,
+        _starts.__file__,
     ):
         return True
     if not code.co_filename.endswith("contextlib.py") or "self" not in code.co_varnames:
@@ -539,7 +540,7 @@ def everywhere():
         if where is None:
             break
         places.append(where)
-        assert not _dispatch.starting._is_owned(), (at, where)
+        assert not _starting.starting._is_owned(), (at, where)
         free()
         for out in in_threads([lambda fun=fun: fun(X)] * 2):
             assert not isinstance(out, BaseException), (at, where, out)

@@ -16,7 +16,7 @@ import warnings
 import jax
 import numpy as np
 
-from spmd import _dispatch
+from spmd import _starting
 from spmd._pmap import _api
 import spmd.host_callback  # noqa: F401 - it asks for threads, which has to be before JAX starts
 
@@ -77,8 +77,8 @@ def free():
     """Asserts that another thread can start programs."""
 
     def take():
-        assert _dispatch.starting.acquire(timeout=LONG)
-        _dispatch.starting.release()
+        assert _starting.starting.acquire(timeout=LONG)
+        _starting.starting.release()
         return True
 
     assert in_threads([take]) == [True]

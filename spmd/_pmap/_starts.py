@@ -1,27 +1,17 @@
 """Starting the programs of a mapped function, from one thread or from many.
 
-Programs whose devices meet are started one after the other, under `_dispatch.starting`; see
+Programs whose devices meet are started one after the other, under `starting`; see
 `docs/design/pmap.md`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-import contextlib
-import threading
 from typing import Any
 import weakref
 
-import jax
-
-from spmd import _dispatch, _jax
-
-# As `threading.enumerate`, without a lock and a list: a thread that is alone needs no lock.
-_threads: Any = getattr(threading, "_active", (None, None))
-
-#: XLA lets 32 programs wait for a device of the CPU; each further one takes a thread of its pool,
-#: and when that has none left, none of them ends.
-_MOST_FLYING = 16
+from spmd import _jax
+from spmd._starting import starting, threads, wait_now_and_then
 
 
 class Starts:
@@ -57,20 +47,20 @@ class Starts:
         """
 
         def start(*args: Any, **kwargs: Any) -> Any:
-            if len(_threads) == 1:
+            if len(threads) == 1:
                 return dispatch(*args, **kwargs)
             if self.meets is None:
                 return directly(*args, **kwargs)
             if not self.meets:
                 outs = dispatch(*args, **kwargs)
             else:
-                with _dispatch.starting:
+                with starting:
                     idle = not self.misses
                     outs = dispatch(*args, **kwargs) if idle else None
                 if not idle:
                     outs = directly(*args, **kwargs)
             if self.crowds:
-                _wait_now_and_then(outs)
+                wait_now_and_then(outs)
             return outs
 
         start._clear_cache = dispatch._clear_cache  # type: ignore[attr-defined] - as a dispatcher
@@ -81,7 +71,7 @@ class Starts:
         """Makes a call that the dispatcher asks for."""
         miss = object()
         try:
-            with _dispatch.starting:
+            with starting:
                 self.misses.add(miss)
             return call(*args, **kwargs)
         finally:  # without the lock: an interrupt that finds it waiting would leave the miss there
@@ -102,43 +92,10 @@ class Starts:
 
         def learns() -> bool:
             # Other threads may be in there, and start this program without `starting`.
-            alone = before or not meets or len(_threads) == 1
+            alone = before or not meets or len(threads) == 1
             return bool(alone and (several or not self.meets))
 
         return learns
-
-
-def not_starting(work: Callable, *args: Any) -> Any:
-    """Lets other threads start programs while this one traces or compiles.
-
-    What gives `starting` back and takes it again is in C, where no signal comes in between.
-    """
-    held: Any = _dispatch.starting  # as `threading.Condition` does
-    state = held._release_save() if held._is_owned() else None
-    try:
-        return work(*args)
-    finally:
-        if state is not None:
-            held._acquire_restore(state)
-
-
-class _Flying(threading.local):
-    """How many programs this thread has started since it waited."""
-
-    count = 0
-
-
-_flying = _Flying()
-
-
-def _wait_now_and_then(outs: Any) -> None:
-    """Waits for a program that was started, so that few enough of all threads are in flight."""
-    _flying.count += 1
-    if _flying.count * len(_threads) < _MOST_FLYING:
-        return
-    _flying.count = 0
-    with contextlib.suppress(RuntimeError):  # for the user to see
-        jax.block_until_ready(outs)
 
 
 @_jax.weakref_lru_cache
