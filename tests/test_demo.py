@@ -400,6 +400,7 @@ def _demo(*args: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_the_demo_learns_and_agrees_with_the_unsharded_run(tmp_path):
     """`spmd demo --verify` goes from ln(vocabulary) below 2.2, equals the unsharded run to 1e-3."""
     done = _demo("--verify", "--json", str(tmp_path / "r.json"))

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [p for p in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if p.exists()]
 #: This page compiles for whole pods.
 LONG = {"pods.md"}
+SOAKS = (pytest.mark.slow, pytest.mark.soak)
 #: A block, what stands after its language, its text, and the output below it. Executed are
 #: ``python`` (in one namespace per page), ``python file=NAME`` (written to a file instead) and
 #: ``console run`` (each line after a ``$``, with its output below it).
@@ -73,7 +74,7 @@ def _shell(text: str) -> str:
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(p, marks=[pytest.mark.slow] * (p.name in LONG), id=p.name) for p in PAGES],
+    [pytest.param(p, marks=SOAKS if p.name in LONG else (), id=p.name) for p in PAGES],
 )
 def test_page(page, monkeypatch, tmp_path):
     """Every block of a page runs, and prints the output below it to the letter."""

@@ -466,6 +466,7 @@ def _resident():
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(2400)
 def test_many_programs(request):
     """Of many programs with a host function each nothing is left, and memory does not grow.

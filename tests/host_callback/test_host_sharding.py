@@ -334,6 +334,7 @@ def test_any_value_on_any_mesh(placed):
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @settings(max_examples=400, deadline=None)
 @given(_placed())
 def test_many_values_on_many_meshes(placed):

@@ -128,7 +128,9 @@ def test_ten_thousand_rounds_in_threads():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("devices", "seconds"), [(8, 60), (2, 20), (1, 20)])
+@pytest.mark.parametrize(
+    ("devices", "seconds"), [pytest.param(8, 60, marks=pytest.mark.soak), (2, 20), (1, 20)]
+)
 def test_stress(devices, seconds):
     """8 threads do everything at once: values are NumPy's, and at the end all counts are right."""
     limit = seconds + 90
