@@ -20,11 +20,10 @@ import jax
 import numpy as np
 
 from spmd import _api
-from spmd.host_callback._ffi import Buffer, Frame, Future, capsule, execute_handler
+from spmd.host_callback._ffi import Frame, Future, capsule, execute_handler, write
 
 TARGET = "spmd_colocated_python"
 
-_uint32 = np.dtype(np.uint32)
 _numbers = itertools.count(1)
 _promises: dict[int, Promise] = {}
 
@@ -48,10 +47,10 @@ class Promise:
         self._values: Sequence[np.ndarray] | None = None
         self._error: str | None = None
         self._settled = False
-        self._waiting: list[tuple[Future, int, list[Buffer]]] = []
+        self._waiting: list[tuple[Future, int, list[int]]] = []
         _promises[self.number] = self
 
-    def arrive(self, program: int, results: list[Buffer], suspend: Callable[[], Future]) -> Any:
+    def arrive(self, program: int, results: list[int], suspend: Callable[[], Future]) -> Any:
         """A program wants its values; returns the text of an error, or None."""
         with self._lock:
             if not self._settled:
@@ -78,14 +77,14 @@ class Promise:
         _promises.pop(self.number, None)
         self._values = None
 
-    def _write(self, program: int, results: list[Buffer]) -> str | None:
+    def _write(self, program: int, results: list[int]) -> str | None:
         if self._error is not None:
             # What depends on this program fails before it gets here.
             self.forget()
             return self._error
         values = self._values or ()
-        for place, buffer in zip(self._programs[program], results, strict=False):
-            buffer.write(values[place])
+        for place, address in zip(self._programs[program], results, strict=False):
+            write(address, values[place])
         with self._lock:
             self._left -= 1
             left = self._left
@@ -95,11 +94,11 @@ class Promise:
 
 
 def _execute(frame: Frame) -> str | None:
-    low, high, program = frame.arguments(0)[0].copy(_uint32).tolist()
-    promise = _promises.get(low | high << 32)
+    number, program = frame.numbers()
+    promise = _promises.get(number)
     if promise is None:
         return "spmd.colocated_python: the call that this program belongs to is over"
-    return promise.arrive(program, frame.results(0), frame.suspend)
+    return promise.arrive(program, frame.places(0), frame.suspend)
 
 
 _handler = execute_handler(_execute)
@@ -156,4 +155,4 @@ _api.caches_of_features.append(_clear)
 def number(promise: Promise, place: int) -> np.ndarray:
     """What a program of a promise is known by."""
     n = promise.number
-    return np.array((n & 0xFFFFFFFF, n >> 32, place), _uint32)
+    return np.array((n & 0xFFFFFFFF, n >> 32, place, 0), np.uint32)  # read as two 64-bit numbers

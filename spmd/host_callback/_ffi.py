@@ -49,6 +49,9 @@ _RESUMING = (FUTURE_SET_AVAILABLE, FUTURE_SET_ERROR)
 # XLA_FFI_Error_Code
 _UNKNOWN, _INTERNAL = 2, 13
 
+# XLA_FFI_Buffer
+_DATA = 3
+
 _METADATA = 1  # XLA_FFI_Extension_Metadata
 
 
@@ -140,6 +143,16 @@ class Frame:
         """The memory to write the results to, by default what follows the token."""
         return _buffers(self.words[_RESULTS], self.words[_RESULT_COUNT], first)
 
+    def places(self, first: int = 1) -> list[int]:
+        """Where the results begin; shapes are read by :meth:`results`, which takes longer."""
+        address, count = self.words[_RESULTS], self.words[_RESULT_COUNT]
+        return [_one(a + 8 * _DATA)[0] for a in _cached_reader(count)(address)[first:]]
+
+    def numbers(self) -> tuple[int, int]:
+        """The first two 64-bit numbers in the memory of the first operand."""
+        first, second = _two(_one(_one(self.words[_ARGS])[0] + 8 * _DATA)[0])
+        return first, second
+
     def device_ordinal(self) -> int:
         """Which device of its client executes."""
         return self.api.get(DEVICE_ORDINAL_GET, self.words[_CTX]) & 0xFFFFFFFF
@@ -167,7 +180,7 @@ class Buffer:
 
     def __init__(self, address: int):
         fields = _read_buffer(address)
-        self.address = fields[3]
+        self.address = fields[_DATA]
         rank = fields[4]
         self.shape = tuple((ctypes.c_int64 * rank).from_address(fields[5])) if rank else ()
 
@@ -186,12 +199,18 @@ class Buffer:
 
     def write(self, value: np.ndarray) -> None:
         """Writes an array of this shape."""
-        if value.nbytes:
-            self._view(value.nbytes, value.dtype)[...] = value.reshape(self.shape)
+        write(self.address, value.reshape(self.shape))
 
     def _view(self, size: int, dtype: np.dtype) -> np.ndarray:
         memory: Any = _bytes(size).from_address(self.address)
         return np.ndarray(self.shape, dtype, memory)
+
+
+def write(address: int, value: np.ndarray) -> None:
+    """Writes an array, in the order of its elements, to memory of the device."""
+    if value.nbytes:
+        memory: Any = _bytes(value.nbytes).from_address(address)
+        np.ndarray(value.shape, value.dtype, memory)[...] = value
 
 
 def _buffers(address: int, count: int, first: int) -> list[Buffer]:

@@ -104,6 +104,7 @@ WORDS = {
     "_RESULTS": ("XLA_FFI_CallFrame", "rets", "rets"),
     "_ATTRIBUTES": ("XLA_FFI_CallFrame", "attrs", "attrs"),
     "_FUTURE": ("XLA_FFI_CallFrame", "future"),
+    "_DATA": ("XLA_FFI_Buffer", "data"),
     "ERROR_CREATE": ("XLA_FFI_Api", "XLA_FFI_Error_Create"),
     "TYPE_REGISTER": ("XLA_FFI_Api", "XLA_FFI_Type_Register"),
     "STATE_SET": ("XLA_FFI_Api", "XLA_FFI_State_Set"),
