@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 import functools
+import sys
 import types
 from typing import Any
 import weakref
@@ -198,6 +199,15 @@ def _unhashable_function(fun: Any) -> Failure:
         fix="freeze its class (@dataclass(frozen=True)), or pass what changes as an argument",
         error=ArgumentError,
     )
+
+
+def global_name(wrapper: Any) -> str | None:
+    """The name by which pickle finds a wrapped function in its module, if it does."""
+    name = getattr(wrapper, "__qualname__", "")
+    found: Any = sys.modules.get(getattr(wrapper, "__module__", None) or "")
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return name if found is wrapper else None
 
 
 def _weakly_referable(fun: Callable) -> Callable:

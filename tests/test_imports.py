@@ -28,6 +28,7 @@ CORE = (
     "_trace",
     "_call",
     "_lower",
+    "_starting",
     "_dispatch",
     "_pjit",
     "_constraint",

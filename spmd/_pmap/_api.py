@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 import contextlib
 import functools
 import os
-import sys
 from typing import Any
 import weakref
 
@@ -274,8 +273,7 @@ class PmapFunction(PjitFunction):
         return f"<spmd.pmap of `{self._line.options.name}`>"
 
     def __reduce__(self) -> Any:
-        name = getattr(self, "__qualname__", "")
-        if _global(getattr(self, "__module__", None), name) is self:
+        if name := _api.global_name(self):
             return name
         return _restore, (_VERSION, _state(self))
 
@@ -450,14 +448,6 @@ _jax.register_cache(_clearer, "spmd.pmap")
 _VERSION = 1
 #: What a wrapper has of its function, and not from a user.
 _OWN = ("__wrapped__", "__signature__", "_given")
-
-
-def _global(module: str | None, name: str) -> Any:
-    """What stands under a name in a module, as pickle would look it up."""
-    found: Any = sys.modules.get(module or "")
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
 
 
 def _state(wrapped: Any) -> dict[str, Any]:

@@ -12,12 +12,14 @@ from jax.sharding import Mesh
 import numpy as np
 
 from spmd import _jax
+from spmd._api import global_name
 from spmd.colocated_python import _specs
 from spmd.colocated_python._cache import Functions, fast_key
 from spmd.colocated_python._calls import Function
 from spmd.colocated_python._errors import subject
 from spmd.colocated_python._lanes import lanes
 from spmd.colocated_python._specs import Specs, leaf_of
+from spmd.colocated_python._travel import pack, unpack
 from spmd.errors import ArgumentError, Failure, OptionError, ShardingError, explain, show_value
 
 
@@ -87,6 +89,20 @@ class ColocatedFunction:
 
     def __repr__(self) -> str:
         return f"<spmd.colocated_python of `{self._name}`>"
+
+    def __reduce__(self) -> Any:
+        """Travels by its name where it is found under that in a module, else as it is."""
+        name = global_name(self)
+        if name and self.__module__ != "__main__":  # which is another one in another process
+            return name
+        said = self._specialization
+        parts = {
+            "the function": self._fun,
+            "in_specs": said.in_specs and said.in_specs.structs(),
+            "out_specs_fn": said.out_specs_fn,
+            "devices": said.devices and [*said.devices],
+        }
+        return _restore, pack(subject(self._name), self, parts)
 
     @_jax.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -169,6 +185,15 @@ class ColocatedFunction:
         return _specs.other_tree(expected.tree, specs.tree, what) or _specs.mismatches(
             expected.leaves, specs.leaves, paths, "was called with something else than in_specs as"
         )
+
+
+def _restore(version: int, form: bytes) -> ColocatedFunction:
+    """Makes the function that another process has pickled."""
+    made = ColocatedFunction.__new__(ColocatedFunction)
+    fun, *said = unpack("A pickled colocated function", made, version, form).values()
+    made.__init__(fun, Specialization())
+    made._specialization = made.specialize(*said)._specialization
+    return made
 
 
 def _in_specs(name: str, fun: Callable, in_specs: Any) -> Specs:

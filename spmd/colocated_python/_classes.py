@@ -9,6 +9,7 @@ import inspect
 import os
 import queue
 import threading
+import types
 from typing import Any
 import weakref
 
@@ -40,7 +41,7 @@ def colocated_python_class(cls: type) -> type:
         for name, member in inspect.getmembers_static(cls)
         if _is_method(name, member)
     }
-    body |= {"_colocated_class": cls, "__init__": _make_init(cls), "__getattr__": _no_attribute}
+    body |= {"_colocated_class": cls, "__init__": _Init(cls), "__getattr__": _no_attribute}
     body |= {"__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     body |= {"__reduce__": _no_pickle}
     return type(cls.__name__, (), body)
@@ -99,12 +100,17 @@ class _Instance:
         cls: Its class.
     """
 
+    __slots__ = ("__weakref__", "_arguments", "_lock", "_made", "_object", "cls")
+
     def __init__(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.cls = cls
         self._arguments: Any = (args, kwargs)
         self._lock = threading.Lock()
         self._made = False
         self._object: Any = None
+
+    def __reduce__(self) -> Any:
+        raise _no_pickle_of(self.cls)
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a method of the object."""
@@ -119,22 +125,30 @@ class _Instance:
             return self._object
 
 
-def _make_init(cls: type) -> Callable:
-    signature = None
-    with contextlib.suppress(TypeError, ValueError):  # a class written in C may have none
-        signature = inspect.signature(cls)
+class _Init:
+    """The constructor of a wrapper class; an object, so that it travels with the class."""
 
-    @functools.wraps(cls.__init__)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it becomes that
-        if signature is not None:
-            signature.bind(*args, **kwargs)  # a mistake is told where it is made
-        instance = _Instance(cls, args, kwargs)
-        self._colocated_instance = instance
-        self._colocated_methods = {}
+    def __init__(self, cls: type):
+        functools.update_wrapper(self, cls.__init__, updated=())
+        self._cls = cls
+        self._signature = None
+        with contextlib.suppress(TypeError, ValueError):  # a class written in C may have none
+            self._signature = inspect.signature(cls)
+
+    def __get__(self, wrapper: Any, owner: Any = None) -> Any:
+        return self if wrapper is None else types.MethodType(self, wrapper)
+
+    def __call__(self, wrapper: Any, *args: Any, **kwargs: Any) -> None:
+        if self._signature is not None:
+            self._signature.bind(*args, **kwargs)  # a mistake is told where it is made
+        instance = _Instance(self._cls, args, kwargs)
+        wrapper._colocated_instance = instance
+        wrapper._colocated_methods = {}
         _undertaker.prepare()
-        weakref.finalize(self, _undertaker.take, instance).atexit = False
+        weakref.finalize(wrapper, _undertaker.take, instance).atexit = False
 
-    return __init__
+    def __reduce__(self) -> Any:
+        return _Init, (self._cls,)
 
 
 class _Undertaker:
@@ -183,8 +197,11 @@ def _no_attribute(self: Any, name: str) -> Any:
 
 
 def _no_pickle(self: Any) -> Any:
-    name = type(self).__name__
-    raise TypeError(f"cannot pickle {name!r} object: what it stands for is on the hosts")
+    raise _no_pickle_of(type(self))
+
+
+def _no_pickle_of(cls: type) -> TypeError:
+    return TypeError(f"cannot pickle {cls.__name__!r} object: what it stands for is on the hosts")
 
 
 def _not_a_class(cls: Any) -> Failure:

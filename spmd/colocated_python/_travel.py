@@ -1,0 +1,225 @@
+"""Functions that travel to other processes: written by cloudpickle, devices by their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+import contextlib
+import functools
+import inspect
+import io
+import pickle
+import threading
+import types
+from typing import Any
+
+import jax
+
+from spmd.errors import ArgumentError, Failure, explain
+
+try:
+    import cloudpickle
+except ModuleNotFoundError:  # it is needed where something travels, and only there
+    cloudpickle: Any = None
+
+_VERSION = 1
+
+
+class _Travellers(threading.local):
+    """What this thread is writing or reading; a function may refer to itself."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+
+    @contextlib.contextmanager
+    def entered(self, what: Any) -> Iterator[list[Any]]:
+        self.stack.append(what)
+        try:
+            yield self.stack
+        finally:
+            self.stack.pop()
+
+
+_travellers = _Travellers()
+
+
+def pack(subject: str, owner: Any, parts: Mapping[str, Any]) -> tuple[int, bytes]:
+    """Writes the parts of something for another process.
+
+    Args:
+        subject: How errors call it.
+        owner: The thing itself, which its parts may refer to.
+        parts: What it is made of, by name.
+
+    Returns:
+        The version of this form, and the form.
+
+    Raises:
+        ArgumentError: A part cannot be pickled; the text names it. Or cloudpickle is missing.
+    """
+    if cloudpickle is None:
+        raise explain(subject, [_NO_CLOUDPICKLE])
+    with _travellers.entered(owner) as stack:
+        try:
+            return _VERSION, _dumps(dict(parts), stack)
+        except ArgumentError:  # of something inside that travels likewise
+            raise
+        except Exception as error:
+            raise explain(subject, [_not_picklable(parts, stack, error)]) from error
+
+
+def unpack(subject: str, owner: Any, version: int, form: bytes) -> dict[str, Any]:
+    """Reads the parts of something that :func:`pack` has written, perhaps in another process.
+
+    Args:
+        subject: How errors call it.
+        owner: What it is going to be.
+        version: That of the form.
+        form: What was written.
+
+    Raises:
+        ArgumentError: Another version has written it, or a device is missing here.
+    """
+    if version != _VERSION:
+        raise explain(subject, [_other_version(version)])
+    with _travellers.entered(owner) as stack:
+        return _Reader(form, stack).load()
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, form: bytes, stack: list[Any]):
+        super().__init__(io.BytesIO(form))
+        self._stack = stack
+
+    def persistent_load(self, pid: int) -> Any:
+        return self._stack[pid]
+
+
+def _dumps(value: Any, stack: list[Any]) -> bytes:
+    file = io.BytesIO()
+
+    class Writer(cloudpickle.Pickler):
+        def persistent_id(self, thing: Any) -> int | None:
+            return next((i for i, x in enumerate(stack) if x is thing), None)
+
+        def reducer_override(self, thing: Any) -> Any:
+            if isinstance(thing, jax.Device):
+                return _device, (thing.platform, thing.id)
+            return super().reducer_override(thing)
+
+    Writer(file).dump(value)
+    return file.getvalue()
+
+
+def _device(platform: str, number: int) -> Any:
+    for device in jax.devices(platform):
+        if device.id == number:
+            return device
+    raise explain("A colocated function from another process", [_no_device(platform, number)])
+
+
+# What cannot be pickled
+
+
+def _not_picklable(parts: Mapping[str, Any], stack: list[Any], error: Exception) -> Failure:
+    """Finds the smallest thing that cannot be pickled."""
+    where, rest, culprit = "", "", None
+    seen: set[int] = set()
+    rows: Any = [(f"{name}...", "", thing) for name, thing in parts.items()]
+    while rows is not None:
+        below, rows = rows, None
+        for name, further, thing in below:
+            if id(thing) in seen:
+                continue
+            seen.add(id(thing))
+            found = _failure_of(thing, stack)
+            if found is not None:
+                where, rest = (name, further) if name else (where, rest + further)
+                culprit, error, rows = thing, found, _inside(thing)
+                break
+    return Failure(
+        what="cannot travel to another process",
+        given=where.replace("...", rest),
+        expected="what cloudpickle can write",
+        got=f"{type(culprit).__name__}: {str(error).splitlines()[0]}",
+        fix="make it where the function runs: inside of the function, or in the constructor of a "
+        "colocated class",
+        error=ArgumentError,
+    )
+
+
+def _failure_of(thing: Any, stack: list[Any]) -> Exception | None:
+    try:
+        _dumps(thing, stack)
+    except Exception as error:
+        return error
+    return None
+
+
+def _inside(thing: Any) -> Iterator[tuple[str, str, Any]]:
+    """What something refers to: where that is if it has a name of its own, what is added, it."""
+    if isinstance(thing, types.MethodType):
+        yield "", ".__self__", thing.__self__
+        yield "", ".__func__", thing.__func__
+    elif isinstance(thing, types.FunctionType):
+        yield from _inside_function(thing)
+    elif isinstance(thing, functools.partial):
+        yield "", ".func", thing.func
+        yield "", ".args", thing.args
+        yield "", ".keywords", thing.keywords
+    elif isinstance(thing, Mapping):
+        yield from (("", f"[{key!r}]", value) for key, value in thing.items())
+    elif isinstance(thing, list | tuple | set | frozenset):
+        yield from (("", f"[{i}]", value) for i, value in enumerate(thing))
+    else:
+        yield from (("", f".{name}", value) for name, value in _attributes(thing))
+
+
+def _attributes(thing: Any) -> list[tuple[str, Any]]:
+    return [*getattr(thing, "__dict__", {}).items()]
+
+
+def _inside_function(fun: types.FunctionType) -> Iterator[tuple[str, str, Any]]:
+    used = f"which `{fun.__name__}` uses"
+    for name, cell in zip(fun.__code__.co_freevars, fun.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # it has no value yet
+            yield f"`{name}...`, {used}", "", cell.cell_contents
+    for name in _names_in(fun.__code__):
+        if name in fun.__globals__:
+            yield f"`{name}...`, {used}", "", fun.__globals__[name]
+    for name, parameter in inspect.signature(fun).parameters.items():
+        yield f"the default `{name}...` of `{fun.__name__}`", "", parameter.default
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
+
+
+# What can be wrong
+
+_NO_CLOUDPICKLE = Failure(
+    what="cannot travel to another process: cloudpickle is not installed",
+    fix="pip install cloudpickle",
+    error=ArgumentError,
+)
+
+
+def _other_version(version: Any) -> Failure:
+    return Failure(
+        what="cannot be read: another version of spmd wrote it",
+        expected=f"version {_VERSION}",
+        got=f"version {version!r}",
+        fix="read it with the version that wrote it",
+        error=ArgumentError,
+    )
+
+
+def _no_device(platform: str, number: int) -> Failure:
+    return Failure(
+        what="cannot run here: a device is missing",
+        expected=f"{platform}:{number}",
+        got=", ".join(f"{d.platform}:{d.id}" for d in jax.devices(platform)),
+        error=ArgumentError,
+    )
