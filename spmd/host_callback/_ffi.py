@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.host_callback._memory import LARGE, empty
+from spmd.host_callback._memory import LARGE, empty, prefer_huge_pages
 
 _VERSION = (0, 3)
 _word = ctypes.c_uint64
@@ -209,6 +209,8 @@ class Buffer:
 def write(address: int, value: np.ndarray) -> None:
     """Writes an array, in the order of its elements, to memory of the device."""
     if value.nbytes:
+        if value.nbytes >= LARGE:
+            prefer_huge_pages(address, value.nbytes)
         memory: Any = _bytes(value.nbytes).from_address(address)
         np.ndarray(value.shape, value.dtype, memory)[...] = value
 

@@ -6,8 +6,10 @@ Fresh memory costs the kernel up to ten times as much as the copy into it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+import ctypes
 import math
 import sys
+from typing import Any
 
 import numpy as np
 
@@ -48,6 +50,23 @@ def recycle(values: list[np.ndarray]) -> None:
             if _kept + raw.nbytes <= _KEPT:
                 _free.setdefault(raw.nbytes, []).append(raw)
                 _kept += raw.nbytes
+
+
+def prefer_huge_pages(address: int, size: int) -> None:
+    """Has the kernel hand out memory that is not touched yet in pieces of 2 MiB, as NumPy does.
+
+    In pieces of 4 KiB it takes four times as long to write 64 MB there for the first time.
+    """
+    start = -(-address // _HUGE) * _HUGE
+    if (length := (address + size - start) // _HUGE * _HUGE) > 0 and _madvise is not None:
+        _madvise(start, length, _MADV_HUGEPAGE)  # a hint: it may be refused
+
+
+_HUGE = 2 << 20
+_MADV_HUGEPAGE = 14  # of Linux
+_madvise: Any = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+if _madvise is not None:
+    _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def _references_of_one() -> int:
