@@ -34,7 +34,8 @@ def process_allgather(tree: Any, tiled: bool = False) -> Any:
             a new one otherwise. Numbers are always stacked.
 
     Returns:
-        A pytree of NumPy arrays ``[processes, ...]``, or of ``[processes * n, ...]`` if `tiled`.
+        A pytree of NumPy arrays ``[processes, ...]``, or of ``[processes * n, ...]`` if `tiled`;
+        random keys come back as such.
 
     Raises:
         RuntimeError: The processes differ in structure, shape or dtype, or one did not come.
@@ -43,14 +44,15 @@ def process_allgather(tree: Any, tiled: bool = False) -> Any:
     """
     subject = "process_allgather"
     names, values, treedef = _flatten(subject, tree)
-    _check_bytes(subject, names, values)
     whole = [not _is_host_value(v) for v in values]
     if not tiled and any(whole):
         raise explain(subject, [_global(n) for n, w in zip(names, whole, strict=True) if w])
     _check_structure(subject, names, values)
-    own = [np.asarray(v) for v, w in zip(values, whole, strict=True) if not w]
+    data = [*map(_data, values)]
+    own = [np.asarray(v) for v, w in zip(data, whole, strict=True) if not w]
     stacked = iter(_split(_gathered(_packed(own)), own))
-    found = [_whole(v) if w else next(stacked) for v, w in zip(values, whole, strict=True)]
+    found = [_whole(v) if w else next(stacked) for v, w in zip(data, whole, strict=True)]
+    found = [*map(_like, found, values)]
     if tiled:
         rows = zip(found, whole, strict=True)
         found = [v if w or v.ndim < 2 else v.reshape(-1, *v.shape[2:]) for v, w in rows]
@@ -67,7 +69,7 @@ def broadcast_one_to_all(tree: Any, is_source: bool | None = None) -> Any:
             of process 0.
 
     Returns:
-        A pytree of NumPy arrays, bit by bit those of the source.
+        A pytree of NumPy arrays, bit by bit those of the source; random keys come back as such.
 
     Raises:
         RuntimeError: The processes differ in structure, shape or dtype, not exactly one is the
@@ -77,19 +79,19 @@ def broadcast_one_to_all(tree: Any, is_source: bool | None = None) -> Any:
     """
     subject = "broadcast_one_to_all"
     names, values, treedef = _flatten(subject, tree)
-    _check_bytes(subject, names, values)
     rows = zip(names, values, strict=True)
     if failures := [_no_part(n) for n, v in rows if not _is_host_value(v)]:
         raise explain(subject, failures)
     source = jax.process_index() == 0 if is_source is None else bool(is_source)
     _check_structure(subject, names, values)
     _check_source(subject, source)
-    own = [np.asarray(v) for v in values]
+    own = [np.asarray(_data(v)) for v in values]
     packed = _packed(own)
     if jax.process_count() > 1 and packed.size:
         # A sum with zeros: of bytes, it is exact for every dtype.
         packed = multihost_utils.broadcast_one_to_all(packed, source)
-    return treedef.unflatten([v[0] for v in _split(np.asarray(packed)[None], own)])
+    found = [v[0] for v in _split(np.asarray(packed)[None], own)]
+    return treedef.unflatten(map(_like, found, values))
 
 
 def assert_equal_across_processes(tree: Any, message: str = "") -> None:
@@ -201,7 +203,7 @@ _MOST_SHOWN = 8
 
 
 def _row(name: str, value: Any) -> tuple[str, str, str]:
-    array = np.asarray(jax.random.key_data(value) if _is_key(value) else value)
+    array = np.asarray(_data(value))
     shown = _shown_type(value)
     if array.size <= _MOST_SHOWN:
         shown += f" {np.array2string(array, separator=', ')}"
@@ -209,6 +211,18 @@ def _row(name: str, value: Any) -> tuple[str, str, str]:
 
 
 # What is sent
+
+
+def _data(value: Any) -> Any:
+    """A value as what has bytes: random keys as their data."""
+    return jax.random.key_data(value) if _is_key(value) else value
+
+
+def _like(data: np.ndarray, value: Any) -> Any:
+    """Data that came, as what the value is."""
+    if not _is_key(value):
+        return data
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:
@@ -242,19 +256,6 @@ def _whole(value: jax.Array) -> np.ndarray:
 
 
 # Failures
-
-
-def _check_bytes(subject: str, names: Sequence[str], values: Sequence[Any]) -> None:
-    if failures := [_key(n) for n, v in zip(names, values, strict=True) if _is_key(v)]:
-        raise explain(subject, failures)
-
-
-def _key(name: str) -> Failure:
-    return Failure(
-        what=f"cannot send {name}: it is an array of random keys",
-        fix="jax.random.key_data(keys) there, jax.random.wrap_key_data(...) of what comes back",
-        error=ArgumentError,
-    )
 
 
 def _check_source(subject: str, source: bool) -> None:

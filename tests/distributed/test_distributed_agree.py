@@ -49,18 +49,24 @@ def test_what_is_no_array(name):
     )
 
 
-@pytest.mark.parametrize("name", ["process_allgather", "broadcast_one_to_all"])
-def test_random_keys(name):
-    """Arrays of random keys are refused with the way round; they can be compared."""
-    keys = jax.random.split(jax.random.key(0), 2)
-    with pytest.raises(spmd.ArgumentError) as e:
-        getattr(distributed, name)({"k": keys})
-    assert str(e.value) == (
-        f"{name} cannot send tree['k']: it is an array of random keys.\n"
-        "  fix       jax.random.key_data(keys) there, jax.random.wrap_key_data(...) of what comes "
-        "back"
-    )
-    distributed.assert_equal_across_processes({"k": keys})
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_random_keys(impl):
+    """Random keys stay what they are, one or many; they can be compared, too."""
+    one = jax.random.key(7, impl=impl)
+    tree = {"one": one, "many": jax.random.split(one, (2, 3))}
+    data = jax.tree.map(jax.random.key_data, tree)
+
+    def check(found, wanted):
+        assert [k.dtype for k in jax.tree.leaves(found)] == [one.dtype] * 2
+        jax.tree.map(
+            np.testing.assert_array_equal, jax.tree.map(jax.random.key_data, found), wanted
+        )
+
+    stacked = jax.tree.map(lambda x: x[None], data)
+    check(distributed.process_allgather(tree), stacked)
+    check(distributed.process_allgather(tree, tiled=True), stacked | {"many": data["many"]})
+    check(distributed.broadcast_one_to_all(tree), data)
+    distributed.assert_equal_across_processes(tree)
 
 
 @pytest.mark.slow
@@ -100,6 +106,20 @@ def test_values_of_two_processes(tmp_path):
             assert got.dtype == np.asarray(values[name]).dtype, name
         assert (other["number"], float(other["f64"])) == (8, 1 / 3 + 1)
         assert np.isnan(other["bf16"][2]) and np.signbit(other["bf16"][1])
+
+        keys = jax.random.split(jax.random.key(me), 3)
+        every = [jax.random.key_data(jax.random.split(jax.random.key(i), 3)) for i in (0, 1)]
+        got = d.process_allgather(keys)
+        np.testing.assert_array_equal(jax.random.key_data(got), np.stack(every))
+        got = d.process_allgather(keys, tiled=True)
+        np.testing.assert_array_equal(jax.random.key_data(got), np.concatenate(every))
+        got = d.broadcast_one_to_all(keys, is_source=me == 1)
+        np.testing.assert_array_equal(jax.random.key_data(got), every[1])
+        split = jax.jit(lambda: jax.random.split(jax.random.key(3), 8),
+                        out_shardings=jax.NamedSharding(mesh, P("data")))()
+        got = d.process_allgather(split, tiled=True)
+        want = jax.random.key_data(jax.random.split(jax.random.key(3), 8))
+        np.testing.assert_array_equal(jax.random.key_data(got), want)
 
         x = d.host_local_to_global(part(np.arange(8.0)), mesh, P("data"))
         np.testing.assert_array_equal(d.process_allgather(x, tiled=True), np.arange(8.0))
