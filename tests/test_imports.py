@@ -20,6 +20,7 @@ CORE = (
     "_jax",
     "errors",
     "_counts",
+    "_pickled",
     "_mesh",
     "_spec",
     "_resolve",

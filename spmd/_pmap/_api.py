@@ -22,6 +22,7 @@ from spmd._api import Flat, PjitFunction, Plan, flatten
 from spmd._arguments import donated_leaves
 from spmd._call import PjitCall
 from spmd._mesh import auto_mesh
+from spmd._pickled import check_version, find_device
 from spmd._pmap._cache import Entries
 from spmd._pmap._levels import Nest, nest_here, run_in_nest
 from spmd._pmap._mapping import Mapped, spec_along
@@ -31,7 +32,7 @@ from spmd._pmap._starts import Starts
 from spmd._spec import UNSPECIFIED
 from spmd._starting import not_starting
 from spmd._trace import Signature, Trace, differences, trace
-from spmd.errors import ArgumentError, Failure, OptionError, explain
+from spmd.errors import Failure, OptionError, explain
 
 _MISSING: Any = object()
 
@@ -459,21 +460,13 @@ def _state(wrapped: Any) -> dict[str, Any]:
 
 
 def _restore(version: int, state: dict[str, Any]) -> PmapFunction:
-    if version != _VERSION:
-        raise explain("A pickled pmap", [_version_failure(version)])
+    check_version("A pickled pmap", version, _VERSION)
     given = dict(state["options"])
     if given["devices"] is not None:
-        given["devices"] = tuple(_device(p, i) for p, i in given["devices"])
+        given["devices"] = tuple(find_device("A pickled pmap", p, i) for p, i in given["devices"])
     wrapped = pmap_function(state["fun"], given)
     vars(wrapped).update(state["attributes"])
     return wrapped
-
-
-def _device(platform: str, number: int) -> Any:
-    found = [d for d in jax.devices(platform) if d.id == number]
-    if not found:
-        raise explain("A pickled pmap", [_no_device(platform, number)])
-    return found[0]
 
 
 # What a key says
@@ -527,23 +520,4 @@ def _inside_failure() -> Failure:
         what="cannot be traced, lowered or compiled by itself inside of another pmap",
         fix="stop at the outermost one; for shapes, jax.eval_shape(f, ...)",
         error=OptionError,
-    )
-
-
-def _version_failure(version: Any) -> Failure:
-    return Failure(
-        what="cannot be read: another version of spmd wrote it",
-        expected=f"version {_VERSION}",
-        got=f"version {version!r}",
-        fix="read it with the version that wrote it, or pickle the function alone",
-        error=ArgumentError,
-    )
-
-
-def _no_device(platform: str, number: int) -> Failure:
-    return Failure(
-        what="cannot run here: a device is missing",
-        expected=f"{platform}:{number}",
-        got=", ".join(f"{d.platform}:{d.id}" for d in jax.devices()),
-        error=ArgumentError,
     )

@@ -190,7 +190,7 @@ class ColocatedFunction:
 def _restore(version: int, form: bytes) -> ColocatedFunction:
     """Makes the function that another process has pickled."""
     made = ColocatedFunction.__new__(ColocatedFunction)
-    fun, *said = unpack("A pickled colocated function", made, version, form).values()
+    fun, *said = unpack(made, version, form).values()
     made.__init__(fun, Specialization())
     made._specialization = made.specialize(*said)._specialization
     return made

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from spmd._pickled import check_version, find_device
 from spmd.errors import ArgumentError, Failure, explain
 
 try:
@@ -22,6 +23,7 @@ except ModuleNotFoundError:  # it is needed where something travels, and only th
     cloudpickle: Any = None
 
 _VERSION = 1
+_SUBJECT = "A pickled colocated function"
 
 
 class _Travellers(threading.local):
@@ -67,11 +69,10 @@ def pack(subject: str, owner: Any, parts: Mapping[str, Any]) -> tuple[int, bytes
             raise explain(subject, [_not_picklable(parts, stack, error)]) from error
 
 
-def unpack(subject: str, owner: Any, version: int, form: bytes) -> dict[str, Any]:
+def unpack(owner: Any, version: int, form: bytes) -> dict[str, Any]:
     """Reads the parts of something that :func:`pack` has written, perhaps in another process.
 
     Args:
-        subject: How errors call it.
         owner: What it is going to be.
         version: That of the form.
         form: What was written.
@@ -79,8 +80,7 @@ def unpack(subject: str, owner: Any, version: int, form: bytes) -> dict[str, Any
     Raises:
         ArgumentError: Another version has written it, or a device is missing here.
     """
-    if version != _VERSION:
-        raise explain(subject, [_other_version(version)])
+    check_version(_SUBJECT, version, _VERSION)
     with _travellers.entered(owner) as stack:
         return _Reader(form, stack).load()
 
@@ -103,18 +103,11 @@ def _dumps(value: Any, stack: list[Any]) -> bytes:
 
         def reducer_override(self, thing: Any) -> Any:
             if isinstance(thing, jax.Device):
-                return _device, (thing.platform, thing.id)
+                return find_device, (_SUBJECT, thing.platform, thing.id)
             return super().reducer_override(thing)
 
     Writer(file).dump(value)
     return file.getvalue()
-
-
-def _device(platform: str, number: int) -> Any:
-    for device in jax.devices(platform):
-        if device.id == number:
-            return device
-    raise explain("A colocated function from another process", [_no_device(platform, number)])
 
 
 # What cannot be pickled
@@ -204,22 +197,3 @@ _NO_CLOUDPICKLE = Failure(
     fix="pip install cloudpickle",
     error=ArgumentError,
 )
-
-
-def _other_version(version: Any) -> Failure:
-    return Failure(
-        what="cannot be read: another version of spmd wrote it",
-        expected=f"version {_VERSION}",
-        got=f"version {version!r}",
-        fix="read it with the version that wrote it",
-        error=ArgumentError,
-    )
-
-
-def _no_device(platform: str, number: int) -> Failure:
-    return Failure(
-        what="cannot run here: a device is missing",
-        expected=f"{platform}:{number}",
-        got=", ".join(f"{d.platform}:{d.id}" for d in jax.devices(platform)),
-        error=ArgumentError,
-    )

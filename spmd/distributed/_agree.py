@@ -222,7 +222,7 @@ def _like(data: np.ndarray, value: Any) -> Any:
     """Data that came, as what the value is."""
     if not _is_key(value):
         return data
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+    return jax.random.wrap_key_data(jax.numpy.asarray(data), impl=jax.random.key_impl(value))
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

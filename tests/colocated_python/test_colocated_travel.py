@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from spmd import ArgumentError
+from spmd import ArgumentError, _pickled
 from spmd.colocated_python import _travel, colocated_python, colocated_python_class
 
 LOCK = threading.Lock()
@@ -208,14 +208,19 @@ def test_another_version_is_refused():
     assert str(caught.value) == (
         "A pickled colocated function cannot be read: another version of spmd wrote it.\n"
         "  expected  version 1\n  got       version 2\n"
-        "  fix       read it with the version that wrote it"
+        "  fix       read it with the version that wrote it, or pickle the function alone"
     )
 
 
 def test_a_device_that_is_missing():
     """What was made for more devices than are here says so."""
-    with pytest.raises(ArgumentError, match=r"a device is missing\.\n  expected  cpu:99\n  got"):
-        _travel._device("cpu", 99)
+    for platform in ("cpu", "nowhere"):
+        with pytest.raises(ArgumentError) as caught:
+            _pickled.find_device("It", platform, 99)
+        assert str(caught.value) == (
+            f"It cannot run here: a device is missing.\n  expected  {platform}:99\n"
+            f"  got       {', '.join(f'cpu:{i}' for i in range(8))}"
+        )
 
 
 def test_without_cloudpickle(monkeypatch):
