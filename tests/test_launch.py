@@ -43,6 +43,11 @@ BAD = [
     (("-n", "2", "--grace", "-1", "x.py"), "--grace -1 is negative."),
     (("-n", "2"), "launch needs a program: spmd launch -n 2 script.py [arguments ...]."),
     (("-n", "2", "no.py"), "launch cannot find the script no.py."),
+    (("-n", "2", "--", "no.py"), "launch cannot find the script no.py."),
+    (
+        ("-n", "2", "--devcies=4", "no.py"),
+        "launch does not know the option --devcies=4: see spmd launch --help.",
+    ),
     (
         ("-n", "2", "python", "train.py"),
         f"launch cannot find the script python: {os.path.basename(sys.executable)} is started by "

@@ -119,6 +119,7 @@ def _check_range(name: str, value: int, least: int, most: int | None = None) -> 
 def _command(module: str | None, program: list[str]) -> tuple[str, ...]:
     if module is not None:
         return ("-m", module, *program)
+    program = program[program[:1] == ["--"] :]  # which may end the options, as elsewhere
     if not program:
         raise CommandError("launch needs a program: spmd launch -n 2 script.py [arguments ...].")
     script = program[0]
