@@ -45,8 +45,8 @@ BAD = [
     (("-n", "2", "no.py"), "launch cannot find the script no.py."),
     (("-n", "2", "--", "no.py"), "launch cannot find the script no.py."),
     (
-        ("-n", "2", "--devcies=4", "no.py"),
-        "launch does not know the option --devcies=4: see spmd launch --help.",
+        ("-n", "2", "--", "-x", "no.py"),
+        "launch does not know the option -x: see spmd launch --help.",
     ),
     (
         ("-n", "2", "python", "train.py"),
