@@ -221,7 +221,7 @@ class Lanes:
 def _told(errors: list[tuple[str, BaseException]]) -> Exception:
     failures = [
         Failure(
-            what=f"failed on {host()}: {type(e).__name__}: {e}",
+            what=f"failed on {host()}: {type(e).__name__}: {e}".rstrip("."),
             error=ColocatedPythonError,
         )
         for _, e in errors
