@@ -419,9 +419,9 @@ def test_the_demo_learns_and_agrees_with_the_unsharded_run(tmp_path):
         ("--mesh", "data=8"),
         ("--mesh", "model=8"),
         ("--mesh", "model=2,data=2"),
-        ("--mesh", "data=2,model=8", "--devices", "16"),
-        ("--devices", "1"),
-        ("--devices", "4", "--seed", "7"),
+        pytest.param(("--mesh", "data=2,model=8", "--devices", "16"), marks=pytest.mark.soak),
+        pytest.param(("--devices", "1"), marks=pytest.mark.soak),
+        pytest.param(("--devices", "4", "--seed", "7"), marks=pytest.mark.soak),
     ],
 )
 def test_the_demo_on_other_meshes(args):

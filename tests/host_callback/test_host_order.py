@@ -664,6 +664,7 @@ def test_random_programs(way):
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("way", CHECKS)
 def test_many_random_programs(way):
     """As above, for programs that differ from run to run."""

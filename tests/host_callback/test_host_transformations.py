@@ -846,6 +846,7 @@ def test_values_are_those_without_taps(stack):
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @settings(max_examples=50, deadline=None, database=None)
 @given(stacks)
 def test_values_are_those_without_taps_for_many(stack):
@@ -942,6 +943,7 @@ def test_elements_of_batched_values(levels):
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @settings(max_examples=40, deadline=None, database=None)
 @given(LEVELS)
 def test_elements_of_batched_values_for_many(levels):
