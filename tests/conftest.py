@@ -23,7 +23,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--transformation-cases",
         type=int,
-        default=513,
+        default=1026,
         help="how many cases the slow test of two transformations draws (default: %(default)s)",
     )
     parser.addoption(

@@ -16,12 +16,13 @@ QUICK = (
     ("eager", "pjit", False),
     ("eager", "layers", True),
 )
+SOAKS = (pytest.mark.slow, pytest.mark.soak)
 SLOW = sorted({*itertools.product(WAYS, CHECKPOINTS, (False, True))} - {*QUICK})
 
 
 @pytest.mark.parametrize(
     ("way", "checkpoint", "nested"),
-    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    [*QUICK, *(pytest.param(*case, marks=SOAKS) for case in SLOW)],
 )
 def test_bytes_of_a_gradient(way, checkpoint, nested):
     """Peak, wire and residual bytes per device are at most those through `jax.jit`."""

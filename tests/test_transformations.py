@@ -1,6 +1,6 @@
 """Two transformations of a sharded function, drawn at random, against the plain function.
 
-The sampler is in `transformations.py`. `pytest` draws about 200 cases; `pytest -m slow` about 500
+The sampler is in `transformations.py`. `pytest` draws about 200 cases; `pytest -m slow` about 1,000
 others, and with `--transformation-cases N` as many as one likes. Old and new releases of JAX draw
 slow cases of their own.
 """
