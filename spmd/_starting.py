@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 import contextlib
 import os
@@ -55,7 +54,7 @@ class _Flying(threading.local):
     """How many programs this thread has started on each device since it waited for one there."""
 
     def __init__(self) -> None:
-        self.counts: Counter[Any] = Counter()
+        self.counts: dict[Any, int] = {}
 
 
 _flying = _Flying()
@@ -68,9 +67,11 @@ def wait_now_and_then(outs: Any, devices: Collection[Any] = (None,)) -> None:
         outs: Its results, any tree.
         devices: Where it runs; those of all programs, where they are not told apart.
     """
-    counts = _flying.counts
-    counts.update(devices)
-    if max(map(counts.__getitem__, devices)) * len(threads) < _MOST_FLYING:
+    counts, most = _flying.counts, 0
+    for device in devices:
+        counts[device] = count = counts.get(device, 0) + 1
+        most = max(most, count)
+    if most * len(threads) < _MOST_FLYING:
         return
     for device in devices:  # which run what they are given in order
         counts[device] = 0
