@@ -342,6 +342,12 @@ class Compiled(_Stage):
 
         return report(self)
 
+    def _taken_arguments(self) -> list[tuple[str, Any, Any]]:
+        """Name, aval and sharding of each argument of a call."""
+        skip = len(self._signature.consts)
+        names, avals = self._call.arg_names[skip:], self._jaxpr.in_avals[skip:]
+        return [*zip(names, avals, self._shardings[skip:], strict=True)]
+
     def _moved_arguments(self) -> list[tuple[str, Any, Any, Any]]:
         """Name, aval, given and wanted sharding of each argument that a call would move first."""
         skip = len(self._signature.consts)

@@ -24,6 +24,7 @@ from spmd.inspection._hlo import (
 )
 from spmd.inspection._ledger import collectives as collectives, wire_bytes as wire_bytes
 from spmd.inspection._oom import explain_oom as explain_oom, oom_failure as oom_failure
+from spmd.inspection._pieces import Argument as Argument, Excerpt as Excerpt, Split as Split
 from spmd.inspection._records import (
     DIRECTIONS as DIRECTIONS,
     KINDS as KINDS,

@@ -280,7 +280,7 @@ def _totals(a: Report, b: Report) -> tuple[TotalDelta, ...]:
 
 
 def _memory(a: Memory | None, b: Memory | None) -> tuple[Delta, ...]:
-    names = [name for name in _fields(a or b) if name != "buffers"]
+    names = [name for name in _fields(a or b) if name not in ("buffers", "places", "live")]
     return tuple(_deltas(a, b, names))
 
 

@@ -92,10 +92,13 @@ def _rows(sums: Mapping[Any, Total], names: list[str]) -> list[dict[str, Any]]:
 def save(report: Report, path: str | os.PathLike[str]) -> None:
     """Writes a report to a file, as `Report.save` says."""
     path = Path(path)
+    if path.suffix.lower() == ".html":
+        path.write_text(report.to_html(), encoding="utf-8")
+        return
     if path.suffix.lower() != ".json":
         failure = Failure(
             what=f"cannot be saved as `{path}`",
-            expected="a file name that ends in .json",
+            expected="a file name that ends in .json or .html",
             got=f"the ending {path.suffix!r}" if path.suffix else "a name without an ending",
             fix=f"report.save({str(path.with_suffix('.json'))!r})" if path.name else "",
             error=ReportError,

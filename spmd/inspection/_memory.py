@@ -33,6 +33,9 @@ from spmd.inspection._source import frames_of, user_source
 LARGEST = 20
 """How many arrays a report names."""
 
+STRETCHES = 256
+"""In how many parts of the program, at most, a report says what is alive."""
+
 
 def memory_of(
     module: Module,
@@ -74,8 +77,18 @@ def memory_of(
     }
     aliased = int(analysis.alias_size_in_bytes)
     peak = sum(sizes.values()) - aliased
-    found = largest_buffers(module, arg_names=arg_names, largest=largest)
-    return Memory(**sizes, aliased=aliased, peak=peak, buffers=found)
+    schedule = _planned(module)
+    if schedule is None:
+        return Memory(**sizes, aliased=aliased, peak=peak)
+    use = _in_use(schedule.arrays, schedule.now)
+    return Memory(
+        **sizes,
+        aliased=aliased,
+        peak=peak,
+        buffers=_largest(schedule, use, module, arg_names, largest),
+        places=len(use),
+        live=_stretches(use),
+    )
 
 
 def largest_buffers(
@@ -94,14 +107,33 @@ def largest_buffers(
         arg_names: as in `memory_of`.
         largest: how many; None for all.
     """
-    if module.entry not in module.computations:
+    schedule = _planned(module)
+    if schedule is None:
         return ()
+    use = _in_use(schedule.arrays, schedule.now)
+    return _largest(schedule, use, module, arg_names, largest)
+
+
+def _planned(module: Module) -> Schedule | None:
+    """The schedule of a module, with the home of each array; None for an empty module."""
+    if module.entry not in module.computations:
+        return None
     schedule = Schedule(module)
     _place_results(schedule, _donations(module.header))
     _share_memory(schedule)
     if not schedule.tiled:
         _hide_in_outputs(schedule.arrays)
-    alive = _alive_at_peak(schedule.arrays, schedule.now)
+    return schedule
+
+
+def _largest(
+    schedule: Schedule,
+    use: Sequence[int],
+    module: Module,
+    arg_names: Sequence[str],
+    largest: int | None,
+) -> tuple[Buffer, ...]:
+    alive = _alive_at_peak(schedule.arrays, use)
     shown = [array for array in schedule.arrays if array.home != ELSEWHERE]
     names = arg_names if len(arg_names) == len(schedule.parameters) else ()
     count = len(shown) if largest is None else largest
@@ -175,16 +207,31 @@ def _size(array: Array) -> int:
     return array.nbytes
 
 
-def _alive_at_peak(arrays: Iterable[Array], length: int) -> set[int]:
-    """Identities of the temporaries that are alive when they take most together."""
-    own = [array for array in arrays if array.home == TEMPORARY]
+def _in_use(arrays: Iterable[Array], length: int) -> list[int]:
+    """Bytes of the temporaries that are alive at each place of the program."""
     change = [0] * (length + 2)
-    for array in own:
-        change[array.birth] += array.nbytes
-        change[array.death + 1] -= array.nbytes
-    alive = list(itertools.accumulate(change))
-    when = alive.index(max(alive))
+    for array in arrays:
+        if array.home == TEMPORARY:
+            change[array.birth] += array.nbytes
+            change[array.death + 1] -= array.nbytes
+    return list(itertools.accumulate(change))[:-1]
+
+
+def _alive_at_peak(arrays: Iterable[Array], use: Sequence[int]) -> set[int]:
+    """Identities of the temporaries that are alive when they take most together."""
+    when = use.index(max(use))
+    own = (array for array in arrays if array.home == TEMPORARY)
     return {id(array) for array in own if array.birth <= when <= array.death}
+
+
+def _stretches(use: Sequence[int]) -> tuple[int, ...]:
+    """The most of each of `STRETCHES` equal parts of the program, or of each place of a short one.
+
+    A long program has more places than a picture has points; the most of each part keeps the peak.
+    """
+    count = min(len(use), STRETCHES)
+    edges = [i * len(use) // count for i in range(count + 1)]
+    return tuple(max(use[a:b]) for a, b in itertools.pairwise(edges))
 
 
 # Arguments and results
@@ -225,4 +272,6 @@ def _buffer(array: Array, module: Module, arg_names: Sequence[str], *, at_peak: 
         source=user_source(frames_of(line, module)),
         op_name=name or line.op_name or one.op_name,
         at_peak=at_peak,
+        first=array.birth,
+        last=array.death,
     )

@@ -13,6 +13,7 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from spmd.inspection._bytes import show_bytes
+from spmd.inspection._pieces import Argument, Excerpt
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -249,6 +250,8 @@ class Buffer:
         source: the user's line that it comes from, or None.
         op_name: its name-stack path; for an argument, the argument's path.
         at_peak: True where it is alive when the program needs most memory.
+        first: place in program order where it is made.
+        last: place where it is read last. An argument or output takes its memory all the time.
     """
 
     name: str
@@ -258,6 +261,8 @@ class Buffer:
     source: Source | None
     op_name: str
     at_peak: bool
+    first: int = 0
+    last: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,6 +278,9 @@ class Memory:
         peak: all of it together: arguments, outputs that are not aliased, temporaries and code. It
             is what a TPU's compiler holds against the memory of the device.
         buffers: the largest arrays, largest first.
+        places: in program order; `Buffer.first` and `last` are below it.
+        live: bytes of temporaries that are alive, as the schedule tells: the most in each of as
+            many equal stretches of the program as there are numbers.
     """
 
     arguments: int
@@ -282,6 +290,8 @@ class Memory:
     code: int
     peak: int
     buffers: tuple[Buffer, ...] = ()
+    places: int = 0
+    live: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,6 +328,9 @@ class Report:
         cost: FLOPs and bytes of main memory.
         memory: per device; None where the backend tells nothing.
         reshards: arguments that the call moves first.
+        arguments: what the program takes, and how each lies on the mesh.
+        device_ids: of the mesh, in its order: the last axis varies fastest.
+        excerpts: the source text around the lines of collectives and buffers.
     """
 
     name: str
@@ -331,6 +344,9 @@ class Report:
     cost: Cost
     memory: Memory | None
     reshards: tuple[Reshard, ...] = ()
+    arguments: tuple[Argument, ...] = ()
+    device_ids: tuple[int, ...] = ()
+    excerpts: tuple[Excerpt, ...] = ()
 
     @property
     def total(self) -> Total:
@@ -427,15 +443,31 @@ class Report:
         """Writes the report to a file.
 
         Args:
-            path: ends in ``.json``.
+            path: ends in ``.json``, which `load` reads, or in ``.html``: a page for a browser that
+                needs no other file and no network.
 
         Raises:
-            ReportError: the ending is another one.
+            ReportError: the ending is another one, or Jinja2 is missing for a page.
             OSError: the file cannot be written.
         """
         from spmd.inspection import _json
 
         _json.save(self, path)
+
+    def to_html(self) -> str:
+        """The report as one HTML page: all that `save` writes to a file ending in ``.html``.
+
+        Raises:
+            ReportError: Jinja2 is not installed.
+        """
+        from spmd.inspection import _page
+
+        return _page.report_page(self)
+
+    def _repr_html_(self) -> str | None:
+        from spmd.inspection import _page
+
+        return _page.in_notebook(self)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:

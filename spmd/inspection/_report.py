@@ -23,8 +23,10 @@ from spmd.inspection._compiling import (
     text_of,
 )
 from spmd.inspection._cost import cost_of
+from spmd.inspection._excerpts import excerpts
 from spmd.inspection._hlo import Module, parse_modules
 from spmd.inspection._ledger import ledger
+from spmd.inspection._placing import arguments_of
 from spmd.inspection._records import Cost, Report, Reshard
 from spmd.inspection._walk import visits
 
@@ -70,6 +72,8 @@ def _report_of(compiled: Any, mesh: Any) -> Report:
     modules = parse_modules(text_of(compiled))
     visited = [visits(module) for module in modules]
     pairs = [*zip(modules, visited, strict=True)]
+    found = tuple(itertools.chain.from_iterable(ledger(m, v, axis_sizes) for m, v in pairs))
+    memory = memory_plan(compiled, modules)
     return Report(
         name=_name(compiled, modules),
         backend=devices[0].platform,
@@ -78,12 +82,13 @@ def _report_of(compiled: Any, mesh: Any) -> Report:
         mesh=axis_sizes,
         num_devices=len(devices),
         versions=versions(),
-        collectives=tuple(
-            itertools.chain.from_iterable(ledger(m, v, axis_sizes) for m, v in pairs)
-        ),
+        collectives=found,
         cost=sum((cost_of(m, v) for m, v in pairs), Cost.zeros()),
-        memory=memory_plan(compiled, modules),
+        memory=memory,
         reshards=_reshards(compiled) if isinstance(compiled, stages.Compiled) else (),
+        arguments=arguments_of(compiled, mesh, _parameter_names(modules)),
+        device_ids=tuple(device.id for device in devices),
+        excerpts=excerpts(found, memory),
     )
 
 
@@ -102,6 +107,13 @@ def _name(compiled: Any, modules: tuple[Module, ...]) -> str:
     # XLA's names hold no angle brackets.
     name = re.sub("^(p?jit|pmap)_", "", modules[0].name) if modules else ""
     return "<lambda>" if name.strip("_") == "lambda" else name
+
+
+def _parameter_names(modules: tuple[Module, ...]) -> list[str]:
+    """Paths of the parameters of the last module, which holds the program."""
+    entry = modules[-1].computations.get(modules[-1].entry) if modules else None
+    found = [one for one in entry.instructions if one.opcode == "parameter"] if entry else []
+    return [one.op_name for one in sorted(found, key=lambda one: int(one.operands))]
 
 
 # Arguments that move

@@ -2,6 +2,7 @@
 
 from hypothesis import strategies as st
 
+from spmd.inspection._pieces import Argument, Excerpt, Split
 from spmd.inspection._records import (
     DIRECTIONS,
     KINDS,
@@ -196,6 +197,8 @@ buffers = st.builds(
     source=st.none() | sources,
     op_name=names,
     at_peak=st.booleans(),
+    first=counts,
+    last=counts,
 )
 memories = st.builds(
     Memory,
@@ -206,8 +209,30 @@ memories = st.builds(
     code=counts,
     peak=counts,
     buffers=st.lists(buffers, max_size=3).map(tuple),
+    places=counts,
+    live=st.lists(counts, max_size=4).map(tuple),
 )
 reshards = st.builds(Reshard, argument=names, given=names, wanted=names, nbytes=counts)
+splits = st.builds(
+    Split,
+    axes=st.sampled_from([(), ("data",), ("model", "data")]),
+    parts=st.integers(1, 64),
+    block=counts,
+)
+arguments = st.integers(0, 3).flatmap(
+    lambda rank: st.builds(
+        Argument,
+        path=names,
+        dtype=st.sampled_from(["f32", "key<fry>"]),
+        shape=st.lists(counts, min_size=rank, max_size=rank).map(tuple),
+        sharding=names,
+        splits=st.none() | st.lists(splits, min_size=rank, max_size=rank).map(tuple),
+        nbytes=counts,
+    )
+)
+excerpts = st.builds(
+    Excerpt, file=files, first=st.integers(1, 10**6), lines=st.lists(names, max_size=3).map(tuple)
+)
 meshes = st.sampled_from(
     [{}, {"data": 4}, {"data": 4, "model": 2}, {"model": 2, "data": 4, "層": 1}]
 )
@@ -224,4 +249,7 @@ reports = st.builds(
     cost=st.builds(Cost, flops=counts, hbm_bytes=counts, unknown_loops=counts, opaque_calls=counts),
     memory=st.none() | memories,
     reshards=st.lists(reshards, max_size=2).map(tuple),
+    arguments=st.lists(arguments, max_size=2).map(tuple),
+    device_ids=st.lists(st.integers(0, 8191), max_size=8).map(tuple),
+    excerpts=st.lists(excerpts, max_size=2).map(tuple),
 )

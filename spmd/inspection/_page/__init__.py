@@ -1,0 +1,120 @@
+"""A report, or the differences of two, as one HTML page that needs nothing from elsewhere.
+
+Text of users (names, paths, lines of code) gets into a page in two ways only: through a template
+that escapes it, and as JSON in a data block with every sign of markup escaped. The page's policy
+allows no script or style but its own, by their hashes, and no address to load anything from.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+import functools
+import hashlib
+import html
+from importlib import resources
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spmd.errors import Failure, ReportError, explain
+from spmd.inspection._page import _compare, _view
+
+if TYPE_CHECKING:
+    from spmd.inspection._diff import Diff
+    from spmd.inspection._records import Report
+
+LARGEST_CELL = 4 * 2**20
+"""Bytes of a page that a notebook shows; what is larger would make the notebook's file too slow."""
+
+
+def report_page(report: Report) -> str:
+    """The page of a report, as `Report.to_html` says."""
+    return _page("report.html.j2", f"report of `{report.name}`", _view.view(report))
+
+
+def diff_page(diff: Diff) -> str:
+    """The page of the differences of two reports, as `Diff.to_html` says."""
+    return _page("diff.html.j2", "diff", _compare.view(diff))
+
+
+def in_notebook(report: Report) -> str | None:
+    """The page in a frame of its own; None where it is too large, or Jinja2 is missing.
+
+    The frame is sandboxed: the page's script runs and reaches nothing of the notebook. A notebook
+    that is not trusted strips the frame and keeps the sentence before it.
+    """
+    if importlib.util.find_spec("jinja2") is None:
+        return None
+    page = report_page(report)
+    if len(page) > LARGEST_CELL:
+        return None
+    return (
+        f"<p>{html.escape(repr(report)[1:-1])}</p>"
+        f'<iframe sandbox="allow-scripts" title="Report of {html.escape(report.name)}" '
+        'width="100%" height="720" frameborder="0" '
+        f'srcdoc="{html.escape(page)}"></iframe>'
+    )
+
+
+def write(page: str, path: str | os.PathLike[str]) -> None:
+    """Writes a page to a file; what no UTF-8 has becomes a question mark."""
+    Path(path).write_text(page, encoding="utf-8", errors="replace")
+
+
+def embed(data: Any) -> str:
+    """JSON that can stand in a script element: no sign in it begins markup or ends a line.
+
+    Inverse: `json.loads` of it gives `data`.
+    """
+    text = json.dumps(data, separators=(",", ":"))
+    for sign in "<>&":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return text
+
+
+def _page(template: str, subject: str, view: Mapping[str, Any]) -> str:
+    environment = _environment(subject)
+    style, script = _text("page.css"), _text("page.js")
+    return environment.get_template(template).render(
+        **view,
+        style=style,
+        script=script,
+        style_hash=_hash(style),
+        script_hash=_hash(script),
+        json=embed(view["data"]),
+    )
+
+
+def _text(name: str) -> str:
+    return resources.files(__name__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _environment(subject: str) -> Any:
+    if importlib.util.find_spec("jinja2") is None:
+        failure = Failure(
+            what="cannot be drawn as HTML: Jinja2 is not installed",
+            fix="pip install 'spmd[html]'",
+            error=ReportError,
+        )
+        raise explain(subject, [failure])
+    return _made_environment()
+
+
+@functools.cache
+def _made_environment() -> Any:
+    import jinja2
+
+    return jinja2.Environment(
+        loader=jinja2.FunctionLoader(_text),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )

@@ -1,0 +1,299 @@
+"use strict";
+// Everything that the page shows is in the document or in its data block; what comes from a user
+// is only ever set as text.
+(() => {
+  const root = document.documentElement;
+  root.classList.add("script");
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const byId = (id) => document.getElementById(id);
+
+  const make = (tag, properties = {}, ...children) => {
+    const node = Object.assign(document.createElement(tag), properties);
+    node.append(...children);
+    return node;
+  };
+  const svg = (tag, attributes, ...children) => {
+    const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+    node.append(...children);
+    return node;
+  };
+
+  // Theme
+
+  const themes = ["system", "light", "dark"];
+  const stored = () => {
+    try { return localStorage.getItem("spmd-theme"); } catch { return null; } // a sandboxed frame has none
+  };
+  const setTheme = (name) => {
+    if (name === "system") delete root.dataset.theme;
+    else root.dataset.theme = name;
+    byId("theme-name").textContent = name;
+    try { localStorage.setItem("spmd-theme", name); } catch { /* as above */ }
+  };
+  setTheme(themes.includes(stored()) ? stored() : "system");
+  byId("theme").addEventListener("click", () => {
+    setTheme(themes[(themes.indexOf(root.dataset.theme || "system") + 1) % themes.length]);
+  });
+
+  // Sorting
+
+  const keyOf = (cell) => {
+    const value = cell.dataset.v;
+    return value === undefined ? cell.textContent.trim() : Number(value);
+  };
+  const compare = (a, b) => (a < b ? -1 : a > b ? 1 : 0);
+
+  const sortBy = (table, header, rows) => {
+    const column = [...header.parentNode.children].indexOf(header);
+    const numeric = rows.length > 0 && rows[0].cells[column].dataset.v !== undefined;
+    const current = header.getAttribute("aria-sort");
+    const first = numeric ? "descending" : "ascending";
+    const other = numeric ? "ascending" : "descending";
+    const order = current === first ? other : first;
+    for (const one of header.parentNode.children) one.removeAttribute("aria-sort");
+    header.setAttribute("aria-sort", order);
+    const sign = order === "ascending" ? 1 : -1;
+    const keyed = rows.map((row, i) => [keyOf(row.cells[column]), i, row]);
+    keyed.sort((a, b) => sign * compare(a[0], b[0]) || a[1] - b[1]);
+    table.tBodies[0].append(...keyed.map((entry) => entry[2]));
+  };
+
+  for (const table of document.querySelectorAll("table.sortable")) {
+    const rows = [...table.tBodies[0].rows]; // in the order of the report, whatever is shown
+    table.tHead.addEventListener("click", (event) => {
+      const button = event.target.closest("button.sort");
+      if (!button) return;
+      closeDetails(table);
+      sortBy(table, button.closest("th"), rows);
+    });
+  }
+
+  // Ledger: details of a row
+
+  function closeDetails(within) {
+    for (const row of within.querySelectorAll("tr.detail")) {
+      row.previousElementSibling.querySelector(".open").setAttribute("aria-expanded", "false");
+      row.remove();
+    }
+  }
+
+  const detailOf = (row) => {
+    const one = data.details[Number(row.dataset.i)];
+    const list = make("dl");
+    const add = (name, text) => { if (text) list.append(make("dt", { textContent: name }), make("dd", {}, text)); };
+    const shown = (index) => row.cells[index].textContent;
+    add("shapes", one.shapes);
+    add("payload", `${shown(2)}; on the wire ${shown(3)}, ${shown(4)} ${shown(4) === "1" ? "run" : "runs"}`);
+    add("direction", shown(6));
+    add("marks", one.marks.join(", "));
+    add("name stack", one.op);
+    add("groups", one.groups && `${one.groups}, at most ${one.group_size} devices`);
+    add("instruction", one.hlo);
+    const frames = one.frames.map((i) => data.frames[i]);
+    if (frames.length) {
+      add("stack", make("ol", {}, ...frames.map(([file, line, name]) => make("li", { textContent: `${file}:${line} ${name}` }))));
+    }
+    const cell = make("td", { className: "detail" }, list);
+    cell.colSpan = row.cells.length;
+    const detail = make("tr", { className: "detail" }, cell);
+    return detail;
+  };
+
+  const toggle = (button) => {
+    const row = button.closest("tr");
+    const open = button.getAttribute("aria-expanded") === "true";
+    button.setAttribute("aria-expanded", String(!open));
+    if (open) row.nextElementSibling.remove();
+    else row.after(detailOf(row));
+  };
+
+  const table = byId("rows");
+  if (table) {
+    table.addEventListener("click", (event) => {
+      const button = event.target.closest("button.open");
+      if (button) toggle(button);
+    });
+    table.addEventListener("keydown", (event) => {
+      const detailed = event.target.closest("tr");
+      if (event.key !== "Escape" || !detailed) return;
+      const button = (detailed.matches(".detail") ? detailed.previousElementSibling : detailed).querySelector(".open");
+      if (button && button.getAttribute("aria-expanded") === "true") toggle(button);
+      if (button) button.focus();
+    });
+  }
+
+  // Ledger: filters
+
+  const filters = byId("filters");
+  if (filters) {
+    const rows = [...table.tBodies[0].rows].map((row) => ({
+      row,
+      text: [row.textContent, row.dataset.line, ...["shapes", "op", "hlo"].map((name) => (data.details[row.dataset.i] || {})[name] || "")].join("\n").toLowerCase(),
+      axes: row.dataset.axes.split(" "),
+    }));
+    const text = byId("filter-text"), kind = byId("filter-kind"), axis = byId("filter-axis"), direction = byId("filter-direction");
+    const apply = () => {
+      closeDetails(table);
+      const words = text.value.toLowerCase().split(/\s+/).filter(Boolean);
+      let shown = 0;
+      for (const one of rows) {
+        const data = one.row.dataset;
+        const fits = words.every((word) => one.text.includes(word)) &&
+          (!kind.value || data.kind === kind.value) &&
+          (!axis.value || one.axes.includes(axis.value)) &&
+          (!direction.value || data.direction === direction.value);
+        if (one.row.hidden === fits) one.row.hidden = !fits;
+        shown += fits;
+      }
+      byId("shown").textContent = `${shown} of ${rows.length} rows`;
+    };
+    filters.addEventListener("input", apply);
+    filters.addEventListener("submit", (event) => event.preventDefault());
+    filters.addEventListener("reset", () => setTimeout(apply)); // the fields are empty only then
+    text.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") { text.value = ""; apply(); }
+    });
+    byId("source")?.addEventListener("click", (event) => {
+      const button = event.target.closest("button[data-line]");
+      if (!button) return;
+      filters.reset();
+      text.value = button.dataset.line;
+      apply();
+      byId("ledger").scrollIntoView();
+      text.focus({ preventScroll: true });
+    });
+  }
+
+  // Mesh: which shard of an argument lies on which device
+
+  const grid = byId("devices");
+  if (!grid || !data.mesh.length) {
+    for (const id of ["held", "mesh-hint"]) byId(id)?.remove();
+    return;
+  }
+  const names = data.mesh.map(([name]) => name), sizes = data.mesh.map(([, size]) => size);
+  const count = sizes.reduce((a, b) => a * b, 1);
+  const coordinates = Array.from({ length: count }, (_, i) => {
+    const place = [];
+    for (let d = sizes.length - 1; d >= 0; d--) { place.unshift(i % sizes[d]); i = Math.floor(i / sizes[d]); }
+    return place;
+  });
+  const columns = sizes[sizes.length - 1], rows = sizes.length > 1 ? sizes[sizes.length - 2] : 1;
+  const small = count > 256;
+  let chosen = 0, at = 0, cells = [], held = [], same = new Map();
+
+  // As in `Split.range_at`.
+  const rangesAt = (argument, place) => argument.splits && argument.splits.map(([axes, , block], d) => {
+    const part = axes.reduce((k, axis) => k * sizes[names.indexOf(axis)] + place[names.indexOf(axis)], 0);
+    const size = argument.shape[d];
+    return [Math.min(part * block, size), Math.min((part + 1) * block, size)];
+  });
+
+  const buildGrid = () => {
+    grid.classList.toggle("small", small);
+    grid.setAttribute("role", "group");
+    grid.setAttribute("aria-label", "Devices of the mesh");
+    for (let start = 0; start < count; start += rows * columns) {
+      const lead = coordinates[start].slice(0, -2).map((k, d) => `${names[d]}=${k}`).join(", ");
+      const facet = make("div", { className: "grid" });
+      facet.style.gridTemplateColumns = `repeat(${columns + 1}, max-content)`;
+      facet.append(make("span", { className: "axis-label" }));
+      for (let c = 0; c < columns; c++) {
+        const label = small ? (c % 8 ? "" : String(c)) : `${names[names.length - 1]}=${c}`;
+        facet.append(make("span", { className: "axis-label", textContent: label }));
+      }
+      for (let i = start; i < start + rows * columns; i++) {
+        if ((i - start) % columns === 0) {
+          const r = (i - start) / columns;
+          const label = names.length < 2 ? "" : small ? (r % 8 ? "" : String(r)) : `${names[names.length - 2]}=${r}`;
+          facet.append(make("span", { className: "axis-label", textContent: label }));
+        }
+        const cell = make("div", { className: "device", tabIndex: -1, textContent: small ? "" : String(data.devices[i] ?? i) });
+        cell.dataset.i = i;
+        cell.setAttribute("role", "img");
+        cells[i] = cell;
+        facet.append(cell);
+      }
+      grid.append(make("div", { className: "facet" }, ...(lead ? [make("p", { textContent: lead })] : []), facet));
+    }
+  };
+
+  const choose = (index) => {
+    chosen = index;
+    const argument = data.arguments[index];
+    const numbers = new Map();
+    same = new Map();
+    held = coordinates.map((place, i) => {
+      const ranges = rangesAt(argument, place);
+      const key = JSON.stringify(ranges);
+      if (!numbers.has(key)) numbers.set(key, numbers.size);
+      if (!same.has(key)) same.set(key, []);
+      same.get(key).push(i);
+      return { ranges, key, number: numbers.get(key) };
+    });
+    for (let i = 0; i < count; i++) {
+      const one = held[i];
+      cells[i].classList.toggle("plain", numbers.size < 2 || !one.ranges);
+      cells[i].style.setProperty("--hue", String(Math.round((210 + 360 * one.number / Math.max(numbers.size, 1)) % 360)));
+      cells[i].setAttribute("aria-label", `device ${data.devices[i] ?? i}, ${placeText(i)}: ${indexText(argument, one.ranges)}`);
+    }
+    for (const button of document.querySelectorAll("button.choose")) {
+      button.setAttribute("aria-pressed", String(Number(button.dataset.i) === index));
+    }
+    show(at);
+  };
+
+  const placeText = (i) => names.map((name, d) => `${name}=${coordinates[i][d]}`).join(", ");
+  const indexText = (argument, ranges) => {
+    if (!ranges) return argument.sharding;
+    const parts = ranges.map(([a, b], d) => (a === 0 && b === argument.shape[d] ? ":" : `${a}:${b}`));
+    return `${argument.path}${parts.length ? `[${parts.join(", ")}]` : ""}`;
+  };
+
+  const show = (i) => {
+    at = i;
+    const argument = data.arguments[chosen], one = held[i], panel = byId("held");
+    const others = one.ranges ? same.get(one.key).filter((j) => j !== i) : [];
+    for (const cell of cells) {
+      const index = Number(cell.dataset.i);
+      cell.classList.toggle("same", one.ranges !== null && held[index].key === one.key);
+      cell.tabIndex = index === i ? 0 : -1;
+    }
+    const listed = others.slice(0, 12).map((j) => data.devices[j] ?? j).join(", ");
+    const more = others.length > 12 ? ` and ${others.length - 12} more` : "";
+    panel.replaceChildren(
+      make("h3", { textContent: `device ${data.devices[i] ?? i}` }),
+      make("p", { className: "quiet", textContent: placeText(i) }),
+      make("p", { className: "index", textContent: indexText(argument, one.ranges) }),
+      make("p", { className: "quiet", textContent: `${argument.dtype}[${argument.shape.join(",")}] as ${argument.sharding}, ${argument.nbytes} per device` }),
+      ...(one.ranges || []).map(([a, b], d) => make("div", { className: "dim" },
+        make("span", { textContent: `dim ${d}` }),
+        svg("svg", { viewBox: "0 0 100 10", preserveAspectRatio: "none", "aria-hidden": "true" },
+          svg("rect", { x: argument.shape[d] ? 100 * a / argument.shape[d] : 0, width: argument.shape[d] ? 100 * (b - a) / argument.shape[d] : 0, height: 10 })),
+        make("span", { className: "quiet", textContent: `${b - a} of ${argument.shape[d]}` }))),
+      make("p", { className: "quiet", textContent: !one.ranges ? "No PartitionSpec says which part lies here." : others.length ? `The same is on device${others.length > 1 ? "s" : ""} ${listed}${more}.` : "No other device has this shard." }),
+    );
+  };
+
+  grid.addEventListener("pointerover", (event) => {
+    const cell = event.target.closest(".device");
+    if (cell && Number(cell.dataset.i) !== at) show(Number(cell.dataset.i));
+  });
+  grid.addEventListener("focusin", (event) => {
+    const cell = event.target.closest(".device");
+    if (cell && Number(cell.dataset.i) !== at) show(Number(cell.dataset.i));
+  });
+  grid.addEventListener("keydown", (event) => {
+    const moves = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns, Home: -at, End: count - 1 - at };
+    const to = at + moves[event.key];
+    if (!(to >= 0 && to < count)) return;
+    event.preventDefault();
+    cells[to].focus();
+  });
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest("button.choose");
+    if (button) choose(Number(button.dataset.i));
+  });
+  if (data.arguments.length) { buildGrid(); choose(0); }
+})();
