@@ -160,6 +160,16 @@ class Diff:
 
         _diff_text.show(self, console, limit=limit)
 
+    def to_html(self) -> str:
+        """The differences as one HTML page that needs no other file and no network.
+
+        Raises:
+            ReportError: Jinja2 is not installed.
+        """
+        from spmd.inspection import _page
+
+        return _page.diff_page(self)
+
     def to_json(self) -> dict[str, Any]:
         """The differences as JSON values, under the names of the fields of the records.
 

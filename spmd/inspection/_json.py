@@ -93,7 +93,8 @@ def save(report: Report, path: str | os.PathLike[str]) -> None:
     """Writes a report to a file, as `Report.save` says."""
     path = Path(path)
     if path.suffix.lower() == ".html":
-        path.write_text(report.to_html(), encoding="utf-8")
+        # A name may hold what UTF-8 has no bytes for.
+        path.write_text(report.to_html(), encoding="utf-8", errors="replace")
         return
     if path.suffix.lower() != ".json":
         failure = Failure(

@@ -97,9 +97,7 @@ def splits_of(shape: Sequence[int], sharding: Any, mesh: Any) -> tuple[Split, ..
     return splits_of_spec(shape, spec, dict(mesh.shape))
 
 
-def splits_of_spec(
-    shape: Sequence[int], spec: Any, mesh: Mapping[str, int]
-) -> tuple[Split, ...]:
+def splits_of_spec(shape: Sequence[int], spec: Any, mesh: Mapping[str, int]) -> tuple[Split, ...]:
     """How a PartitionSpec cuts each dimension of a shape; unconstrained ones count as whole."""
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     return tuple(

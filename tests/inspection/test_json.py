@@ -381,11 +381,11 @@ def test_no_json(tmp_path):
 
 
 def test_other_endings(tmp_path):
-    """Only JSON is written so far, and the error says which name to take."""
-    assert error(SMALL.save, tmp_path / "r.html") == (
-        f"report of `step` cannot be saved as `{tmp_path / 'r.html'}`.\n"
-        "  expected  a file name that ends in .json\n"
-        "  got       the ending '.html'\n"
+    """Only JSON and pages are written, and the error says which name to take."""
+    assert error(SMALL.save, tmp_path / "r.txt") == (
+        f"report of `step` cannot be saved as `{tmp_path / 'r.txt'}`.\n"
+        "  expected  a file name that ends in .json or .html\n"
+        "  got       the ending '.txt'\n"
         f"  fix       report.save('{tmp_path / 'r.json'}')"
     )
     assert "a name without an ending" in error(SMALL.save, tmp_path / "r")

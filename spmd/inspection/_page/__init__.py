@@ -15,8 +15,6 @@ import html
 from importlib import resources
 import importlib.util
 import json
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spmd.errors import Failure, ReportError, explain
@@ -57,11 +55,6 @@ def in_notebook(report: Report) -> str | None:
         'width="100%" height="720" frameborder="0" '
         f'srcdoc="{html.escape(page)}"></iframe>'
     )
-
-
-def write(page: str, path: str | os.PathLike[str]) -> None:
-    """Writes a page to a file; what no UTF-8 has becomes a question mark."""
-    Path(path).write_text(page, encoding="utf-8", errors="replace")
 
 
 def embed(data: Any) -> str:

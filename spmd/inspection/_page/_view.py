@@ -77,8 +77,8 @@ def _figures(report: Report) -> Iterator[dict[str, str]]:
     total, cost = report.total, report.cost
     unknown = f"; {total.unknown:,} run an unknown number of times" if total.unknown else ""
     yield _figure("On the wire", bounded(total, total.wire_bytes), "sent by each device in a call")
-    sites = "1 place" if total.sites == 1 else f"{total.sites:,} places"
-    yield _figure("Collectives", f"{total.sites:,}", f"{sites}, {total.executions:,} runs{unknown}")
+    runs = "1 run" if total.executions == 1 else f"{total.executions:,} runs"
+    yield _figure("Collectives", f"{total.sites:,}", f"{runs} in a call{unknown}")
     loops = "a lower bound: a loop of unknown length" if cost.unknown_loops else "per device"
     yield _figure("FLOPs", count(cost.flops), loops)
     yield _figure("Main memory traffic", show_bytes(cost.hbm_bytes), "read and written per device")
@@ -194,9 +194,7 @@ def _file(
     }
 
 
-def _line(
-    file: str, number: int, text: str, lines: Mapping[Any, Any], most: int
-) -> dict[str, Any]:
+def _line(file: str, number: int, text: str, lines: Mapping[Any, Any], most: int) -> dict[str, Any]:
     total, words = lines.get((file, number), (None, []))
     share = percent(total.wire_bytes, most) if total else 0.0
     return {
@@ -361,9 +359,8 @@ def _buffer(one: Buffer, places: int) -> dict[str, Any]:
         "shape": str(one.shape),
         "nbytes": show_bytes(one.nbytes),
         "place": place,
+        "name": place.rpartition("/")[2],
         "label": one.op_name if one.kind == "argument" and one.op_name else one.name,
         "start": round(100 * one.first / places, 2) if places else 0.0,
         "width": max(0.5, round(100 * width / places, 2)) if places else 0.0,
     }
-
-

@@ -96,7 +96,9 @@
     }
     const cell = make("td", { className: "detail" }, list);
     cell.colSpan = row.cells.length;
+    cell.setAttribute("role", "cell");
     const detail = make("tr", { className: "detail" }, cell);
+    detail.setAttribute("role", "row");
     return detail;
   };
 
