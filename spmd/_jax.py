@@ -1205,6 +1205,12 @@ def varying_aval(shape: Sequence[int], dtype: Any) -> Any:
     return ShapedArray(tuple(shape), dtype, sharding=whole, manual_axis_type=varying)
 
 
+def varying_axes(aval: Any) -> tuple[frozenset[str], bool]:
+    """Manual axes over which a traced value differs, and whether `shard_map` keeps account."""
+    kind = getattr(aval, "manual_axis_type", None)
+    return getattr(kind, "varying", frozenset()), bool(config._check_vma.value)
+
+
 def physical_shape(aval: Any) -> tuple[tuple[int, ...], np.dtype]:
     """Shape and dtype of the array behind an aval; that of a PRNG key has a dimension more."""
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):

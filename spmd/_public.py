@@ -48,18 +48,22 @@ if _typing.TYPE_CHECKING:
     from spmd.inspection import (
         Diff as Diff,
         Fit as Fit,
+        Picture as Picture,
         Report as Report,
         diff as diff,
         fits as fits,
         report as report,
         sweep as sweep,
         topology as topology,
+        visualize as visualize,
     )
 
 #: Names of features, and where they live: the core never imports those files.
 _FEATURES = {
     **dict.fromkeys(
-        ("Diff", "Fit", "Report", "diff", "fits", "report", "sweep", "topology"), "spmd.inspection"
+        ("Diff", "Fit", "Picture", "Report", "diff", "fits", "report", "sweep", "topology")
+        + ("visualize",),
+        "spmd.inspection",
     ),
     "colocated_python": "spmd.colocated_python",
     "distributed": "spmd.distributed",

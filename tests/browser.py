@@ -1,4 +1,4 @@
-"""A real Chromium for tests of pages, in which every request but the page's own file is a failure."""
+"""A real Chromium for tests of pages; every request but that for the page is a failure."""
 
 import contextlib
 import os

@@ -40,6 +40,11 @@ from spmd.inspection._records import (
     Total as Total,
     totals as totals,
 )
+from spmd.inspection._visualize import (
+    Picture as Picture,
+    Shard as Shard,
+    visualize as visualize,
+)
 
 if TYPE_CHECKING:
     from spmd.inspection._fits import fits as fits

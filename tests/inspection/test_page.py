@@ -207,7 +207,9 @@ def test_hover_shows_the_shard_that_jax_has_there(real, browser, tmp_path):
                 tab.hover(f".device[data-i='{place}']")
                 panel = [line for line in tab.inner_text("#held").split("\n") if line]
                 assert panel[0] == f"device {device.id}"
-                assert panel[1] == ", ".join(f"{a}={k}" for a, k in zip(mesh.shape, coordinate))
+                assert panel[1] == ", ".join(
+                    f"{a}={k}" for a, k in zip(mesh.shape, coordinate, strict=True)
+                )
                 assert panel[2] == shown(one.arguments[number].path, held[device], leaf.shape)
                 same = {mesh.devices[c].id for c in itertools.product(range(2), repeat=3)
                         if held[mesh.devices[c]] == held[device]}  # fmt: skip

@@ -18,11 +18,12 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from spmd.errors import Failure, ReportError, explain
-from spmd.inspection._page import _compare, _view
+from spmd.inspection._page import _compare, _sheets, _view
 
 if TYPE_CHECKING:
     from spmd.inspection._diff import Diff
     from spmd.inspection._records import Report
+    from spmd.inspection._visualize import Picture
 
 LARGEST_CELL = 4 * 2**20
 """Bytes of a page that a notebook shows; what is larger would make the notebook's file too slow."""
@@ -36,6 +37,21 @@ def report_page(report: Report) -> str:
 def diff_page(diff: Diff) -> str:
     """The page of the differences of two reports, as `Diff.to_html` says."""
     return _page("diff.html.j2", "diff", _compare.view(diff))
+
+
+def picture_page(picture: Picture) -> str:
+    """The page of a picture, as `Picture.to_html` says."""
+    view = _sheets.view(picture) | {"fragment": False}
+    return _page("picture_page.html.j2", "picture", view, _text("picture.css"))
+
+
+def picture_fragment(picture: Picture) -> str | None:
+    """The picture without a page around it, for notebooks; None where Jinja2 is missing."""
+    if importlib.util.find_spec("jinja2") is None:
+        return None
+    template = _environment("picture").get_template("picture.html.j2")
+    view = _sheets.view(picture) | {"fragment": True}
+    return template.render(**view, picture_style=_text("picture.css"))
 
 
 def in_notebook(report: Report) -> str | None:
@@ -68,9 +84,9 @@ def embed(data: Any) -> str:
     return text
 
 
-def _page(template: str, subject: str, view: Mapping[str, Any]) -> str:
+def _page(template: str, subject: str, view: Mapping[str, Any], more_style: str = "") -> str:
     environment = _environment(subject)
-    style, script = _text("page.css"), _text("page.js")
+    style, script = _text("page.css") + more_style, _text("page.js")
     return environment.get_template(template).render(
         **view,
         style=style,

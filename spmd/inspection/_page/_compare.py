@@ -78,7 +78,7 @@ def _both(a: Collective | None, b: Collective | None, show: Callable[[Collective
 
 def signed(nbytes: int) -> str:
     """A difference with its sign: ``+1.5 MiB``."""
-    return f"{'+' if nbytes > 0 else '−' if nbytes < 0 else ''}{show_bytes(abs(nbytes))}"
+    return f"{'+' if nbytes > 0 else '-' if nbytes < 0 else ''}{show_bytes(abs(nbytes))}"
 
 
 def _total(
@@ -107,7 +107,7 @@ def _figures(diff: Diff) -> Iterator[dict[str, str]]:
 
 def _figure(delta: Delta, show: Callable[[int], str]) -> dict[str, str]:
     change = delta.change
-    sign = "+" if (change or 0) > 0 else "−"
+    sign = "+" if (change or 0) > 0 else "-"
     return {
         "name": _NAMES.get(delta.name, delta.name.replace("_", " ")),
         "a": "unknown" if delta.a is None else show(delta.a),
