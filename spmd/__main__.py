@@ -1,4 +1,4 @@
-"""The command line: ``spmd demo``, ``report``, ``fits``, ``sweep``, ``diff``, ``launch``.
+"""The command line: ``spmd demo``, ``report``, ``fits``, ``sweep``, ``diff``, ``show``, ``launch``.
 
 JAX reads the number of CPU devices when it starts, so everything that arguments can get wrong is
 said, and the devices are set, before anything here imports it.
@@ -30,7 +30,7 @@ examples:
   spmd demo --mesh data=8            pure data parallelism
   spmd demo --mesh data=2,model=8 --devices 16
   spmd demo --verify                 compare with the same training unsharded
-  spmd demo --steps 50 --json r.json
+  spmd demo --steps 50 --json r.json --html r.html
 """
 
 

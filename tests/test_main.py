@@ -73,6 +73,7 @@ BAD = [
         ("--json", "/no/such/folder/r.json"),
         "--json /no/such/folder/r.json is in a folder that does not exist.",
     ),
+    (("--html", "r.htm"), "--html r.htm does not end in .html."),
 ]
 
 
@@ -97,7 +98,16 @@ def test_arguments_are_checked_without_jax(args, code):
 def test_help_names_every_option():
     """The help of the demo lists its options and examples."""
     text = _alone("demo", "--help").stdout
-    for option in ("--mesh", "--devices", "--steps", "--seed", "--verify", "--json", "examples:"):
+    for option in (
+        "--mesh",
+        "--devices",
+        "--steps",
+        "--seed",
+        "--verify",
+        "--json",
+        "--html",
+        "examples:",
+    ):
         assert option in text
 
 

@@ -8,13 +8,14 @@ import difflib
 import math
 from pathlib import Path
 
-from spmd.inspection._options import CommandError, parse_axes
+from spmd.inspection._options import CommandError, parse_axes, writable
 
 AXES = ("data", "model")
 BATCH = 32
 HEADS = 8
 DEVICES = 8
 DEFAULT_MESH = "data=4,model=2"
+PAGE = "spmd-demo.html"
 
 
 class DemoError(CommandError):
@@ -32,6 +33,7 @@ class Options:
         seed: of the initial parameters and of the batches.
         verify: train the same steps unsharded, and compare.
         json: file to write the report to.
+        html: file to write the page of the step to; None for no page.
     """
 
     mesh: dict[str, int]
@@ -40,6 +42,7 @@ class Options:
     seed: int = 0
     verify: bool = False
     json: Path | None = None
+    html: Path | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,6 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="train the same steps unsharded on one device, and compare the loss curves",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to FILE too")
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help=f"write the page of the step to FILE (default: {PAGE}, where it can be written)",
+    )
 
 
 def options_from(args: argparse.Namespace) -> Options:
@@ -77,6 +86,7 @@ def options_from(args: argparse.Namespace) -> Options:
     check_mesh(mesh, devices)
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise DemoError(f"--json {args.json} is in a folder that does not exist.")
+    writable(args.html, "--html", ".html")
     return Options(
         mesh=mesh,
         devices=devices,
@@ -84,7 +94,17 @@ def options_from(args: argparse.Namespace) -> Options:
         seed=args.seed,
         verify=args.verify,
         json=args.json,
+        html=args.html or _default_page(),
     )
+
+
+def _default_page() -> Path | None:
+    """A page that nobody asked for must not stop the demo."""
+    try:
+        writable(Path(PAGE), "--html", ".html")
+    except CommandError:
+        return None
+    return Path(PAGE)
 
 
 def _at_least_one(option: str, value: int) -> None:

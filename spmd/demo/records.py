@@ -125,7 +125,9 @@ class DemoReport:
     def to_json(self) -> dict[str, Any]:
         """The report in types that JSON knows."""
         data = dataclasses.asdict(self)
-        data["options"]["json"] = None if self.options.json is None else str(self.options.json)
+        for file in ("json", "html"):
+            path = getattr(self.options, file)
+            data["options"][file] = None if path is None else str(path)
         return {
             "schema": 2,
             **data,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 import time
 
 import jax
@@ -26,7 +27,7 @@ def run(options: Options, console: Console) -> records.DemoReport:
         The report that was printed.
 
     Raises:
-        DemoError: JAX has fewer devices than asked for, or the JSON file cannot be written.
+        DemoError: JAX has fewer devices than asked for, or a file cannot be written.
     """
     text = corpus.load()
     config = train.config_of(text)
@@ -36,6 +37,10 @@ def run(options: Options, console: Console) -> records.DemoReport:
     if options.json:
         _write_json(options, report)
         console.print(f"\nreport written to {options.json}", highlight=False)
+    if options.html:
+        _write_page(options.html, report)
+        # One word without a break, so that a terminal makes a link of it.
+        console.print(f"\npage of the step: {options.html.absolute()}", soft_wrap=True)
     return report
 
 
@@ -124,6 +129,13 @@ def _verify(
         console=console,
     )
     return records.compare(losses, tuple(reference))
+
+
+def _write_page(path: Path, report: records.DemoReport) -> None:
+    try:
+        report.step.save(path)
+    except OSError as error:
+        raise DemoError(f"--html {path} cannot be written: {error.strerror}.") from None
 
 
 def _write_json(options: Options, report: records.DemoReport) -> None:

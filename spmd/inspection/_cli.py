@@ -1,4 +1,4 @@
-"""The commands ``spmd report``, ``spmd fits``, ``spmd sweep`` and ``spmd diff``.
+"""The commands ``spmd report``, ``fits``, ``sweep``, ``diff`` and ``show``.
 
 Options are checked, and the number of devices is set, before anything here imports JAX.
 """
@@ -16,6 +16,7 @@ import sys
 import time
 from typing import Any
 
+from spmd.inspection import _show
 from spmd.inspection._options import (
     CommandError,
     load,
@@ -40,7 +41,7 @@ _REPORT = """\
 examples:
   spmd report train:step --args train:example_args --mesh data=4,model=2
   spmd report train.py:step --args train.py:example_args --mesh data=32,model=8 \\
-      --topology v5e:16x16 --json r.json
+      --topology v5e:16x16 --json r.json --html r.html
   spmd report train:step --args train:example_args --mesh data=8 \\
       --none all-gather --max-bytes data=4MB
 
@@ -61,7 +62,7 @@ examples:
 _DIFF = """\
 examples:
   spmd diff before.json after.json
-  spmd diff before.json after.json --json diff.json
+  spmd diff before.json after.json --json diff.json --html diff.html
 
 The exit code is 0 where both have the same collectives, 1 where they differ, and 2 for an error.
 """
@@ -85,6 +86,7 @@ def add_commands(commands: Any, set_device_count: SetDevices) -> None:
     report.epilog = _REPORT
     _add_program(report, set_device_count)
     report.add_argument("--json", type=Path, metavar="FILE", help="write the report to FILE too")
+    report.add_argument("--html", type=Path, metavar="FILE", help="write the report as a page")
     report.add_argument("--trace", type=Path, metavar="FILE", help="write a Perfetto trace to FILE")
     report.add_argument(
         "--all-frames", action="store_true", help="show whole stacks, libraries too"
@@ -116,6 +118,10 @@ def add_commands(commands: Any, set_device_count: SetDevices) -> None:
     diff.add_argument("a", type=Path, metavar="A.json", help="a report that --json wrote")
     diff.add_argument("b", type=Path, metavar="B.json", help="another one")
     diff.add_argument("--json", type=Path, metavar="FILE", help="write the differences to FILE too")
+    diff.add_argument("--html", type=Path, metavar="FILE", help="write the differences as a page")
+
+    show = _command(commands, "show", _show.run, "draw which device holds which part of an array")
+    _show.add_arguments(show, set_device_count)
 
 
 def _command(commands: Any, name: str, run: Callable, about: str) -> argparse.ArgumentParser:
@@ -276,6 +282,7 @@ def _mesh_needed(args: argparse.Namespace) -> Iterator[None]:
 def _report(args: argparse.Namespace) -> int:
     writable(args.json, "--json")
     writable(args.trace, "--trace")
+    writable(args.html, "--html", ".html")
     limits = {
         "none": args.none,
         "max_bytes": parse_limits("--max-bytes", args.max_bytes),
@@ -297,6 +304,8 @@ def _report(args: argparse.Namespace) -> int:
         report.show(all_frames=args.all_frames, limit=None if args.all else 40)
     if args.json:
         report.save(args.json)
+    if args.html:
+        report.save(args.html)
     if args.trace:
         report.save_trace(args.trace)
     return _hold(report, limits) if limits else _OK
@@ -362,6 +371,7 @@ def _sweep(args: argparse.Namespace) -> int:
 
 def _diff(args: argparse.Namespace) -> int:
     writable(args.json, "--json")
+    writable(args.html, "--html", ".html")
     from spmd.inspection._diff import diff
 
     try:
@@ -371,6 +381,8 @@ def _diff(args: argparse.Namespace) -> int:
     _print(found)
     if args.json:
         args.json.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
+    if args.html:
+        args.html.write_text(found.to_html(), encoding="utf-8", errors="replace")
     return _FAILED if found else _OK
 
 

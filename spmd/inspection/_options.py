@@ -149,17 +149,19 @@ def _file(path: str, option: str) -> Any:
     return module
 
 
-def writable(path: Path | None, option: str) -> None:
-    """Sees that a JSON file can be written, before anything takes long.
+def writable(path: Path | None, option: str, ending: str = ".json") -> None:
+    """Sees that a file can be written, before anything takes long.
 
     Raises:
-        CommandError: it cannot, or has another ending than ``.json``.
+        CommandError: it cannot, or has another ending than `ending`.
     """
     if path is None:
         return
-    if path.suffix != ".json":
-        raise CommandError(f"{option} {path} does not end in .json.")
+    if path.suffix != ending:
+        raise CommandError(f"{option} {path} does not end in {ending}.")
     if not path.absolute().parent.is_dir():
         raise CommandError(f"{option} {path} is in a folder that does not exist.")
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise CommandError(f"{option} {path} cannot be written.")
+    if ending == ".html" and importlib.util.find_spec("jinja2") is None:
+        raise CommandError(f"{option} needs Jinja2: pip install 'spmd[html]'.")

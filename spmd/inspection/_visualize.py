@@ -202,8 +202,9 @@ def of_argument(report: Report, path: str) -> Picture:
 
 
 def _of_argument(report: Report, one: Argument) -> Picture:
-    known = one.splits is not None and len(report.device_ids) == math.prod(report.mesh.values())
-    shards = shards_of(one.shape, one.splits, report.mesh, report.device_ids) if known else ()
+    shards: tuple[Shard, ...] = ()
+    if one.splits is not None and len(report.device_ids) == math.prod(report.mesh.values()):
+        shards = shards_of(one.shape, one.splits, report.mesh, report.device_ids)
     elements = math.prod(split.block for split in one.splits) if one.splits else 1
     return Picture(
         shape=one.shape,
@@ -213,7 +214,7 @@ def _of_argument(report: Report, one: Argument) -> Picture:
         mesh=report.mesh,
         platform=report.backend,
         shards=shards,
-        notes=() if known else ("No PartitionSpec says which part lies where.",),
+        notes=() if shards else ("No PartitionSpec says which part lies where.",),
     )
 
 
@@ -270,6 +271,18 @@ def sheets(picture: Picture) -> tuple[Sheet, ...]:
         )
         for key, found in groups.items()
     )
+
+
+def directions(picture: Picture) -> str:
+    """Which dimensions go which way; empty for a matrix and below, where that is plain."""
+    if len(picture.shape) < 3 or not picture.shards:
+        return ""
+    ranges = [sorted({s.index[d] for s in picture.shards}) for d in range(len(picture.shape))]
+    if picture.shards[0].at and all(len(cuts) == 1 for cuts in ranges):
+        return ""
+    down, right = _drawn_dims(ranges)
+    ways = ((down, "down"), (right, "to the right"))
+    return ", ".join(f"dimension {dim} {way}" for dim, way in ways if dim is not None)
 
 
 def _sheet_of_places(shards: Sequence[Shard]) -> Sheet:

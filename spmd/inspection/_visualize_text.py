@@ -10,7 +10,16 @@ from rich.table import Table
 from rich.text import Text
 
 from spmd.inspection._layout import Indented, clean
-from spmd.inspection._visualize import Picture, Shard, Sheet, heading, sheets, show_devices, summary
+from spmd.inspection._visualize import (
+    Picture,
+    Shard,
+    Sheet,
+    directions,
+    heading,
+    sheets,
+    show_devices,
+    summary,
+)
 
 # Pairs that stay apart for most colour-blind readers; the devices say the same without colour.
 _STYLES = (
@@ -28,7 +37,8 @@ def render_picture(picture: Picture) -> RenderableType:
     """The picture with its heading, the sizes of shards, and notes."""
     parts: list[RenderableType] = [Text(clean(heading(picture)), style="bold")]
     if picture.shards:
-        parts.append(Text(summary(picture)))
+        ways = directions(picture)
+        parts.append(Text(f"{summary(picture)}{'; ' * bool(ways)}{ways}"))
     found = sheets(picture)
     for sheet in found[:_SHEETS]:
         parts += [Text(sheet.title)] if sheet.title else []

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from spmd import _jax, _mesh, _resolve
@@ -28,11 +29,11 @@ _PLACES = "No devices are known: numbers are places on the mesh, the last axis f
 
 def picture_of(given: Any, shape: Sequence[int] | None) -> Picture:
     """The picture of whatever `spmd.visualize` takes."""
-    if isinstance(given, jax.core.Tracer):
+    if isinstance(given, Tracer):
         _refuse_shape(shape, "a traced value")
         # Eager `grad` works on an array that lies somewhere; under `vmap` that has another shape.
         held = _jax.underlying(given)
-        if isinstance(held, jax.core.Tracer) or held.shape != given.shape:
+        if isinstance(held, Tracer) or held.shape != given.shape:
             return _of_traced(given)
         given = held
     if isinstance(given, (Sharding, PartitionSpec)):
@@ -46,6 +47,19 @@ def picture_of(given: Any, shape: Sequence[int] | None) -> Picture:
         raise no_sharding(given)
     _refuse_shape(shape, "an array")
     return _of_sharding(sharding, given, typed=True)
+
+
+def picture_on(mesh: Any, spec: PartitionSpec, shape: Sequence[int]) -> Picture:
+    """The picture of a PartitionSpec on a mesh, of which only a shape is known.
+
+    Args:
+        mesh: of devices, or abstract.
+        spec: checked here, in words of ours.
+        shape: of the array.
+    """
+    # Only the dimensions count, so any element type does for the checks.
+    aval = jax.ShapeDtypeStruct(tuple(shape), jax.numpy.float32)
+    return _of_sharding(_Placed(mesh, spec), aval, typed=False)
 
 
 def _refuse_shape(shape: Sequence[int] | None, what: str) -> None:

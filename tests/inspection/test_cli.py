@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 
+import numpy as np
 import pytest
 
 from spmd import __main__ as cli
@@ -123,6 +124,17 @@ BAD = [
     (("sweep", "a_train:forward", *MESH), "sweep needs --topology, once for each mesh to compare."),
     (("sweep", "a_train:forward", "--topology", "cpu:8"), "--topology needs --mesh, such as"),
     (("diff", "no.json", "no.json"), "no.json cannot be read: No such file or directory."),
+    (("diff", "a.json", "b.json", "--html", "d.txt"), "--html d.txt does not end in .html."),
+    (("show", "P('x')", "--mesh", "x=2"), "show needs --shape for a PartitionSpec"),
+    (("show", "P('x')", "--shape", "4"), "show needs --mesh for a PartitionSpec"),
+    (("show", "P('x')", "--mesh", "x=2", "--shape", "a"), "--shape a is no shape: write sizes"),
+    (("show", "P(x)", "--mesh", "x=2", "--shape", "4"), "P(x) is no PartitionSpec: write P("),
+    (("show", "exit()", "--mesh", "x=2", "--shape", "4"), "exit() is no PartitionSpec"),
+    (("show", "P('y')", "--mesh", "x=2", "--shape", "4"), "unknown axis 'y'"),
+    (("show", "P('x')", "w", "--mesh", "x=2"), "show takes w only with a report"),
+    (("show", "no.json", "w"), "no.json cannot be read: No such file or directory."),
+    (("show", "no.npy", "--spec", "P()", "--mesh", "x=2"), "no.npy cannot be read: No such file"),
+    (("show", "no.npy"), "show needs --spec for a .npy file"),
 ]
 
 
@@ -197,6 +209,70 @@ def test_differences_are_an_exit_code(here, capsys):
     assert "x.json" in capsys.readouterr().err
 
 
+GRID = """\
++-----+-----+-----+
+|     | 0:3 | 3:5 |
++-----+-----+-----+
+| 0:4 |  0  |  1  |
++-----+-----+-----+
+| 4:8 |  2  |  3  |
++-----+-----+-----+"""
+
+
+def test_show_draws_what_it_is_given(here, capsys):
+    """A spec, a file, an argument of a report and an object of a module, each as a picture."""
+    np.save(here / "x.npy", np.zeros((8, 5), np.float32))
+    mesh = ("--mesh", "data=2,model=2")
+    spec = "P('data', 'model')"
+    assert cli.main(["show", spec, *mesh, "--shape", "8,5"]) == 0
+    assert GRID in capsys.readouterr().out
+    assert cli.main(["show", "x.npy", "--spec", spec, *mesh, "--html", "x.html"]) == 0
+    assert GRID in capsys.readouterr().out
+    assert "<!doctype html>" in (here / "x.html").read_text()
+    assert _report(*MESH, "--quiet", "--json", "r.json") == 0
+    assert cli.main(["show", "r.json", "x"]) == 0
+    assert "f32[16,64] as P('data') on mesh data=4, model=2" in capsys.readouterr().out
+    assert cli.main(["show", "r.json"]) == 2
+    assert "show needs an argument of r.json; it has w, x." in capsys.readouterr().err
+    (here / "placed.py").write_text(PLACED)
+    assert cli.main(["show", "placed.py:placed", *MESH]) == 0
+    assert "bf16[8,4] as P(None, 'model') on mesh data=4, model=2" in capsys.readouterr().out
+    assert (
+        cli.main(
+            [
+                "show",
+                "P(('a', 'b'), None, P.UNCONSTRAINED)",
+                "--mesh",
+                "a=2,b=2",
+                "--shape",
+                "4,2,2",
+            ]
+        )
+        == 0
+    )
+    assert "Unconstrained dimensions are drawn whole" in capsys.readouterr().out
+
+
+PLACED = """
+import jax, jax.numpy as jnp
+import spmd
+from spmd import P
+
+def placed():
+    sharding = jax.NamedSharding(spmd.current_mesh(), P(None, "model"))
+    return jax.ShapeDtypeStruct((8, 4), jnp.bfloat16, sharding=sharding)
+"""
+
+
+def test_pages_are_written(here):
+    """`--html` writes the page of a report and that of a difference."""
+    assert _report(*MESH, "--quiet", "--json", "1.json", "--html", "1.html") == 0
+    assert _report("--mesh", "data=8,model=1", "--quiet", "--json", "2.json") == 0
+    assert (here / "1.html").read_text() == Report.load(here / "1.json").to_html()
+    assert cli.main(["diff", "1.json", "2.json", "--html", "d.html"]) == 1
+    assert "1.json → 2.json" in (here / "d.html").read_text()
+
+
 def test_a_sweep_has_a_row_for_each_topology(capsys):
     """Meshes are compared in one table, the axis that was left open filled in."""
     args = ("--topology", "cpu:4", "--topology", "cpu:8", "--mesh", "data=-1,model=2")
@@ -217,7 +293,7 @@ def test_fits_is_an_exit_code(capsys):
     assert cli.main(["fits", *function, "--budget", "100KB", "--vary", "x:0"]) == 0
 
 
-@pytest.mark.parametrize("command", ["report", "fits", "sweep", "diff"])
+@pytest.mark.parametrize("command", ["report", "fits", "sweep", "diff", "show"])
 def test_help_has_examples(command, capsys):
     """`--help` says what the command does, and how it is used."""
     with pytest.raises(SystemExit) as stop:

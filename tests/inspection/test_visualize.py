@@ -138,7 +138,7 @@ PICTURES = {
 +-----+-----------+""",
     (P("model", None, "data"), (4, 3, 8)): """\
 [4,3,8] as P('model', None, 'data') on mesh data=4, model=2
-8 shards of [2,3,2], each on 1 device
+8 shards of [2,3,2], each on 1 device; dimension 0 down, dimension 2 to the right
 +-----+---------+---------+---------+---------+
 |     |   0:2   |   2:4   |   4:6   |   6:8   |
 +-----+---------+---------+---------+---------+

@@ -9,6 +9,7 @@ from spmd.inspection._visualize import (
     Picture,
     Shard,
     Sheet,
+    directions,
     heading,
     sheets,
     show_devices,
@@ -29,7 +30,9 @@ def view(picture: Picture) -> dict[str, Any]:
     return {
         "title": f"{picture.dtype}[{','.join(map(str, picture.shape))}]",
         "heading": heading(picture),
-        "summary": summary(picture) if picture.shards else "",
+        "summary": "; ".join(filter(None, (summary(picture), directions(picture))))
+        if picture.shards
+        else "",
         "sheets": [_sheet(picture, sheet, numbers) for sheet in found[:_SHEETS]],
         "notes": (*more, *picture.notes),
         "data": {"details": [], "frames": [], "mesh": [], "devices": [], "arguments": []},
