@@ -79,7 +79,7 @@ def memory_of(
     peak = sum(sizes.values()) - aliased
     schedule = _planned(module)
     if schedule is None:
-        return Memory(**sizes, aliased=aliased, peak=peak)
+        return Memory(**sizes, aliased=aliased, peak=peak, buffers=(), places=0, live=())
     use = _in_use(schedule.arrays, schedule.now)
     return Memory(
         **sizes,
