@@ -46,6 +46,7 @@ LAZY = {
     ("_api", "_to_local", "distributed"),
     ("stages", "_out_of_memory", "inspection"),
     ("stages", "report", "inspection"),
+    ("stages", "why", "inspection"),
 }
 
 

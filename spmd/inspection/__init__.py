@@ -50,6 +50,15 @@ if TYPE_CHECKING:
         is_stand_in as is_stand_in,
         topology as topology,
     )
+    from spmd.inspection._why import (
+        Annotation as Annotation,
+        Conflict as Conflict,
+        Origin as Origin,
+        Step as Step,
+        ValueOrigins as ValueOrigins,
+        Why as Why,
+        why as why,
+    )
 
 _COMPILING = {
     "fits": "_fits",
@@ -61,6 +70,9 @@ _COMPILING = {
     "hbm_bytes": "_topology",
     "is_described": "_topology",
     "is_stand_in": "_topology",
+    **dict.fromkeys(
+        ("Annotation", "Conflict", "Origin", "Step", "ValueOrigins", "Why", "why"), "_why"
+    ),
 }
 
 
