@@ -51,16 +51,17 @@ if _typing.TYPE_CHECKING:
         Report as Report,
         diff as diff,
         fits as fits,
+        preview as preview,
         report as report,
         sweep as sweep,
         topology as topology,
+        why as why,
     )
 
 #: Names of features, and where they live: the core never imports those files.
 _FEATURES = {
-    **dict.fromkeys(
-        ("Diff", "Fit", "Report", "diff", "fits", "report", "sweep", "topology"), "spmd.inspection"
-    ),
+    **dict.fromkeys(("Diff", "Fit", "Report", "diff", "fits"), "spmd.inspection"),
+    **dict.fromkeys(("preview", "report", "sweep", "topology", "why"), "spmd.inspection"),
     "colocated_python": "spmd.colocated_python",
     "distributed": "spmd.distributed",
     "host_callback": "spmd.host_callback",

@@ -215,6 +215,16 @@ class Lowered(_Stage):
             raise
         return Compiled(self, executable)
 
+    def preview(self) -> Report:
+        """Predicts every collective by the passes of Shardy, in a fraction of a compile's time.
+
+        Raises:
+            ReportError: This jaxlib lacks the passes.
+        """
+        from spmd.inspection import preview
+
+        return preview(self)
+
     def why(self, name: str) -> Why:
         """Says which annotations the sharding of a value comes from, and by which operations.
 

@@ -42,6 +42,7 @@ from spmd.inspection._records import (
 
 if TYPE_CHECKING:
     from spmd.inspection._fits import fits as fits
+    from spmd.inspection._preview import preview as preview
     from spmd.inspection._report import report as report
     from spmd.inspection._sweep import Sweep as Sweep, SweepRow as SweepRow, sweep as sweep
     from spmd.inspection._topology import (
@@ -70,6 +71,7 @@ _COMPILING = {
     "hbm_bytes": "_topology",
     "is_described": "_topology",
     "is_stand_in": "_topology",
+    "preview": "_preview",
     **dict.fromkeys(
         ("Annotation", "Conflict", "Origin", "Step", "ValueOrigins", "Why", "why"), "_why"
     ),

@@ -63,10 +63,10 @@ def _border(found: Propagation, i: int, dimension: int) -> Iterator[Stop]:
                 for axis in missing:
                     yield _stop(found, k, factor, place, other, axis, dimension)
                 next_to = (other.value, other.dimension)
-                if not missing and mine == theirs and next_to not in seen:
-                    if _goes_on(found, k, factor, place):
-                        seen.add(next_to)
-                        pending.append(other)
+                alike = not missing and mine == theirs
+                if alike and next_to not in seen and _goes_on(found, k, factor, place):
+                    seen.add(next_to)
+                    pending.append(other)
 
 
 def _goes_on(found: Propagation, k: int, factor: str, place: _Place) -> bool:

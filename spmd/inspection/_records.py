@@ -318,6 +318,8 @@ class Report:
         cost: FLOPs and bytes of main memory.
         memory: per device; None where the backend tells nothing.
         reshards: arguments that the call moves first.
+        predicted: True where nothing was compiled: the collectives are those that the shardings
+            demand, before the compiler changes them; `cost` is zero and `memory` None.
     """
 
     name: str
@@ -331,6 +333,7 @@ class Report:
     cost: Cost
     memory: Memory | None
     reshards: tuple[Reshard, ...] = ()
+    predicted: bool = False
 
     @property
     def total(self) -> Total:
@@ -493,7 +496,7 @@ class Report:
               not 0, sums of the collectives are lower bounds.
             - ``cost/flops``, ``cost/hbm_bytes``, ``cost/unknown_loops``, ``cost/opaque_calls``;
               ``cost/flops_per_wire_byte`` and ``cost/wire_bytes_per_hbm_byte`` where their
-              divisor is not 0.
+              divisor is not 0; none of these where the report is predicted.
             - ``memory/arguments_bytes``, ``outputs``, ``temporaries``, ``aliased``, ``code`` and
               ``peak`` likewise, where the backend tells them.
             - ``reshards/arguments`` and ``reshards/bytes``: what the call moves first.
