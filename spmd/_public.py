@@ -52,19 +52,19 @@ if _typing.TYPE_CHECKING:
         Report as Report,
         diff as diff,
         fits as fits,
+        preview as preview,
         report as report,
         sweep as sweep,
         topology as topology,
         visualize as visualize,
+        why as why,
     )
 
 #: Names of features, and where they live: the core never imports those files.
 _FEATURES = {
-    **dict.fromkeys(
-        ("Diff", "Fit", "Picture", "Report", "diff", "fits", "report", "sweep", "topology")
-        + ("visualize",),
-        "spmd.inspection",
-    ),
+    **dict.fromkeys(("Diff", "Fit", "Picture", "Report", "diff", "fits"), "spmd.inspection"),
+    **dict.fromkeys(("preview", "report", "sweep", "topology"), "spmd.inspection"),
+    **dict.fromkeys(("visualize", "why"), "spmd.inspection"),
     "colocated_python": "spmd.colocated_python",
     "distributed": "spmd.distributed",
     "host_callback": "spmd.host_callback",

@@ -26,7 +26,7 @@ from spmd._starting import crowds
 from spmd.errors import ArgumentError, Failure, RecoveryError, ShardingError, explain
 
 if TYPE_CHECKING:
-    from spmd.inspection import Report
+    from spmd.inspection import Report, Why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +214,30 @@ class Lowered(_Stage):
                 raise explain(self._call.subject, [failure]) from error
             raise
         return Compiled(self, executable)
+
+    def preview(self) -> Report:
+        """Predicts every collective by the passes of Shardy, in a fraction of a compile's time.
+
+        Raises:
+            ReportError: This jaxlib lacks the passes.
+        """
+        from spmd.inspection import preview
+
+        return preview(self)
+
+    def why(self, name: str) -> Why:
+        """Says which annotations the sharding of a value comes from, and by which operations.
+
+        Args:
+            name: the path of an argument or output, such as ``batch['x']`` or ``out['loss']``, the
+                beginning of a path, or a line such as ``model.py:42``.
+
+        Raises:
+            ReportError: Nothing has that name, or this jaxlib lacks the passes of Shardy.
+        """
+        from spmd.inspection import why
+
+        return why(self, name)
 
     def _out_of_memory(self, error: RuntimeError) -> Failure | None:
         from spmd.inspection import oom_failure

@@ -45,7 +45,9 @@ LAZY = {
     ("_api", "_to_global", "distributed"),
     ("_api", "_to_local", "distributed"),
     ("stages", "_out_of_memory", "inspection"),
+    ("stages", "preview", "inspection"),
     ("stages", "report", "inspection"),
+    ("stages", "why", "inspection"),
 }
 
 

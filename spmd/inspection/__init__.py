@@ -48,6 +48,7 @@ from spmd.inspection._visualize import (
 
 if TYPE_CHECKING:
     from spmd.inspection._fits import fits as fits
+    from spmd.inspection._preview import preview as preview
     from spmd.inspection._report import report as report
     from spmd.inspection._sweep import Sweep as Sweep, SweepRow as SweepRow, sweep as sweep
     from spmd.inspection._topology import (
@@ -55,6 +56,15 @@ if TYPE_CHECKING:
         is_described as is_described,
         is_stand_in as is_stand_in,
         topology as topology,
+    )
+    from spmd.inspection._why import (
+        Annotation as Annotation,
+        Conflict as Conflict,
+        Origin as Origin,
+        Step as Step,
+        ValueOrigins as ValueOrigins,
+        Why as Why,
+        why as why,
     )
 
 _COMPILING = {
@@ -67,6 +77,10 @@ _COMPILING = {
     "hbm_bytes": "_topology",
     "is_described": "_topology",
     "is_stand_in": "_topology",
+    "preview": "_preview",
+    **dict.fromkeys(
+        ("Annotation", "Conflict", "Origin", "Step", "ValueOrigins", "Why", "why"), "_why"
+    ),
 }
 
 

@@ -116,7 +116,7 @@ class Diff:
         removed: collectives of the first report only.
         total: the sums over all collectives, of the first and of the second.
         totals: by kind and mesh axes, the largest difference in wire bytes first.
-        cost: FLOPs and bytes of main memory.
+        cost: FLOPs and bytes of main memory; empty where a report is predicted.
         memory: by class; empty where neither report has it.
         reshards_added: arguments that only the second moves first, or moves otherwise.
         reshards_removed: the same of the first.
@@ -228,7 +228,7 @@ def diff(a: Reportlike, b: Reportlike) -> Diff:
         removed=removed,
         total=(first.total, second.total),
         totals=_totals(first, second),
-        cost=tuple(_deltas(first.cost, second.cost, _fields(first.cost))),
+        cost=_cost(first, second),
         memory=_memory(first.memory, second.memory),
         reshards_added=tuple(r for r in second.reshards if r not in moved_a),
         reshards_removed=tuple(r for r in first.reshards if r not in moved_b),
@@ -269,6 +269,7 @@ def _header(a: Report, b: Report) -> Iterator[Difference]:
         "backend": lambda report: report.backend,
         "device kind": lambda report: report.device_kind,
         "stand-in": lambda report: "yes" if report.stand_in else "no",
+        "predicted": lambda report: "yes" if report.predicted else "no",
         "mesh": lambda report: ", ".join(f"{k}={n}" for k, n in report.mesh.items()) or "none",
         "devices": lambda report: report.num_devices,
     }
@@ -287,6 +288,12 @@ def _totals(a: Report, b: Report) -> tuple[TotalDelta, ...]:
         for k in sorted(sums_a.keys() | sums_b.keys())
     )
     return tuple(sorted(deltas, key=lambda d: -abs(d.b.wire_bytes - d.a.wire_bytes)))
+
+
+def _cost(a: Report, b: Report) -> tuple[Delta, ...]:
+    if a.predicted or b.predicted:  # nothing is known of what was not compiled
+        return ()
+    return tuple(_deltas(a.cost, b.cost, _fields(a.cost)))
 
 
 def _memory(a: Memory | None, b: Memory | None) -> tuple[Delta, ...]:

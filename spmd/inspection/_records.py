@@ -331,6 +331,8 @@ class Report:
         arguments: what the program takes, and how each lies on the mesh.
         device_ids: of the mesh, in its order: the last axis varies fastest.
         excerpts: the source text around the lines of collectives and buffers.
+        predicted: True where nothing was compiled: the collectives are those that the shardings
+            demand, before the compiler changes them; `cost` is zero and `memory` None.
     """
 
     name: str
@@ -347,6 +349,7 @@ class Report:
     arguments: tuple[Argument, ...] = ()
     device_ids: tuple[int, ...] = ()
     excerpts: tuple[Excerpt, ...] = ()
+    predicted: bool = False
 
     @property
     def total(self) -> Total:
@@ -525,7 +528,7 @@ class Report:
               not 0, sums of the collectives are lower bounds.
             - ``cost/flops``, ``cost/hbm_bytes``, ``cost/unknown_loops``, ``cost/opaque_calls``;
               ``cost/flops_per_wire_byte`` and ``cost/wire_bytes_per_hbm_byte`` where their
-              divisor is not 0.
+              divisor is not 0; none of these where the report is predicted.
             - ``memory/arguments_bytes``, ``outputs``, ``temporaries``, ``aliased``, ``code`` and
               ``peak`` likewise, where the backend tells them.
             - ``reshards/arguments`` and ``reshards/bytes``: what the call moves first.

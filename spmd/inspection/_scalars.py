@@ -26,6 +26,8 @@ def _sums(name: str, total: Total) -> dict[str, int]:
 
 
 def _cost(report: Report, wire_bytes: int) -> dict[str, float | int]:
+    if report.predicted:
+        return {}
     cost = report.cost
     ratios = {
         "cost/flops_per_wire_byte": _ratio(cost.flops, wire_bytes),

@@ -43,6 +43,7 @@ LIMIT = 40
 # Pairs that stay apart for most colour-blind readers; the names say the same without colour.
 _AXIS_STYLES = ("cyan", "yellow", "magenta", "green", "blue", "red")
 _STAND_IN = "CPU stand-in: another backend fuses and combines differently"
+_PREDICTED = "predicted, before compilation: compilers combine, move and replace exchanges"
 
 
 # Whole report
@@ -62,10 +63,12 @@ def render_report(
         ("Collectives, by bytes on the wire", render_collectives(report, all_frames, limit)),
         ("Totals, per device and call", render_totals(report)),
         ("Bytes on the wire, by source", render_sources(report, limit)),
-        ("Communication and computation, per device and call", render_cost(report)),
     ]
     if not report.collectives:
         del sections[1:3]
+    if not report.predicted:
+        title = "Communication and computation, per device and call"
+        sections.append((title, render_cost(report)))
     if report.memory:
         sections.append(("Memory, per device", render_memory(report.memory)))
     if report.reshards:
@@ -100,6 +103,7 @@ def render_header(report: Report) -> RenderableType:
     lines = [
         Flow(Text.assemble(name, " on ", clean(backend)), where),
         Flow(Text(_STAND_IN, style="yellow")) if report.stand_in else None,
+        Flow(Text(_PREDICTED, style="yellow")) if report.predicted else None,
         Flow(Text(clean(versions), style="dim")) if versions else None,
     ]
     return Group(*(line for line in lines if line))

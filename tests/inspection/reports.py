@@ -242,6 +242,7 @@ reports = st.builds(
     backend=st.sampled_from(["cpu", "tpu"]),
     device_kind=names,
     stand_in=st.booleans(),
+    predicted=st.booleans(),
     mesh=meshes,
     num_devices=st.integers(1, 8192),
     versions=st.dictionaries(st.sampled_from(["spmd", "jax", "jaxlib"]), names),

@@ -1,0 +1,100 @@
+"""A report before compilation, by the passes of Shardy alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from spmd import _jax, stages
+from spmd.errors import Failure, ReportError, explain
+from spmd.inspection import _shardy
+from spmd.inspection._compiling import COMPILED, entered, lower
+from spmd.inspection._exchanges import exchanges
+from spmd.inspection._records import Cost, Report
+from spmd.inspection._report import versions
+from spmd.inspection._why import function_of
+
+_PASSES = (
+    "sdy-propagation-pipeline",
+    "func.func(sdy-insert-explicit-reshards{enable-full-version=true})",
+    "func.func(sdy-reshard-to-collectives)",
+)
+
+
+def preview(f: Any, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
+    """Predict the collectives of a function without compiling it.
+
+    Shardy propagates the shardings and makes every exchange explicit that they demand. What the
+    compiler does later is not in it: it combines and moves exchanges, replaces some by others, and
+    may choose other shapes to send.
+
+    Args:
+        f: a function of `spmd.pjit` or `jax.jit`, or what one of them was traced or lowered to.
+        *args: what the function is called with; none for a stage.
+        mesh: the mesh to lower for; by default the current one or the function's own.
+        **kwargs: keyword arguments of the call.
+
+    Returns:
+        A report with `predicted` True: collectives with their lines, axes, bytes and executions.
+        Its cost is zero and its memory None, since only a compiled program has them.
+
+    Raises:
+        ReportError: this jaxlib lacks the passes of Shardy, or `f` is compiled already.
+        TypeError: `f` cannot be lowered.
+
+    Example:
+        print(spmd.preview(step, state, batch))
+    """
+    subject = "preview"
+    if isinstance(f, COMPILED):
+        raise explain(subject, [_compiled(f)])
+    with entered(mesh):
+        lowered = lower(f, args, kwargs, subject=subject, verb="preview")
+    return _report_of(lowered, subject)
+
+
+def _compiled(f: Any) -> Failure:
+    return Failure(
+        what="is for what is not compiled yet",
+        got=f"{type(f).__module__}.{type(f).__name__}",
+        fix="report(compiled), which says what the program does",
+        error=ReportError,
+    )
+
+
+def _report_of(lowered: Any, subject: str) -> Report:
+    module = _shardy.module_of(lowered, subject=subject)
+    platform, kind = _devices(lowered)
+    done = _shardy.run(module, _PASSES, subject=subject)
+    with module.context:
+        return Report(
+            name=function_of(module),
+            backend=platform,
+            device_kind=kind,
+            stand_in=False,
+            mesh=_shardy.axis_sizes(done),
+            num_devices=_count_devices(module),
+            versions=versions(),
+            collectives=tuple(exchanges(done)),
+            cost=Cost.zeros(),
+            memory=None,
+            predicted=True,
+        )
+
+
+def _devices(lowered: Any) -> tuple[str, str]:
+    """Platform and kind of the devices that a program is for, as far as it says."""
+    if not isinstance(lowered, stages.Lowered):
+        device = jax.devices()[0]
+    elif _jax.is_abstract(lowered.mesh):
+        return "any backend", ""
+    else:
+        device = lowered.mesh.devices.flat[0]
+    return device.platform, device.device_kind
+
+
+def _count_devices(module: Any) -> int:
+    partitions = _shardy.text_of(module.operation, "mhlo.num_partitions").partition(" ")[0]
+    replicas = _shardy.text_of(module.operation, "mhlo.num_replicas").partition(" ")[0]
+    return int(partitions or 1) * int(replicas or 1)

@@ -1,0 +1,535 @@
+"""What Shardy's propagation did, as plain data: values, the operations between them, its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import re
+from typing import Any
+
+from jax.extend.mlir import ir
+
+from spmd.inspection import _shardy
+from spmd.inspection._records import Source
+from spmd.inspection._shardy import Dimensions
+
+_PASSES = (
+    "sdy-import-pipeline",
+    # Without it nothing is said about the inside of called functions.
+    "sdy-import-func-calls",
+    "sdy-user-priority-propagate{debug-sharding-origins=true debug-propagation-edge-sharding=true}",
+    "func.func(sdy-populate-op-sharding-rules)",
+)
+#: Operations whose regions are part of the program; those of others say how to reduce or compare.
+_HOLDERS = ("stablehlo.while", "stablehlo.case", "stablehlo.if", "sdy.named_computation")
+_MANUAL = "sdy.manual_computation"
+_EDGE = "sdy.data_flow_edge"
+_CONSTRAINT = "sdy.sharding_constraint"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A sharding that the user asked for, at a value.
+
+    Args:
+        kind: ``argument``, ``output``, ``constraint`` or ``shard_map``.
+        name: the path of an argument or output; empty for the others.
+        frames: of the Python code that asked, innermost first; none for arguments and outputs.
+        dimensions: what was asked for.
+    """
+
+    kind: str
+    name: str
+    frames: tuple[Source, ...]
+    dimensions: Dimensions
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Value:
+    """One value of the program with its sharding after propagation.
+
+    Args:
+        kind: ``argument``, ``output`` or ``result``.
+        name: the path of an argument or output; for a result, the operation that makes it.
+        shape: sizes of the dimensions, of the whole array.
+        dtype: XLA's name of the element type.
+        dimensions: how each is split.
+        frames: of what makes it, innermost first.
+        mark: the user's annotation of this value, if any.
+        origins: by axis, what the pass calls the annotation that the axis came from; ``self`` for
+            the value's own.
+        links: indices of the operations that it takes part in.
+        plain: False where it stands for control flow, and not for an operation of the user's.
+    """
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    dimensions: Dimensions
+    frames: tuple[Source, ...] = ()
+    mark: Mark | None = None
+    origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    links: list[int] = dataclasses.field(default_factory=list)
+    plain: bool = True
+
+    @property
+    def axes(self) -> tuple[tuple[str, ...], ...]:
+        """Mesh axes of each dimension."""
+        return tuple(dimension.axes for dimension in self.dimensions)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """One axis that went from one value of an operation to others, in one step of the pass."""
+
+    step: int
+    axis: str
+    source: int
+    targets: tuple[int, ...]
+
+
+Factors = tuple[tuple[str, ...], ...]
+"""For each dimension of a value, the factors of the operation that it consists of."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """An operation, or a way of control flow, that relates dimensions of values.
+
+    Args:
+        name: of the operation.
+        frames: of its Python code, innermost first.
+        values: indices of its operands, then of its results.
+        operands: how many of them are operands.
+        factors: of each value, by dimension.
+        sizes: of the factors.
+        stops: factors along which it passes no sharding on.
+        moves: what the pass did here, in the order of its steps.
+    """
+
+    name: str
+    frames: tuple[Source, ...]
+    values: tuple[int, ...]
+    operands: int
+    factors: tuple[Factors, ...]
+    sizes: Mapping[str, int]
+    stops: frozenset[str] = frozenset()
+    moves: tuple[Move, ...] = ()
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Propagation:
+    """A program after propagation.
+
+    Args:
+        axis_sizes: of the mesh.
+        values: of the program, arguments first, outputs last.
+        links: between them.
+        marks: by the name that the pass gives the annotation.
+    """
+
+    axis_sizes: Mapping[str, int]
+    values: list[Value] = dataclasses.field(default_factory=list)
+    links: list[Link] = dataclasses.field(default_factory=list)
+    marks: dict[str, Mark] = dataclasses.field(default_factory=dict)
+
+
+def propagate(module: Any, *, subject: str) -> Propagation:
+    """Runs propagation on a copy of a lowered module, and reads what it did.
+
+    Args:
+        module: as it was lowered.
+        subject: the first words of an error.
+
+    Raises:
+        ReportError: this jaxlib lacks the passes.
+    """
+    done = _shardy.run(module, _PASSES, subject=subject)
+    with module.context:
+        return _Reader(module.operation, done).read()
+
+
+class _Reader:
+    """Turns an MLIR module into a `Propagation`."""
+
+    def __init__(self, before: Any, done: Any):
+        self.before = _shardy.functions(before)["main"]
+        self.main = _shardy.functions(done)["main"]
+        self.found = Propagation(axis_sizes=_shardy.axis_sizes(done))
+        self.index: dict[Any, int] = {}
+        self.stands_for: dict[Any, Any] = {}
+
+    def read(self) -> Propagation:
+        self._stand_ins()
+        self._arguments()
+        (body,) = _shardy.blocks(self.main)
+        operations = [*_program(body)]
+        # What enters a loop is used inside of it before the loop's results come.
+        for operation in operations:
+            for i, result in enumerate(operation.results):
+                self._result(operation, i, result)
+        for operation in operations:
+            self._relate(operation)
+        self._outputs(_last(body))
+        for i, link in enumerate(self.found.links):
+            for value in dict.fromkeys(link.values):
+                self.found.values[value].links.append(i)
+        return self.found
+
+    # Values
+
+    def _stand_ins(self) -> None:
+        """Finds what stands for the results and block arguments of control flow."""
+        (body,) = _shardy.blocks(self.main)
+        operations = [*_program(body)]
+        for operation in operations:
+            if operation.name == _EDGE:
+                self.stands_for[operation.operands[0]] = operation.results[0]
+        for operation in operations:
+            if operation.name == "stablehlo.while":
+                for block in _shardy.blocks(operation):
+                    for argument, result in zip(block.arguments, operation.results, strict=True):
+                        self.stands_for[argument] = self.stands_for.get(result, result)
+
+    def _at(self, value: Any) -> int:
+        value = self.stands_for.get(value, value)
+        if value not in self.index:  # of an operation that is no part of the program
+            shape, dtype = _shardy.dims_of(value.type)
+            self._add(value, name="", shape=shape, dtype=dtype, plain=False)
+        return self.index[value]
+
+    def _add(self, value: Any, **fields: Any) -> Value:
+        fields.setdefault("dimensions", _shardy.open_sharding(len(fields["shape"])))
+        fields["dtype"] = _shardy.hlo_dtype(fields["dtype"])
+        made = Value(**{"kind": "result", **fields})
+        if value is not None:
+            self.index[value] = len(self.found.values)
+        self.found.values.append(made)
+        return made
+
+    def _arguments(self) -> None:
+        (body,) = _shardy.blocks(self.main)
+        now = _shardy.entries_of(self.main, "arg_attrs")
+        given = _shardy.entries_of(self.before, "arg_attrs")
+        for i, argument in enumerate(body.arguments):
+            name = _shardy.op_name_of(argument.location)
+            shape, dtype = _shardy.dims_of(argument.type)
+            entry = now[i] if i < len(now) else {}
+            self._add(
+                argument,
+                kind="argument",
+                name=name,
+                shape=shape,
+                dtype=dtype,
+                dimensions=_dimensions(entry, len(shape)),
+                origins=_origins(entry.get("sdy.sharding_origins")),
+                mark=self._boundary("argument", name, given[i] if i < len(given) else {}, i),
+            )
+
+    def _boundary(self, kind: str, name: str, entry: Mapping[str, Any], i: int) -> Mark | None:
+        shardings = _shardy.shardings_in(str(entry.get("sdy.sharding", "")))
+        # An output may say no more than that the partitioner chooses.
+        if not shardings or not any(d.axes or d.closed for d in shardings[0]):
+            return None
+        mark = Mark(kind=kind, name=name, frames=(), dimensions=shardings[0])
+        self.found.marks[f"{'input' if kind == 'argument' else kind}: {i}"] = mark
+        return mark
+
+    def _outputs(self, returned: Any) -> None:
+        now = _shardy.entries_of(self.main, "res_attrs")
+        given = _shardy.entries_of(self.before, "res_attrs")
+        for i, operand in enumerate(returned.operands):
+            entry = now[i] if i < len(now) else {}
+            name = str(entry.get("jax.result_info", f"result[{i}]")).strip('"')
+            inner = self._at(operand)
+            value = self.found.values[inner]
+            self._add(
+                None,
+                kind="output",
+                name=name,
+                shape=value.shape,
+                dtype=value.dtype,
+                dimensions=_dimensions(entry, len(value.shape)),
+                origins=_origins(entry.get("sdy.sharding_origins")),
+                mark=self._boundary("output", name, given[i] if i < len(given) else {}, i),
+                frames=value.frames,
+            )
+            pair = (inner, len(self.found.values) - 1)
+            edges = str(entry.get("sdy.propagation_edges", ""))
+            self._link("return", value.frames, pair, 1, _identity(pair, value.shape), edges)
+
+    # Operations
+
+    def _relate(self, operation: Any) -> None:
+        if operation.name == _EDGE:
+            self._flow(operation)
+        elif operation.name == _CONSTRAINT:
+            self._constraint(operation)
+        elif rule := _shardy.text_of(operation, "sdy.sharding_rule"):
+            self._operation(operation, rule)
+
+    def _result(self, operation: Any, i: int, result: Any) -> None:
+        edge = operation.name == _EDGE
+        if not edge and result in self.stands_for:
+            return
+        shape, dtype = _shardy.dims_of(result.type)
+        own = edge or operation.name == _CONSTRAINT
+        text = _shardy.text_of(operation, "sharding" if own else "sdy.sharding")
+        shardings = _shardy.shardings_in(text)
+        dimensions = shardings[i] if i < len(shardings) else _shardy.open_sharding(len(shape))
+        origins = _origins(_attribute(operation, "sdy.sharding_origins"), i)
+        frames = _frames(operation)
+        name = _owner_name(operation.operands[0]) if edge else _short(operation.name)
+        self._add(
+            result,
+            name=name,
+            shape=shape,
+            dtype=dtype,
+            dimensions=dimensions,
+            origins=origins,
+            frames=frames,
+            mark=self._mark(operation, i, dimensions, origins, frames),
+            plain=not edge,
+        )
+
+    def _mark(
+        self,
+        operation: Any,
+        i: int,
+        dimensions: Dimensions,
+        origins: Mapping[str, str],
+        frames: tuple[Source, ...],
+    ) -> Mark | None:
+        """The annotation that a result has by itself."""
+        name = _shardy.text_of(operation, "sdy.sharding_origin_name").strip('"')
+        if operation.name == _EDGE:
+            raw = operation.operands[0]
+            manual = _manual_boundary(raw)
+            if manual is None:
+                return None
+            kind, frames = "shard_map", _shardy.frames_of(manual.location)
+            name, dimensions = _manual_mark(manual, raw)
+        elif operation.name == _CONSTRAINT:
+            kind = "constraint"
+        elif "self" in origins.values():
+            # The pipeline may move a constraint to what makes its operand.
+            kind, frames = "constraint", _constraint_frames(operation.results[i]) or frames
+        else:
+            return None
+        mark = Mark(kind=kind, name="", frames=frames, dimensions=dimensions)
+        if name:
+            self.found.marks[name] = mark
+        return mark
+
+    def _operation(self, operation: Any, rule: str) -> None:
+        values = tuple(map(self._at, (*operation.operands, *operation.results)))
+        edges = _shardy.text_of(operation, "sdy.propagation_edges")
+        frames = _frames(operation)
+        count = len(operation.operands)
+        self._link(_short(operation.name), frames, values, count, _parse_rule(rule), edges)
+
+    def _constraint(self, operation: Any) -> None:
+        values = (self._at(operation.operands[0]), self._at(operation.results[0]))
+        edges = _shardy.text_of(operation, "sdy.propagation_edges")
+        frames = _frames(operation)
+        shape = self.found.values[values[1]].shape
+        self._link(_short(operation.name), frames, values, 1, _identity(values, shape), edges)
+
+    def _flow(self, edge: Any) -> None:
+        raw = edge.operands[0]
+        values = (*map(self._at, _sources(raw)), self._at(edge.results[0]))
+        edges = _shardy.text_of(edge, "sdy.propagation_edges")
+        # Inside of a shard_map a value has another shape, and only some of the axes.
+        shape = self.found.values[values[-1]].shape
+        rule = _identity(values, shape) if _manual_boundary(raw) is None else _nothing(values)
+        frames = _frames(_owner(raw))
+        self._link(_owner_name(raw), frames, values, len(values) - 1, rule, edges)
+
+    def _link(
+        self,
+        name: str,
+        frames: tuple[Source, ...],
+        values: tuple[int, ...],
+        operands: int,
+        rule: _Rule,
+        edges: str,
+    ) -> None:
+        self.found.links.append(
+            Link(
+                name=name,
+                frames=frames,
+                values=values,
+                operands=operands,
+                factors=rule.factors,
+                sizes=rule.sizes,
+                stops=rule.stops,
+                moves=tuple(_moves(edges, values, operands)),
+            )
+        )
+
+
+# Control flow
+
+
+def _holds(operation: Any) -> bool:
+    return operation.name in (*_HOLDERS, _MANUAL)
+
+
+def _program(block: Any) -> Iterator[Any]:
+    """All operations that are part of the program, in its order."""
+    for view in block.operations:
+        operation = view.operation
+        yield operation
+        if _holds(operation):
+            for inner in _shardy.blocks(operation):
+                yield from _program(inner)
+
+
+def _last(block: Any) -> Any:
+    return block.operations[len(block.operations) - 1].operation
+
+
+def _owner(raw: Any) -> Any:
+    """The operation of control flow that a value enters or leaves."""
+    owner = raw.owner
+    owner = owner.owner if isinstance(owner, ir.Block) else owner
+    return owner.operation if hasattr(owner, "operation") else owner
+
+
+def _frames(operation: Any) -> tuple[Source, ...]:
+    """The frames of an operation, or of the call that it is part of: functions of JAX have none."""
+    while operation.name != "func.func":
+        if frames := _shardy.frames_of(operation.location):
+            return frames
+        operation = operation.parent.operation
+    return ()
+
+
+def _sources(raw: Any) -> list[Any]:
+    """The values that flow into a result or block argument."""
+    owner = _owner(raw)
+    if isinstance(raw.owner, ir.Block):
+        return [owner.operands[raw.arg_number]]
+    i = raw.result_number
+    if not owner.regions:
+        return [owner.operands[i]]
+    ends = [_last(block).operands for block in _shardy.blocks(owner)]
+    if owner.name == "stablehlo.while":  # regions: condition, body
+        return [owner.operands[i], ends[1][i]]
+    return [end[i] for end in ends]
+
+
+def _manual_boundary(raw: Any) -> Any:
+    owner = _owner(raw)
+    return owner if owner.name == _MANUAL else None
+
+
+def _manual_mark(manual: Any, raw: Any) -> tuple[str, Dimensions]:
+    """What the pass calls an annotation of a shard_map, and what was asked for there."""
+    inside = isinstance(raw.owner, ir.Block)
+    way, i = ("input", raw.arg_number) if inside else ("output", raw.result_number)
+    asked = _shardy.shardings_in(
+        _shardy.text_of(manual, "in_shardings" if inside else "out_shardings")
+    )
+    name = _shardy.text_of(manual, "sdy.sharding_origin_name").strip('"')
+    return f"{name}_{way}: {i}", asked[i]
+
+
+def _owner_name(raw: Any) -> str:
+    owner = _owner(raw)
+    if owner.name == _MANUAL:
+        return "shard_map"
+    if owner.name == "sdy.named_computation":
+        return "call of " + _shardy.text_of(owner, "name").strip('"')
+    return _short(owner.name)
+
+
+def _constraint_frames(value: Any) -> tuple[Source, ...]:
+    users = (use.owner.operation for use in value.uses)
+    found = (_shardy.frames_of(one.location) for one in users if one.name == _CONSTRAINT)
+    return next(found, ())
+
+
+# Attributes
+
+
+def _short(name: str) -> str:
+    return name.partition(".")[2]
+
+
+def _attribute(operation: Any, name: str) -> Any:
+    return operation.attributes.get(name, None)
+
+
+def _dimensions(entry: Mapping[str, Any], rank: int) -> Dimensions:
+    found = _shardy.shardings_in(str(entry.get("sdy.sharding", "")))
+    return found[0] if found else _shardy.open_sharding(rank)
+
+
+def _origins(attribute: Any, i: int = 0) -> Mapping[str, str]:
+    """By axis, the annotation that it came from, as the pass names it."""
+    if isinstance(attribute, ir.ArrayAttr):
+        attribute = attribute[i] if i < len(attribute) else None
+    if attribute is None:
+        return {}
+    return {entry.name: str(entry.attr).strip('"') for entry in attribute}
+
+
+_MOVES = re.compile(
+    r'step-(?P<step>\d+) = |(?P<axis>"(?:[^"\\]|\\.)*"(?::\(\d+\)\d+)?) = '
+    r"(?P<source>(?:operand|result)-\d+) -> \[(?P<targets>[^\]]*)\]"
+)
+
+
+def _moves(text: str, values: Sequence[int], operands: int) -> Iterator[Move]:
+    """The steps in the text of an ``sdy.propagation_edges``."""
+
+    def at(place: str) -> int:
+        kind, _, number = place.partition("-")
+        return values[int(number) + operands * (kind == "result")]
+
+    step = 0
+    for found in _MOVES.finditer(text):
+        if found["step"]:
+            step = int(found["step"])
+            continue
+        targets = tuple(at(place.strip()) for place in found["targets"].split(",") if place.strip())
+        axis = _shardy.axes_in(found["axis"])[0]
+        yield Move(step=step, axis=axis, source=at(found["source"]), targets=targets)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Rule:
+    factors: tuple[Factors, ...]
+    sizes: Mapping[str, int]
+    stops: frozenset[str] = frozenset()
+
+
+_FACTOR = re.compile(r"[a-z](?:_\d+)?")
+_SIZES = re.compile(r"([a-z](?:_\d+)?)=(\d+)")
+_STOPS = re.compile(r"blocked_propagation=\{([^}]*)\}")
+
+
+def _parse_rule(text: str) -> _Rule:
+    """The factors of an operation, of the text of an ``sdy.op_sharding_rule``."""
+    mapping, _, rest = text.partition("<")[2].partition(") {")
+    factors = tuple(
+        tuple(tuple(_FACTOR.findall(dim)) for dim in inner.split(", ")) if inner else ()
+        for inner in re.findall(r"\[([^\]]*)\]", mapping)
+    )
+    sizes = {name: int(size) for name, size in _SIZES.findall(rest.partition("}")[0])}
+    stops = frozenset(name for found in _STOPS.findall(rest) for name in _FACTOR.findall(found))
+    return _Rule(factors, sizes, stops)
+
+
+def _identity(values: Sequence[int], shape: Sequence[int]) -> _Rule:
+    """A rule by which each dimension of all values is the same."""
+    names = [f"d{i}" for i in range(len(shape))]
+    own = tuple((name,) for name in names)
+    return _Rule((own,) * len(values), dict(zip(names, shape, strict=True)))
+
+
+def _nothing(values: Sequence[int]) -> _Rule:
+    """A rule that relates no dimensions."""
+    return _Rule(((),) * len(values), {})

@@ -1,0 +1,253 @@
+"""Shardy's passes on a copy of a lowered module, and what its attributes say.
+
+The interface to MLIR is public (`jax.extend.mlir`); its attributes are read as text, whose form is
+the same at both ends of the range of JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import functools
+import re
+from typing import Any
+
+from jax.extend.mlir import ir, passmanager
+
+from spmd.errors import Failure, ReportError, explain
+from spmd.inspection._records import Source
+
+_HEAD = re.compile(r"[\w.-]+")
+_DTYPE = re.compile(r"(?:\d+|\?)x")
+
+
+# Modules
+
+
+def module_of(lowered: Any, *, subject: str) -> Any:
+    """The MLIR module of a stage, which is compiled later and must stay as it is.
+
+    Raises:
+        ReportError: it was lowered for the partitioner before Shardy.
+    """
+    module = lowered.compiler_ir()
+    main = functions(module.operation)["main"]
+    given = entries_of(main, "arg_attrs") + entries_of(main, "res_attrs")
+    if not any("mhlo.sharding" in one for one in given):
+        return module
+    failure = Failure(
+        what="was lowered without Shardy, whose passes say where a sharding comes from",
+        given="jax_use_shardy_partitioner=False",
+        expected="the default, True",
+        fix="jax.config.update('jax_use_shardy_partitioner', True), and lower again",
+        error=ReportError,
+    )
+    raise explain(subject, [failure])
+
+
+def run(module: Any, passes: Sequence[str], *, subject: str) -> Any:
+    """Runs passes on a copy of a module.
+
+    Args:
+        module: an MLIR module; it is left as it is.
+        passes: of a pipeline on modules, with their options.
+        subject: the first words of an error.
+
+    Returns:
+        The copy, as an operation.
+
+    Raises:
+        ReportError: this jaxlib lacks a pass, or a pass fails.
+    """
+    with module.context:
+        copy = module.operation.clone().operation
+        try:
+            manager = passmanager.PassManager.parse(f"builtin.module({', '.join(passes)})")
+        except (ValueError, ir.MLIRError) as error:
+            raise explain(subject, [_missing(passes, error)]) from None
+        # On JAX 0.10.2 the records of propagation fail verification on every loop.
+        manager.enable_verifier(False)
+        try:
+            manager.run(copy)
+        except ir.MLIRError as error:
+            raise explain(subject, [_failed(error)]) from None
+    return copy
+
+
+def _missing(passes: Sequence[str], error: Exception) -> Failure:
+    names = ", ".join(dict.fromkeys(n for p in passes for n in _HEAD.findall(p) if "sdy-" in n))
+    return Failure(
+        what="needs passes of Shardy that this jaxlib does not have",
+        expected=names,
+        got=" ".join(str(error).split())[:200],
+        fix="install a release of JAX that spmd is tested with: 0.10.2 up to 0.12",
+        error=ReportError,
+    )
+
+
+def _failed(error: Exception) -> Failure:
+    return Failure(
+        what="cannot be read by Shardy's passes",
+        got=" ".join(str(error).split())[:300],
+        fix="compile it, and see its report",
+        error=ReportError,
+    )
+
+
+def blocks(operation: Any) -> Iterator[Any]:
+    """The blocks of all regions of an operation."""
+    for region in operation.regions:
+        yield from region.blocks
+
+
+def walk(operation: Any) -> Iterator[Any]:
+    """All operations inside of one, in program order, what holds others before them."""
+    for block in blocks(operation):
+        for view in block.operations:
+            inner = view.operation
+            yield inner
+            yield from walk(inner)
+
+
+def functions(module: Any) -> dict[str, Any]:
+    """The functions of a module by name."""
+    (body,) = blocks(module)
+    found = (view.operation for view in body.operations)
+    return {text_of(f, "sym_name").strip('"'): f for f in found if f.name == "func.func"}
+
+
+def axis_sizes(module: Any) -> dict[str, int]:
+    """Sizes of the axes of all meshes of a module."""
+    (body,) = blocks(module)
+    meshes = (v.operation for v in body.operations if v.operation.name == "sdy.mesh")
+    text = " ".join(text_of(mesh, "mesh") for mesh in meshes)
+    return {_unquoted(name): int(size) for name, size in _SIZE.findall(text)}
+
+
+def text_of(operation: Any, name: str) -> str:
+    """An attribute as text; empty where there is none."""
+    attributes = operation.attributes
+    return str(attributes[name]) if name in attributes else ""
+
+
+def entries_of(operation: Any, name: str) -> list[dict[str, Any]]:
+    """The attributes of each argument or result of a function, as in ``arg_attrs``."""
+    attributes = operation.attributes
+    if name not in attributes:
+        return []
+    return [{entry.name: entry.attr for entry in one} for one in attributes[name]]
+
+
+# Types
+
+
+def dims_of(kind: Any) -> tuple[tuple[int, ...], str]:
+    """The dimensions of a type and its element type, as MLIR writes it; none for a token."""
+    text = str(kind)
+    if not text.startswith("tensor<"):
+        return (), text
+    text = text.removeprefix("tensor<").removesuffix(">")
+    sizes = []
+    while found := _DTYPE.match(text):
+        sizes.append(int(found[0][:-1]) if found[0] != "?x" else 0)
+        text = text[found.end() :]
+    return tuple(sizes), text.partition(",")[0]
+
+
+def hlo_dtype(dtype: str) -> str:
+    """XLA's name of an element type that MLIR writes otherwise."""
+    if dtype == "i1":
+        return "pred"
+    if found := re.fullmatch(r"complex<f(\d+)>", dtype):
+        return f"c{2 * int(found[1])}"
+    if found := re.fullmatch(r"(u?)i(\d+)", dtype):
+        return f"{'u' if found[1] else 's'}{found[2]}"
+    return dtype.lower()
+
+
+# Shardings
+
+_QUOTED = r'"(?:[^"\\]|\\.)*"'
+_SIZE = re.compile(rf"({_QUOTED})=(\d+)")
+_AXIS = re.compile(rf"({_QUOTED})(:\(\d+\)\d+)?")
+_LIST = re.compile(rf"\{{((?:{_QUOTED}|[^{{}}\"])*)\}}(p\d+)?")
+_SHARDING = re.compile(rf"<@[^,]*, \[((?:{_QUOTED}|[^\]\"])*)\]")
+
+
+def _unquoted(name: str) -> str:
+    return re.sub(r"\\(.)", r"\1", name[1:-1])
+
+
+def axes_in(text: str) -> tuple[str, ...]:
+    """The axes that a text names; a part of one as ``data:(1)2``."""
+    return tuple(_unquoted(name) + part for name, part in _AXIS.findall(text))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dimension:
+    """How one dimension is split: over which axes, and whether further ones may come."""
+
+    axes: tuple[str, ...] = ()
+    closed: bool = False
+    priority: int | None = None
+
+
+Dimensions = tuple[Dimension, ...]
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def shardings_in(text: str) -> tuple[Dimensions, ...]:
+    """Every sharding that an attribute holds, in order."""
+    return tuple(
+        tuple(
+            Dimension(axes_in(inner), "?" not in _AXIS.sub("", inner), int(p[1:]) if p else None)
+            for inner, p in _LIST.findall(dimensions)
+        )
+        for dimensions in _SHARDING.findall(text)
+    )
+
+
+def open_sharding(rank: int) -> Dimensions:
+    """What a value has that nothing was said about."""
+    return (Dimension(),) * rank
+
+
+def size_of(axis: str, sizes: Mapping[str, int]) -> int:
+    """How many devices an axis, or a part of one, has."""
+    _name, mark, part = axis.rpartition(":(")
+    return int(part.partition(")")[2]) if mark and part[:1].isdigit() else sizes.get(axis, 1)
+
+
+# Places
+
+
+def frames_of(location: Any) -> tuple[Source, ...]:
+    """The Python frames of an operation, innermost first."""
+    return tuple(_frames(location, ""))
+
+
+def _frames(location: Any, function: str) -> Iterator[Source]:
+    if isinstance(location, ir.CallSiteLoc):
+        yield from _frames(location.callee, "")
+        yield from _frames(location.caller, "")
+    elif isinstance(location, ir.NameLoc):
+        yield from _frames(location.child_loc, location.name_str)
+    elif isinstance(location, ir.FusedLoc):
+        # Several operations in one: the first has a line of its own.
+        yield from next(filter(None, ([*_frames(one, "")] for one in location.locations)), [])
+    elif isinstance(location, ir.FileLineColLoc):
+        yield Source(
+            file=location.filename,
+            line=location.start_line,
+            column=location.start_col,
+            function=function,
+        )
+
+
+def op_name_of(location: Any) -> str:
+    """The name stack that JAX gave an operation, or the name of an argument."""
+    if isinstance(location, ir.NameLoc):
+        return location.name_str
+    if isinstance(location, ir.FusedLoc):
+        return next(filter(None, map(op_name_of, location.locations)), "")
+    return ""
