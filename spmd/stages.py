@@ -366,6 +366,13 @@ class Compiled(_Stage):
 
         return report(self)
 
+    def _lowered(self) -> jax.stages.Lowered:
+        """What it was compiled from, as JAX's own class."""
+        sig = self._signature
+        avals = jtu.tree_leaves(self.in_avals)
+        infos = _jax.args_info(sig.in_tree, avals, [False] * len(avals))
+        return jax.stages.Lowered(self._lowering, infos, sig.out_tree)
+
     def _taken_arguments(self) -> list[tuple[str, Any, Any]]:
         """Name, aval and sharding of each argument of a call."""
         skip = len(self._signature.consts)

@@ -119,7 +119,7 @@ def _planned(module: Module) -> Schedule | None:
     if module.entry not in module.computations:
         return None
     schedule = Schedule(module)
-    _place_results(schedule, _donations(module.header))
+    _place_results(schedule, donations(module.header))
     _share_memory(schedule)
     if not schedule.tiled:
         _hide_in_outputs(schedule.arrays)
@@ -237,7 +237,7 @@ def _stretches(use: Sequence[int]) -> tuple[int, ...]:
 # Arguments and results
 
 
-def _donations(header: str) -> dict[tuple[int, ...], tuple[int, tuple[int, ...]]]:
+def donations(header: str) -> dict[tuple[int, ...], tuple[int, tuple[int, ...]]]:
     """By path of an output, the parameter and the path in it where that output lies."""
     _, found, text = header.partition("input_output_alias={")
     if not found:

@@ -60,6 +60,8 @@ class Value:
             the value's own.
         links: indices of the operations that it takes part in.
         plain: False where it stands for control flow, and not for an operation of the user's.
+        local: True inside of a `shard_map`, where the shape is that of one device's part.
+        op_name: the name stack of what makes it.
     """
 
     kind: str
@@ -72,6 +74,8 @@ class Value:
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
     links: list[int] = dataclasses.field(default_factory=list)
     plain: bool = True
+    local: bool = False
+    op_name: str = ""
 
     @property
     def axes(self) -> tuple[tuple[str, ...], ...]:
@@ -106,6 +110,7 @@ class Link:
         sizes: of the factors.
         stops: factors along which it passes no sharding on.
         moves: what the pass did here, in the order of its steps.
+        op_name: its name stack.
     """
 
     name: str
@@ -116,6 +121,7 @@ class Link:
     sizes: Mapping[str, int]
     stops: frozenset[str] = frozenset()
     moves: tuple[Move, ...] = ()
+    op_name: str = ""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -291,6 +297,8 @@ class _Reader:
             frames=frames,
             mark=self._mark(operation, i, dimensions, origins, frames),
             plain=not edge,
+            local=_is_local(operation),
+            op_name=_op_name(_owner(operation.operands[0]) if edge else operation),
         )
 
     def _mark(
@@ -327,7 +335,8 @@ class _Reader:
         edges = _shardy.text_of(operation, "sdy.propagation_edges")
         frames = _frames(operation)
         count = len(operation.operands)
-        self._link(_short(operation.name), frames, values, count, _parse_rule(rule), edges)
+        op_name = _op_name(operation)
+        self._link(_short(operation.name), frames, values, count, _parse_rule(rule), edges, op_name)
 
     def _constraint(self, operation: Any) -> None:
         values = (self._at(operation.operands[0]), self._at(operation.results[0]))
@@ -344,7 +353,8 @@ class _Reader:
         shape = self.found.values[values[-1]].shape
         rule = _identity(values, shape) if _manual_boundary(raw) is None else _nothing(values)
         frames = _frames(_owner(raw))
-        self._link(_owner_name(raw), frames, values, len(values) - 1, rule, edges)
+        op_name = _op_name(_owner(raw))
+        self._link(_owner_name(raw), frames, values, len(values) - 1, rule, edges, op_name)
 
     def _link(
         self,
@@ -354,6 +364,7 @@ class _Reader:
         operands: int,
         rule: _Rule,
         edges: str,
+        op_name: str = "",
     ) -> None:
         self.found.links.append(
             Link(
@@ -365,6 +376,7 @@ class _Reader:
                 sizes=rule.sizes,
                 stops=rule.stops,
                 moves=tuple(_moves(edges, values, operands)),
+                op_name=op_name,
             )
         )
 
@@ -404,6 +416,18 @@ def _frames(operation: Any) -> tuple[Source, ...]:
             return frames
         operation = operation.parent.operation
     return ()
+
+
+def _op_name(operation: Any) -> str:
+    return _shardy.op_name_of(operation.location)
+
+
+def _is_local(operation: Any) -> bool:
+    while operation.name != "func.func":
+        operation = operation.parent.operation
+        if operation.name == _MANUAL:
+            return True
+    return False
 
 
 def _sources(raw: Any) -> list[Any]:

@@ -311,6 +311,44 @@ class Reshard:
     nbytes: int
 
 
+FINDINGS = {
+    "moved-argument": "an argument is moved before the program starts",
+    "replicated-argument": "large arguments are whole on every device",
+    "unsharded-batch": "the batch is not split",
+    "replicated-residual": "a value that the backward pass needs is whole on every device",
+    "replicated-value": "a large value is whole on every device",
+    "collective-in-loop": "a loop exchanges the same values each time",
+    "uneven-split": "a split needs padding",
+    "unused-donation": "a donated argument is not used again",
+    "unused-axis": "nothing is split over a mesh axis",
+}
+"""Kinds of findings, and what each says."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something that costs a program more than it has to.
+
+    Args:
+        kind: a key of `FINDINGS`.
+        subject: a sentence that names what it is about.
+        source: the user's line; None for what has none, such as an argument.
+        nbytes: what it costs each device: bytes that it holds, or sends in one call; 0 where no
+            bytes tell.
+        measure: ``memory`` or ``wire``; empty where no bytes tell.
+        facts: what is known, a sentence each.
+        fix: what to write instead.
+    """
+
+    kind: str
+    subject: str
+    source: Source | None
+    nbytes: int
+    measure: str
+    facts: tuple[str, ...]
+    fix: str
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """What one compiled program does between and on its devices.
@@ -331,6 +369,7 @@ class Report:
         arguments: what the program takes, and how each lies on the mesh.
         device_ids: of the mesh, in its order: the last axis varies fastest.
         excerpts: the source text around the lines of collectives and buffers.
+        findings: what costs more than it has to, the most bytes first.
         predicted: True where nothing was compiled: the collectives are those that the shardings
             demand, before the compiler changes them; `cost` is zero and `memory` None.
     """
@@ -349,6 +388,7 @@ class Report:
     arguments: tuple[Argument, ...] = ()
     device_ids: tuple[int, ...] = ()
     excerpts: tuple[Excerpt, ...] = ()
+    findings: tuple[Finding, ...] = ()
     predicted: bool = False
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+import dataclasses
 import importlib.metadata
 import itertools
 import re
@@ -12,11 +13,13 @@ import jax
 
 import spmd
 from spmd import _resolve, stages
+from spmd.errors import ReportError
 from spmd.inspection._compiling import (
     COMPILED,
     devices_of,
     entered,
     lower,
+    lowered_of,
     memory_plan,
     mesh_of,
     refuse_arguments,
@@ -24,10 +27,13 @@ from spmd.inspection._compiling import (
 )
 from spmd.inspection._cost import cost_of
 from spmd.inspection._excerpts import excerpts
+from spmd.inspection._findings import Program, findings
 from spmd.inspection._hlo import Module, parse_modules
 from spmd.inspection._ledger import ledger
 from spmd.inspection._placing import arguments_of
+from spmd.inspection._propagation import Propagation, propagate
 from spmd.inspection._records import Cost, Report, Reshard
+from spmd.inspection._shardy import module_of
 from spmd.inspection._walk import visits
 
 
@@ -62,11 +68,13 @@ def report(f: Any, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
         return f
     with entered(mesh):
         found = lower(f, args, kwargs, subject="report", verb="report")
-        compiled = found if isinstance(found, COMPILED) else found.compile()
-        return _report_of(compiled, mesh_of(compiled, mesh))
+        if isinstance(found, COMPILED):
+            return _report_of(found, mesh_of(found, mesh), lowered_of(found))
+        compiled = found.compile()
+        return _report_of(compiled, mesh_of(compiled, mesh), found)
 
 
-def _report_of(compiled: Any, mesh: Any) -> Report:
+def _report_of(compiled: Any, mesh: Any, lowered: Any) -> Report:
     devices = devices_of(compiled)
     axis_sizes = dict(mesh.shape) if mesh is not None else {}
     modules = parse_modules(text_of(compiled))
@@ -74,7 +82,8 @@ def _report_of(compiled: Any, mesh: Any) -> Report:
     pairs = [*zip(modules, visited, strict=True)]
     found = tuple(itertools.chain.from_iterable(ledger(m, v, axis_sizes) for m, v in pairs))
     memory = memory_plan(compiled, modules)
-    return Report(
+    parameters = _parameter_names(modules)
+    report = Report(
         name=_name(compiled, modules),
         backend=devices[0].platform,
         device_kind=devices[0].device_kind,
@@ -86,10 +95,39 @@ def _report_of(compiled: Any, mesh: Any) -> Report:
         cost=sum((cost_of(m, v) for m, v in pairs), Cost.zeros()),
         memory=memory,
         reshards=_reshards(compiled) if isinstance(compiled, stages.Compiled) else (),
-        arguments=arguments_of(compiled, mesh, _parameter_names(modules)),
+        arguments=arguments_of(compiled, mesh, parameters),
         device_ids=tuple(device.id for device in devices),
         excerpts=excerpts(found, memory),
     )
+    program = Program(
+        report=report,
+        modules=pairs,
+        parameters=parameters,
+        donated=_donated(compiled, report),
+        propagation=_propagation(lowered),
+    )
+    return dataclasses.replace(report, findings=findings(program))
+
+
+def _propagation(lowered: Any) -> Propagation | None:
+    """How the values of a program are split, where that can be known."""
+    if lowered is None:
+        return None
+    try:
+        return propagate(module_of(lowered, subject="report"), subject="report")
+    except ReportError:
+        return None  # lowered for another partitioner, or by a jaxlib without the passes
+
+
+def _donated(compiled: Any, report: Report) -> list[str]:
+    """Paths of the arguments that were given away."""
+    if isinstance(compiled, stages.Compiled):
+        flags = [i in compiled.donate_argnums for i in range(len(report.arguments))]
+    else:
+        flags = [info.donated for info in jax.tree.leaves(compiled.args_info)]
+    if len(flags) != len(report.arguments):
+        return []
+    return [a.path for a, flag in zip(report.arguments, flags, strict=True) if flag]
 
 
 def versions() -> Mapping[str, str]:

@@ -1,0 +1,256 @@
+"""What costs a program more than it has to, and what to write instead.
+
+Each rule is a function that gives findings; `RULES` lists them. Those that look at values between
+arguments and results are in `_findings_values.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import math
+
+from spmd.inspection._findings_values import LARGE, value_findings
+from spmd.inspection._hlo import Computation, Instruction, Module
+from spmd.inspection._ledger import is_collective
+from spmd.inspection._memory import donations
+from spmd.inspection._pieces import Argument
+from spmd.inspection._propagation import Propagation
+from spmd.inspection._records import Collective, Finding, Report
+from spmd.inspection._walk import Visit
+
+#: How many arguments a finding names.
+_NAMED = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What is known of a compiled program.
+
+    Args:
+        report: without findings.
+        modules: its text, with how each computation runs.
+        parameters: paths of the arguments that the last module takes, in its order.
+        donated: paths of the arguments that the user gave away.
+        propagation: how its values are split; None where it was compiled by others, or this
+            jaxlib lacks the passes.
+    """
+
+    report: Report
+    modules: Sequence[tuple[Module, Mapping[str, Visit]]]
+    parameters: Sequence[str]
+    donated: Sequence[str]
+    propagation: Propagation | None
+
+
+def findings(program: Program) -> tuple[Finding, ...]:
+    """All findings, those with most bytes first."""
+    found = [finding for rule in RULES for finding in rule(program)]
+    return tuple(sorted(found, key=lambda one: -one.nbytes))
+
+
+# Arguments
+
+
+def _moved_arguments(program: Program) -> Iterator[Finding]:
+    for one in program.report.reshards:
+        yield Finding(
+            kind="moved-argument",
+            subject=f"{one.argument} is moved before the program starts",
+            source=None,
+            nbytes=one.nbytes,
+            measure="wire",
+            facts=(f"it lies as {one.given}", f"the program takes {one.wanted}"),
+            fix=f"make it as {one.wanted}, or place it once: jax.device_put(x, "
+            f"NamedSharding(mesh, {one.wanted})); resharding='error' finds all such calls",
+        )
+
+
+def _replicated_arguments(program: Program) -> Iterator[Finding]:
+    mesh = program.report.mesh
+    if math.prod(mesh.values()) == 1:
+        return
+    found = [a for a in program.report.arguments if a.nbytes >= LARGE and _is_whole(a)]
+    found.sort(key=lambda a: -a.nbytes)
+    if not found:
+        return
+    subject = (
+        f"{found[0].path} is whole on every device"
+        if len(found) == 1
+        else f"{len(found)} large arguments are whole on every device"
+    )
+    rest = len(found) - _NAMED
+    yield Finding(
+        kind="replicated-argument",
+        subject=subject,
+        source=None,
+        nbytes=sum(a.nbytes for a in found),
+        measure="memory",
+        facts=(
+            *(f"{a.path}: {a.dtype}[{','.join(map(str, a.shape))}]" for a in found[:_NAMED]),
+            *([f"and {rest} more"] if rest > 0 else []),
+        ),
+        fix=f"split {found[0].path}{_suggestion(found[0], mesh)}; if it has to be whole in a "
+        "computation, a split argument is gathered where it is used",
+    )
+
+
+def _is_whole(argument: Argument) -> bool:
+    return argument.splits is not None and all(split.parts == 1 for split in argument.splits)
+
+
+def _suggestion(argument: Argument, mesh: Mapping[str, int]) -> str:
+    """A spec that would split an argument, where a mesh axis divides one of its dimensions."""
+    for size, dimension in sorted(((n, -d) for d, n in enumerate(argument.shape)), reverse=True):
+        for axis in sorted(mesh, key=lambda name: -mesh[name]):
+            if mesh[axis] > 1 and size % mesh[axis] == 0:
+                entries = [*["None"] * -dimension, repr(axis)]
+                return f" as P({', '.join(entries)})"
+    return ", padded to a multiple of a mesh axis"
+
+
+def _unused_donations(program: Program) -> Iterator[Finding]:
+    if not program.modules:
+        return
+    module = program.modules[-1][0]
+    taken = {number for number, _ in donations(module.header).values()}
+    kept = {program.parameters[i] for i in taken if i < len(program.parameters)}
+    arguments = {a.path: a for a in program.report.arguments}
+    for path in program.donated:
+        one = arguments.get(path)
+        if one is None or path in kept or path not in program.parameters or not one.nbytes:
+            continue
+        yield Finding(
+            kind="unused-donation",
+            subject=f"{path} is donated, and its memory is not used again",
+            source=None,
+            nbytes=one.nbytes,
+            measure="memory",
+            facts=(f"it is {one.dtype}[{','.join(map(str, one.shape))}], split as {one.sharding}",),
+            fix="a donated argument makes room for a result of the same shape, dtype and sharding: "
+            "return one, give that result the same spec in out_axis_resources, or do not donate it",
+        )
+
+
+# Loops
+
+
+def _collectives_in_loops(program: Program) -> Iterator[Finding]:
+    records = {one.name: one for one in program.report.collectives}
+    for module, visited in program.modules:
+        for name, visit in visited.items():
+            loop = visit.caller
+            if loop is None or loop.opcode != "while" or name not in _body_of(loop):
+                continue
+            outside = visited[visit.home].executions
+            for one in _repeated(module.computations[name]):
+                if record := records.get(one.name):
+                    yield _repeated_finding(record, outside)
+
+
+def _body_of(loop: Instruction) -> tuple[str, ...]:
+    return loop.callees().get("body", ())
+
+
+def _repeated(body: Computation) -> Iterator[Instruction]:
+    """The collectives of a loop's body whose operands are the same each time."""
+    same = _invariants(body)
+    for one in body.instructions:
+        if is_collective(one) and {*one.operand_names} <= same:
+            yield one
+
+
+#: What gives the same result for the same operands, and may be done elsewhere.
+_IMPURE = {"parameter", "infeed", "outfeed", "send", "recv", "custom-call", "rng", "while"}
+
+
+def _invariants(body: Computation) -> set[str]:
+    """Values of a loop's body that are the same each time."""
+    root = body.root
+    made = {one.name: one for one in body.instructions}
+    handed_on = root.operand_names if root and root.opcode == "tuple" else ()
+    found: set[str] = set()
+    for one in body.instructions:
+        if one.opcode == "get-tuple-element" and _is_parameter(made, one):
+            index = int(one.attribute("index") or 0)
+            if index < len(handed_on) and _origin(made, handed_on[index]) == one.name:
+                found.add(one.name)
+        elif one.opcode.removesuffix("-start") not in _IMPURE and {*one.operand_names} <= found:
+            found.add(one.name)
+    return found
+
+
+def _is_parameter(made: Mapping[str, Instruction], one: Instruction) -> bool:
+    source = made.get(one.operand_names[0])
+    return source is not None and source.opcode == "parameter"
+
+
+def _origin(made: Mapping[str, Instruction], name: str) -> str:
+    """What a value is a copy of."""
+    while (one := made.get(name)) and one.opcode in ("copy", "bitcast"):
+        name = one.operand_names[0]
+    return name
+
+
+def _repeated_finding(one: Collective, outside: int | None) -> Finding:
+    times = one.executions
+    once = max(outside or 1, 1)
+    saved = one.wire_bytes * max((times or 2) - once, 0)
+    return Finding(
+        kind="collective-in-loop",
+        subject=f"a loop repeats an {one.kind} of the same values"
+        if one.kind[0] in "aeiou"
+        else f"a loop repeats a {one.kind} of the same values",
+        source=one.source,
+        nbytes=saved,
+        measure="wire",
+        facts=(
+            f"{', '.join(map(str, one.shapes.operands))} over "
+            f"{', '.join(one.mesh_axes) or 'no axis of the mesh'}",
+            f"{times} times in one call, where {once} would do"
+            if times is not None
+            else "an unknown number of times in one call",
+        ),
+        fix="do it before the loop: with_sharding_constraint on the value there, to what the body "
+        "needs, where its memory allows it",
+    )
+
+
+# The mesh
+
+
+def _unused_axes(program: Program) -> Iterator[Finding]:
+    found = program.propagation
+    if found is None:
+        return
+    values = {axis for v in found.values for axes in v.axes for axis in axes}
+    marks = {axis for m in found.marks.values() for d in m.dimensions for axis in d.axes}
+    exchanged = {axis for one in program.report.collectives for axis in one.axis_names}
+    used = {axis.partition(":")[0] for axis in values | marks | exchanged}
+    for axis, size in program.report.mesh.items():
+        if size > 1 and axis not in used:
+            yield Finding(
+                kind="unused-axis",
+                subject=f"nothing is split over mesh axis {axis!r}",
+                source=None,
+                nbytes=0,
+                measure="",
+                facts=(f"the {size} devices along it all do the same work",),
+                fix=f"name {axis!r} in a spec of an argument or in a constraint, or use a mesh "
+                "without it",
+            )
+
+
+def _values(program: Program) -> Iterator[Finding]:
+    if program.propagation is not None:
+        yield from value_findings(program.propagation)
+
+
+RULES = (
+    _moved_arguments,
+    _replicated_arguments,
+    _unused_donations,
+    _collectives_in_loops,
+    _unused_axes,
+    _values,
+)

@@ -1,0 +1,285 @@
+"""Findings on values between arguments and results, from how Shardy's propagation splits them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+import dataclasses
+import functools
+import math
+
+from spmd.inspection import _shardy
+from spmd.inspection._propagation import Link, Propagation, Value
+from spmd.inspection._records import Finding, Shape, Source
+from spmd.inspection._source import direction_of, user_source
+
+#: Bytes of an array on one device from which on it is worth a finding.
+LARGE = 1 << 20
+
+#: Bytes of padding on one device that are.
+PADDED = 1 << 16
+
+#: Operations whose results take no memory of their own: what reads them computes them again.
+_FREE = ("constant", "iota", "broadcast_in_dim", "sharding_constraint")
+
+
+def value_findings(found: Propagation) -> Iterator[Finding]:
+    """All findings on values of a program; none on a mesh of one device."""
+    if math.prod(found.axis_sizes.values()) == 1:
+        return
+    yield from _unsharded_batch(found)
+    residuals = {*_residuals(found)}
+    yield from _whole(found, residuals, "replicated-residual")
+    yield from _whole(found, {*_large_results(found)} - residuals, "replicated-value")
+    yield from _uneven(found)
+
+
+# Sizes
+
+
+def _shape(value: Value) -> Shape:
+    return Shape(dtype=value.dtype, dims=value.shape)
+
+
+def _parts(found: Propagation, axes: Iterable[str]) -> int:
+    return math.prod(_shardy.size_of(axis, found.axis_sizes) for axis in axes)
+
+
+def _shard(found: Propagation, value: Value) -> Shape:
+    """The part of a value that a device holds, padding included."""
+    pairs = zip(value.shape, value.axes, strict=True)
+    return Shape(dtype=value.dtype, dims=tuple(-(-n // _parts(found, axes)) for n, axes in pairs))
+
+
+def _is_whole(value: Value) -> bool:
+    """Whether every device holds all of a value, though nobody asked for that."""
+    return not value.local and not any(value.axes) and value.mark is None
+
+
+def _largest_by_line(
+    found: Propagation, sizes: Mapping[int, int]
+) -> Iterator[tuple[int, int, Source | None]]:
+    """Of the values of each of the user's lines the one with most bytes: index, bytes, line."""
+    best: dict[tuple[str, int], tuple[int, int, Source | None]] = {}
+    for i, nbytes in sizes.items():
+        source = user_source(found.values[i].frames)
+        line = (source.file, source.line) if source else ("", 0)
+        if line not in best or nbytes > best[line][1]:
+            best[line] = (i, nbytes, source)
+    yield from best.values()
+
+
+# Values that are whole on every device
+
+
+def _large_results(found: Propagation) -> Iterator[int]:
+    """Results of operations, but for what has the shape of an argument that is whole itself."""
+    arguments = {_shape(v) for v in found.values if v.kind == "argument" and not any(v.axes)}
+    for i, value in enumerate(found.values):
+        if value.kind == "result" and value.plain and value.name not in _FREE and value.frames:
+            shape = _shape(value)
+            if _is_whole(value) and shape.nbytes >= LARGE and shape not in arguments:
+                yield i
+
+
+def _residuals(found: Propagation) -> Iterator[int]:
+    """Values that the forward pass makes whole, and the backward pass takes."""
+    for link in found.links:
+        if direction_of(link.op_name) != "backward":
+            continue
+        for i in link.values[: link.operands]:
+            value = found.values[i]
+            if value.kind == "result" and direction_of(value.op_name) == "forward":
+                if _is_whole(value) and _shape(value).nbytes >= LARGE and value.name not in _FREE:
+                    yield i
+
+
+def _whole(found: Propagation, indices: Iterable[int], kind: str) -> Iterator[Finding]:
+    sizes = {i: _shape(found.values[i]).nbytes for i in sorted(indices)}
+    for i, nbytes in _maybe(_largest_by_line(found, sizes)):
+        value, shape = found.values[i], _shape(found.values[i])
+        source = user_source(value.frames)
+        residual = kind == "replicated-residual"
+        yield Finding(
+            kind=kind,
+            subject=f"{shape} of {value.name} is kept whole on every device for the backward pass"
+            if residual
+            else f"{shape} of {value.name} is whole on every device",
+            source=source,
+            nbytes=nbytes,
+            measure="memory",
+            facts=(f"no mesh axis reaches it; why('{_place(source)}') shows where they stop",)
+            if source
+            else ("no mesh axis reaches it",),
+            fix=f"with_sharding_constraint(value, {_spec(found, value)}) on that line"
+            + (", or jax.checkpoint around it" if residual else ""),
+        )
+
+
+def _maybe(rows: Iterable[tuple[int, int, Source | None]]) -> Iterator[tuple[int, int]]:
+    for i, nbytes, _ in rows:
+        yield i, nbytes
+
+
+def _place(source: Source) -> str:
+    return f"{source.file.rpartition('/')[2]}:{source.line}"
+
+
+def _spec(found: Propagation, value: Value) -> str:
+    """A spec that would split a value, over the largest axis that divides an early dimension."""
+    for d, size in enumerate(value.shape):
+        for axis in sorted(found.axis_sizes, key=lambda name: -found.axis_sizes[name]):
+            if found.axis_sizes[axis] > 1 and size % found.axis_sizes[axis] == 0:
+                return f"P({', '.join([*['None'] * d, repr(axis)])})"
+    return "P(...)"
+
+
+# Padding
+
+
+def _uneven(found: Propagation) -> Iterator[Finding]:
+    sizes = {
+        i: waste
+        for i, value in enumerate(found.values)
+        if value.plain and not value.local and (waste := _padding(found, value)) >= PADDED
+    }
+    for i, waste in _maybe(_largest_by_line(found, sizes)):
+        value = found.values[i]
+        d = next(d for d, n in enumerate(value.shape) if n % _parts(found, value.axes[d]))
+        n, axes = value.shape[d], value.axes[d]
+        parts = _parts(found, axes)
+        yield Finding(
+            kind="uneven-split",
+            subject=f"{n} elements are split over {parts} devices",
+            source=user_source(value.frames),
+            nbytes=waste,
+            measure="memory",
+            facts=(
+                f"dimension {d} of {_shape(value)} of {value.name or value.kind}, "
+                f"over {', '.join(axes)}",
+                f"each device holds {-(-n // parts)} and computes with them; "
+                f"{-(-n // parts) * parts - n} of all are padding",
+            ),
+            fix=f"make the dimension {-(-n // parts) * parts}, or split another one",
+        )
+
+
+def _padding(found: Propagation, value: Value) -> int:
+    """Bytes of a shard that hold no element of the value, on average over the devices."""
+    pairs = [(n, _parts(found, axes)) for n, axes in zip(value.shape, value.axes, strict=True)]
+    if all(n % parts == 0 for n, parts in pairs):
+        return 0
+    shard = _shard(found, value).nbytes
+    return shard - _shape(value).nbytes // math.prod(parts for _, parts in pairs)
+
+
+# The batch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Region:
+    """The dimensions that are split as one dimension of an argument is.
+
+    Args:
+        places: values and their dimensions.
+        is_batch: whether it is the first dimension of an operand of a product of matrices, and
+            no such product sums over it.
+    """
+
+    places: frozenset[tuple[int, int]]
+    is_batch: bool
+
+
+def _unsharded_batch(found: Propagation) -> Iterator[Finding]:
+    by_size: dict[int, list[int]] = {}
+    regions = {}
+    for i, value in enumerate(found.values):
+        if value.kind == "argument" and value.shape and value.shape[0] > 1 and not value.axes[0]:
+            region = _region(found, i)
+            if region is not None and region.is_batch:
+                by_size.setdefault(value.shape[0], []).append(i)
+                regions[i] = region
+    for size, arguments in by_size.items():
+        places = frozenset[tuple[int, int]]().union(*(regions[i].places for i in arguments))
+        axis = _free_axis(found, places, size)
+        nbytes = max(_shard(found, found.values[i]).nbytes for i, _ in places)
+        if axis and nbytes >= LARGE:
+            yield _batch_finding(found, size, arguments, axis, nbytes)
+
+
+def _batch_finding(
+    found: Propagation, size: int, arguments: Sequence[int], axis: str, nbytes: int
+) -> Finding:
+    names = ", ".join(found.values[i].name for i in arguments)
+    n = found.axis_sizes[axis]
+    return Finding(
+        kind="unsharded-batch",
+        subject=f"the {size} rows of {names} are on every device",
+        source=None,
+        nbytes=nbytes - nbytes // n,
+        measure="memory",
+        facts=(
+            f"the {n} devices along {axis!r} all compute the same rows",
+            "bytes are of the largest value with that dimension",
+        ),
+        fix=f"P({axis!r}) for {names} in in_axis_resources",
+    )
+
+
+def _free_axis(found: Propagation, places: Iterable[tuple[int, int]], size: int) -> str | None:
+    """The largest mesh axis that splits none of these values, and divides the dimension."""
+    taken = {axis.partition(":")[0] for i, _ in places for d in found.values[i].axes for axis in d}
+    free = [a for a, n in found.axis_sizes.items() if n > 1 and size % n == 0 and a not in taken]
+    return max(free, key=lambda axis: found.axis_sizes[axis], default=None)
+
+
+def _region(found: Propagation, argument: int) -> _Region | None:
+    """The region of the first dimension of an argument in the forward pass.
+
+    Returns:
+        None where a product of matrices sums over it, or a part of it is split.
+    """
+    pending = deque([(argument, 0)])
+    seen = {(argument, 0)}
+    is_batch = False
+    while pending:
+        i, d = pending.popleft()
+        if found.values[i].axes[d]:
+            return None
+        for k in found.values[i].links:
+            link = found.links[k]
+            if direction_of(link.op_name) == "backward":
+                continue
+            factors = _factors(link, i, d)
+            if link.name == "dot_general" and factors & _summed(link):
+                return None
+            is_batch = is_batch or (link.name == "dot_general" and d == 0 and bool(factors))
+            for place in _related(link, factors):
+                if place not in seen:
+                    seen.add(place)
+                    pending.append(place)
+    return _Region(frozenset(seen), is_batch)
+
+
+def _factors(link: Link, i: int, d: int) -> set[str]:
+    pairs = zip(link.values, link.factors, strict=True)
+    return {name for value, dims in pairs if value == i and d < len(dims) for name in dims[d]}
+
+
+def _related(link: Link, factors: set[str]) -> Iterator[tuple[int, int]]:
+    for value, dims in zip(link.values, link.factors, strict=True):
+        for d, names in enumerate(dims):
+            # A dimension of several factors is split as its first one is.
+            if names and names[0] in factors:
+                yield value, d
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _summed_in(factors: tuple, operands: int) -> frozenset[str]:
+    inside = {name for dims in factors[:operands] for names in dims for name in names}
+    return frozenset(inside - {n for dims in factors[operands:] for names in dims for n in names})
+
+
+def _summed(link: Link) -> frozenset[str]:
+    """The factors that a product of matrices sums over."""
+    return _summed_in(link.factors, link.operands)
