@@ -39,7 +39,7 @@ def run(options: Options, console: Console) -> records.DemoReport:
         console.print(f"\nreport written to {options.json}", highlight=False)
     if options.html:
         _write_page(options.html, report)
-        # One word without a break, so that a terminal makes a link of it.
+        # Without a break in the path, so that a terminal makes a link of it.
         console.print(f"\npage of the step: {options.html.absolute()}", soft_wrap=True)
     return report
 

@@ -84,14 +84,13 @@ def _large_results(found: Propagation) -> Iterator[int]:
 
 def _residuals(found: Propagation) -> Iterator[int]:
     """Values that the forward pass makes whole, and the backward pass takes."""
-    for link in found.links:
-        if direction_of(link.op_name) != "backward":
-            continue
-        for i in link.values[: link.operands]:
-            value = found.values[i]
-            if value.kind == "result" and direction_of(value.op_name) == "forward":
-                if _is_whole(value) and _shape(value).nbytes >= LARGE and value.name not in _FREE:
-                    yield i
+    backward = [link for link in found.links if direction_of(link.op_name) == "backward"]
+    for i in {i for link in backward for i in link.values[: link.operands]}:
+        value = found.values[i]
+        forward = value.kind == "result" and direction_of(value.op_name) == "forward"
+        large = _shape(value).nbytes >= LARGE
+        if forward and large and value.name not in _FREE and _is_whole(value):
+            yield i
 
 
 def _whole(found: Propagation, indices: Iterable[int], kind: str) -> Iterator[Finding]:

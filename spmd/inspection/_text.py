@@ -29,6 +29,7 @@ from spmd.inspection._records import (
     DIRECTIONS,
     Buffer,
     Collective,
+    Finding,
     Memory,
     Report,
     Reshard,
@@ -71,7 +72,9 @@ def render_report(
         sections.append((title, render_cost(report)))
     if report.memory:
         sections.append(("Memory, per device", render_memory(report.memory)))
-    if report.reshards:
+    if report.findings:
+        sections.insert(0, ("Findings", render_findings(report.findings, limit)))
+    elif report.reshards:
         sections.append(("Arguments moved before the program", render_reshards(report.reshards)))
     parts: list[RenderableType] = [render_header(report)]
     for title, body in sections:
@@ -511,6 +514,27 @@ def _buffer_row(one: Buffer) -> Row:
     peak = cell("yes", style="magenta") if one.at_peak else cell("no", style="dim")
     cells = (cell(one.kind), cell(show_bytes(one.nbytes)), cell(one.shape), place, peak)
     return Row(cells=cells)
+
+
+# Findings
+
+_MEASURES = {"memory": "of memory", "wire": "on the wire"}
+
+
+def render_findings(findings: Sequence[Finding], limit: int | None = LIMIT) -> RenderableType:
+    """What costs more than it has to: the sentence, the line and bytes, the facts, and the fix."""
+    shown = findings[:limit]
+    parts: list[RenderableType] = []
+    for one in shown:
+        nbytes = f"{show_bytes(one.nbytes)} {_MEASURES[one.measure]}" if one.measure else ""
+        place = f"{clean(str(one.source))}" if one.source else ""
+        where = "; ".join(text for text in (nbytes, place) if text)
+        parts.append(Flow(Text(clean(one.subject), style="yellow"), Text(where)))
+        parts += [Indented(Flow(Text(clean(fact), style="dim"))) for fact in one.facts]
+        parts.append(Indented(Flow(Text.assemble(("fix  ", "bold"), clean(one.fix)))))
+    if rest := len(findings) - len(shown):
+        parts.append(Text(f"and {rest} more", style="dim"))
+    return Group(*parts)
 
 
 # Arguments

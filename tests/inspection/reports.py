@@ -5,10 +5,12 @@ from hypothesis import strategies as st
 from spmd.inspection._pieces import Argument, Excerpt, Split
 from spmd.inspection._records import (
     DIRECTIONS,
+    FINDINGS,
     KINDS,
     Buffer,
     Collective,
     Cost,
+    Finding,
     Memory,
     Report,
     Reshard,
@@ -145,6 +147,26 @@ SMALL = report(
     reshards=(
         Reshard(argument="batch['x']", given="P('data')", wanted="P(None, 'model')", nbytes=MIB),
     ),
+    findings=(
+        Finding(
+            kind="moved-argument",
+            subject="batch['x'] is moved before the program starts",
+            source=None,
+            nbytes=MIB,
+            measure="wire",
+            facts=("it lies as P('data')", "the program takes P(None, 'model')"),
+            fix="make it as P(None, 'model')",
+        ),
+        Finding(
+            kind="unused-axis",
+            subject="nothing is split over mesh axis 'model'",
+            source=source(7),
+            nbytes=0,
+            measure="",
+            facts=(),
+            fix="use a mesh without it",
+        ),
+    ),
 )
 
 # Strategies
@@ -213,6 +235,16 @@ memories = st.builds(
     live=st.lists(counts, max_size=4).map(tuple),
 )
 reshards = st.builds(Reshard, argument=names, given=names, wanted=names, nbytes=counts)
+findings = st.builds(
+    Finding,
+    kind=st.sampled_from([*FINDINGS]),
+    subject=names,
+    source=st.none() | sources,
+    nbytes=counts,
+    measure=st.sampled_from(["memory", "wire", ""]),
+    facts=st.lists(names, max_size=2).map(tuple),
+    fix=names,
+)
 splits = st.builds(
     Split,
     axes=st.sampled_from([(), ("data",), ("model", "data")]),
@@ -253,4 +285,5 @@ reports = st.builds(
     arguments=st.lists(arguments, max_size=2).map(tuple),
     device_ids=st.lists(st.integers(0, 8191), max_size=8).map(tuple),
     excerpts=st.lists(excerpts, max_size=2).map(tuple),
+    findings=st.lists(findings, max_size=2).map(tuple),
 )

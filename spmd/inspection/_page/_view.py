@@ -103,15 +103,22 @@ def bounded(total: Total, nbytes: int) -> str:
     return f"≥ {show_bytes(nbytes)}" if total.unknown else show_bytes(nbytes)
 
 
+#: What the bytes of a finding are, by `Finding.measure`.
+_MEASURES = {"memory": "held by each device", "wire": "sent by each device in a call", "": ""}
+
+
 def findings(report: Report) -> list[dict[str, Any]]:
-    """What a reader should look at first, each with a title, facts by name, and bytes."""
+    """What a reader should look at first."""
     return [
         {
-            "title": f"{one.argument} is moved before the program starts",
-            "nbytes": show_bytes(one.nbytes),
-            "facts": [("it lies as", one.given), ("the program takes", one.wanted)],
+            "title": one.subject,
+            "place": f"{one.source.file}:{one.source.line}" if one.source else "",
+            "nbytes": show_bytes(one.nbytes) if one.measure else "",
+            "measure": _MEASURES[one.measure],
+            "facts": one.facts,
+            "fix": one.fix,
         }
-        for one in report.reshards
+        for one in report.findings
     ]
 
 
