@@ -54,6 +54,7 @@ def findings(program: Program) -> tuple[Finding, ...]:
 
 def _moved_arguments(program: Program) -> Iterator[Finding]:
     for one in program.report.reshards:
+        given, wanted = (text.partition(" on mesh ")[0] for text in (one.given, one.wanted))
         yield Finding(
             kind="moved-argument",
             subject=f"{one.argument} is moved before the program starts",
@@ -61,8 +62,8 @@ def _moved_arguments(program: Program) -> Iterator[Finding]:
             nbytes=one.nbytes,
             measure="wire",
             facts=(f"it lies as {one.given}", f"the program takes {one.wanted}"),
-            fix=f"make it as {one.wanted}, or place it once: jax.device_put(x, "
-            f"NamedSharding(mesh, {one.wanted})); resharding='error' finds all such calls",
+            fix=f"jax.device_put(x, NamedSharding(mesh, {wanted})) where it is made, or "
+            f"{given} in in_axis_resources",
         )
 
 

@@ -286,7 +286,7 @@ def test_file_has_a_line_per_collective(tmp_path):
     """Files compare line by line: a collective is a line, and the end of the file a newline."""
     SMALL.save(tmp_path / "r.json")
     lines = (tmp_path / "r.json").read_text(encoding="utf-8").split("\n")
-    assert sum(line.startswith(' {"kind": ') for line in lines) == 4
+    assert sum(line.startswith(' {"kind": ') and '"groups"' in line for line in lines) == 4
     assert lines[-1] == ""
 
 

@@ -128,7 +128,8 @@ def test_findings_come_first(browser, tmp_path):
         assert [text.split() for text in found] == [
             text.split()
             for text in (
-                "batch['x'] is moved before the program starts 1.0 MiB sent by each device in a call "
+                "batch['x'] is moved before the program starts "
+                "1.0 MiB sent by each device in a call "
                 "facts it lies as P('data') the program takes P(None, 'model') "
                 "fix make it as P(None, 'model')",
                 "nothing is split over mesh axis 'model' line /w/model/transformer.py:7 "

@@ -1,0 +1,388 @@
+"""Each kind of finding has a program that has it, and the same with what the finding says done."""
+
+import functools
+
+from hypothesis import given, settings, strategies as st
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+import numpy as np
+import pytest
+
+import spmd
+from spmd import P, pjit, with_sharding_constraint as constrain
+from spmd.inspection._findings_values import LARGE
+from spmd.inspection._pieces import Argument, Split
+from spmd.inspection._records import FINDINGS
+
+MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+KIB = 1 << 10
+SIDE = 1024
+
+
+def f32(*shape):
+    """An array that need not be there."""
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+@functools.cache
+def line_of(marker):
+    """The line of this file that ends in ``# here: marker``."""
+    with open(__file__, encoding="utf-8") as file:
+        return next(n for n, text in enumerate(file, 1) if text.endswith(f"# here: {marker}\n"))
+
+
+def found(fun, ins, *args, **options):
+    """The findings on a function, by kind."""
+    report = spmd.report(pjit(fun, in_axis_resources=ins, mesh=MESH, **options), *args)
+    by_kind = {}
+    for one in report.findings:
+        assert one.kind in FINDINGS
+        assert (one.nbytes > 0) == bool(one.measure)
+        by_kind.setdefault(one.kind, []).append(one)
+    return by_kind
+
+
+W, X = f32(SIDE, SIDE), f32(4096, SIDE)
+
+
+def loss(ws, x, spec=None):
+    """Two layers; the values between them may be constrained."""
+    h = jnp.tanh(x @ ws[0])  # here: first layer
+    h = h if spec is None else constrain(h, spec)
+    return (jnp.tanh(h @ ws[1]) ** 2).mean()
+
+
+SPLIT = ([P(None, "model"), P("model")], P("data"))
+
+
+def test_nothing_to_say():
+    """A program whose arguments and values are all split has no finding."""
+    assert found(jax.grad(loss), SPLIT, [W, W], X) == {}
+
+
+def test_nothing_on_one_device():
+    """On a mesh of one device nothing can be split."""
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
+    report = spmd.report(pjit(jax.grad(loss), in_axis_resources=None, mesh=mesh), [W, W], X)
+    assert report.findings == ()
+
+
+# Arguments
+
+
+def test_moved_argument():
+    """An argument that lies otherwise than the program takes it, with what a device receives."""
+    x = jax.device_put(np.ones((64, 64), np.float32), NamedSharding(MESH, P("data")))
+    ((one,),) = found(lambda x: x * 2, P(None, ("data", "model")), x).values()
+    assert (one.kind, one.measure) == ("moved-argument", "wire")
+    assert one.nbytes == 64 * 8 * 4 - 16 * 8 * 4
+    assert one.subject == "x is moved before the program starts"
+    assert one.facts == (
+        "it lies as P('data') on mesh data=4, model=2",
+        "the program takes P(None, ('data', 'model')) on mesh data=4, model=2",
+    )
+    assert one.fix == (
+        "jax.device_put(x, NamedSharding(mesh, P(None, ('data', 'model')))) where it is made, or "
+        "P('data') in in_axis_resources"
+    )
+    y = jax.device_put(x, NamedSharding(MESH, P(None, ("data", "model"))))
+    assert found(lambda x: x * 2, P(None, ("data", "model")), y) == {}
+
+
+def test_replicated_arguments():
+    """Large arguments that are whole everywhere are one finding, with a spec that would do."""
+    (one,) = found(jax.grad(loss), (None, P("data")), [W, W], X)["replicated-argument"]
+    assert one.subject == "2 large arguments are whole on every device"
+    assert one.nbytes == 2 * SIDE * SIDE * 4
+    assert one.facts == ("ws[0]: f32[1024,1024]", "ws[1]: f32[1024,1024]")
+    assert one.fix.startswith("split ws[0] as P('data');")
+
+
+@pytest.mark.parametrize("rows", [LARGE // 4, LARGE // 4 - 1])
+def test_small_arguments_may_be_whole(rows):
+    """An argument of less than 1 MiB is no finding."""
+    kinds = found(lambda x, y: x.sum() + y, (None, P(("data", "model"))), f32(rows), f32(8))
+    assert ("replicated-argument" in kinds) == (rows * 4 >= LARGE)
+
+
+def test_suggestion_needs_an_axis_that_divides():
+    """The spec that is suggested is for a dimension that a mesh axis divides."""
+    for shape, fix in [
+        ((1023, 1026), "split x as P(None, 'model');"),
+        ((1026, 1028), "split x as P(None, 'data');"),
+        ((1023, 1025), "split x, padded to a multiple of a mesh axis;"),
+    ]:
+        (one,) = found(lambda x: x.sum(), None, f32(*shape))["replicated-argument"]
+        assert one.fix.startswith(fix)
+
+
+def test_unused_donation():
+    """A donated argument without a result like it is a finding, and one with a result is not."""
+    kinds = found(jnp.sum, (P("data", "model"),), X, donate_argnums=0)
+    (one,) = kinds["unused-donation"]
+    assert one.subject == "a is donated, and its memory is not used again"
+    assert (one.nbytes, one.measure) == (4096 * SIDE * 4 // 8, "memory")
+    same = {"out_axis_resources": P("data", "model"), "donate_argnums": 0}
+    assert found(lambda x: x * 2, (P("data", "model"),), X, **same) == {}
+
+
+def test_unused_donation_of_one_of_several():
+    """Of several donated arguments the one that is not used is named."""
+    specs = P("data", "model")
+    with pytest.warns(UserWarning, match="donated buffers were not usable"):
+        kinds = found(
+            lambda x, y: (x + 1, y.sum()),
+            (specs, specs),
+            X,
+            W,
+            donate_argnums=(0, 1),
+            out_axis_resources=(specs, None),
+        )
+    assert [one.subject for one in kinds["unused-donation"]] == [
+        "y is donated, and its memory is not used again"
+    ]
+
+
+# Values
+
+
+def test_unsharded_batch():
+    """Rows that no axis splits, though one is free and divides them."""
+    (one,) = found(jax.grad(loss), ([P(None, "model"), P("model")], None), [W, W], X)[
+        "unsharded-batch"
+    ]
+    assert one.subject == "the 4096 rows of x are on every device"
+    assert one.fix == "P('data') for x in in_axis_resources"
+    # The largest value with the rows is x itself: a quarter of it would do.
+    assert one.nbytes == 4096 * SIDE * 4 * 3 // 4
+
+
+def test_batch_of_several_arguments():
+    """Labels belong to the batch of the inputs that they are compared with."""
+
+    def fit(w, x, y):
+        return ((x @ w - y) ** 2).mean()
+
+    specs = (P(None, "model"), None, None)
+    (one,) = found(jax.grad(fit), specs, f32(SIDE, 64), X, f32(4096, 64))["unsharded-batch"]
+    assert one.subject == "the 4096 rows of x, y are on every device"
+    split = (P(None, "model"), P("data"), P("data"))
+    assert "unsharded-batch" not in found(jax.grad(fit), split, f32(SIDE, 64), X, f32(4096, 64))
+
+
+def test_no_batch_without_a_free_axis():
+    """Where every axis splits the values with these rows, or none divides them, nothing is said."""
+    both = ([P(None, ("data", "model")), P(("data", "model"))], None)
+    assert "unsharded-batch" not in found(jax.grad(loss), both, [W, W], X)
+    odd = ([P(None, "model"), P("model")], None)
+    assert "unsharded-batch" not in found(jax.grad(loss), odd, [W, W], f32(4095, SIDE))
+
+
+def test_replicated_value():
+    """A value that no annotation splits, at its line; one constraint splits it."""
+
+    def big(x, spec):
+        y = jnp.sin(jnp.outer(x, x))  # here: outer
+        return (y if spec is None else constrain(y, spec)).sum()
+
+    kinds = found(lambda x: big(x, None), P(None), f32(SIDE))
+    (one,) = kinds["replicated-value"]
+    assert one.subject in (
+        "f32[1024,1024] of multiply is whole on every device",
+        "f32[1024,1024] of sine is whole on every device",
+    )
+    assert (one.source.line, one.nbytes) == (line_of("outer"), SIDE * SIDE * 4)
+    assert one.facts == (
+        f"no mesh axis reaches it; why('test_findings.py:{line_of('outer')}') shows where they "
+        "stop",
+    )
+    split = found(lambda x: big(x, P("data", "model")), P(None), f32(SIDE))
+    assert "replicated-value" not in split
+
+
+def test_replicated_values_that_were_asked_for():
+    """A constraint that says P() is an answer."""
+    kinds = found(
+        lambda x: constrain(jnp.sin(x), P()).sum(), (P("data", "model"),), f32(SIDE, SIDE)
+    )
+    assert "replicated-value" not in kinds
+
+
+def test_replicated_residual():
+    """What the backward pass needs and no axis splits, at its line in the forward pass."""
+    kinds = found(jax.grad(loss), ([P(), P()], None), [W, W], X)
+    places = [(one.source.line, one.nbytes) for one in kinds["replicated-residual"]]
+    assert (line_of("first layer"), 4096 * SIDE * 4) in places
+    fixed = found(jax.grad(functools.partial(loss, spec=P("data"))), ([P(), P()], None), [W, W], X)
+    assert "replicated-residual" not in fixed
+
+
+def test_replicated_residuals_of_a_scan():
+    """Residuals that a scan stacks are found as well."""
+
+    def scanned(ws, x):
+        def layer(h, w):
+            return jnp.tanh(h @ w), None
+
+        return (jax.lax.scan(layer, x, ws)[0] ** 2).mean()
+
+    ws, x = f32(4, 256, 256), f32(1024, 256)
+    kinds = found(jax.grad(scanned), (None, None), ws, x)
+    assert max(one.nbytes for one in kinds["replicated-residual"]) >= 4 * 1024 * 256 * 4
+    assert "replicated-residual" not in found(
+        jax.grad(scanned), (P(None, None, "model"), P("data")), ws, x
+    )
+
+
+def test_values_in_shard_map_are_parts():
+    """Inside of a shard_map a value is one device's part, and whole there."""
+
+    def local(x):
+        return jnp.sin(x) * 2
+
+    both = P("data", "model")
+    mapped = jax.shard_map(local, mesh=MESH, in_specs=both, out_specs=both)
+    assert found(mapped, (both,), f32(4096, 2048)) == {}
+
+
+def test_uneven_split():
+    """5 rows over 4 devices: each holds 2, and on average a device needs 5/4."""
+    row = 1 << 18
+
+    def spread(x):
+        return constrain(jnp.sin(x), P("data")).sum()  # here: uneven
+
+    (one,) = found(spread, (P(None, "model"),), f32(5, row))["uneven-split"]
+    assert one.subject == "5 elements are split over 4 devices"
+    assert one.source.line == line_of("uneven")
+    assert one.nbytes in (2 * row * 4 - 5 * row, (2 * row * 4 - 5 * row) // 2)
+    assert one.facts[1] == "each device holds 2 and computes with them; 3 of all are padding"
+    assert one.fix == "make the dimension 8, or split another one"
+    assert "uneven-split" not in found(spread, (P(None, "model"),), f32(8, row))
+
+
+# Loops
+
+
+def looped(w, x, inside):
+    """Five layers of one weight, computed again in the backward pass."""
+
+    @jax.checkpoint
+    def layer(h, w):
+        return jnp.tanh(h @ (constrain(w, P()) if inside else w))  # here: in the loop
+
+    w = w if inside else constrain(w, P())
+    y, _ = jax.lax.scan(lambda h, _: (layer(h, w), None), x, None, length=5)  # here: the loop
+    return (y**2).sum()
+
+
+def test_collective_in_loop():
+    """A weight that is gathered in each iteration, though it is the same each time."""
+    specs, args = (P(None, "model"), P("data")), (f32(SIDE, SIDE), f32(512, SIDE))
+    kinds = found(jax.grad(functools.partial(looped, inside=True)), specs, *args)
+    (one,) = kinds["collective-in-loop"]
+    assert one.subject == "a loop repeats an all-gather of the same values"
+    assert one.source.line in (line_of("in the loop"), line_of("the loop"))
+    assert one.facts == ("f32[1024,512] over model", "5 times in one call, where 1 would do")
+    assert one.nbytes == 4 * SIDE * SIDE * 4 // 2
+    fixed = found(jax.grad(functools.partial(looped, inside=False)), specs, *args)
+    assert "collective-in-loop" not in fixed
+
+
+def test_collectives_of_other_values_each_time():
+    """A loop that gathers another layer in each iteration does what it has to."""
+
+    def layers(ws, x):
+        def layer(h, w):
+            return jnp.tanh(h @ constrain(w, P())), None
+
+        return jax.lax.scan(layer, x, ws)[0].sum()
+
+    specs = (P(None, "data", "model"), P("data"))
+    kinds = found(jax.grad(layers), specs, f32(5, SIDE, SIDE), f32(512, SIDE))
+    assert "collective-in-loop" not in kinds
+
+
+# The mesh
+
+
+def test_unused_axis():
+    """An axis that no argument, constraint, collective or shard_map names."""
+    (one,) = found(lambda x: x * 2, P("data"), f32(8, 8))["unused-axis"]
+    assert one.subject == "nothing is split over mesh axis 'model'"
+    assert one.facts == ("the 2 devices along it all do the same work",)
+    assert (one.nbytes, one.measure) == (0, "")
+    assert "unused-axis" not in found(lambda x: x * 2, P("data", "model"), f32(8, 8))
+
+
+def test_axis_that_only_a_constraint_uses():
+    """A constraint inside, or a shard_map, is a use of an axis."""
+
+    def inside(x):
+        return constrain(x * 2, P(None, "model")).sum()
+
+    assert "unused-axis" not in found(inside, P("data"), f32(8, 8))
+    mapped = jax.shard_map(
+        lambda x: jax.lax.psum(x, "model"),
+        mesh=MESH,
+        in_specs=P("data", "model"),
+        out_specs=P("data"),
+    )
+    assert "unused-axis" not in found(mapped, P("data"), f32(8, 8))
+
+
+# Stages and other compilers
+
+
+def test_a_compiled_program_keeps_its_findings():
+    """The report of a compiled program has the findings of the function's."""
+    lowered = pjit(jax.grad(loss), in_axis_resources=(None, P("data")), mesh=MESH).lower([W, W], X)
+    compiled = lowered.compile()
+    report = compiled.report()
+    assert report.findings == spmd.report(lowered).findings
+    assert {one.kind for one in report.findings} == {"replicated-argument", "unused-axis"}
+
+
+def test_findings_of_jit():
+    """A function of `jax.jit` has the same findings; compiled, those that need no annotations."""
+    place = functools.partial(NamedSharding, MESH)
+    fun = jax.jit(jax.grad(loss), in_shardings=(place(P()), place(P("data"))))
+    lowered = fun.lower([W, W], X)
+    both = {one.kind for one in spmd.report(lowered, mesh=MESH).findings}
+    assert both == {"replicated-argument", "unused-axis"}
+    compiled = {one.kind for one in spmd.report(lowered.compile(), mesh=MESH).findings}
+    assert compiled == {"replicated-argument"}
+
+
+def test_without_shardy():
+    """Lowered for the older partitioner a program has a report, and what needs no annotations."""
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        kinds = found(lambda x: x.sum(), None, f32(SIDE, SIDE))
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
+    assert [*kinds] == ["replicated-argument"]
+
+
+@given(
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=3),
+    data=st.sampled_from([2, 3, 4]),
+    model=st.sampled_from([1, 2, 5]),
+)
+@settings(max_examples=60, deadline=None)
+def test_suggested_specs_divide(sizes, data, model):
+    """Whatever spec is suggested, its axis divides its dimension, and one is where one does."""
+    from spmd.inspection._findings import _suggestion
+
+    mesh = {"data": data, "model": model}
+    splits = tuple(Split(axes=(), parts=1, block=n) for n in sizes)
+    one = Argument(
+        path="x", dtype="f32", shape=tuple(sizes), sharding="P()", splits=splits, nbytes=1
+    )
+    text = _suggestion(one, mesh)
+    divides = any(n % m == 0 for n in sizes for m in mesh.values() if m > 1)
+    assert text.startswith(" as P(") == divides
+    if divides:
+        entries = eval(text.removeprefix(" as "), {"P": lambda *entries: entries})
+        assert sizes[len(entries) - 1] % mesh[entries[-1]] == 0
