@@ -1,4 +1,4 @@
-"""The commands ``spmd report``, ``fits``, ``sweep``, ``diff`` and ``show``.
+"""The commands ``spmd report``, ``why``, ``fits``, ``sweep``, ``diff`` and ``show``.
 
 Options are checked, and the number of devices is set, before anything here imports JAX.
 """
@@ -47,6 +47,13 @@ examples:
 
 The exit code is 0, 1 where a limit is broken, and 2 for an error.
 """
+_WHY = """\
+examples:
+  spmd why train:step "out['loss']" --args train:example_args --mesh data=4,model=2
+  spmd why train.py:step train.py:42 --args train.py:example_args --mesh data=4,model=2
+
+The exit code is 0, and 2 for an error.
+"""
 _FITS = """\
 examples:
   spmd fits train:step --args train:example_args --mesh data=16 --topology v5e:4x4
@@ -93,7 +100,20 @@ def add_commands(commands: Any, set_device_count: SetDevices) -> None:
     )
     report.add_argument("--quiet", action="store_true", help="print only limits that are broken")
     report.add_argument("--all", action="store_true", help="list all collectives, not only 40")
+    report.add_argument(
+        "--preview", action="store_true", help="predict the collectives without compiling"
+    )
     _add_limits(report)
+
+    why = _command(
+        commands, "why", _why, "say which annotations the sharding of a value comes from"
+    )
+    why.epilog = _WHY
+    _add_program(why, set_device_count)
+    why.add_argument(
+        "value", metavar="VALUE", help="a path such as batch['x'] or out['loss'], or model.py:42"
+    )
+    why.add_argument("--json", type=Path, metavar="FILE", help="write the records to FILE too")
 
     fits = _command(
         commands, "fits", _fits, "say whether a function fits the memory of its devices"
@@ -298,8 +318,9 @@ def _report(args: argparse.Namespace) -> int:
 
     if mesh is not None:
         check_axes([budget], dict(mesh.shape))
-    with _progress(f"compiling {args.function}"), _mesh_needed(args):
-        report = spmd.report(function, *values, mesh=mesh, **keywords)
+    doing, make = ("lowering", spmd.preview) if args.preview else ("compiling", spmd.report)
+    with _progress(f"{doing} {args.function}"), _mesh_needed(args):
+        report = make(function, *values, mesh=mesh, **keywords)
     if not args.quiet:
         report.show(all_frames=args.all_frames, limit=None if args.all else 40)
     if args.json:
@@ -309,6 +330,21 @@ def _report(args: argparse.Namespace) -> int:
     if args.trace:
         report.save_trace(args.trace)
     return _hold(report, limits) if limits else _OK
+
+
+def _why(args: argparse.Namespace) -> int:
+    writable(args.json, "--json")
+    axes = _start(args)
+    function, mesh = load(args.function, "FUNCTION"), _mesh(args.topology, axes)
+    values, keywords = _call(args, function, mesh)
+    import spmd
+
+    with _progress(f"lowering {args.function}"), _mesh_needed(args):
+        found = spmd.why(function, args.value, *values, mesh=mesh, **keywords)
+    _print(found)
+    if args.json:
+        args.json.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
+    return _OK
 
 
 def _counts(limits: dict[str, str]) -> dict[str, int]:

@@ -13,28 +13,9 @@ import numpy as np
 
 from spmd.inspection import _groups, _shardy, _trips
 from spmd.inspection._ledger import wire_bytes
-from spmd.inspection._records import Collective, Shape, Shapes, Source
+from spmd.inspection._records import Collective, Shape, Shapes
 from spmd.inspection._shardy import Dimensions
 from spmd.inspection._source import direction_of, user_source
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Around:
-    """How the operations of one block run.
-
-    Args:
-        executions: how often; None where the data decide.
-        conditional: True in a branch.
-        in_loop: True in a loop.
-        op_name: of the call that the block is the body of.
-        frames: likewise, for operations without frames of their own.
-    """
-
-    executions: int | None = 1
-    conditional: bool = False
-    in_loop: bool = False
-    op_name: str = ""
-    frames: tuple[Source, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,95 +28,143 @@ class _Exchange:
     shapes: Shapes
 
 
-def exchanges(module: Any) -> Iterator[Collective]:
+def exchanges(module: Any) -> tuple[Collective, ...]:
     """Lists the collectives of a module that Shardy's passes made explicit.
 
     Args:
         module: after ``sdy-reshard-to-collectives``.
 
-    Yields:
-        One record for each place in the program, with the functions that it calls taken over, in
-        program order.
+    Returns:
+        One record for each place in the program, in the order in which it reaches them, with the
+        executions of all calls of a function together.
     """
-    reader = _Reader(module)
-    for block in _shardy.blocks(reader.functions["main"]):
-        yield from reader.block(block, _Around())
+    return tuple(_Reader(module).function("main").values())
+
+
+_Found = dict[Any, Collective]
+"""Collectives by the operation that stands for them."""
 
 
 class _Reader:
-    """Walks a module as it runs."""
+    """Walks a module as it runs. Each function is read once, however often it is called."""
 
     def __init__(self, module: Any):
         self.functions = _shardy.functions(module)
         self.sizes = _shardy.axis_sizes(module)
+        self.done: dict[str, _Found] = {}
 
-    def block(self, block: Any, around: _Around) -> Iterator[Collective]:
+    def function(self, name: str) -> _Found:
+        """The collectives of one call of a function."""
+        if name not in self.done:
+            self.done[name] = self._blocks(self.functions[name])
+        return self.done[name]
+
+    def _blocks(self, operation: Any) -> _Found:
+        found: _Found = {}
+        for block in _shardy.blocks(operation):
+            _add(found, self._block(block))
+        return found
+
+    def _block(self, block: Any) -> _Found:
+        found: _Found = {}
         done: set[object] = set()
         for view in block.operations:
             operation = view.operation
-            name = operation.name
-            if exchange := _KINDS.get(name):
-                found = exchange(operation, self.sizes)
-                if found.group_size > 1 and not _again(operation, done):
-                    yield self._record(operation, found, around)
-            elif name in ("func.call", "call"):
-                yield from self._call(operation, around)
-            elif name == "stablehlo.while":
-                yield from self._loop(operation, around)
-            elif name in ("stablehlo.case", "stablehlo.if"):
-                inside = dataclasses.replace(self._inside(operation, around), conditional=True)
-                for inner in _shardy.blocks(operation):
-                    yield from self.block(inner, inside)
-            elif name in ("sdy.manual_computation", "sdy.named_computation"):
-                for inner in _shardy.blocks(operation):
-                    yield from self.block(inner, self._inside(operation, around))
+            if exchange := _KINDS.get(operation.name):
+                one = exchange(operation, self.sizes)
+                if one.group_size > 1 and not _again(operation, done):
+                    found[operation] = _record(operation, one)
+            elif operation.name in _HOLDERS or operation.name == "func.call":
+                inner = self._inside(operation)
+                _add(found, {place: _within(one, operation) for place, one in inner.items()})
+        return found
 
-    def _call(self, operation: Any, around: _Around) -> Iterator[Collective]:
-        name = _shardy.text_of(operation, "callee").removeprefix("@").strip('"')
-        for inner in _shardy.blocks(self.functions[name]):
-            yield from self.block(inner, self._inside(operation, around))
+    def _inside(self, operation: Any) -> _Found:
+        """The collectives of one execution of an operation that holds others."""
+        match operation.name:
+            case "func.call":
+                callee = _shardy.text_of(operation, "callee").removeprefix("@").strip('"')
+                return self.function(callee)
+            case "stablehlo.while":
+                return self._loop(operation)
+            case "stablehlo.case" | "stablehlo.if":
+                found = self._blocks(operation)
+                return {p: dataclasses.replace(c, conditional=True) for p, c in found.items()}
+        return self._blocks(operation)
 
-    def _loop(self, operation: Any, around: _Around) -> Iterator[Collective]:
+    def _loop(self, operation: Any) -> _Found:
         trips = _trips.trip_count(operation)
-        condition, body = _shardy.blocks(operation)
-        inside = dataclasses.replace(self._inside(operation, around), in_loop=True)
-        times = around.executions
-        known = None not in (times, trips)
-        checks = (times or 0) * ((trips or 0) + 1) if known else None
-        yield from self.block(condition, dataclasses.replace(inside, executions=checks))
-        runs = (times or 0) * (trips or 0) if known else None
-        yield from self.block(body, dataclasses.replace(inside, executions=runs))
+        condition, body = map(self._block, _shardy.blocks(operation))
+        checks = None if trips is None else trips + 1
+        found = {place: _repeated(one, checks) for place, one in condition.items()}
+        _add(found, {place: _repeated(one, trips) for place, one in body.items()})
+        return found
 
-    def _inside(self, operation: Any, around: _Around) -> _Around:
-        return dataclasses.replace(
-            around,
-            op_name=_joined(around.op_name, _shardy.op_name_of(operation.location)),
-            frames=_shardy.frames_of(operation.location) or around.frames,
+
+_HOLDERS = (
+    "stablehlo.while",
+    "stablehlo.case",
+    "stablehlo.if",
+    "sdy.manual_computation",
+    "sdy.named_computation",
+)
+
+
+def _add(found: _Found, more: _Found) -> None:
+    """Adds collectives; those of a place that is there already run as often as both together."""
+    for place, one in more.items():
+        if (known := found.get(place)) is None:
+            found[place] = one
+            continue
+        counts = known.executions, one.executions
+        found[place] = dataclasses.replace(
+            known,
+            executions=None if None in counts else sum(count or 0 for count in counts),
+            conditional=known.conditional and one.conditional,
+            in_loop=known.in_loop or one.in_loop,
         )
 
-    def _record(self, operation: Any, found: _Exchange, around: _Around) -> Collective:
-        operand, result = (sum(shape.nbytes for shape in shapes) for shapes in found.shapes)
-        frames = _shardy.frames_of(operation.location) or around.frames
-        op_name = _joined(around.op_name, _shardy.op_name_of(operation.location))
-        return Collective(
-            kind=found.kind,
-            mesh_axes=found.mesh_axes,
-            shapes=found.shapes,
-            dtype=", ".join(dict.fromkeys(shape.dtype for shape in found.shapes.operands)),
-            payload_bytes=max(operand, result),
-            wire_bytes=wire_bytes(found.kind, operand, result, found.group_size),
-            group_size=found.group_size,
-            executions=around.executions,
-            source=user_source(frames),
-            frames=frames,
-            direction=direction_of(op_name),
-            op_name=op_name,
-            is_async=False,
-            combined=1 if found.kind == "all-to-all" else max(1, len(found.shapes.operands)),
-            conditional=around.conditional,
-            in_loop=around.in_loop,
-            name=operation.name,
-        )
+
+def _repeated(one: Collective, times: int | None) -> Collective:
+    known = times is not None and one.executions is not None
+    executions = (times or 0) * (one.executions or 0) if known else None
+    return dataclasses.replace(one, executions=executions, in_loop=True)
+
+
+def _within(one: Collective, holder: Any) -> Collective:
+    """A collective inside of another operation: its name stack goes on from there."""
+    frames = one.frames or _shardy.frames_of(holder.location)
+    op_name = _joined(_shardy.op_name_of(holder.location), one.op_name)
+    return dataclasses.replace(
+        one,
+        frames=frames,
+        source=user_source(frames),
+        op_name=op_name,
+        direction=direction_of(op_name),
+    )
+
+
+def _record(operation: Any, found: _Exchange) -> Collective:
+    operand, result = (sum(shape.nbytes for shape in shapes) for shapes in found.shapes)
+    frames = _shardy.frames_of(operation.location)
+    op_name = _shardy.op_name_of(operation.location)
+    return Collective(
+        kind=found.kind,
+        mesh_axes=found.mesh_axes,
+        shapes=found.shapes,
+        dtype=", ".join(dict.fromkeys(shape.dtype for shape in found.shapes.operands)),
+        payload_bytes=max(operand, result),
+        wire_bytes=wire_bytes(found.kind, operand, result, found.group_size),
+        group_size=found.group_size,
+        executions=1,
+        source=user_source(frames),
+        frames=frames,
+        direction=direction_of(op_name),
+        op_name=op_name,
+        is_async=False,
+        combined=1 if found.kind == "all-to-all" else max(1, len(found.shapes.operands)),
+        name=operation.name,
+    )
 
 
 _SAYING = ("out_sharding", "gathering_axes", "reduce_scatter_axes", "reduction_axes", "params")

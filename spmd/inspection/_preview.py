@@ -76,7 +76,7 @@ def _report_of(lowered: Any, subject: str) -> Report:
             mesh=_shardy.axis_sizes(done),
             num_devices=_count_devices(module),
             versions=versions(),
-            collectives=tuple(exchanges(done)),
+            collectives=exchanges(done),
             cost=Cost.zeros(),
             memory=None,
             predicted=True,

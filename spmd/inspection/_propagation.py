@@ -262,8 +262,8 @@ class _Reader:
                 frames=value.frames,
             )
             pair = (inner, len(self.found.values) - 1)
-            edges = str(entry.get("sdy.propagation_edges", ""))
-            self._link("return", value.frames, pair, 1, _identity(pair, value.shape), edges)
+            # The pass writes the steps of all outputs to the first one: they cannot be told apart.
+            self._link("return", value.frames, pair, 1, _identity(pair, value.shape), "")
 
     # Operations
 

@@ -419,9 +419,10 @@ class Report:
     def __repr__(self) -> str:
         mesh = "".join(f", {name}={size}" for name, size in self.mesh.items())
         sent = show_bytes(self.total.wire_bytes)
+        kind = ", predicted" if self.predicted else ""
         return (
-            f"<Report of {self.name} on {self.backend}{mesh}: {len(self.collectives)} collectives, "
-            f"{sent} on the wire>"
+            f"<Report of {self.name} on {self.backend}{mesh}{kind}: "
+            f"{len(self.collectives)} collectives, {sent} on the wire>"
         )
 
     def __hash__(self) -> int:

@@ -36,7 +36,10 @@ def route_of(found: Propagation, i: int, axis: str) -> Route:
     hops: list[Hop] = []
     before: float = math.inf
     while not _asks(found.values[i], axis):
-        step, hop = _reached(found, i, axis, before)
+        if found.values[i].kind == "output":
+            step, hop = before, _returned(found, i)
+        else:
+            step, hop = _reached(found, i, axis, before)
         if hop is None:
             return _pinned(found, i, axis, hops)
         hops.append(hop)
@@ -59,7 +62,13 @@ def _covers(axes: tuple[str, ...], axis: str) -> bool:
     return any(one in (axis, axis.partition(":")[0]) for one in axes)
 
 
-def _reached(found: Propagation, i: int, axis: str, before: float) -> tuple[int, Hop | None]:
+def _returned(found: Propagation, i: int) -> Hop:
+    """The only way to an output without an annotation of its own is from what is returned."""
+    (k,) = found.values[i].links
+    return Hop(k, found.links[k].values[0], i)
+
+
+def _reached(found: Propagation, i: int, axis: str, before: float) -> tuple[float, Hop | None]:
     """The latest step before another one by which the axis came to a value."""
     steps = [
         (move.axis == axis, move.step, Hop(k, move.source, i))

@@ -22,7 +22,7 @@ import numpy as np
 import spmd
 import spmd.colocated_python  # it asks for threads, which has to be before JAX starts
 
-PARTS = ("calls", "compile", "import", "report", "grad", "taps", "pmap", "colocated")
+PARTS = ("calls", "compile", "import", "report", "preview", "grad", "taps", "pmap", "colocated")
 
 
 def main() -> int:
@@ -61,6 +61,7 @@ def _lines(part: str, turns: int) -> tuple[str | None, Iterable[Any]]:
         importing,
         inspecting,
         mapping,
+        previewing,
         tapping,
     )
     from .paired import HEADER
@@ -73,6 +74,8 @@ def _lines(part: str, turns: int) -> tuple[str | None, Iterable[Any]]:
         return HEADER, [importing.run(max(3, turns // 5))]
     if part == "report":
         return None, inspecting.run(max(3, turns // 10))
+    if part == "preview":
+        return previewing.HEADER, previewing.run(max(3, turns // 10))
     if part == "pmap":
         return HEADER, mapping.run(turns)
     if part == "colocated":

@@ -103,6 +103,37 @@ def test_a_broken_limit_is_an_exit_code(capsys):
     assert "1. none, all-reduce over model: allowed 0, found 1" in err
 
 
+def test_a_preview_is_held_to_limits_too(here, capsys):
+    """`--preview` gives the same exchange without compiling, marked as predicted."""
+    limits = ("--max-bytes", "model=100")
+    assert _report(*MESH, "--preview", "--json", "p.json", *limits) == 1
+    out, err = capsys.readouterr()
+    assert "predicted, before compilation" in out
+    assert err.startswith("lowering a_train:forward ...\n")
+    assert "breaks a limit" in err
+    found = Report.load(here / "p.json")
+    assert (found.predicted, found.total.payload_bytes) == (True, 16 // 4 * 64 * 4)
+
+
+def test_why_is_printed_and_written(here, capsys):
+    """`spmd why` prints where a sharding comes from, and writes the records."""
+    program = ("a_train:forward", "out", "--args", "a_train:example_args")
+    assert cli.main(["why", *program, *MESH, "--json", "w.json"]) == 0
+    out, _ = capsys.readouterr()
+    assert out.startswith("out in predict; mesh data=4, model=2\n")
+    assert "data on dimension 0: its own annotation, output result P('data', None)" in out
+    data = json.loads((here / "w.json").read_text())
+    assert data["schema"] == "spmd-why/1"
+    assert data["values"][0]["spec"] == [["data"], []]
+
+
+def test_why_of_an_unknown_value(capsys):
+    """A name that is not there is an error of one exit code, with what there is."""
+    program = ("a_train:forward", "y", "--args", "a_train:example_args")
+    assert cli.main(["why", *program, *MESH]) == 2
+    assert "why knows no value 'y'" in capsys.readouterr().err
+
+
 BAD = [
     (("report", "a_train"), "FUNCTION a_train names no object: write module:name, such as"),
     (("report", "a_trian:forward"), "FUNCTION: there is no module 'a_trian' here"),

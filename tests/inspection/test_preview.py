@@ -124,6 +124,20 @@ def test_the_same_gather_twice_is_one(grid):
     assert [(c.kind, c.mesh_axes) for c in found.collectives] == [("all-gather", ("data",))]
 
 
+def test_functions_that_call_functions(grid):
+    """Calls multiply: 6 functions, each of which calls the next one twice, sum 64 times."""
+
+    def total(x):
+        return jnp.sum(x)
+
+    f = total
+    for _ in range(6):
+        f = jax.jit(lambda x, inner=f: inner(x) + inner(x))
+    found = preview(spmd.pjit(f, P("data"), P(), mesh=grid), f32(8))
+    assert {c.kind for c in found.collectives} == {"all-reduce"}
+    assert found.total.executions == 2**6
+
+
 # Loops
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 
 import spmd
 from spmd import P
+from spmd._spec import UNSPECIFIED
 from spmd.inspection import Annotation, Conflict, _propagation, why
 
 FILE = "tests/inspection/test_why.py"
@@ -110,6 +111,29 @@ def test_backward_from_an_output(grid):
         ("transpose", "backward", "x"),
     ]
     assert [s.dimension for s in origin.steps] == [1, 1, 0]
+
+
+def test_several_outputs(grid):
+    """Each of several outputs has its own way, from the annotation over what is returned."""
+
+    def f(x, y):
+        s = jnp.exp(y)
+        return {"a": jnp.sin(x), "b": jnp.cos(x), "c": x + s, "d": s, "e": jnp.tanh(y)}
+
+    outs = {"a": UNSPECIFIED, "b": UNSPECIFIED, "c": UNSPECIFIED, "d": P(None, "model"), "e": P()}
+    low = spmd.pjit(f, (P("data"), UNSPECIFIED), outs, mesh=grid).lower(f32(8, 6), f32(8, 6))
+    x = given("x", ("data",), ())
+    for name, operation in (("a", "sine"), ("b", "cosine"), ("c", "add")):
+        rows = one(low.why(f"out['{name}']")).origins[0]
+        assert (rows.axis, rows.annotation) == ("data", x)
+        assert [s.operation for s in rows.steps] == [operation, "return"]
+    columns = one(low.why("out['c']")).origins[1]
+    assert (columns.axis, columns.annotation) == ("model", asked("result['d']", (), ("model",)))
+    assert hops(columns) == [
+        ("return", "backward", "exponential", 1),
+        ("add", "forward", "add", 1),
+        ("return", "forward", "result['c']", 1),
+    ]
 
 
 def test_sideways_from_operand_to_operand(grid):
