@@ -1,10 +1,12 @@
 """The main job: its text, its model, its training, and what it reports."""
 
+import argparse
 import io
 import itertools
 import json
 import math
 import os
+from pathlib import Path
 import re
 import subprocess
 import sys
@@ -18,8 +20,9 @@ from rich.console import Console
 import spmd
 from spmd import Report
 from spmd.demo import corpus, model, records, render, run, train
-from spmd.demo.options import Options
+from spmd.demo.options import Options, add_arguments, options_from
 from spmd.inspection import Cost
+from spmd.inspection._options import CommandError
 
 CONFIG = model.Config(vocab=62)
 MESH = {"data": 4, "model": 2}
@@ -166,11 +169,12 @@ def test_state_lies_as_its_specs_say(trained):
 
 
 @pytest.fixture(name="report", scope="module")
-def _report():
+def _report(tmp_path_factory):
     """The report of two steps, and what was printed."""
     out = io.StringIO()
     with jax.numpy_dtype_promotion("standard"):
-        report = run.run(Options(mesh=MESH, steps=2), Console(file=out, width=80))
+        page = tmp_path_factory.mktemp("demo") / "a page.html"
+        report = run.run(Options(mesh=MESH, steps=2, html=page), Console(file=out, width=80))
     return report, out.getvalue()
 
 
@@ -245,6 +249,28 @@ def test_the_report_is_json(report):
     assert data["final_loss"] == report[0].final_loss == sum(data["losses"]) / 2
     assert data["options"]["mesh"] == MESH
     assert data["peak_bytes_per_device"] == report[0].step.memory.peak
+
+
+def test_the_page_of_the_step_is_written(report):
+    """The page is that of the step's report, and the last line says where it is, unbroken."""
+    report, out = report
+    page = report.options.html
+    assert page.read_text(encoding="utf-8") == report.step.to_html()
+    assert out.splitlines()[-1] == f"page of the step: {page}"
+    assert "return jax.nn.gelu(x @ up) @ down" in page.read_text(encoding="utf-8")
+    assert report.to_json()["options"]["html"] == str(page)
+
+
+def test_a_page_that_nobody_asked_for_stops_nothing(tmp_path, monkeypatch):
+    """Where the default page cannot be written there is none; one that is asked for is an error."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    monkeypatch.chdir(tmp_path)
+    assert options_from(parser.parse_args([])).html == Path("spmd-demo.html")
+    Path("spmd-demo.html").mkdir()
+    assert options_from(parser.parse_args([])).html is None
+    with pytest.raises(CommandError, match=r"--html spmd-demo\.html cannot be written"):
+        options_from(parser.parse_args(["--html", "spmd-demo.html"]))
 
 
 def test_output_in_a_pipe_is_plain(report):
@@ -403,7 +429,8 @@ def _demo(*args: str) -> subprocess.CompletedProcess:
 @pytest.mark.soak
 def test_the_demo_learns_and_agrees_with_the_unsharded_run(tmp_path):
     """`spmd demo --verify` goes from ln(vocabulary) below 2.2, equals the unsharded run to 1e-3."""
-    done = _demo("--verify", "--json", str(tmp_path / "r.json"))
+    files = ("--json", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html"))
+    done = _demo("--verify", *files)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     data = json.loads((tmp_path / "r.json").read_text())
     assert data["losses"][0] == pytest.approx(math.log(data["vocab"]), abs=0.1)
@@ -424,8 +451,8 @@ def test_the_demo_learns_and_agrees_with_the_unsharded_run(tmp_path):
         pytest.param(("--devices", "4", "--seed", "7"), marks=pytest.mark.soak),
     ],
 )
-def test_the_demo_on_other_meshes(args):
+def test_the_demo_on_other_meshes(args, tmp_path):
     """Every mesh that is accepted trains as one device does."""
-    done = _demo(*args, "--steps", "8", "--verify")
+    done = _demo(*args, "--steps", "8", "--verify", "--html", str(tmp_path / "r.html"))
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert "the loss curve is the same" in done.stdout

@@ -206,7 +206,8 @@ def test_names_of_the_issue():
     """Everything that the issue promises is where it promises it."""
     promised = {
         "spmd": """Mesh PartitionSpec NamedSharding P pjit with_sharding_constraint make_mesh
-            current_mesh clear_caches FROM_ARRAY counts Counts host_callback colocated_python""",
+            current_mesh clear_caches FROM_ARRAY counts Counts host_callback colocated_python
+            visualize""",
         "spmd.partition_spec": "ParsedPartitionSpec SpecSync REPLICATED",
         "spmd.op_sharding": """parse_op_sharding unflatten_array unflatten_superdims
             explode_superdims strides_for_sizes get_array_mapping get_aval_sharding_proto""",

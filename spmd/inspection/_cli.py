@@ -132,7 +132,11 @@ def add_commands(commands: Any, set_device_count: SetDevices) -> None:
     sweep = _command(commands, "sweep", _sweep, "compare bytes and memory as the mesh grows")
     sweep.epilog = _SWEEP
     _add_program(sweep, set_device_count, several=True)
+    _add_readers(commands, set_device_count)
 
+
+def _add_readers(commands: Any, set_device_count: SetDevices) -> None:
+    """Declares the commands that compile nothing."""
     diff = _command(commands, "diff", _diff, "show in what two reports differ")
     diff.epilog = _DIFF
     diff.add_argument("a", type=Path, metavar="A.json", help="a report that --json wrote")

@@ -69,12 +69,7 @@ def memory_of(
     """
     if analysis is None:
         return None
-    sizes = {
-        "arguments": int(analysis.argument_size_in_bytes),
-        "outputs": int(analysis.output_size_in_bytes),
-        "temporaries": int(analysis.temp_size_in_bytes),
-        "code": int(analysis.generated_code_size_in_bytes),
-    }
+    sizes = _sizes(analysis)
     aliased = int(analysis.alias_size_in_bytes)
     peak = sum(sizes.values()) - aliased
     schedule = _planned(module)
@@ -89,6 +84,15 @@ def memory_of(
         places=len(use),
         live=_stretches(use),
     )
+
+
+def _sizes(analysis: Any) -> dict[str, int]:
+    return {
+        "arguments": int(analysis.argument_size_in_bytes),
+        "outputs": int(analysis.output_size_in_bytes),
+        "temporaries": int(analysis.temp_size_in_bytes),
+        "code": int(analysis.generated_code_size_in_bytes),
+    }
 
 
 def largest_buffers(

@@ -53,6 +53,7 @@ def _row(
     one = b or a
     assert one  # a row has at least one side
     change, source = _change(a, b), one.source
+    place = f"{short_path(source.file)}:{source.line}" if source else one.op_name
     return {
         "mark": mark,
         "class": _MARKS[mark],
@@ -63,7 +64,8 @@ def _row(
         "wire": _both(a, b, _wire),
         "change": "unknown" if change is None else signed(change),
         "rank": change or 0,
-        "place": f"{short_path(source.file)}:{source.line}" if source else one.op_name,
+        "place": place,
+        "name": place.rpartition("/")[2] if source else place,
     }
 
 

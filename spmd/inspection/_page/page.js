@@ -203,7 +203,7 @@
       facet.append(make("span", { className: "axis-label" }));
       for (let c = 0; c < columns; c++) {
         const label = small ? (c % 8 ? "" : String(c)) : `${names[names.length - 1]}=${c}`;
-        facet.append(make("span", { className: "axis-label", textContent: label }));
+        facet.append(make("span", { className: "axis-label column", textContent: label }));
       }
       for (let i = start; i < start + rows * columns; i++) {
         if ((i - start) % columns === 0) {
@@ -253,14 +253,18 @@
     return `${argument.path}${parts.length ? `[${parts.join(", ")}]` : ""}`;
   };
 
+  let marked = []; // a pod has thousands of cells: only those that change are touched
   const show = (i) => {
+    cells[at].tabIndex = -1;
     at = i;
+    cells[at].tabIndex = 0;
     const argument = data.arguments[chosen], one = held[i], panel = byId("held");
-    const others = one.ranges ? same.get(one.key).filter((j) => j !== i) : [];
-    for (const cell of cells) {
-      const index = Number(cell.dataset.i);
-      cell.classList.toggle("same", one.ranges !== null && held[index].key === one.key);
-      cell.tabIndex = index === i ? 0 : -1;
+    const here = one.ranges ? same.get(one.key) : [];
+    const others = here.filter((j) => j !== i);
+    if (here !== marked) {
+      for (const j of marked) cells[j].classList.remove("same");
+      for (const j of here) cells[j].classList.add("same");
+      marked = here;
     }
     const listed = others.slice(0, 12).map((j) => data.devices[j] ?? j).join(", ");
     const more = others.length > 12 ? ` and ${others.length - 12} more` : "";
