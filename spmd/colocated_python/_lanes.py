@@ -5,14 +5,14 @@ programs that wait for them: XLA runs the programs that one thread starts on one
 so started by the caller they would hold up its next programs.
 
 To start programs takes longer than all else in a call. So a lane with no other calls starts those
-of a further one like its last one: its *spare*. The next call takes it, or else it is given up: at
-the latest when no call has come for a second, or when others need its place.
+of further ones like its last one: its *spares*. The next calls take them, or else they are given
+up: at the latest when no call has come for a second, or when others need their place.
 """
 
 from __future__ import annotations
 
 import atexit
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 import functools
 import logging
@@ -38,7 +38,10 @@ _MOST = 24
 #: Seconds that the end of the process waits for XLA to run programs whose values are there.
 _PATIENCE = 10.0
 
-#: Seconds that a spare is kept: who waits for all live arrays of the process waits for it, too.
+#: How many calls a lane prepares: so many in a row return at once.
+_SPARES = 2
+
+#: Seconds that they are kept: who waits for all live arrays of the process waits for them, too.
 _KEPT = 1.0
 
 _here = threading.local()
@@ -53,12 +56,12 @@ class Lane:
         gates: On which devices programs of them wait, and how many.
         entered: How many calls there ever were.
         left: How many of them are over.
-        spare: Programs for one more call.
+        spares: Programs for further calls.
     """
 
     def __init__(self, lanes: Lanes) -> None:
         self.owner: Any = None
-        self.spare: Start | None = None
+        self.spares: deque[Start] = deque()
         self.pending = 0
         self.gates: Counter[Any] = Counter()
         self.entered = 0
@@ -95,7 +98,7 @@ class Lane:
             del call  # what it holds lives no longer than it
 
     def _next(self) -> Callable[[], None] | None:
-        if self.spare is not None:
+        if self.spares:
             try:
                 return self._calls.get(timeout=_KEPT)
             except queue.Empty:
@@ -172,12 +175,10 @@ class Lanes:
             None where there is no room: the call has to be over before its programs start.
         """
         with self._changed:
-            spare = lane.spare
-            if spare is not None:
-                if spare.outputs is outputs:
-                    lane.spare = None
-                    return spare
-                self._give_up(lane)  # what is started after it would wait for it
+            if lane.spares:
+                if lane.spares[0].outputs is outputs:
+                    return lane.spares.popleft()
+                self._give_up(lane)  # what is started after them would wait for them
             while True:
                 plan = self._plan(lane, outputs)
                 if plan is not None:
@@ -202,11 +203,12 @@ class Lanes:
                 self._prepare(lane, last)
 
     def _prepare(self, lane: Lane, last: Start) -> None:
-        if lane.spare is None and last.error is None and last.plan.small:
-            lane.spare = self._begin(lane, last.outputs, last.plan)
+        if last.error is None and last.plan.small:
+            while len(lane.spares) < _SPARES:
+                lane.spares.append(self._begin(lane, last.outputs, last.plan))
 
     def give_up(self, lane: Lane) -> None:
-        """Gives up the spare of a lane."""
+        """Gives up the spares of a lane."""
         with self._changed:
             self._give_up(lane)
 
@@ -215,12 +217,12 @@ class Lanes:
         return sum(self._give_up(lane) for lane in self._idle) > 0
 
     def _give_up(self, lane: Lane) -> bool:
-        spare, lane.spare = lane.spare, None
-        if spare is None:
-            return False
-        self._free(lane, spare.plan)
-        lane.start(spare.give_up)
-        return True
+        spares = [*lane.spares]
+        lane.spares.clear()
+        for spare in spares:
+            self._free(lane, spare.plan)
+            lane.start(spare.give_up)
+        return bool(spares)
 
     def _plan(self, lane: Lane, outputs: Outputs) -> Plan | None:
         for device in self._candidates(lane, outputs.home):

@@ -131,7 +131,7 @@ def places_of_idle_threads():
     in_threads([lambda: fun(array())] * room)
     mine.set()
     barrier()
-    assert sum(lane.spare is not None for lane in _lanes.lanes._idle) == room
+    assert sum(bool(lane.spares) for lane in _lanes.lanes._idle) == room
     y = colocated_python(wait).specialize(out_specs_fn=same)(array())
     assert not y.is_ready()
     go.set()

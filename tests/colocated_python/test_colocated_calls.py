@@ -244,7 +244,7 @@ def spare():
     """The programs that an idle lane has started for the next call."""
     barrier()
     with _lanes.lanes._changed:
-        return next((x.spare for x in reversed(_lanes.lanes._idle) if x.spare), None)
+        return next((x.spares[0] for x in reversed(_lanes.lanes._idle) if x.spares), None)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.01])
