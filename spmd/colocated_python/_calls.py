@@ -13,9 +13,10 @@ import jax
 from spmd.colocated_python import _specs
 from spmd.colocated_python._errors import host, subject, tell
 from spmd.colocated_python._lanes import Lane, inside, lanes, most_gates
-from spmd.colocated_python._outputs import Outputs, Plan
+from spmd.colocated_python._outputs import Outputs
 from spmd.colocated_python._promises import Promise
 from spmd.colocated_python._specs import Specs, leaf_of
+from spmd.colocated_python._start import Latch, Start
 from spmd.errors import Failure, explain
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class Call:
         self.tree: Any = None
         self.error: BaseException | None = None
         self.arrays: Any = None
-        self.returned = _Latch()
+        self.returned = Latch()
 
     def run(self, outputs: Outputs | None) -> None:
         """Runs the function once its arguments are there, and checks what it returns."""
@@ -104,6 +105,7 @@ class Function:
         local = [d for d in devices if d.process_index == jax.process_index()]
         self._is_here = bool(local)
         self._runs = 0
+        self._is_slow = False
         self._head_start = _FIRST if len(local) > 1 else None
         self._out_specs_fn = out_specs_fn
         self._changed = threading.Condition(threading.Lock())
@@ -159,7 +161,7 @@ class Function:
     # Programs that it starts
 
     def note(self, seconds: float, *, is_new: bool) -> None:
-        """Keeps whether callers are to wait until the function has returned, and for how long.
+        """Keeps how long the function took: whether callers wait until it returns, and how long.
 
         XLA runs programs on several devices one at a time, in the order in which they are started.
         A consumer of a result that is started before what computes it would be in line first,
@@ -167,6 +169,7 @@ class Function:
         not, gets the time to start them.
         """
         self._runs += 1
+        self._is_slow = seconds >= _QUICK
         if self._head_start == _FIRST and self._runs > 1:  # the first one compiles
             self._head_start = 0.0
         if self._head_start is not None and is_new and seconds < _QUICK:
@@ -187,7 +190,7 @@ class Function:
                 self._discovering = "a thread that is not known yet"
         if self.outputs is not None:
             return self._call_known(call, self.outputs)
-        done = _Latch()
+        done = Latch()
         try:
             lane = lanes.enter()
             lane.run(lambda: self._discover(call, lane, done))
@@ -208,7 +211,7 @@ class Function:
         finally:
             del error
 
-    def _discover(self, call: Call, lane: Lane, done: _Latch) -> None:
+    def _discover(self, call: Call, lane: Lane, done: Latch) -> None:
         self._discovering = threading.get_ident()
         call.run(None)
         found = None
@@ -237,11 +240,9 @@ class Function:
         if not outputs.specs.leaves:
             lane.run(lambda: self._run_for_nothing(call, lane, outputs))
             return outputs.specs.tree.unflatten(())
-        plan = lanes.reserve(lane, outputs) if outputs.asynchronous else None
-        if plan is None:
+        start = lanes.start(lane, outputs) if outputs.asynchronous else None
+        if start is None:
             return self._call_now(call, lane, outputs)
-        start = Start(outputs, plan)
-        lane.start(start.begin)
         try:
             arrays = start.arrays()
         finally:  # an interrupt leaves arrays somewhere, too
@@ -252,9 +253,11 @@ class Function:
 
     def _run(self, call: Call, lane: Lane, start: Start) -> None:
         if start.error is None:
+            if self._is_slow:
+                lanes.prepare(lane, start)
             call.run(start.outputs)
             self._settle(call, start.promise, start.outputs)
-        lanes.leave(lane, start.plan)
+        lanes.leave(lane, start)
 
     def _settle(self, call: Call, promise: Promise, outputs: Outputs) -> None:
         values = None
@@ -277,7 +280,7 @@ class Function:
         """Where no program can wait for the function, its caller does."""
         if outputs.asynchronous and not inside() and most_gates() <= 0:
             _warn_once()
-        done = _Latch()
+        done = Latch()
 
         def run() -> None:
             call.run(outputs)
@@ -309,58 +312,6 @@ _NOT_HERE = Failure(
     expected="at least one device of this process, or out_specs_fn",
     fix="specialize it: f.specialize(out_specs_fn=...)",
 )
-
-
-class _Latch:
-    """What one thread waits for; a lock is the cheapest."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
-        self.open = self._lock.release
-
-    def wait(self, seconds: float = -1) -> None:
-        self._lock.acquire(timeout=seconds)
-
-
-class Start:
-    """The programs of one call, which a lane starts.
-
-    Attributes:
-        promise: What they wait for.
-        error: Why they did not start.
-    """
-
-    def __init__(self, outputs: Outputs, plan: Plan):
-        self.outputs = outputs
-        self.plan = plan
-        self.promise = Promise(plan.programs)
-        self.error: BaseException | None = None
-        self._arrays: list[Any] = []
-        self._started = _Latch()
-
-    def begin(self) -> None:
-        """Starts the programs, and wakes the caller."""
-        try:
-            self._arrays = self.outputs.start(self.promise, self.plan)
-        except BaseException as error:  # for the caller
-            self.error = error
-            self.promise.settle(None, "its programs did not start")
-            self.promise.forget()
-        self._started.open()
-
-    def arrays(self) -> list[Any]:
-        """Waits until the programs are started; returns their arrays, to the caller alone."""
-        self._started.wait()
-        if self.error is not None:
-            raise self.error
-        arrays, self._arrays = self._arrays, []
-        return arrays
-
-    def now(self) -> list[Any]:
-        """Starts the programs of a call that is over: none of them has to wait."""
-        with jax.enable_x64(True):
-            return self.outputs.start(self.promise, self.plan)
 
 
 _warned = False

@@ -3,12 +3,16 @@
 A lane has two threads. One runs the host functions, one after the other. The other starts the
 programs that wait for them: XLA runs the programs that one thread starts on one device in order,
 so started by the caller they would hold up its next programs.
+
+To start programs takes longer than all else in a call. So a lane with no other calls starts those
+of further ones like its last one: its *spares*. The next calls take them, or else they are given
+up: at the latest when no call has come for a second, or when others need their place.
 """
 
 from __future__ import annotations
 
 import atexit
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 import functools
 import logging
@@ -23,6 +27,7 @@ from spmd import _jax
 from spmd.colocated_python._errors import ColocatedPythonError, host, subject
 from spmd.colocated_python._outputs import Outputs, Plan
 from spmd.colocated_python._promises import all_arrived
+from spmd.colocated_python._start import Start, settings
 from spmd.errors import Failure, explain
 
 logger = logging.getLogger(__name__)
@@ -32,6 +37,12 @@ _MOST = 24
 
 #: Seconds that the end of the process waits for XLA to run programs whose values are there.
 _PATIENCE = 10.0
+
+#: How many calls a lane prepares: so many in a row return at once.
+_SPARES = 2
+
+#: Seconds that they are kept: who waits for all live arrays of the process waits for them, too.
+_KEPT = 1.0
 
 _here = threading.local()
 
@@ -45,14 +56,17 @@ class Lane:
         gates: On which devices programs of them wait, and how many.
         entered: How many calls there ever were.
         left: How many of them are over.
+        spares: Programs for further calls.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lanes: Lanes) -> None:
         self.owner: Any = None
+        self.spares: deque[Start] = deque()
         self.pending = 0
         self.gates: Counter[Any] = Counter()
         self.entered = 0
         self.left = 0
+        self._lanes = lanes
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._starts: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [
@@ -79,13 +93,20 @@ class Lane:
 
     def _run(self) -> None:
         _here.lane_of_worker = self
-        while (call := self._calls.get()) is not None:
+        while (call := self._next()) is not None:
             call()
             del call  # what it holds lives no longer than it
 
+    def _next(self) -> Callable[[], None] | None:
+        if self.spares:
+            try:
+                return self._calls.get(timeout=_KEPT)
+            except queue.Empty:
+                self._lanes.give_up(self)
+        return self._calls.get()
+
     def _start(self) -> None:
-        # Results have the dtypes that they were said to have, whatever is set elsewhere.
-        with jax.enable_x64(True):
+        with settings():
             while (task := self._starts.get()) is not None:
                 task()
                 del task
@@ -108,52 +129,100 @@ class Lanes:
         with self._changed:
             lane: Lane | None = getattr(_here, "lane", None)
             if lane is None or lane.owner is not owner:
-                lane = self._idle.pop() if self._idle else self._new()
+                lane = self._idle_lane(lane)
                 lane.owner, _here.lane = owner, lane
             lane.pending += 1
             lane.entered += 1
             return lane
 
+    def _idle_lane(self, last: Lane | None) -> Lane:
+        """Returns the lane that a thread had last, or another one, or a new one."""
+        if last in self._idle:
+            self._idle.remove(last)
+            return last
+        return self._idle.pop() if self._idle else self._new()
+
     def _new(self) -> Lane:
         if not self._prepared:
             self._prepared = True
             atexit.register(self._exit)
-        lane = Lane()
+        lane = Lane(self)
         self._all.append(lane)
         return lane
 
-    def leave(self, lane: Lane, plan: Plan | None = None) -> None:
+    def leave(self, lane: Lane, start: Start | None = None) -> None:
         """A call is over."""
         with self._changed:
-            if plan is not None:
-                self._free(lane, plan)
             lane.pending -= 1
             lane.left += 1
+            if start is not None:
+                self._free(lane, start.plan)
+                if not lane.pending:
+                    self._prepare(lane, start)
             if not lane.pending:
                 lane.owner = None
                 self._idle.append(lane)
             self._changed.notify_all()
 
-    # Room for programs that wait
+    # Programs that wait, and room for them
 
-    def reserve(self, lane: Lane, outputs: Outputs) -> Plan | None:
-        """Returns where the programs of a call may wait, and takes that place.
+    def start(self, lane: Lane, outputs: Outputs) -> Start | None:
+        """Starts the programs of a call.
 
-        Waits where there will be room once other calls of this thread are over.
+        Waits where there will be room for them once other calls of this thread are over.
 
         Returns:
             None where there is no room: the call has to be over before its programs start.
         """
         with self._changed:
+            if lane.spares:
+                if lane.spares[0].outputs is outputs:
+                    return lane.spares.popleft()
+                self._give_up(lane)  # what is started after them would wait for them
             while True:
                 plan = self._plan(lane, outputs)
                 if plan is not None:
-                    lane.gates[plan.gate] += 1
-                    self._load.update(plan.devices)
-                    return plan
+                    return self._begin(lane, outputs, plan)
+                if self._give_up_all():
+                    continue
                 if not lane.gates:
                     return None
                 self._changed.wait()
+
+    def _begin(self, lane: Lane, outputs: Outputs, plan: Plan) -> Start:
+        lane.gates[plan.gate] += 1
+        self._load.update(plan.devices)
+        start = Start(outputs, plan)
+        lane.start(start.begin)
+        return start
+
+    def prepare(self, lane: Lane, last: Start) -> None:
+        """Starts programs like these, unless more calls are in flight."""
+        with self._changed:
+            if lane.pending == 1:
+                self._prepare(lane, last)
+
+    def _prepare(self, lane: Lane, last: Start) -> None:
+        if last.error is None and last.plan.small:
+            while len(lane.spares) < _SPARES:
+                lane.spares.append(self._begin(lane, last.outputs, last.plan))
+
+    def give_up(self, lane: Lane) -> None:
+        """Gives up the spares of a lane."""
+        with self._changed:
+            self._give_up(lane)
+
+    def _give_up_all(self) -> bool:
+        """Gives up all spares; returns whether there were any."""
+        return sum(self._give_up(lane) for lane in self._idle) > 0
+
+    def _give_up(self, lane: Lane) -> bool:
+        spares = [*lane.spares]
+        lane.spares.clear()
+        for spare in spares:
+            self._free(lane, spare.plan)
+            lane.start(spare.give_up)
+        return bool(spares)
 
     def _plan(self, lane: Lane, outputs: Outputs) -> Plan | None:
         for device in self._candidates(lane, outputs.home):
@@ -206,6 +275,8 @@ class Lanes:
     def _exit(self) -> None:
         """Leaves no thread in C++ that asks for an interpreter which is gone: Python aborts."""
         self.wait()
+        with self._changed:
+            self._give_up_all()
         all_arrived(_PATIENCE)
         with self._changed:
             idle, self._idle, self._all = self._idle, [], []

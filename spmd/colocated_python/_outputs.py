@@ -34,8 +34,11 @@ class _Value(NamedTuple):
     shape: tuple[int, ...]
     dtype: Any
 
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def is_large(self) -> bool:
-        return math.prod(self.shape) * self.dtype.itemsize >= LARGE
+        return self.nbytes() >= LARGE
 
 
 class Plan:
@@ -45,6 +48,7 @@ class Plan:
         gate: That device.
         programs: Per program the places of its values, the gate first.
         devices: Per program where it runs.
+        small: Whether all that waits is the gate, with less than one large shard.
     """
 
     def __init__(
@@ -54,11 +58,14 @@ class Plan:
         devices: Sequence[Any],
         copied: Sequence[tuple[int, Any]],
         sources: Sequence[Sequence[tuple[str, int, int]]],
+        *,
+        small: bool,
     ):
         """Keeps what is copied of the gate's results, by place, and whence a leaf has its parts."""
         self.gate = gate
         self.programs = tuple(programs)
         self.devices = tuple(devices)
+        self.small = small
         self._copied = tuple(place for place, _ in copied)
         self._copy_devices = [*(d for _, d in copied), *devices[1:]]
         self._sources = sources
@@ -166,6 +173,7 @@ class Outputs:
             devices=[gate, *own],
             copied=copied,
             sources=sources,
+            small=not own and sum(self._values[k].nbytes() for k in inside) < LARGE,
         )
 
     def start(self, promise: Promise, plan: Plan) -> list[Any]:

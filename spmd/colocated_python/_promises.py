@@ -59,7 +59,7 @@ class Promise:
         return self._write(program, results)
 
     def settle(self, values: Sequence[np.ndarray] | None, error: str | None = None) -> None:
-        """The values are there, or never will be."""
+        """The values are there, or never will be; with neither nor an error nobody wants them."""
         with self._lock:
             if self._settled:
                 return
@@ -82,9 +82,9 @@ class Promise:
             # What depends on this program fails before it gets here.
             self.forget()
             return self._error
-        values = self._values or ()
-        for place, address in zip(self._programs[program], results, strict=False):
-            write(address, values[place])
+        if self._values is not None:
+            for place, address in zip(self._programs[program], results, strict=False):
+                write(address, self._values[place])
         with self._lock:
             self._left -= 1
             left = self._left

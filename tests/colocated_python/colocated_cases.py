@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from spmd import P
-from spmd.colocated_python import _lanes, barrier, colocated_python
+from spmd.colocated_python import _lanes, _promises, barrier, colocated_python
 
 LONG = 60
 N = 8
@@ -108,6 +108,65 @@ def collectives_meanwhile():
     jax.block_until_ready(pending)
 
 
+def places_of_idle_threads():
+    """Programs that wait for a next call make room for the calls of others."""
+    room = _lanes.most_gates()
+    together = threading.Barrier(room)
+    mine, go = threading.Event(), threading.Event()
+
+    def meet(x):
+        together.wait(LONG)
+        return x
+
+    def wait(x):
+        assert go.wait(LONG)
+        return x
+
+    _lanes._KEPT = LONG
+    # This thread has a lane, which starts nothing.
+    colocated_python(lambda x: mine.wait(LONG) and None).specialize(out_specs_fn=lambda x: None)(
+        array()
+    )
+    fun = colocated_python(meet).specialize(out_specs_fn=same)
+    in_threads([lambda: fun(array())] * room)
+    mine.set()
+    barrier()
+    assert sum(bool(lane.spares) for lane in _lanes.lanes._idle) == room
+    y = colocated_python(wait).specialize(out_specs_fn=same)(array())
+    assert not y.is_ready()
+    go.set()
+    np.testing.assert_array_equal(y, np.ones(N))
+
+
+def settings():
+    """What a process looks at or forbids by settings of JAX does not concern pending results."""
+    go = threading.Event()
+
+    def wait(x):
+        assert go.wait(LONG)
+        return x
+
+    x = array()
+    for name, value in [
+        ("jax_debug_nans", True),
+        ("jax_debug_infs", True),
+        ("jax_disable_jit", True),
+        ("jax_transfer_guard", "disallow"),
+    ]:
+        before = getattr(jax.config, name)
+        jax.config.update(name, value)
+        fun = colocated_python(wait).specialize(out_specs_fn=same)
+        for _ in range(3):
+            go.clear()
+            y = fun(x)
+            assert not y.is_ready(), name
+            go.set()
+            y.block_until_ready()
+        barrier()
+        jax.config.update(name, before)
+        np.testing.assert_array_equal(y, np.ones(N))
+
+
 def programs_with_consumers():
     """Functions compute on all devices, while programs on all devices wait for their results."""
     fun = colocated_python(lambda x: x + 1)
@@ -155,8 +214,13 @@ def no_asynchronous_dispatch():
 
 
 def exits():
-    """What is pending at the end of the process still runs, and its errors are logged."""
+    """What is pending at the end of the process still runs, and programs for no call end."""
+    import atexit
+
     go = threading.Event()
+    atexit.register(lambda: print("left:", len(_promises._promises), flush=True))
+    _lanes._KEPT = LONG
+    colocated_python(lambda x: x).specialize(out_specs_fn=same)(array()).block_until_ready()
 
     def note(x):
         assert go.wait(LONG)
@@ -165,8 +229,6 @@ def exits():
     fun = colocated_python(note).specialize(out_specs_fn=lambda x: None)
     for i in range(3):
         fun(array(np.full(N, i, np.int32)))
-    import atexit
-
     atexit.register(go.set)
     print("end of the program", flush=True)
 

@@ -3,6 +3,7 @@
 import logging
 import platform
 import threading
+import time
 
 from colocated_tools import LONG, Gate, in_threads, like, put, same, spread
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from spmd import P
-from spmd.colocated_python import ColocatedPythonError, _promises, barrier, colocated_python
+from spmd.colocated_python import ColocatedPythonError, _lanes, _promises, barrier, colocated_python
 
 ONES = np.ones(8, np.float32)
 
@@ -239,6 +240,71 @@ def test_threads_overlap():
         np.testing.assert_array_equal(result, ONES)
 
 
+def spare():
+    """The programs that an idle lane has started for the next call."""
+    barrier()
+    with _lanes.lanes._changed:
+        return next((x.spares[0] for x in reversed(_lanes.lanes._idle) if x.spares), None)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.01])
+@pytest.mark.parametrize("devices", [8, 1])
+def test_a_call_takes_programs_that_have_started(devices, seconds):
+    """The second call returns the array that was made after the first one or beside it."""
+
+    def slow(x):
+        time.sleep(seconds)
+        return like(x, np.asarray(x) + 1)
+
+    fun = colocated_python(slow).specialize(out_specs_fn=same)
+    for i in range(4):
+        started = spare()
+        y = fun(put(np.full(8, i, np.float32), spread(devices)))
+        np.testing.assert_array_equal(y, np.full(8, i + 1))
+        if i:
+            assert started.promise.number not in _promises._promises
+            assert started.outputs is spare().outputs
+
+
+def test_calls_unlike_the_last_one():
+    """Programs that have started for another function, shape or sharding are given up."""
+    twice = colocated_python(lambda x: like(x, np.asarray(x) * 2)).specialize(out_specs_fn=same)
+    more = colocated_python(lambda x: like(x, np.asarray(x) + 1)).specialize(out_specs_fn=same)
+    for i in range(3):
+        for size in (8, 16):
+            for spec in (P("x"), P()):
+                x = put(np.full(size, i, np.float32), spread(8, spec))
+                ys = twice(x), more(x), twice(x)
+                for y, value in zip(ys, (2 * i, i + 1, 2 * i), strict=True):
+                    np.testing.assert_array_equal(y, np.full(size, value))
+                    assert y.sharding == x.sharding
+    _promises.all_arrived(LONG)
+    assert not _promises._promises
+
+
+def test_programs_for_no_call_end(monkeypatch):
+    """When no call comes, what has started for one ends, and its place is free."""
+    monkeypatch.setattr(_lanes, "_KEPT", 0.05)
+    fun = colocated_python(lambda x: x).specialize(out_specs_fn=same)
+    fun(put(ONES))
+    barrier()
+    _promises.all_arrived(LONG)
+    assert not _promises._promises
+    assert spare() is None
+    assert not any(lane.gates for lane in _lanes.lanes._all)
+    assert not +_lanes.lanes._load
+    np.testing.assert_array_equal(fun(put(ONES)), ONES)
+
+
+def test_large_results_are_not_made_in_advance():
+    """What takes much memory is made for calls alone."""
+    x = put(np.zeros((8, 1 << 18), np.float32))
+    fun = colocated_python(lambda x: x).specialize(out_specs_fn=same)
+    fun(x).block_until_ready()
+    fun(x).block_until_ready()
+    assert spare() is None or spare().outputs.specs.leaves[0].shape != x.shape
+
+
 def test_a_call_inside_of_a_call():
     """A colocated function calls others, itself included, and waits for those it called."""
     x, log = put(ONES), []
@@ -374,6 +440,7 @@ def test_an_error_of_a_large_result():
         with pytest.raises(jax.errors.JaxRuntimeError, match="large"):
             shard.data.block_until_ready()
     barrier()
+    _promises.all_arrived(LONG)
     assert not _promises._promises
 
 

@@ -66,6 +66,16 @@ def test_programs_with_consumers(devices):
     passes("programs_with_consumers", devices=devices)
 
 
+def test_places_of_idle_threads():
+    """Programs that wait for a next call make room for the calls of others."""
+    passes("places_of_idle_threads")
+
+
+def test_settings():
+    """What a process looks at or forbids by settings of JAX does not concern pending results."""
+    passes("settings")
+
+
 def test_no_room():
     """Without a thread of XLA to spare, calls are synchronous; it is said once."""
     passes("no_room", NPROC="8")
@@ -77,10 +87,10 @@ def test_no_asynchronous_dispatch():
 
 
 def test_exit():
-    """What is pending at the end of the process still runs."""
+    """What is pending at the end of the process still runs, and programs for no call end."""
     out, err = finish(start("exits"))
     assert (out.splitlines(), err) == (
-        ["end of the program", "passed", "noted 0", "noted 1", "noted 2"],
+        ["end of the program", "passed", "noted 0", "noted 1", "noted 2", "left: 0"],
         "",
     )
 
