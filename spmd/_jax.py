@@ -1830,6 +1830,23 @@ def serialized(executable: Any) -> bytes:
     return executable.xla_executable.serialize()
 
 
+#: How the functions of a program start in its written form, on Linux.
+OBJECT_FILE = b"\x7fELF"
+
+
+def rewritten_size(data: bytes, devices: Sequence[Any]) -> int:
+    """The size, in bytes, of what :func:`serialized` gives of a program that was read again."""
+    return len(_read_program(data, devices).serialize())
+
+
+def _read_program(data: bytes, devices: Sequence[Any]) -> Any:
+    assignment = np.array([[d.id for d in devices]])
+    # Without the options it keeps the devices that it was compiled for.
+    options = compiler.get_compile_options(1, len(devices), assignment)
+    device_list = xla_client.DeviceList(tuple(devices))
+    return devices[0].client.deserialize_executable(data, device_list, options)
+
+
 def parts_of(executable: Any) -> Any:
     """What JAX knows of a MeshExecutable beside the runtime's program.
 
@@ -1847,7 +1864,6 @@ def ties_of(executable: Any) -> list[str]:
     found = [
         *(f"the effect {e}" for e in (*parts.ordered_effects, *parts.unordered_effects)),
         *("a callback into Python" for _ in parts.host_callbacks or parts.keepalive or ()),
-        *("a mutable reference" for _ in [parts.mut] if parts.mut is not None),
         *("an argument in a layout of its own" for x in parts.dispatch_in_layouts if x),
     ]
     return [*dict.fromkeys(found)]
@@ -1890,12 +1906,7 @@ def load_executable(
         ValueError: The program has other inputs or results.
         JaxRuntimeError: The runtime refuses it.
     """
-    client = devices[0].client
-    assignment = np.array([[d.id for d in devices]])
-    options = compiler.get_compile_options(1, len(devices), assignment)
-    device_list = xla_client.DeviceList(tuple(devices))
-    # Without the options it keeps the devices that it was compiled for.
-    program = client.deserialize_executable(data, device_list, options)
+    program = _read_program(data, devices)
     counts = len(program.get_parameter_layouts()), len(program.get_output_layouts())
     if counts != (len(kept), len(out_avals)):
         raise ValueError(f"the program has {counts[0]} inputs and {counts[1]} results")
@@ -1906,8 +1917,8 @@ def load_executable(
     debug_info = core.DebugInfo("pjit", name, None, None)
     return pxla.UnloadedMeshExecutable(
         xla_executable=program,
-        device_list=device_list,
-        backend=client,
+        device_list=xla_client.DeviceList(tuple(devices)),
+        backend=devices[0].client,
         input_avals=read,
         input_shardings=[*in_shardings],
         output_avals=[*out_avals],

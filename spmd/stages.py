@@ -337,7 +337,7 @@ class Compiled(Stage):
         sig = self._signature
         donated = self._call.donated_invars[len(sig.consts) :]
         infos = _jax.args_info(sig.in_tree, jtu.tree_leaves(self.in_avals), donated)
-        return jax.stages.Compiled(self._executable, self._hoisted, infos, sig.out_tree)
+        return jax.stages.Compiled(self._executable, [*self._hoisted], infos, sig.out_tree)
 
     def as_text(self) -> str:
         """Returns the partitioned and optimized HLO of one device."""

@@ -16,7 +16,7 @@ from spmd.bundle import _fingerprint, _format
 from spmd.bundle._fields import Field, Malformed
 from spmd.bundle._fingerprint import Difference
 from spmd.bundle._program import Program, decode_program, encode_program
-from spmd.bundle._refusals import custom_calls, refusals
+from spmd.bundle._refusals import custom_calls, incomplete_failure, refusals
 from spmd.bundle._shardings import Devices, decode_axes, decode_ids
 from spmd.bundle._trees import UnwritableError
 from spmd.bundle._values import NotPlainError, constant_bytes
@@ -34,14 +34,17 @@ def save(compiled: Compiled, path: str | os.PathLike[str]) -> None:
     devices = _devices_of(compiled)
     try:
         code = _jax.serialized(compiled._executable)
+        if failure := incomplete_failure(compiled, code):
+            raise explain(subject, [failure])
         header = {
             "spmd": spmd.__version__,
             "fingerprint": _fingerprint.encode(_fingerprint.fingerprint(devices.ordered)),
             "custom_calls": custom_calls(compiled),
             "program": encode_program(compiled),
         }
-        data = _format.pack(header, [code, *map(constant_bytes, compiled._hoisted)])
-        _check_written(compiled, data, devices)
+        sections = [code, *map(constant_bytes, compiled._hoisted)]
+        header["seal"] = _read_back(compiled, header, sections, devices).seal(code)
+        data = _format.pack(header, sections)
     except (NotPlainError, UnwritableError, Malformed) as error:
         raise explain(subject, [_unwritable(error)]) from None
     except jax.errors.JaxRuntimeError as error:
@@ -54,13 +57,15 @@ def _devices_of(compiled: Compiled) -> Devices:
     return Devices(ordered=ordered, by_id={d.id: d for d in ordered})
 
 
-def _check_written(compiled: Compiled, data: bytes, devices: Devices) -> None:
-    """Reads back what is to be written: what would come out otherwise is not written at all.
+def _read_back(
+    compiled: Compiled, header: dict[str, Any], sections: list[bytes], devices: Devices
+) -> Program:
+    """Reads what is to be written: what would come out otherwise is not written at all.
 
     Raises:
         Malformed: Something would not be what it was.
     """
-    parts = _format.unpack(data)
+    parts = _format.unpack(_format.pack(header, sections))
     again = decode_program(parts.header["program"], devices, parts.sections[1:])
     pairs = {
         "arguments": (again.stage.in_tree, compiled.in_tree),
@@ -74,6 +79,7 @@ def _check_written(compiled: Compiled, data: bytes, devices: Devices) -> None:
     for where, (got, expected) in pairs.items():
         if got != expected:
             raise Malformed(where, str(expected)[:200], str(got)[:200])
+    return again
 
 
 def _unwritable(error: NotPlainError | UnwritableError | Malformed) -> Failure:
@@ -145,6 +151,8 @@ def load(path: str | os.PathLike[str], *, mesh: Any = None) -> Compiled:
         devices = _find_devices(subject, parts.header, plain_mesh(mesh))
         _start_libraries(subject, parts.header, devices)
         program = decode_program(parts.header["program"], devices, parts.sections[1:])
+        if parts.header["seal"].string() != program.seal(parts.sections[0]):
+            raise Malformed("header.seal", "the digest of its code and types", "another")
     except Malformed as error:
         raise _format.malformed(subject, error) from None
     return _compiled(subject, program, bytes(parts.sections[0]), devices)

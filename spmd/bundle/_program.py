@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+import hashlib
 import inspect
+import json
 from typing import Any
 
 from spmd import _jax
@@ -17,7 +19,7 @@ from spmd.bundle._fields import Field, Malformed
 from spmd.bundle._shardings import (
     Devices,
     Encoder,
-    check_rank,
+    check_fits,
     decode_mesh,
     decode_sharding,
 )
@@ -181,6 +183,21 @@ class Program:
     name: str
     committed: bool
 
+    def seal(self, code: bytes | memoryview) -> str:
+        """A digest of the code and of the devices and types that it is for.
+
+        The runtime takes another number of devices, or arrays of other sizes, to its word, and
+        ends the process. A header that was not written with this code is refused before that.
+        """
+        inputs = [*self.constant_avals, *self.stage._jaxpr.in_avals]
+        rows = [(inputs[i], s) for i, s in zip(self.kept, self.kept_shardings, strict=True)]
+        rows += zip(self.stage._jaxpr.out_avals, self.results, strict=True)
+        shown = [f"{a.str_short()} {s.num_devices} {s.shard_shape(a.shape)}" for a, s in rows]
+        text = json.dumps([self.stage.mesh.size, len(self.kept), shown])
+        digest = hashlib.sha256(text.encode("ascii"))
+        digest.update(code)
+        return digest.hexdigest()
+
     def compiled(self, code: bytes, devices: Devices) -> Compiled:
         """Gives the code to the runtime, which trusts it."""
         executable = _jax.load_executable(
@@ -262,7 +279,7 @@ def _decode_arguments(
 
 def _fitting(field: Field, aval: Any, shardings: Sequence[Any]) -> Any:
     sharding = field.of(shardings)
-    check_rank(sharding, aval, field.where)
+    check_fits(sharding, aval, field.where)
     return sharding
 
 

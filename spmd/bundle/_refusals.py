@@ -10,7 +10,7 @@ import jax
 from spmd import _jax
 from spmd._mesh import described_failure, show_mesh
 from spmd.errors import BundleError, Failure
-from spmd.stages import Compiled
+from spmd.stages import Compiled, Types
 
 #: Primitives that call Python while a program runs, and what they are called in it.
 _CALLS = ("host_tap", "host_call", "callback", "debug_print")
@@ -20,11 +20,40 @@ _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 
 def refusals(compiled: Compiled) -> list[Failure]:
     """All that keeps a program out of a file, in the order in which a user mends it."""
+    kinds = (_loaded_failures, _callback_failures, _reference_failures, _mesh_failures)
+    return [failure for failures in kinds for failure in failures(compiled)]
+
+
+def _loaded_failures(compiled: Compiled) -> list[Failure]:
+    if not isinstance(compiled._jaxpr, Types):
+        return []
     return [
-        *_callback_failures(compiled),
-        *_reference_failures(compiled),
-        *_mesh_failures(compiled),
+        Failure(
+            what="cannot be saved: it was loaded from a file",
+            fix="copy that file",
+            error=BundleError,
+        )
     ]
+
+
+def incomplete_failure(compiled: Compiled, code: bytes) -> Failure | None:
+    """XLA's CPU backend has given code without its functions.
+
+    It does so for a program that it has itself read, as JAX does from its persistent cache: such
+    code loads, and fails when it runs. Code that never had functions, as that of one library call,
+    loses something else when it is read and written.
+    """
+    if _platform(compiled) != "cpu" or _jax.OBJECT_FILE in code:
+        return None
+    if _jax.rewritten_size(code, list(compiled.mesh.devices.flat)) != len(code):
+        return None
+    return Failure(
+        what="cannot be saved: JAX took it from its persistent compilation cache, and XLA writes "
+        "no complete code of such a program",
+        expected="a program that was compiled in this process",
+        fix="save it in a process with JAX_ENABLE_COMPILATION_CACHE=0",
+        error=BundleError,
+    )
 
 
 def _callback_failures(compiled: Compiled) -> list[Failure]:
@@ -60,7 +89,7 @@ def _platform(compiled: Compiled) -> str:
 
 def _reference_failures(compiled: Compiled) -> list[Failure]:
     names = [compiled._call.arg_names[i] for i in compiled._refs]
-    names += [n for n in compiled._call.arg_names[: len(compiled._signature.consts)]]
+    names += compiled._call.arg_names[: len(compiled._signature.consts)]
     return [
         Failure(
             what=f"cannot be saved: argument {name} is a mutable reference",

@@ -207,7 +207,7 @@ def _decode_tiled(field: Field, devices: Devices) -> Any:
     return _jax.tiled_sharding(found, dims, places, last.boolean(), _memory(memory, devices))
 
 
-def check_rank(sharding: Any, aval: Any, where: str) -> None:
+def check_fits(sharding: Any, aval: Any, where: str) -> None:
     """Sees that a sharding fits a value.
 
     Raises:

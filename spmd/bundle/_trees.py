@@ -17,6 +17,8 @@ from spmd.bundle._values import NotPlainError, decode_plain, encode_plain
 _DEEPEST = 100
 _MOST = 1 << 24
 _LEAF = "*"
+#: Nodes with forms of their own here, which JAX registers too.
+_BUILT_IN = (tuple, list, dict, type(None))
 
 
 class UnwritableError(Exception):
@@ -69,7 +71,9 @@ def find_class(module: str, qualname: str) -> type | None:
     found = [
         t
         for t in _jax.registered_nodes()
-        if (t.__module__, t.__qualname__) == (module, qualname) and here in (None, t)
+        if (t.__module__, t.__qualname__) == (module, qualname)
+        and here in (None, t)
+        and t not in _BUILT_IN
     ]
     if len(found) == 1:
         return found[0]

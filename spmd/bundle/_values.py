@@ -210,5 +210,5 @@ def constant_of(data: memoryview, aval: Any, where: str) -> Any:
     expected = math.prod(shape) * dtype.itemsize
     if expected != len(data):
         raise Malformed(where, f"{expected} bytes", f"{len(data)} bytes")
-    found = np.frombuffer(data, dtype).reshape(shape)
+    found: Any = np.frombuffer(data, dtype).reshape(shape)
     return found if impl is None else jax.random.wrap_key_data(found, impl=impl)
