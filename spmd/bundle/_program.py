@@ -395,6 +395,8 @@ def _decode_signature(field: Field) -> inspect.Signature | None:
 
 def _decode_parameter(field: Field) -> inspect.Parameter:
     name, kind, default, annotation = field.items(4, exactly=4)
+    if not name.string().isidentifier():
+        raise name.refuse("the name of a parameter")
     place = inspect._ParameterKind[kind.one_of(*_KINDS)]
     return inspect.Parameter(
         name.string(), place, default=_shown(default), annotation=_shown(annotation)

@@ -216,5 +216,5 @@ def check_fits(sharding: Any, aval: Any, where: str) -> None:
     try:
         sharding.shard_shape(aval.shape)
         _jax.op_sharding(sharding, aval.ndim)
-    except ValueError as error:
+    except (ValueError, IndexError) as error:  # JAX indexes the dimensions by the spec
         raise Malformed(where, f"a sharding of {_jax.short_aval(aval)}", str(error)[:200]) from None

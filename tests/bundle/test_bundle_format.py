@@ -40,6 +40,14 @@ def data(mesh, tmp_path_factory):
     return path.read_bytes()
 
 
+@pytest.fixture(scope="module")
+def file(data, tmp_path_factory):
+    """The same bundle as a file: hypothesis shows arguments, and bytes at length."""
+    path = tmp_path_factory.mktemp("file") / "step.spmd"
+    path.write_bytes(data)
+    return path
+
+
 @pytest.fixture
 def path(tmp_path, monkeypatch):
     """Where a file is written; messages have no folder."""
@@ -109,9 +117,10 @@ def test_truncated_files(path, data):
 
 @settings(max_examples=60, deadline=None, database=None)
 @given(st.floats(0, 1, exclude_max=True), st.integers(0, 7))
-def test_flipped_bits(data, tmp_path_factory, at, bit):
+def test_flipped_bits(file, tmp_path_factory, at, bit):
     """One bit anywhere is enough to refuse a file."""
     path = tmp_path_factory.mktemp("flipped") / "f"
+    data = file.read_bytes()
     changed = bytearray(data)
     changed[int(at * len(data))] ^= 1 << bit
     path.write_bytes(changed)
@@ -144,8 +153,9 @@ WRONG = st.one_of(
 
 @settings(max_examples=250, deadline=None, database=None)
 @given(st.floats(0, 1, exclude_max=True), st.sampled_from(["replace", "repeat", "drop"]), WRONG)
-def test_forged_headers(data, tmp_path_factory, at, change, wrong):
+def test_forged_headers(file, tmp_path_factory, at, change, wrong):
     """A header with anything else at any place is loaded or refused, and nothing else happens."""
+    data = file.read_bytes()
     header = header_of(data)
     found = [p for p in places(header) if p and p[0] != "sections"]
     *outer, last = found[int(at * len(found))]

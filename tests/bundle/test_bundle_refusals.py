@@ -130,8 +130,7 @@ def test_a_loaded_program_is_not_saved_again(tmp_path):
     with pytest.raises(spmd.BundleError) as error:
         spmd.load(tmp_path / "f").save(tmp_path / "g")
     assert str(error.value) == (
-        "pjit of `<lambda>` cannot be saved: it was loaded from a file.\n"
-        "  fix       copy that file"
+        "pjit of `<lambda>` cannot be saved: it was loaded from a file.\n  fix       copy that file"
     )
 
 
@@ -159,7 +158,9 @@ def test_programs_of_the_compilation_cache(tmp_path, compilation_cache):
 
     def compiled():
         jax.clear_caches()
-        return pjit(lambda x: jnp.tanh(x) + 1, in_axis_resources=P("x"), mesh=mesh).lower(X).compile()
+        return (
+            pjit(lambda x: jnp.tanh(x) + 1, in_axis_resources=P("x"), mesh=mesh).lower(X).compile()
+        )
 
     compiled().save(tmp_path / "first")
     np.testing.assert_allclose(spmd.load(tmp_path / "first")(X), np.tanh(X) + 1, rtol=1e-6)
