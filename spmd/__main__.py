@@ -1,4 +1,4 @@
-"""The command line: ``spmd demo``, ``report``, ``fits``, ``sweep``, ``diff``, ``bundle``, ``launch``.
+"""The command line: ``spmd demo``, ``report``, ``fits``, ``sweep``, ``diff`` and the others.
 
 JAX reads the number of CPU devices when it starts, so everything that arguments can get wrong is
 said, and the devices are set, before anything here imports it.

@@ -1,13 +1,13 @@
 """`Compiled.save` and `spmd.load`: what comes back is the program that was saved."""
 
+from bundles import State, everything, everything_args, same_bits
 import jax
 import jax.numpy as jnp
 import numpy as np
+from oracle import counted, put
 import pytest
 
 import spmd
-from bundles import State, everything, everything_args, same_bits
-from oracle import counted, put
 from spmd import NamedSharding, P, pjit
 
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
@@ -67,10 +67,9 @@ def test_everything_that_a_program_says_of_itself(saved, loaded):
     """Names, trees, types, shardings, specs and donation are those of the program saved."""
     compiled = saved[0]
     assert type(loaded) is spmd.Compiled
-    for name in (
-        "name mesh in_tree out_tree in_avals in_shardings out_shardings in_specs out_specs"
-        " out_info donate_argnums"
-    ).split():
+    properties = """name mesh in_tree out_tree in_avals in_shardings out_shardings in_specs
+        out_specs out_info donate_argnums"""
+    for name in properties.split():
         got, expected = getattr(loaded, name), getattr(compiled, name)
         assert jax.tree.structure(got) == jax.tree.structure(expected), name
         assert jax.tree.leaves(got) == jax.tree.leaves(expected), name

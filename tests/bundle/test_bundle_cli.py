@@ -1,10 +1,10 @@
 """``spmd bundle`` shows what a bundle holds and whether it could be loaded."""
 
+from bundles import forged, header_of
 import jax
 import numpy as np
 import pytest
 
-from bundles import forged, header_of
 import spmd
 from spmd import P, pjit
 from spmd.__main__ import main

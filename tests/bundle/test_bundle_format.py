@@ -3,13 +3,13 @@
 import hashlib
 import json
 
+import bundles
+from bundles import Pair, State, forged, header_of
 from hypothesis import given, settings, strategies as st
 import jax
 import numpy as np
 import pytest
 
-import bundles
-from bundles import Pair, State, forged, header_of
 import spmd
 from spmd import P, pjit
 from spmd.bundle import _fingerprint, _format, contents
@@ -124,7 +124,7 @@ def test_flipped_bits(file, tmp_path_factory, at, bit):
     changed = bytearray(data)
     changed[int(at * len(data))] ^= 1 << bit
     path.write_bytes(changed)
-    with pytest.raises(spmd.BundleError, match="cannot be read: its (file|format|checksum)"):
+    with pytest.raises(spmd.BundleError, match=r"cannot be read: its (file|format|checksum)"):
         spmd.load(path)
 
 
@@ -170,18 +170,17 @@ def test_forged_headers(file, tmp_path_factory, at, change, wrong):
         inside[last] = wrong
     path = tmp_path_factory.mktemp("forged") / "f"
     path.write_bytes(forged(data, header))
+    loaded = _or_refused(spmd.load, path)
+    assert loaded is None or (loaded.in_avals is not None and loaded.in_specs is not None)
+    _or_refused(contents, path)
+
+
+def _or_refused(read, path):
+    """What is read, or None where the file is refused with an error of ours, and no other."""
     try:
-        found = spmd.load(path)
-    except spmd.BundleError as error:
-        assert str(error).startswith(f"bundle `{path}` cannot be ")
-    else:
-        assert isinstance(found, spmd.Compiled)
-        assert found.in_avals is not None
-        assert found.in_specs is not None
-    try:
-        contents(path)
-    except spmd.BundleError as error:
-        assert str(error).startswith(f"bundle `{path}` cannot be ")
+        return read(path)
+    except spmd.BundleError:
+        return None
 
 
 def packed(text, sections):
