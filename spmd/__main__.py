@@ -1,4 +1,4 @@
-"""The command line: ``spmd demo``, ``report``, ``fits``, ``sweep``, ``diff``, ``show``, ``launch``.
+"""The command line: ``spmd demo``, ``report``, ``fits``, ``sweep``, ``diff`` and the others.
 
 JAX reads the number of CPU devices when it starts, so everything that arguments can get wrong is
 said, and the devices are set, before anything here imports it.
@@ -14,6 +14,7 @@ import os
 import sys
 
 import spmd
+from spmd.bundle import _cli as bundle_cli
 from spmd.demo.options import Options, add_arguments, options_from
 from spmd.errors import SpmdError
 from spmd.inspection import _cli
@@ -73,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     add_arguments(demo)
     demo.set_defaults(command=_demo)
     _cli.add_commands(commands, set_device_count)
+    bundle_cli.add_command(commands, set_device_count)
     launch_cli.add_command(commands)
     return parser
 

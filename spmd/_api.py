@@ -59,7 +59,7 @@ from spmd._spec import (
 )
 from spmd._trace import Signature, Trace, clear_trace_cache, evict_trace, trace
 from spmd.errors import ArgumentError, Failure, MeshError, OptionError, explain
-from spmd.stages import Compiled, Lowered, Traced, _Origin
+from spmd.stages import Compiled, Lowered, Origin, Traced
 
 _MISSING: Any = object()
 
@@ -698,7 +698,7 @@ class PjitFunction:
         """
         line = self._line
         flat, plan = line.plan(args, kwargs)
-        signature = _Origin(
+        signature = Origin(
             params=line.options.params,
             positions=flat.signature.positions,
             statics=flat.signature.statics,

@@ -276,7 +276,7 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class _Static:
+class Static:
     """A static value; 1, 1.0 and True are different programs."""
 
     value: Any
@@ -308,7 +308,7 @@ def split_arguments(params: Parameters, args: tuple, kwargs: Mapping, subject: s
     return Split(
         dynamic=(tuple(args[i] for i in positions), rest),
         positions=positions,
-        statics=tuple((where, _Static(v, type(v))) for where, v in statics),
+        statics=tuple((where, Static(v, type(v))) for where, v in statics),
     )
 
 

@@ -300,7 +300,7 @@ def _program(jaxpr: Any, call: PjitCall, mesh: Any, in_key: Any) -> Program:
     if not _jax.is_compiled(lowering):
         count("compiles")
     executable = lowering.compile()
-    consts = _jax.const_args(lowering, executable)
+    consts = _jax.const_args(lowering.const_args, executable)
     return Program(lowering=lowering, executable=executable, consts=consts)
 
 

@@ -21,6 +21,7 @@ import jax
 from jax._src import (
     api_util,
     clusters,
+    compiler,
     config,
     core,
     dispatch,
@@ -39,12 +40,14 @@ from jax._src import (
     xla_bridge,
 )
 from jax._src.interpreters import ad, batching, mlir, partial_eval as pe, pxla, remat
-from jax._src.lib import _jax, xla_client
+from jax._src.lib import _jax, lapack, xla_client
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import func as func_dialect, hlo
+from jax._src.random import prng
 from jax._src.state import discharge
 from jax._src.state.types import AbstractRef
 from jax.experimental.layout import Layout
+import jaxlib.version
 import numpy as np
 
 # Version
@@ -1769,9 +1772,9 @@ def args_info(in_tree: Any, avals: Sequence[Any], donated: Sequence[bool]) -> An
     return in_tree.unflatten(infos)
 
 
-def const_args(lowering: Any, executable: Any) -> Sequence[Any]:
+def const_args(hoisted: Sequence[Any], executable: Any) -> Sequence[Any]:
     """The constants that the program takes as leading arguments, placed on its devices."""
-    return executable.shard_const_args(lowering.const_args)
+    return executable.shard_const_args(hoisted)
 
 
 def fast_path_data(executable: Any, consts: Sequence[Any], out_tree: Any, outs: Any) -> Any:
@@ -1817,6 +1820,206 @@ def _physical(shardings: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
         else s
         for s, a in zip(shardings, avals, strict=True)
     ]
+
+
+# Programs in files
+
+JAXLIB_VERSION = jaxlib.version.__version__
+
+
+def serialized(executable: Any) -> bytes:
+    """The runtime's own form of a program.
+
+    Raises:
+        JaxRuntimeError: The runtime has none for it.
+    """
+    return executable.xla_executable.serialize()
+
+
+#: How the functions of a program start in its written form, on Linux.
+OBJECT_FILE = b"\x7fELF"
+
+
+def rewritten_size(data: bytes, devices: Sequence[Any]) -> int:
+    """The size, in bytes, of what :func:`serialized` gives of a program that was read again."""
+    return len(_read_program(data, devices).serialize())
+
+
+def _read_program(data: bytes, devices: Sequence[Any]) -> Any:
+    assignment = np.array([[d.id for d in devices]])
+    # Without the options it keeps the devices that it was compiled for.
+    options = compiler.get_compile_options(1, len(devices), assignment)
+    device_list = xla_client.DeviceList(tuple(devices))
+    return devices[0].client.deserialize_executable(data, device_list, options)
+
+
+def parts_of(executable: Any) -> Any:
+    """What JAX knows of a MeshExecutable beside the runtime's program.
+
+    `name`, `input_avals`, `input_shardings`, `output_avals`, `output_shardings`, `kept_var_idx`
+    and `committed` are needed to build it again; constants count among the inputs.
+    """
+    return executable._unloaded_executable
+
+
+def ties_of(executable: Any) -> list[str]:
+    """What ties a program to the process that compiled it."""
+    parts = executable._unloaded_executable
+    if parts is None:
+        return ["a form that JAX does not keep"]
+    found = [
+        *(f"the effect {e}" for e in (*parts.ordered_effects, *parts.unordered_effects)),
+        *("a callback into Python" for _ in parts.host_callbacks or parts.keepalive or ()),
+        *("an argument in a layout of its own" for x in parts.dispatch_in_layouts if x),
+    ]
+    return [*dict.fromkeys(found)]
+
+
+def equations(jaxpr: Any) -> Iterator[tuple[str, str, bool]]:
+    """Name, line and whether it has an effect, of each equation in a jaxpr and inside of those."""
+    for eqn in getattr(jaxpr, "eqns", ()):
+        yield eqn.primitive.name, source_info_util.summarize(eqn.source_info), bool(eqn.effects)
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from equations(inner)
+
+
+def load_executable(
+    data: bytes,
+    devices: Sequence[Any],
+    *,
+    name: str,
+    in_avals: Sequence[Any],
+    kept: Sequence[int],
+    in_shardings: Sequence[Any],
+    out_avals: Sequence[Any],
+    out_shardings: Sequence[Any],
+    committed: bool,
+) -> Any:
+    """Makes a MeshExecutable of what :func:`serialized` gave.
+
+    Args:
+        data: The runtime's form; the runtime trusts it.
+        devices: The devices that run it, in the order in which it numbers them.
+        name: What profiles call it.
+        in_avals: Per input, constants first.
+        kept: Which inputs the program has; the others are not used.
+        in_shardings: Per input that it has.
+        out_avals: Per result.
+        out_shardings: Per result.
+        committed: Whether results are committed to their devices.
+
+    Raises:
+        ValueError: The program has other inputs or results.
+        JaxRuntimeError: The runtime refuses it.
+    """
+    program = _read_program(data, devices)
+    counts = len(program.get_parameter_layouts()), len(program.get_output_layouts())
+    if counts != (len(kept), len(out_avals)):
+        raise ValueError(f"the program has {counts[0]} inputs and {counts[1]} results")
+    read = [in_avals[i] for i in kept]
+    in_layouts, out_layouts = pxla._get_layouts_from_executable(
+        program, [None] * len(kept), [None] * len(out_avals), 0, read, out_avals
+    )
+    debug_info = core.DebugInfo("pjit", name, None, None)
+    return pxla.UnloadedMeshExecutable(
+        xla_executable=program,
+        device_list=xla_client.DeviceList(tuple(devices)),
+        backend=devices[0].client,
+        input_avals=read,
+        input_shardings=[*in_shardings],
+        output_avals=[*out_avals],
+        output_shardings=[*out_shardings],
+        committed=committed,
+        name=name,
+        unordered_effects=[],
+        ordered_effects=[],
+        keepalive=[],
+        host_callbacks=[],
+        kept_var_idx={*kept},
+        mut=None,
+        xla_in_layouts=in_layouts,
+        dispatch_in_layouts=[None] * len(kept),
+        xla_out_layouts=out_layouts,
+        all_args_info=pxla.AllArgsInfo(in_avals=[*in_avals], debug_info=debug_info),
+        pgle_profiler=None,
+    ).load()
+
+
+def custom_call_targets(platform: str) -> set[str]:
+    """Functions of libraries that programs may call here, by name."""
+    return {*xla_client.custom_call_targets(_XLA_NAMES.get(platform, platform))}
+
+
+_XLA_NAMES = {"cpu": "Host", "gpu": "CUDA", "cuda": "CUDA", "rocm": "ROCM"}
+
+
+def start_lapack() -> None:
+    """Finds the functions of LAPACK, as a lowering does: a call before that ends the process."""
+    lapack._lapack.initialize()
+
+
+def make_aval(
+    shape: Sequence[int], dtype: Any, *, weak_type: bool, memory: str | None, sharding: Any
+) -> Any:
+    """The type of an array.
+
+    Args:
+        shape: Its shape.
+        dtype: Its dtype.
+        weak_type: Whether it gives way to others in promotion.
+        memory: Name of a memory space, or None for the usual one.
+        sharding: The sharding that its type says, or None.
+    """
+    space = core.MemorySpace.Device if memory is None else core.MemorySpace[memory]
+    return ShapedArray(
+        tuple(shape), dtype, weak_type=weak_type, sharding=sharding, memory_space=space
+    )
+
+
+#: Names of the memory spaces that a type may say.
+MEMORY_SPACES = tuple(core.MemorySpace.__members__)
+
+
+def memory_space_of(aval: Any) -> str | None:
+    """Name of the memory space that a type says; None for the usual one."""
+    space = aval.memory_space
+    return None if space is core.MemorySpace.Device else space.name
+
+
+def key_dtypes() -> dict[str, Any]:
+    """The dtypes of arrays of random keys, by the name of what makes the numbers."""
+    return {name: prng.KeyTy(impl) for name, impl in prng.prngs.items()}
+
+
+def tiling_of(sharding: Any) -> tuple[list[int], list[int], bool] | None:
+    """Tiles, order of devices and replication in the last dimension of a GSPMDSharding.
+
+    None for other shardings, and for those that say something else than tiles.
+    """
+    if not isinstance(sharding, sharding_impls.GSPMDSharding):
+        return None
+    hlo = sharding._hlo_sharding
+    if not hlo.is_tiled() or hlo.subgroup_types():
+        return None
+    order = [*hlo.tile_assignment_devices()]
+    return [*hlo.tile_assignment_dimensions()], order, hlo.replicate_on_last_tile_dim()
+
+
+def tiled_sharding(
+    devices: Sequence[Any], tiles: Sequence[int], order: Sequence[int], last: bool, memory: Any
+) -> Any:
+    """The GSPMDSharding of what :func:`tiling_of` gave, over these devices."""
+    proto = xla_client.OpSharding()
+    proto.type = xla_client.OpSharding.Type.OTHER
+    proto.tile_assignment_dimensions = [*tiles]
+    proto.tile_assignment_devices = [*order]
+    proto.replicate_on_last_tile_dim = last
+    return sharding_impls.GSPMDSharding(tuple(devices), proto, memory_kind=memory)
+
+
+def registered_nodes() -> dict[type, Any]:
+    """The types of pytree nodes that this process knows; `from_iter` builds one of its children."""
+    return tree_util._registry
 
 
 def make_dispatcher(

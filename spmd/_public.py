@@ -16,6 +16,7 @@ from spmd._mesh import Mesh as Mesh, current_mesh as current_mesh, make_mesh as 
 from spmd._spec import FROM_ARRAY as FROM_ARRAY
 from spmd.errors import (
     ArgumentError as ArgumentError,
+    BundleError as BundleError,
     DistributedError as DistributedError,
     DivergenceError as DivergenceError,
     DonatedArrayError as DonatedArrayError,
@@ -32,6 +33,7 @@ from spmd.stages import Compiled as Compiled, Lowered as Lowered, Traced as Trac
 
 if _typing.TYPE_CHECKING:
     from spmd import (
+        bundle as bundle,
         colocated_python as colocated_python,
         distributed as distributed,
         host_callback as host_callback,
@@ -45,6 +47,7 @@ if _typing.TYPE_CHECKING:
         shard_at as shard_at,
         unstack as unstack,
     )
+    from spmd.bundle import load as load
     from spmd.inspection import (
         Diff as Diff,
         Fit as Fit,
@@ -65,6 +68,8 @@ _FEATURES = {
     **dict.fromkeys(("Diff", "Fit", "Picture", "Report", "diff", "fits"), "spmd.inspection"),
     **dict.fromkeys(("preview", "report", "sweep", "topology"), "spmd.inspection"),
     **dict.fromkeys(("visualize", "why"), "spmd.inspection"),
+    "bundle": "spmd.bundle",
+    "load": "spmd.bundle",
     "colocated_python": "spmd.colocated_python",
     "distributed": "spmd.distributed",
     "host_callback": "spmd.host_callback",

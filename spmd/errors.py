@@ -13,6 +13,7 @@ import difflib
 
 __all__ = [
     "ArgumentError",
+    "BundleError",
     "DistributedError",
     "DivergenceError",
     "DonatedArrayError",
@@ -77,6 +78,12 @@ class OutOfMemoryError(SpmdError, RuntimeError):
 
 class ReportError(SpmdError, ValueError):
     """Something is no report, or nothing that this version can read, write or report on."""
+
+    __module__ = "spmd"
+
+
+class BundleError(SpmdError, ValueError):
+    """A program cannot be in a file, or a file holds none that may be loaded here."""
 
     __module__ = "spmd"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import contextlib
 from dataclasses import dataclass
+import os
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Origin:
+class Origin:
     """Where the stages of one call come from: what all of them have in common."""
 
     params: Parameters
@@ -42,12 +43,25 @@ class _Origin:
     consts: tuple[Any, ...]
 
 
-class _Stage:
-    """Names, trees and avals, which every stage knows."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Types:
+    """What stands for the jaxpr of a program that was loaded: the types of its values.
+
+    Attributes:
+        in_avals: Per flat input.
+        out_avals: Per flat output.
+    """
+
+    in_avals: Sequence[Any]
+    out_avals: Sequence[Any]
+
+
+class Stage:
+    """Names, trees and avals, which every stage knows; `jaxpr` may be :class:`Types`."""
 
     __slots__ = ("_call", "_jaxpr", "_placed", "_signature")
 
-    def __init__(self, jaxpr: Any, call: PjitCall, placed: tuple[Any, ...], sig: _Origin):
+    def __init__(self, jaxpr: Any, call: PjitCall, placed: tuple[Any, ...], sig: Origin):
         self._jaxpr = jaxpr
         self._call = call
         self._placed = placed
@@ -103,7 +117,7 @@ class _Stage:
         return (None,) * len(self._jaxpr.out_avals)
 
 
-class Traced(_Stage):
+class Traced(Stage):
     """A function traced to a jaxpr, with the specs of its inputs and outputs resolved."""
 
     __module__ = "spmd"
@@ -150,7 +164,7 @@ class Traced(_Stage):
         return Lowered(self, lower(jaxpr, program, mesh, key), shardings)
 
 
-class Lowered(_Stage):
+class Lowered(Stage):
     """A StableHLO module: what the partitioner is given."""
 
     __module__ = "spmd"
@@ -213,7 +227,7 @@ class Lowered(_Stage):
             if failure := self._out_of_memory(error):
                 raise explain(self._call.subject, [failure]) from error
             raise
-        return Compiled(self, executable)
+        return Compiled(self, self._shardings, self._lowering.const_args, executable)
 
     def preview(self) -> Report:
         """Predicts every collective by the passes of Shardy, in a fraction of a compile's time.
@@ -256,7 +270,7 @@ def _check_dialect(dialect: str | None) -> None:
         raise explain("Lowered", [failure])
 
 
-class Compiled(_Stage):
+class Compiled(Stage):
     """A program for the devices of a mesh; call it with arguments like those it was built for.
 
     Calls refuse another structure, shape, dtype or sharding: a compiled program has one.
@@ -268,19 +282,23 @@ class Compiled(_Stage):
         "_described",
         "_dispatch",
         "_executable",
-        "_lowering",
+        "_hoisted",
+        "_lowered",
         "_refs",
         "_shardings",
     )
 
-    def __init__(self, lowered: Lowered, executable: Any):
-        super().__init__(lowered._jaxpr, lowered._call, lowered._placed, lowered._signature)
-        self._lowering = lowered._lowering
-        self._shardings = lowered._shardings
+    def __init__(
+        self, stage: Stage, shardings: tuple[Any, ...], hoisted: Sequence[Any], executable: Any
+    ):
+        super().__init__(stage._jaxpr, stage._call, stage._placed, stage._signature)
+        self._shardings = shardings
+        self._hoisted = hoisted
+        self._lowered = stage if isinstance(stage, Lowered) else None  # a file has none
         self._executable = executable
-        self._described = described_failure(lowered.mesh)
+        self._described = described_failure(stage.mesh)
         self._refs = _jax.ref_indices(self._jaxpr)
-        self._consts = _jax.const_args(self._lowering, executable)
+        self._consts = _jax.const_args(hoisted, executable)
         self._dispatch = _dispatch.dispatcher(
             None, self.name, self._run, self._signature.params, "spmd.Compiled"
         )
@@ -345,8 +363,7 @@ class Compiled(_Stage):
         sig = self._signature
         donated = self._call.donated_invars[len(sig.consts) :]
         infos = _jax.args_info(sig.in_tree, jtu.tree_leaves(self.in_avals), donated)
-        consts = self._lowering.const_args
-        return jax.stages.Compiled(self._executable, consts, infos, sig.out_tree)
+        return jax.stages.Compiled(self._executable, [*self._hoisted], infos, sig.out_tree)
 
     def as_text(self) -> str:
         """Returns the partitioned and optimized HLO of one device."""
@@ -366,18 +383,28 @@ class Compiled(_Stage):
 
         return report(self)
 
-    def _lowered(self) -> jax.stages.Lowered:
-        """What it was compiled from, as JAX's own class."""
-        sig = self._signature
-        avals = jtu.tree_leaves(self.in_avals)
-        infos = _jax.args_info(sig.in_tree, avals, [False] * len(avals))
-        return jax.stages.Lowered(self._lowering, infos, sig.out_tree)
-
     def _taken_arguments(self) -> list[tuple[str, Any, Any]]:
         """Name, aval and sharding of each argument of a call."""
         skip = len(self._signature.consts)
         names, avals = self._call.arg_names[skip:], self._jaxpr.in_avals[skip:]
         return [*zip(names, avals, self._shardings[skip:], strict=True)]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the program to a file, which :func:`spmd.load` reads without compiling again.
+
+        The file holds the compiled code: whoever loads it runs it. See `docs/bundle.md`.
+
+        Args:
+            path: The file to write; there is the old one or all of the new one, never a part.
+
+        Raises:
+            ValueError: The program cannot be in a file: it calls into this process, as taps do, or
+                something that belongs to it has no written form; all such things are named.
+            OSError: The file cannot be written.
+        """
+        from spmd import bundle
+
+        bundle.save(self, path)
 
     def _moved_arguments(self) -> list[tuple[str, Any, Any, Any]]:
         """Name, aval, given and wanted sharding of each argument that a call would move first."""
@@ -416,7 +443,7 @@ class Compiled(_Stage):
         An argument that the program does not use is not part of it: its spec is None.
         """
         protos = self.runtime_executable().get_parameter_shardings()
-        hoisted = len(self._lowering.const_args)
+        hoisted = len(self._hoisted)
         kept = sorted(self._executable._kept_var_idx)
         count_all = len(self._jaxpr.in_avals)
         specs: list[Any] = [None] * (hoisted + count_all)
@@ -464,7 +491,7 @@ def _traced_call() -> Failure:
     )
 
 
-def _static_mismatch(sig: _Origin, got: Sequence[Any]) -> Failure:
+def _static_mismatch(sig: Origin, got: Sequence[Any]) -> Failure:
     def name(where: Any) -> str:
         return where if isinstance(where, str) else sig.params.position_name(where)
 

@@ -48,6 +48,7 @@ LAZY = {
     ("stages", "preview", "inspection"),
     ("stages", "report", "inspection"),
     ("stages", "why", "inspection"),
+    ("stages", "save", "bundle"),
 }
 
 
@@ -198,7 +199,7 @@ def test_import_is_light():
     for unwanted in ("optax", "rich", "hypothesis", "pytest", "libtpu"):
         assert unwanted not in loaded
     ours = {top(m.removeprefix("spmd.")) for m in loaded if m.startswith("spmd.")}
-    assert not ours & {"demo", "inspection", "testing", "_plan", "__main__"}
+    assert not ours & {"demo", "inspection", "testing", "_plan", "bundle", "__main__"}
     assert not ours & {"host_callback", "colocated_python"}
 
 

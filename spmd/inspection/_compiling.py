@@ -176,7 +176,7 @@ def _shardings(compiled: Any) -> list[Any]:
 
 def lowered_of(compiled: Any) -> Any:
     """The stage before a compiled one; None where that does not keep it."""
-    return compiled._lowered() if isinstance(compiled, stages.Compiled) else None
+    return compiled._lowered if isinstance(compiled, stages.Compiled) else None
 
 
 def devices_of(compiled: Any) -> list[Any]:

@@ -22,7 +22,10 @@ import numpy as np
 import spmd
 import spmd.colocated_python  # it asks for threads, which has to be before JAX starts
 
-PARTS = ("calls", "compile", "import", "report", "preview", "grad", "taps", "pmap", "colocated")
+PARTS = (
+    *("calls", "compile", "import", "report", "preview", "grad"),
+    *("taps", "pmap", "colocated", "bundle"),
+)
 
 
 def main() -> int:
@@ -54,6 +57,7 @@ def main() -> int:
 def _lines(part: str, turns: int) -> tuple[str | None, Iterable[Any]]:
     """What stands above the lines of a part, and the lines."""
     from . import (
+        bundling,
         colocating,
         compiling,
         differentiating,
@@ -80,6 +84,8 @@ def _lines(part: str, turns: int) -> tuple[str | None, Iterable[Any]]:
         return HEADER, mapping.run(turns)
     if part == "colocated":
         return HEADER, colocating.run(turns)
+    if part == "bundle":
+        return HEADER, bundling.run(max(3, turns // 5))
     if part == "taps":
         return HEADER, tapping.run(max(5, turns // 2))
     return differentiating.HEADER, differentiating.run()

@@ -1,0 +1,272 @@
+"""The way into a file and back: `Compiled.save` and `spmd.load`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import spmd
+from spmd import _jax
+from spmd._mesh import plain_mesh, show_devices, show_mesh
+from spmd._resolve import show_sharding
+from spmd.bundle import _fingerprint, _format
+from spmd.bundle._fields import Field, MalformedError
+from spmd.bundle._fingerprint import Difference
+from spmd.bundle._program import Program, decode_program, encode_program
+from spmd.bundle._refusals import custom_calls, incomplete_failure, refusals
+from spmd.bundle._shardings import Devices, decode_axes, decode_ids
+from spmd.bundle._trees import UnwritableError
+from spmd.bundle._values import NotPlainError, constant_bytes
+from spmd.errors import ArgumentError, BundleError, Failure, SpmdError, explain, show_value
+from spmd.stages import Compiled
+
+# Writing
+
+
+def save(compiled: Compiled, path: str | os.PathLike[str]) -> None:
+    """Writes a program to a file, as `Compiled.save` says."""
+    subject = compiled._call.subject
+    if failures := refusals(compiled):
+        raise explain(subject, failures)
+    devices = _devices_of(compiled)
+    try:
+        code = _jax.serialized(compiled._executable)
+        if failure := incomplete_failure(compiled, code):
+            raise explain(subject, [failure])
+        header = {
+            "spmd": spmd.__version__,
+            "fingerprint": _fingerprint.encode(_fingerprint.fingerprint(devices.ordered)),
+            "custom_calls": custom_calls(compiled),
+            "program": encode_program(compiled),
+        }
+        sections = [code, *map(constant_bytes, compiled._hoisted)]
+        header["seal"] = _read_back(compiled, header, sections, devices).seal(code)
+        data = _format.pack(header, sections)
+    except (NotPlainError, UnwritableError, MalformedError) as error:
+        raise explain(subject, [_unwritable(error)]) from None
+    except jax.errors.JaxRuntimeError as error:
+        raise explain(subject, [_unserializable(error)]) from None
+    _format.write(Path(path), data)
+
+
+def _devices_of(compiled: Compiled) -> Devices:
+    ordered = tuple(compiled.mesh.devices.flat)
+    return Devices(ordered=ordered, by_id={d.id: d for d in ordered})
+
+
+def _read_back(
+    compiled: Compiled, header: dict[str, Any], sections: list[bytes], devices: Devices
+) -> Program:
+    """Reads what is to be written: what would come out otherwise is not written at all.
+
+    Raises:
+        MalformedError: Something would not be what it was.
+    """
+    parts = _format.unpack(_format.pack(header, sections))
+    again = decode_program(parts.header["program"], devices, parts.sections[1:])
+    pairs = {
+        "arguments": (again.stage.in_tree, compiled.in_tree),
+        "results": (again.stage.out_tree, compiled.out_tree),
+        "types of arguments": (again.stage._jaxpr.in_avals, [*compiled._jaxpr.in_avals]),
+        "types of results": (again.stage._jaxpr.out_avals, [*compiled._jaxpr.out_avals]),
+        "shardings of arguments": ([*again.shardings], [*compiled._shardings]),
+        "shardings of results": ([*again.results], [*compiled._out_shardings()]),
+        "static arguments": (again.stage._signature.statics, compiled._signature.statics),
+    }
+    for where, (got, expected) in pairs.items():
+        if got != expected:
+            raise MalformedError(where, str(expected)[:200], str(got)[:200])
+    return again
+
+
+def _unwritable(error: NotPlainError | UnwritableError | MalformedError) -> Failure:
+    if isinstance(error, UnwritableError):
+        cls, reason = error.args
+        return Failure(
+            what=f"cannot be saved: its arguments or results hold {cls}, {reason}",
+            expected="tuples, lists, dicts, named tuples and registered classes of a module, with "
+            "plain values beside their leaves",
+            error=BundleError,
+        )
+    if isinstance(error, MalformedError):
+        return Failure(
+            what=f"cannot be saved: its {error.where} would come back otherwise",
+            expected=error.expected,
+            got=error.got,
+            error=BundleError,
+        )
+    (value,) = error.args
+    shown = show_sharding(value) if isinstance(value, jax.sharding.Sharding) else show_value(value)
+    return Failure(
+        what="cannot be saved: something that belongs to it has no written form",
+        expected="static arguments of plain values, dtypes of JAX, meshes with named axes",
+        got=shown,
+        error=BundleError,
+    )
+
+
+def _unserializable(error: Exception) -> Failure:
+    return Failure(
+        what="cannot be saved: the runtime gives no written form of its code",
+        got=str(error).partition("\n")[0][:300],
+        error=BundleError,
+    )
+
+
+# Reading
+
+
+def load(path: str | os.PathLike[str], *, mesh: Any = None) -> Compiled:
+    """Loads a program that `Compiled.save` has written: no trace, no lowering, no compile.
+
+    The file holds compiled code, which runs with all rights of this process: the checksum finds
+    damage, not malice. Load no file that you would not run.
+
+    Args:
+        path: The file.
+        mesh: Devices to run on, of the same kind and in a mesh of the same axes; by default those
+            of the same numbers as where it was saved.
+
+    Returns:
+        The program, which acts as the :class:`Compiled` that was saved. It has no jaxpr and no
+        StableHLO; its HLO, analyses and report are there.
+
+    Raises:
+        ValueError: The file is no bundle, was changed or cut off, is for other versions, devices
+            or flags, which are named, or has pytree nodes of a class that is not registered here.
+        TypeError: `mesh` is no mesh.
+        OSError: The file cannot be read.
+
+    Example:
+        >>> pjit(step, ...).lower(state, batch).compile().save("step.spmd")
+        >>> spmd.load("step.spmd")(state, batch)
+    """
+    subject = f"bundle `{os.fspath(path)}`"
+    data = _format.read(Path(path))
+    try:
+        parts = _format.unpack(data)
+        devices = _find_devices(subject, parts.header, plain_mesh(mesh))
+        _start_libraries(subject, parts.header, devices)
+        program = decode_program(parts.header["program"], devices, parts.sections[1:])
+        if parts.header["seal"].string() != program.seal(parts.sections[0]):
+            raise MalformedError("header.seal", "the digest of its code and types", "another")
+    except MalformedError as error:
+        raise _format.malformed(subject, error) from None
+    return _compiled(subject, program, bytes(parts.sections[0]), devices)
+
+
+def _compiled(subject: str, program: Program, code: bytes, devices: Devices) -> Compiled:
+    try:
+        return program.compiled(code, devices)
+    except (ValueError, RuntimeError) as error:  # JaxRuntimeError is one, and XLA's others too
+        if isinstance(error, SpmdError):
+            raise
+        failure = Failure(
+            what="cannot be loaded here: the runtime refuses its code",
+            got=str(error).partition("\n")[0][:300],
+            fix="compile and save it again here",
+            error=BundleError,
+        )
+        raise explain(subject, [failure]) from None
+
+
+def _find_devices(subject: str, header: Field, mesh: Any) -> Devices:
+    """The devices that a program is to run on, if it may run here.
+
+    Raises:
+        ValueError: It was compiled for something else than this process has.
+    """
+    main = header["program"]["meshes"].items(1 << 24)
+    if not main:
+        raise header["program"]["meshes"].refuse("at least one mesh")
+    ids = decode_ids(main[0])
+    if mesh is not None:
+        _check_mesh(subject, mesh, *decode_axes(main[0])[:1])
+    wrote = _fingerprint.decode(header["fingerprint"])
+    found, differences = compare(wrote, ids, mesh)
+    if differences:
+        raise explain(subject, [_fingerprint.failure_of(differences)])
+    return Devices(ordered=found, by_id=dict(zip(ids, found, strict=True)))
+
+
+def compare(wrote: Any, ids: list[int], mesh: Any) -> tuple[tuple[Any, ...], list[Difference]]:
+    """The devices of this process for a program, and how the two differ.
+
+    Args:
+        wrote: The fingerprint of the program.
+        ids: The numbers of its devices.
+        mesh: The mesh to run on, or None for the devices of those numbers.
+    """
+    if mesh is not None:
+        found = tuple(mesh.devices.flat)
+        return found, _fingerprint.differences(wrote, _fingerprint.fingerprint(found))
+    try:
+        available = jax.devices(str(wrote.get("platform")))
+    except RuntimeError:  # there is no such platform
+        available = jax.devices()
+    local = {d.id: d for d in available if d.process_index == jax.process_index()}
+    found = tuple(local[i] for i in ids if i in local)
+    here = _fingerprint.fingerprint(found or available)
+    differences = _fingerprint.differences(wrote, {**here, "devices": str(len(found))})
+    if len(found) < len(ids):
+        shown = f"{len(ids)} of the numbers {_ranges(ids)}"
+        missing = Difference(field="devices", bundle=shown, here=show_devices(available))
+        differences = [missing if d.field == "devices" else d for d in differences]
+    return found, differences
+
+
+def _ranges(ids: list[int]) -> str:
+    """The numbers in order, a run of them as its ends."""
+    runs: list[list[int]] = []
+    for i in sorted(ids):
+        if runs and runs[-1][-1] == i - 1:
+            runs[-1] = [runs[-1][0], i]
+        else:
+            runs.append([i])
+    shown = ["..".join(map(str, run)) for run in runs[:_MOST_RUNS]]
+    return ", ".join(shown + ["…"] * (len(runs) > _MOST_RUNS))
+
+
+_MOST_RUNS = 8
+
+
+def _check_mesh(subject: str, mesh: Any, sizes: dict[str, int]) -> None:
+    if not isinstance(mesh, jax.sharding.Mesh):
+        failure = Failure(
+            what="cannot be loaded onto this mesh",
+            expected="a spmd.Mesh or jax.sharding.Mesh",
+            got=show_value(mesh),
+            error=ArgumentError,
+        )
+        raise explain(subject, [failure])
+    if [*mesh.shape.items()] != [*sizes.items()]:
+        failure = Failure(
+            what="cannot be loaded onto this mesh: it was compiled for another",
+            given=show_mesh(mesh),
+            expected="mesh " + ", ".join(f"{n}={s}" for n, s in sizes.items()),
+            error=BundleError,
+        )
+        raise explain(subject, [failure])
+
+
+def _start_libraries(subject: str, header: Field, devices: Devices) -> None:
+    """Makes the functions that a program calls known, as lowering it would have done.
+
+    Raises:
+        ValueError: One of them is not registered in this process.
+    """
+    wanted = header["custom_calls"].strings()
+    missing = {*wanted} - _jax.custom_call_targets(devices.ordered[0].platform)
+    if missing:
+        failure = Failure(
+            what="cannot be loaded here: it calls functions that are not registered",
+            expected=", ".join(sorted(missing)),
+            fix="import what registers them with jax.ffi before",
+            error=BundleError,
+        )
+        raise explain(subject, [failure])
+    if any(name.startswith("lapack") for name in wanted):
+        _jax.start_lapack()

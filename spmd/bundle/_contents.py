@@ -1,0 +1,140 @@
+"""What a bundle holds, read from its header alone: the code is given to nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+import os
+from pathlib import Path
+from typing import Any
+
+from spmd import _jax
+from spmd.bundle import _fingerprint, _format
+from spmd.bundle._api import compare
+from spmd.bundle._fields import Field, MalformedError
+from spmd.bundle._fingerprint import Difference
+from spmd.bundle._shardings import decode_axes, decode_ids
+from spmd.bundle._values import decode_aval
+
+_MOST = 1 << 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """An argument or a result of a program.
+
+    Attributes:
+        name: What the user calls it.
+        type: Its dtype and shape, such as ``f32[512,64]``.
+        sharding: Its spec, such as ``P('data', None)``, or what else says where it lies.
+        donated: Whether the program may reuse its buffers.
+    """
+
+    name: str
+    type: str
+    sharding: str
+    donated: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What a bundle holds.
+
+    Attributes:
+        name: The function.
+        mesh: Axis sizes by name.
+        devices: The numbers of the devices that it was compiled for, in mesh order.
+        arguments: Per flat argument.
+        results: Per flat result.
+        compiled_for: Versions, devices, flags and configuration by name.
+        spmd: The version of this library that wrote it.
+        code_bytes: Size of the compiled code, in bytes.
+        total_bytes: Size of the file, in bytes.
+        differences: Why this process could not load it; empty if it could.
+    """
+
+    name: str
+    mesh: Mapping[str, int]
+    devices: tuple[int, ...]
+    arguments: tuple[Value, ...]
+    results: tuple[Value, ...]
+    compiled_for: Mapping[str, str | tuple[str, ...]]
+    spmd: str
+    code_bytes: int
+    total_bytes: int
+    differences: tuple[Difference, ...]
+
+
+def contents(path: str | os.PathLike[str]) -> Contents:
+    """Reads what a bundle holds; its code is not loaded, and no class of its trees is looked up.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ValueError: The file is no bundle, or was changed or cut off.
+        OSError: The file cannot be read.
+    """
+    data = _format.read(Path(path))
+    try:
+        return _contents(_format.unpack(data), len(data))
+    except MalformedError as error:
+        raise _format.malformed(f"bundle `{os.fspath(path)}`", error) from None
+
+
+def _contents(parts: _format.Parts, size: int) -> Contents:
+    header, program = parts.header, parts.header["program"]
+    meshes = program["meshes"].items(_MOST)
+    if not meshes:
+        raise program["meshes"].refuse("at least one mesh")
+    ids = decode_ids(meshes[0])
+    wrote = _fingerprint.decode(header["fingerprint"])
+    avals = [_show_aval(f) for f in program["avals"].items(_MOST)]
+    shardings = [_show_sharding(f) for f in program["shardings"].items(_MOST)]
+    arguments = [f.items(5, exactly=5) for f in program["arguments"].items(_MOST)]
+    results = [f.items(2, exactly=2) for f in program["results"].items(_MOST)]
+    names = program["out_names"].strings()
+    return Contents(
+        name=program["name"].string(),
+        mesh=decode_axes(meshes[0])[0],
+        devices=tuple(ids),
+        arguments=tuple(
+            Value(name=n.string(), type=a.of(avals), sharding=s.of(shardings), donated=d.boolean())
+            for n, a, s, _, d in arguments
+        ),
+        results=tuple(
+            Value(
+                name=names[i] if i < len(names) else f"result {i}",
+                type=a.of(avals),
+                sharding=s.of(shardings),
+                donated=False,
+            )
+            for i, (a, s) in enumerate(results)
+        ),
+        compiled_for=wrote,
+        spmd=header["spmd"].string(),
+        code_bytes=len(parts.sections[0]),
+        total_bytes=size,
+        differences=tuple(compare(wrote, ids, None)[1]),
+    )
+
+
+def _show_aval(field: Field) -> str:
+    *rest, _ = field.items(5, exactly=5)
+    plain = Field([*(f.value for f in rest), False], field.where)  # its mesh needs no devices
+    return _jax.short_aval(decode_aval(plain, None))
+
+
+def _show_sharding(field: Field) -> str:
+    kind, inner = field.only()
+    if kind != "named":
+        return kind
+    _, entries, memory = inner.items(3, exactly=3)
+    parts = ", ".join(_show_entry(e) for e in entries.items(64))
+    usual = memory.is_none or memory.string() in ("device", "unpinned_host")
+    return f"P({parts})" + ("" if usual else f" in {memory.string()}")
+
+
+def _show_entry(field: Field) -> str:
+    entry: Any = tuple(field.strings()) if type(field.value) is list else field.value
+    return repr(entry if type(entry) is tuple or entry is None else field.string())

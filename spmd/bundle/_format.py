@@ -1,0 +1,159 @@
+"""The bytes of a bundle: a fixed prefix, a JSON header, sections, and a checksum of all of it.
+
+========================  ============================================================
+8 bytes                   ``MAGIC``
+4 bytes, little endian    version of the format
+4 bytes                   length of the header
+header                    a JSON object, ASCII; its ``sections`` are the lengths of those
+sections                  one after the other: the program, then constants
+32 bytes                  SHA-256 of everything before
+========================  ============================================================
+
+Nothing of a file is looked at, beside magic and version, before its checksum is found right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import contextlib
+from dataclasses import dataclass
+import hashlib
+import json
+import os
+from pathlib import Path
+import secrets
+import struct
+from typing import Any, NoReturn
+
+from spmd.bundle._fields import Field, MalformedError
+from spmd.errors import BundleError, Failure, explain
+
+#: The first byte is no text; the line ends show a transfer that changed them.
+MAGIC = b"\x93SPMD\r\n\x1a"
+VERSION = 1
+
+_PREFIX = struct.Struct("<8sII")
+_DIGEST = hashlib.sha256().digest_size
+_MOST_SECTIONS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a bundle consists of.
+
+    Attributes:
+        header: The JSON object, not yet validated.
+        sections: The sections, as views of what was read.
+    """
+
+    header: Field
+    sections: tuple[memoryview, ...]
+
+
+def pack(header: Mapping[str, Any], sections: Sequence[bytes]) -> bytes:
+    """Returns the bytes of a bundle.
+
+    Args:
+        header: JSON values; the lengths of the sections are added.
+        sections: The program, then constants.
+    """
+    data = {**header, "sections": [len(s) for s in sections]}
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).encode("ascii")
+    body = b"".join([_PREFIX.pack(MAGIC, VERSION, len(text)), text, *sections])
+    return body + hashlib.sha256(body).digest()
+
+
+def unpack(data: bytes) -> Parts:
+    """Takes a bundle apart.
+
+    Raises:
+        MalformedError: It is none, is of another format, was changed, or has no valid header.
+    """
+    whole = memoryview(data)
+    if whole[: len(MAGIC)] != MAGIC[: len(whole)] or not data:
+        raise MalformedError("file", "a bundle of spmd, which starts as one", _start(data))
+    if len(whole) < _PREFIX.size + _DIGEST:
+        raise MalformedError(
+            "file", f"at least {_PREFIX.size + _DIGEST} bytes", f"{len(whole)} bytes"
+        )
+    _, version, length = _PREFIX.unpack_from(whole)
+    if version != VERSION:
+        raise MalformedError("format", f"version {VERSION}", f"version {version}")
+    body, digest = whole[:-_DIGEST], whole[-_DIGEST:]
+    if hashlib.sha256(body).digest() != digest:
+        raise MalformedError(
+            "checksum", "the SHA-256 of the file", "another: it was changed or cut off"
+        )
+    if _PREFIX.size + length > len(body):
+        raise MalformedError("header", f"{length} bytes", f"a file of {len(whole)} bytes")
+    header = Field(_json(bytes(body[_PREFIX.size : _PREFIX.size + length])), "header")
+    return Parts(header=header, sections=_sections(header, body[_PREFIX.size + length :]))
+
+
+def _start(data: bytes) -> str:
+    return f"the bytes {data[: len(MAGIC)].hex(' ')}" if data else "an empty file"
+
+
+def _json(text: bytes) -> Any:
+    try:
+        return json.loads(text.decode("ascii"), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise MalformedError("header", "JSON", f"{type(error).__name__}: {error}"[:200]) from None
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _sections(header: Field, rest: memoryview) -> tuple[memoryview, ...]:
+    lengths = [f.integer(0, len(rest)) for f in header["sections"].items(_MOST_SECTIONS)]
+    if sum(lengths) != len(rest) or not lengths:
+        got = f"{len(lengths)} of {sum(lengths)} bytes"
+        raise MalformedError("header.sections", f"sections of {len(rest)} bytes together", got)
+    found, start = [], 0
+    for length in lengths:
+        found.append(rest[start : start + length])
+        start += length
+    return tuple(found)
+
+
+def read(path: Path) -> bytes:
+    """The bytes of a file.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    return path.read_bytes()
+
+
+def write(path: Path, data: bytes) -> None:
+    """Writes a file so that there is the old one or all of the new one, never a part.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def malformed(subject: str, error: MalformedError) -> BundleError:
+    """The exception that tells a user what is wrong with a file."""
+    failure = Failure(
+        what=f"cannot be read: its {error.where} is not what it has to be",
+        expected=error.expected,
+        got=error.got,
+        fix="copy or save it again",
+        error=BundleError,
+    )
+    found = explain(subject, [failure])
+    assert isinstance(found, BundleError)
+    return found

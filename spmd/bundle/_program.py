@@ -1,0 +1,405 @@
+"""A compiled program as the values of a header, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+import hashlib
+import inspect
+import json
+from typing import Any
+
+from spmd import _jax
+from spmd._arguments import Parameters, Static
+from spmd._call import PjitCall
+from spmd._mesh import auto_mesh
+from spmd._resolve import is_equivalent
+from spmd._spec import UNSPECIFIED
+from spmd.bundle._fields import Field, MalformedError
+from spmd.bundle._shardings import (
+    Devices,
+    Encoder,
+    check_fits,
+    decode_mesh,
+    decode_sharding,
+)
+from spmd.bundle._trees import decode_tree, encode_tree
+from spmd.bundle._values import (
+    constant_of,
+    decode_aval,
+    decode_plain,
+    encode_aval,
+    encode_plain,
+)
+from spmd.stages import Compiled, Origin, Stage, Types
+
+_MOST = 1 << 24
+
+
+class _Table:
+    """JSON values, each once; what is written of them are indices."""
+
+    def __init__(self, encode: Callable[[Any], Any]):
+        self.rows: list[Any] = []
+        self._encode = encode
+        self._indices: dict[Any, int] = {}
+
+    def index(self, value: Any) -> int:
+        """The index of a value."""
+        if value not in self._indices:
+            self._indices[value] = len(self.rows)
+            self.rows.append(self._encode(value))
+        return self._indices[value]
+
+
+# Writing
+
+
+def encode_program(compiled: Compiled) -> dict[str, Any]:
+    """What a bundle says of a program beside its code and its constants, as JSON values.
+
+    Raises:
+        NotPlainError: A value has no written form.
+        UnwritableError: A node of a tree has none.
+    """
+    call, origin = compiled._call, compiled._signature
+    encoder = Encoder(compiled.mesh)
+    avals, shardings = _Table(encode_aval), _Table(encoder.encode)
+    data = {
+        "name": call.name,
+        "kind": call.kind,
+        "mesh_given": call.mesh is not None,
+        "arguments": _encode_arguments(compiled, avals, shardings),
+        "results": [
+            [avals.index(a), shardings.index(s)]
+            for a, s in zip(compiled._jaxpr.out_avals, compiled._out_shardings(), strict=True)
+        ],
+        "in_tree": encode_tree(origin.in_tree),
+        "out_tree": encode_tree(origin.out_tree),
+        "out_names": [*origin.out_names],
+        "parameters": _encode_parameters(origin.params),
+        "positions": [*origin.positions],
+        "statics": [[where, encode_plain(s.value)] for where, s in origin.statics],
+        **_encode_executable(compiled, avals, shardings),
+    }
+    return data | {"avals": avals.rows, "shardings": shardings.rows, "meshes": encoder.meshes}
+
+
+def _encode_arguments(compiled: Compiled, avals: _Table, shardings: _Table) -> list[Any]:
+    """Per flat argument: name, type, sharding, where it was if that is elsewhere, donated."""
+    call = compiled._call
+    rows = zip(
+        call.arg_names,
+        compiled._jaxpr.in_avals,
+        compiled._shardings,
+        compiled._placed,
+        call.donated_invars,
+        strict=True,
+    )
+    found = []
+    for name, aval, sharding, placed, donated in rows:
+        stays = placed is None or is_equivalent(placed, sharding, aval.ndim)
+        given = None if stays else shardings.index(placed)
+        found.append([name, avals.index(aval), shardings.index(sharding), given, donated])
+    return found
+
+
+def _encode_executable(compiled: Compiled, avals: _Table, shardings: _Table) -> dict[str, Any]:
+    parts = _jax.parts_of(compiled._executable)
+    kept = sorted(parts.kept_var_idx)
+    pairs = zip(kept, parts.input_shardings, strict=True)
+    return {
+        "program_name": parts.name,
+        "committed": bool(parts.committed),
+        "kept": [[i, shardings.index(s)] for i, s in pairs],
+        "constants": [avals.index(_jax.abstractify(x)) for x in compiled._hoisted],
+    }
+
+
+_KINDS = tuple(kind.name for kind in inspect._ParameterKind)
+
+
+def _encode_parameters(params: Parameters) -> dict[str, Any]:
+    return {
+        "signature": _encode_signature(params.signature),
+        "own": _encode_signature(params.own),
+        "names": [*params.names],
+        "variadic": params.variadic,
+        **{n: [*getattr(params, n)] for n in (*_POSITIONS, *_NAMES)},
+    }
+
+
+_POSITIONS = ("static_nums", "donate_nums")
+_NAMES = ("static_names", "donate_names")
+
+
+def _encode_signature(signature: inspect.Signature | None) -> Any:
+    """Names and kinds, and how defaults and annotations look: a call that fails shows them."""
+    if signature is None:
+        return None
+    empty = inspect.Parameter.empty
+    return [
+        [
+            p.name,
+            p.kind.name,
+            None if p.default is empty else repr(p.default)[:1000],
+            None if p.annotation is empty else inspect.formatannotation(p.annotation)[:1000],
+        ]
+        for p in signature.parameters.values()
+    ] + [_encode_return(signature)]
+
+
+def _encode_return(signature: inspect.Signature) -> Any:
+    given = signature.return_annotation
+    return None if given is signature.empty else inspect.formatannotation(given)[:1000]
+
+
+# Reading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A program as the header has it, but for its code.
+
+    Attributes:
+        stage: Names, trees and types.
+        shardings: Per flat argument.
+        results: Sharding per result.
+        kept: Which inputs, constants first, the code has.
+        kept_shardings: Per input that it has.
+        constants: Those that come before the arguments.
+        constant_avals: Their types.
+        name: What profiles call it.
+        committed: Whether results are committed to their devices.
+    """
+
+    stage: Stage
+    shardings: tuple[Any, ...]
+    results: tuple[Any, ...]
+    kept: tuple[int, ...]
+    kept_shardings: tuple[Any, ...]
+    constants: tuple[Any, ...]
+    constant_avals: tuple[Any, ...]
+    name: str
+    committed: bool
+
+    def seal(self, code: bytes | memoryview) -> str:
+        """A digest of the code and of the devices and types that it is for.
+
+        The runtime takes another number of devices, or arrays of other sizes, to its word, and
+        ends the process. A header that was not written with this code is refused before that.
+        """
+        inputs = [*self.constant_avals, *self.stage._jaxpr.in_avals]
+        rows = [(inputs[i], s) for i, s in zip(self.kept, self.kept_shardings, strict=True)]
+        rows += zip(self.stage._jaxpr.out_avals, self.results, strict=True)
+        shown = [f"{a.str_short()} {s.num_devices} {s.shard_shape(a.shape)}" for a, s in rows]
+        text = json.dumps([self.stage.mesh.size, len(self.kept), shown])
+        digest = hashlib.sha256(text.encode("ascii"))
+        digest.update(code)
+        return digest.hexdigest()
+
+    def compiled(self, code: bytes, devices: Devices) -> Compiled:
+        """Gives the code to the runtime, which trusts it."""
+        executable = _jax.load_executable(
+            code,
+            devices.ordered,
+            name=self.name,
+            in_avals=[*self.constant_avals, *self.stage._jaxpr.in_avals],
+            kept=self.kept,
+            in_shardings=self.kept_shardings,
+            out_avals=self.stage._jaxpr.out_avals,
+            out_shardings=self.results,
+            committed=self.committed,
+        )
+        return Compiled(self.stage, self.shardings, self.constants, executable)
+
+
+def decode_program(field: Field, devices: Devices, sections: Sequence[memoryview]) -> Program:
+    """What :func:`encode_program` was given, on the devices at hand.
+
+    Args:
+        field: Its place.
+        devices: Those that stand for the devices of the program.
+        sections: The elements of its constants.
+
+    Raises:
+        MalformedError: It wrote no such thing, or a class or dtype is not known here.
+    """
+    meshes = [decode_mesh(f, devices) for f in field["meshes"].items(_MOST)]
+    if not meshes or [*meshes[0].devices.flat] != [*devices.ordered]:
+        raise MalformedError(field["meshes"].where, "the mesh of the program first", "another")
+    types = auto_mesh(meshes[0]).abstract_mesh
+    avals = [decode_aval(f, types) for f in field["avals"].items(_MOST)]
+    shardings = [decode_sharding(f, meshes, devices) for f in field["shardings"].items(_MOST)]
+    arguments = _decode_arguments(field, avals, shardings)
+    results = [f.items(2, exactly=2) for f in field["results"].items(_MOST)]
+    constants = [f.of(avals) for f in field["constants"].items(_MOST)]
+    if len(constants) != len(sections):
+        raise MalformedError(field["constants"].where, f"{len(sections)}", f"{len(constants)}")
+    kept, kept_shardings = _decode_kept(field, constants, arguments, shardings)
+    pairs = zip(sections, constants, strict=True)
+    return Program(
+        stage=_decode_stage(field, meshes, arguments, [a.of(avals) for a, _ in results]),
+        shardings=tuple(a.sharding for a in arguments),
+        results=tuple(_fitting(s, a.of(avals), shardings) for a, s in results),
+        kept=kept,
+        kept_shardings=kept_shardings,
+        constants=tuple(constant_of(d, a, field["constants"].where) for d, a in pairs),
+        constant_avals=tuple(constants),
+        name=field["program_name"].string(),
+        committed=field["committed"].boolean(),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Argument:
+    name: str
+    aval: Any
+    sharding: Any
+    placed: Any
+    donated: bool
+
+
+def _decode_arguments(
+    field: Field, avals: Sequence[Any], shardings: Sequence[Any]
+) -> list[_Argument]:
+    found = []
+    for row in field["arguments"].items(_MOST):
+        name, aval, sharding, placed, donated = row.items(5, exactly=5)
+        one = _Argument(
+            name=name.string(),
+            aval=aval.of(avals),
+            sharding=_fitting(sharding, aval.of(avals), shardings),
+            placed=None if placed.is_none else _fitting(placed, aval.of(avals), shardings),
+            donated=donated.boolean(),
+        )
+        found.append(one)
+    return found
+
+
+def _fitting(field: Field, aval: Any, shardings: Sequence[Any]) -> Any:
+    sharding = field.of(shardings)
+    check_fits(sharding, aval, field.where)
+    return sharding
+
+
+def _decode_kept(
+    field: Field, constants: Sequence[Any], arguments: Sequence[_Argument], shardings: Sequence[Any]
+) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+    avals = [*constants, *(a.aval for a in arguments)]
+    indices, found = [], []
+    for row in field["kept"].items(_MOST):
+        index, sharding = row.items(2, exactly=2)
+        indices.append(index.integer(0, len(avals) - 1))
+        found.append(_fitting(sharding, avals[indices[-1]], shardings))
+    if indices != sorted({*indices}) or indices[: len(constants)] != [*range(len(constants))]:
+        raise field["kept"].refuse("indices in order, those of constants first")
+    return tuple(indices), tuple(found)
+
+
+def _decode_stage(
+    field: Field, meshes: Sequence[Any], arguments: Sequence[_Argument], out_avals: list[Any]
+) -> Stage:
+    given = field["mesh_given"].boolean()
+    call = PjitCall(
+        name=field["name"].string(),
+        kind=field["kind"].one_of("pjit", "pmap"),
+        mesh=meshes[0] if given else None,
+        in_axis_resources=(UNSPECIFIED,) * len(arguments),
+        out_axis_resources=(UNSPECIFIED,) * len(out_avals),
+        donated_invars=tuple(a.donated for a in arguments),
+        in_positional_semantics=("global",) * len(arguments),
+        arg_names=tuple(a.name for a in arguments),
+        given=("",) * len(arguments),
+    )
+    # What was not moved was where the program wants it: its mesh is known from there.
+    placed = tuple(a.placed if a.placed is not None or given else a.sharding for a in arguments)
+    types = Types(in_avals=[a.aval for a in arguments], out_avals=out_avals)
+    return Stage(types, call, placed, _decode_origin(field, len(arguments), len(out_avals)))
+
+
+def _decode_origin(field: Field, in_count: int, out_count: int) -> Origin:
+    params = _decode_parameters(field["parameters"])
+    in_tree, out_tree = decode_tree(field["in_tree"]), decode_tree(field["out_tree"])
+    positions = [f.integer(0, _MOST) for f in field["positions"].items(_MOST)]
+    for tree, count, name in ((in_tree, in_count, "in_tree"), (out_tree, out_count, "out_tree")):
+        if tree.num_leaves != count:
+            raise MalformedError(field[name].where, f"{count} leaves", f"{tree.num_leaves}")
+    _check_call(field["in_tree"], in_tree, len(positions))
+    return Origin(
+        params=params,
+        positions=tuple(positions),
+        statics=tuple(_decode_static(f) for f in field["statics"].items(_MOST)),
+        in_tree=in_tree,
+        out_tree=out_tree,
+        out_names=field["out_names"].strings(),
+        consts=(),
+    )
+
+
+def _check_call(field: Field, tree: Any, count: int) -> None:
+    """Sees that a tree is that of `(args, kwargs)`."""
+    kinds = [None if (d := t.node_data()) is None else d[0] for t in (tree, *tree.children())]
+    if kinds != [tuple, tuple, dict] or len(tree.children()[0].children()) != count:
+        raise MalformedError(
+            field.where, f"a tree of {count} arguments and keyword arguments", "other"
+        )
+
+
+def _decode_static(field: Field) -> tuple[Any, Static]:
+    where, value = field.items(2, exactly=2)
+    name = where.string() if type(where.value) is str else where.integer(0, _MOST)
+    plain = decode_plain(value)
+    return name, Static(plain, type(plain))
+
+
+def _decode_parameters(field: Field) -> Parameters:
+    variadic = field["variadic"]
+    positions = {
+        n: tuple(f.integer(-_MOST, _MOST) for f in field[n].items(_MOST)) for n in _POSITIONS
+    }
+    return Parameters(
+        signature=_decode_signature(field["signature"]),
+        own=_decode_signature(field["own"]),
+        names=field["names"].strings(),
+        variadic=None if variadic.is_none else variadic.string(),
+        static_nums=positions["static_nums"],
+        static_names=field["static_names"].strings(),
+        donate_nums=positions["donate_nums"],
+        donate_names=field["donate_names"].strings(),
+    )
+
+
+class _Shown:
+    """Stands for a default or an annotation, which only messages show."""
+
+    def __init__(self, text: str):
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def _shown(field: Field) -> Any:
+    return inspect.Parameter.empty if field.is_none else _Shown(field.string())
+
+
+def _decode_signature(field: Field) -> inspect.Signature | None:
+    if field.is_none:
+        return None
+    *rows, returned = field.items(_MOST)
+    try:
+        found = [_decode_parameter(row) for row in rows]
+        return inspect.Signature(found, return_annotation=_shown(returned))
+    except ValueError as error:
+        raise MalformedError(field.where, "parameters of a function", str(error)[:200]) from None
+
+
+def _decode_parameter(field: Field) -> inspect.Parameter:
+    name, kind, default, annotation = field.items(4, exactly=4)
+    if not name.string().isidentifier():
+        raise name.refuse("the name of a parameter")
+    place = inspect._ParameterKind[kind.one_of(*_KINDS)]
+    return inspect.Parameter(
+        name.string(), place, default=_shown(default), annotation=_shown(annotation)
+    )
