@@ -55,7 +55,7 @@ def opened(browser, file, *, width=1200, height=800, **options):
 
     context.route("**/*", answer)
     tab = context.new_page()
-    tab.set_default_timeout(10_000)
+    tab.set_default_timeout(60_000)
     tab.on("console", lambda message: faults.append(f"{message.type}: {message.text}"))
     tab.on("pageerror", lambda error: faults.append(f"thrown: {error}"))
     tab.on("dialog", lambda dialog: (faults.append(dialog.message), dialog.dismiss()))

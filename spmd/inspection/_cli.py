@@ -422,7 +422,7 @@ def _diff(args: argparse.Namespace) -> int:
     if args.json:
         args.json.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
     if args.html:
-        args.html.write_text(found.to_html(), encoding="utf-8", errors="replace")
+        args.html.write_text(found.to_html(), encoding="utf-8")
     return _FAILED if found else _OK
 
 

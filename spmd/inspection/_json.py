@@ -93,8 +93,7 @@ def save(report: Report, path: str | os.PathLike[str]) -> None:
     """Writes a report to a file, as `Report.save` says."""
     path = Path(path)
     if path.suffix.lower() == ".html":
-        # A name may hold what UTF-8 has no bytes for.
-        path.write_text(report.to_html(), encoding="utf-8", errors="replace")
+        path.write_text(report.to_html(), encoding="utf-8")
         return
     if path.suffix.lower() != ".json":
         failure = Failure(

@@ -112,7 +112,7 @@ class Picture:
                 error=ReportError,
             )
             raise explain("picture", [failure])
-        path.write_text(self.to_html(), encoding="utf-8", errors="replace")
+        path.write_text(self.to_html(), encoding="utf-8")
 
 
 def visualize(x_or_sharding: Any, *, shape: Sequence[int] | None = None) -> Picture:

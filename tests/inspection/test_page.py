@@ -8,10 +8,11 @@ from pathlib import Path
 import re
 
 from browser import chromium, opened
+from hypothesis import given, settings
 import jax
 import jax.numpy as jnp
 import pytest
-from reports import MIB, SMALL, collective, report, source
+from reports import MIB, SMALL, collective, report, reports, source
 
 import spmd
 from spmd import P
@@ -501,6 +502,16 @@ def test_no_address(real):
         found = set(re.findall(r"[a-z]+://[^\s'\"<]*", one.to_html()))
         assert found == {"http://www.w3.org/2000/svg"}
         assert not re.findall(r"(?:url\(|@import|\bsrc=|<link(?! rel=\"icon\"))", one.to_html())
+
+
+@settings(deadline=None, max_examples=25)
+@given(reports, reports)
+def test_any_report_has_a_page(one, other):
+    """Whatever a report holds, it has a page and so has a difference, and both can be written."""
+    for page in (one.to_html(), spmd.diff(one, other).to_html()):
+        page.encode("utf-8")
+        assert page.count("<script") == page.count("</script>") == 2
+        assert page.rstrip().endswith("</html>")
 
 
 # Notebooks

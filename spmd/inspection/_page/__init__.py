@@ -87,7 +87,7 @@ def embed(data: Any) -> str:
 def _page(template: str, subject: str, view: Mapping[str, Any], more_style: str = "") -> str:
     environment = _environment(subject)
     style, script = _text("page.css") + more_style, _text("page.js")
-    return environment.get_template(template).render(
+    page = environment.get_template(template).render(
         **view,
         style=style,
         script=script,
@@ -95,6 +95,8 @@ def _page(template: str, subject: str, view: Mapping[str, Any], more_style: str 
         script_hash=_hash(script),
         json=embed(view["data"]),
     )
+    # A name may hold a lone surrogate, which no file and no notebook can.
+    return page.encode("utf-8", "replace").decode("utf-8")
 
 
 def _text(name: str) -> str:

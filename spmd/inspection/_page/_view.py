@@ -310,7 +310,8 @@ _CLASSES = (
 
 def _memory(memory: Memory) -> dict[str, Any]:
     sizes = {name: getattr(memory, name) for name, _ in _CLASSES}
-    sizes["outputs"] -= memory.aliased
+    # A report that is written by hand may say anything.
+    sizes["outputs"] = max(0, sizes["outputs"] - memory.aliased)
     classes, start = [], 0.0
     for name, label in _CLASSES:
         width = 100 * sizes[name] / memory.peak if memory.peak else 0.0
