@@ -13,7 +13,7 @@ from spmd import _jax
 from spmd._mesh import plain_mesh, show_devices, show_mesh
 from spmd._resolve import show_sharding
 from spmd.bundle import _fingerprint, _format
-from spmd.bundle._fields import Field, MalformedError
+from spmd.bundle._fields import Field, FormError
 from spmd.bundle._fingerprint import Difference
 from spmd.bundle._program import Program, decode_program, encode_program
 from spmd.bundle._refusals import custom_calls, incomplete_failure, refusals
@@ -45,7 +45,7 @@ def save(compiled: Compiled, path: str | os.PathLike[str]) -> None:
         sections = [code, *map(constant_bytes, compiled._hoisted)]
         header["seal"] = _read_back(compiled, header, sections, devices).seal(code)
         data = _format.pack(header, sections)
-    except (NotPlainError, UnwritableError, MalformedError) as error:
+    except (NotPlainError, UnwritableError, FormError) as error:
         raise explain(subject, [_unwritable(error)]) from None
     except jax.errors.JaxRuntimeError as error:
         raise explain(subject, [_unserializable(error)]) from None
@@ -63,7 +63,7 @@ def _read_back(
     """Reads what is to be written: what would come out otherwise is not written at all.
 
     Raises:
-        MalformedError: Something would not be what it was.
+        FormError: Something would not be what it was.
     """
     parts = _format.unpack(_format.pack(header, sections))
     again = decode_program(parts.header["program"], devices, parts.sections[1:])
@@ -78,11 +78,11 @@ def _read_back(
     }
     for where, (got, expected) in pairs.items():
         if got != expected:
-            raise MalformedError(where, str(expected)[:200], str(got)[:200])
+            raise FormError(where, str(expected)[:200], str(got)[:200])
     return again
 
 
-def _unwritable(error: NotPlainError | UnwritableError | MalformedError) -> Failure:
+def _unwritable(error: NotPlainError | UnwritableError | FormError) -> Failure:
     if isinstance(error, UnwritableError):
         cls, reason = error.args
         return Failure(
@@ -91,7 +91,7 @@ def _unwritable(error: NotPlainError | UnwritableError | MalformedError) -> Fail
             "plain values beside their leaves",
             error=BundleError,
         )
-    if isinstance(error, MalformedError):
+    if isinstance(error, FormError):
         return Failure(
             what=f"cannot be saved: its {error.where} would come back otherwise",
             expected=error.expected,
@@ -152,8 +152,8 @@ def load(path: str | os.PathLike[str], *, mesh: Any = None) -> Compiled:
         _start_libraries(subject, parts.header, devices)
         program = decode_program(parts.header["program"], devices, parts.sections[1:])
         if parts.header["seal"].string() != program.seal(parts.sections[0]):
-            raise MalformedError("header.seal", "the digest of its code and types", "another")
-    except MalformedError as error:
+            raise FormError("header.seal", "the digest of its code and types", "another")
+    except FormError as error:
         raise _format.malformed(subject, error) from None
     return _compiled(subject, program, bytes(parts.sections[0]), devices)
 

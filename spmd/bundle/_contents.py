@@ -11,7 +11,7 @@ from typing import Any
 from spmd import _jax
 from spmd.bundle import _fingerprint, _format
 from spmd.bundle._api import compare
-from spmd.bundle._fields import Field, MalformedError
+from spmd.bundle._fields import Field, FormError
 from spmd.bundle._fingerprint import Difference
 from spmd.bundle._shardings import decode_axes, decode_ids
 from spmd.bundle._values import decode_aval
@@ -78,7 +78,7 @@ def contents(path: str | os.PathLike[str]) -> Contents:
     data = _format.read(Path(path))
     try:
         return _contents(_format.unpack(data), len(data))
-    except MalformedError as error:
+    except FormError as error:
         raise _format.malformed(f"bundle `{os.fspath(path)}`", error) from None
 
 

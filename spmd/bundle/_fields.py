@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 _MOST_CHARACTERS = 1 << 16
 
 
-class MalformedError(Exception):
+class FormError(Exception):
     """A file is not what it has to be.
 
     Attributes:
@@ -38,15 +38,15 @@ class Field:
         self.value = value
         self.where = where
 
-    def refuse(self, expected: str) -> MalformedError:
+    def refuse(self, expected: str) -> FormError:
         """The error of a value that is not what it has to be."""
-        return MalformedError(self.where, expected, show_value(self.value))
+        return FormError(self.where, expected, show_value(self.value))
 
     def __getitem__(self, name: str) -> Field:
         if type(self.value) is not dict:
             raise self.refuse("an object")
         if name not in self.value:
-            raise MalformedError(f"{self.where}.{name}", "a value", "none")
+            raise FormError(f"{self.where}.{name}", "a value", "none")
         return Field(self.value[name], f"{self.where}.{name}")
 
     def string(self) -> str:
@@ -77,7 +77,7 @@ class Field:
         if type(self.value) is not list or len(self.value) > most:
             raise self.refuse(f"a list of at most {most} elements")
         if exactly is not None and len(self.value) != exactly:
-            raise MalformedError(self.where, f"{exactly} elements", str(len(self.value)))
+            raise FormError(self.where, f"{exactly} elements", str(len(self.value)))
         return [Field(value, f"{self.where}[{i}]") for i, value in enumerate(self.value)]
 
     def strings(self) -> tuple[str, ...]:

@@ -82,7 +82,7 @@ def decode(field: Field) -> dict[str, _Value]:
     """What :func:`encode` was given.
 
     Raises:
-        MalformedError: It wrote no such thing.
+        FormError: It wrote no such thing.
     """
     return {
         name: value.strings() if type(value.value) is list else value.string()

@@ -25,7 +25,7 @@ import secrets
 import struct
 from typing import Any, NoReturn
 
-from spmd.bundle._fields import Field, MalformedError
+from spmd.bundle._fields import Field, FormError
 from spmd.errors import BundleError, Failure, explain
 
 #: The first byte is no text; the line ends show a transfer that changed them.
@@ -67,25 +67,21 @@ def unpack(data: bytes) -> Parts:
     """Takes a bundle apart.
 
     Raises:
-        MalformedError: It is none, is of another format, was changed, or has no valid header.
+        FormError: It is none, is of another format, was changed, or has no valid header.
     """
     whole = memoryview(data)
     if whole[: len(MAGIC)] != MAGIC[: len(whole)] or not data:
-        raise MalformedError("file", "a bundle of spmd, which starts as one", _start(data))
+        raise FormError("file", "a bundle of spmd, which starts as one", _start(data))
     if len(whole) < _PREFIX.size + _DIGEST:
-        raise MalformedError(
-            "file", f"at least {_PREFIX.size + _DIGEST} bytes", f"{len(whole)} bytes"
-        )
+        raise FormError("file", f"at least {_PREFIX.size + _DIGEST} bytes", f"{len(whole)} bytes")
     _, version, length = _PREFIX.unpack_from(whole)
     if version != VERSION:
-        raise MalformedError("format", f"version {VERSION}", f"version {version}")
+        raise FormError("format", f"version {VERSION}", f"version {version}")
     body, digest = whole[:-_DIGEST], whole[-_DIGEST:]
     if hashlib.sha256(body).digest() != digest:
-        raise MalformedError(
-            "checksum", "the SHA-256 of the file", "another: it was changed or cut off"
-        )
+        raise FormError("checksum", "the SHA-256 of the file", "another: it was changed or cut off")
     if _PREFIX.size + length > len(body):
-        raise MalformedError("header", f"{length} bytes", f"a file of {len(whole)} bytes")
+        raise FormError("header", f"{length} bytes", f"a file of {len(whole)} bytes")
     header = Field(_json(bytes(body[_PREFIX.size : _PREFIX.size + length])), "header")
     return Parts(header=header, sections=_sections(header, body[_PREFIX.size + length :]))
 
@@ -98,7 +94,7 @@ def _json(text: bytes) -> Any:
     try:
         return json.loads(text.decode("ascii"), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise MalformedError("header", "JSON", f"{type(error).__name__}: {error}"[:200]) from None
+        raise FormError("header", "JSON", f"{type(error).__name__}: {error}"[:200]) from None
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -109,7 +105,7 @@ def _sections(header: Field, rest: memoryview) -> tuple[memoryview, ...]:
     lengths = [f.integer(0, len(rest)) for f in header["sections"].items(_MOST_SECTIONS)]
     if sum(lengths) != len(rest) or not lengths:
         got = f"{len(lengths)} of {sum(lengths)} bytes"
-        raise MalformedError("header.sections", f"sections of {len(rest)} bytes together", got)
+        raise FormError("header.sections", f"sections of {len(rest)} bytes together", got)
     found, start = [], 0
     for length in lengths:
         found.append(rest[start : start + length])
@@ -145,7 +141,7 @@ def write(path: Path, data: bytes) -> None:
         raise
 
 
-def malformed(subject: str, error: MalformedError) -> BundleError:
+def malformed(subject: str, error: FormError) -> BundleError:
     """The exception that tells a user what is wrong with a file."""
     failure = Failure(
         what=f"cannot be read: its {error.where} is not what it has to be",

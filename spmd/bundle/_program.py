@@ -15,7 +15,7 @@ from spmd._call import PjitCall
 from spmd._mesh import auto_mesh
 from spmd._resolve import is_equivalent
 from spmd._spec import UNSPECIFIED
-from spmd.bundle._fields import Field, MalformedError
+from spmd.bundle._fields import Field, FormError
 from spmd.bundle._shardings import (
     Devices,
     Encoder,
@@ -223,11 +223,11 @@ def decode_program(field: Field, devices: Devices, sections: Sequence[memoryview
         sections: The elements of its constants.
 
     Raises:
-        MalformedError: It wrote no such thing, or a class or dtype is not known here.
+        FormError: It wrote no such thing, or a class or dtype is not known here.
     """
     meshes = [decode_mesh(f, devices) for f in field["meshes"].items(_MOST)]
     if not meshes or [*meshes[0].devices.flat] != [*devices.ordered]:
-        raise MalformedError(field["meshes"].where, "the mesh of the program first", "another")
+        raise FormError(field["meshes"].where, "the mesh of the program first", "another")
     types = auto_mesh(meshes[0]).abstract_mesh
     avals = [decode_aval(f, types) for f in field["avals"].items(_MOST)]
     shardings = [decode_sharding(f, meshes, devices) for f in field["shardings"].items(_MOST)]
@@ -235,7 +235,7 @@ def decode_program(field: Field, devices: Devices, sections: Sequence[memoryview
     results = [f.items(2, exactly=2) for f in field["results"].items(_MOST)]
     constants = [f.of(avals) for f in field["constants"].items(_MOST)]
     if len(constants) != len(sections):
-        raise MalformedError(field["constants"].where, f"{len(sections)}", f"{len(constants)}")
+        raise FormError(field["constants"].where, f"{len(sections)}", f"{len(constants)}")
     kept, kept_shardings = _decode_kept(field, constants, arguments, shardings)
     pairs = zip(sections, constants, strict=True)
     return Program(
@@ -324,7 +324,7 @@ def _decode_origin(field: Field, in_count: int, out_count: int) -> Origin:
     positions = [f.integer(0, _MOST) for f in field["positions"].items(_MOST)]
     for tree, count, name in ((in_tree, in_count, "in_tree"), (out_tree, out_count, "out_tree")):
         if tree.num_leaves != count:
-            raise MalformedError(field[name].where, f"{count} leaves", f"{tree.num_leaves}")
+            raise FormError(field[name].where, f"{count} leaves", f"{tree.num_leaves}")
     _check_call(field["in_tree"], in_tree, len(positions))
     return Origin(
         params=params,
@@ -341,9 +341,7 @@ def _check_call(field: Field, tree: Any, count: int) -> None:
     """Sees that a tree is that of `(args, kwargs)`."""
     kinds = [None if (d := t.node_data()) is None else d[0] for t in (tree, *tree.children())]
     if kinds != [tuple, tuple, dict] or len(tree.children()[0].children()) != count:
-        raise MalformedError(
-            field.where, f"a tree of {count} arguments and keyword arguments", "other"
-        )
+        raise FormError(field.where, f"a tree of {count} arguments and keyword arguments", "other")
 
 
 def _decode_static(field: Field) -> tuple[Any, Static]:
@@ -392,7 +390,7 @@ def _decode_signature(field: Field) -> inspect.Signature | None:
         found = [_decode_parameter(row) for row in rows]
         return inspect.Signature(found, return_annotation=_shown(returned))
     except ValueError as error:
-        raise MalformedError(field.where, "parameters of a function", str(error)[:200]) from None
+        raise FormError(field.where, "parameters of a function", str(error)[:200]) from None
 
 
 def _decode_parameter(field: Field) -> inspect.Parameter:

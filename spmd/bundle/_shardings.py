@@ -13,7 +13,7 @@ import numpy as np
 
 from spmd import _jax
 from spmd._mesh import show_mesh
-from spmd.bundle._fields import Field, MalformedError
+from spmd.bundle._fields import Field, FormError
 from spmd.bundle._values import NotPlainError
 
 _MOST_AXES = 64
@@ -54,7 +54,7 @@ def decode_axes(field: Field) -> tuple[dict[str, int], tuple[AxisType, ...]]:
     """Sizes by name, and the types, of the axes of a mesh.
 
     Raises:
-        MalformedError: It is no mesh.
+        FormError: It is no mesh.
     """
     sizes: dict[str, int] = {}
     types = []
@@ -71,14 +71,12 @@ def decode_ids(field: Field) -> list[int]:
     """The numbers of the devices of a mesh, in its order.
 
     Raises:
-        MalformedError: They are not as many as its axes say, or not distinct.
+        FormError: They are not as many as its axes say, or not distinct.
     """
     sizes, _ = decode_axes(field)
     ids = [f.integer(0, 1 << 40) for f in field["devices"].items(_MOST_DEVICES)]
     if len({*ids}) != len(ids) or len(ids) != math.prod(sizes.values()):
-        raise MalformedError(
-            field.where, f"distinct devices for {_show_sizes(sizes)}", str(ids)[:200]
-        )
+        raise FormError(field.where, f"distinct devices for {_show_sizes(sizes)}", str(ids)[:200])
     return ids
 
 
@@ -90,7 +88,7 @@ def decode_mesh(field: Field, devices: Devices) -> Any:
     """The mesh over the devices at hand.
 
     Raises:
-        MalformedError: It is no mesh, or has a device that the program does not.
+        FormError: It is no mesh, or has a device that the program does not.
     """
     sizes, types = decode_axes(field)
     found = np.empty(math.prod(sizes.values()), object)
@@ -100,7 +98,7 @@ def decode_mesh(field: Field, devices: Devices) -> Any:
 
 def _device(number: int, field: Field, devices: Devices) -> Any:
     if number not in devices.by_id:
-        raise MalformedError(field.where, "devices of the program's mesh", f"device {number}")
+        raise FormError(field.where, "devices of the program's mesh", f"device {number}")
     return devices.by_id[number]
 
 
@@ -159,7 +157,7 @@ def decode_sharding(field: Field, meshes: Sequence[Any], devices: Devices) -> An
         devices: The devices at hand.
 
     Raises:
-        MalformedError: It wrote no such thing.
+        FormError: It wrote no such thing.
     """
     kind, inner = field.only()
     if kind == "named":
@@ -213,12 +211,10 @@ def check_fits(sharding: Any, aval: Any, where: str) -> None:
     """Sees that a sharding fits a value.
 
     Raises:
-        MalformedError: It splits more dimensions than there are, or one unevenly.
+        FormError: It splits more dimensions than there are, or one unevenly.
     """
     try:
         sharding.shard_shape(aval.shape)
         _jax.op_sharding(sharding, aval.ndim)
     except (ValueError, IndexError) as error:  # JAX indexes the dimensions by the spec
-        raise MalformedError(
-            where, f"a sharding of {_jax.short_aval(aval)}", str(error)[:200]
-        ) from None
+        raise FormError(where, f"a sharding of {_jax.short_aval(aval)}", str(error)[:200]) from None

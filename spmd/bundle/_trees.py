@@ -11,7 +11,7 @@ from typing import Any
 import jax.tree_util as jtu
 
 from spmd import _jax
-from spmd.bundle._fields import Field, MalformedError
+from spmd.bundle._fields import Field, FormError
 from spmd.bundle._values import NotPlainError, decode_plain, encode_plain
 
 _DEEPEST = 100
@@ -93,10 +93,10 @@ def decode_tree(field: Field, depth: int = 0) -> Any:
     """What :func:`encode_tree` was given.
 
     Raises:
-        MalformedError: It wrote no such thing, or a class is not registered here or is another.
+        FormError: It wrote no such thing, or a class is not registered here or is another.
     """
     if depth > _DEEPEST:
-        raise MalformedError(field.where, f"at most {_DEEPEST} levels", "more")
+        raise FormError(field.where, f"at most {_DEEPEST} levels", "more")
     if field.value == _LEAF:
         return _leaf
     if field.is_none:
@@ -146,7 +146,7 @@ def _decode_class(field: Field) -> type:
     found = find_class(module, qualname)
     if found is None:
         expected = f"the class {module}.{qualname}, imported and registered as a pytree node"
-        raise MalformedError(field.where, expected, "no such class in this process")
+        raise FormError(field.where, expected, "no such class in this process")
     return found
 
 
@@ -154,27 +154,25 @@ def _decode_fields(cls: Any, field: Field, count: int) -> None:
     fields = field.strings()
     if cls in _jax.registered_nodes() or getattr(cls, "_fields", None) != fields:
         got = ", ".join(getattr(cls, "_fields", ())) or "none"
-        raise MalformedError(field.where, f"the fields {', '.join(fields)} of {_show(cls)}", got)
+        raise FormError(field.where, f"the fields {', '.join(fields)} of {_show(cls)}", got)
     if count != len(fields):
-        raise MalformedError(field.where, f"{count} fields", str(len(fields)))
+        raise FormError(field.where, f"{count} fields", str(len(fields)))
 
 
 def _check_custom(cls: type, data: Any, count: int, where: str) -> None:
     """Builds a node and takes it apart: JAX crashes on one with fewer children than it needs."""
     registered = _jax.registered_nodes()
     if cls not in registered:
-        raise MalformedError(
-            where, f"{_show(cls)}, registered as a pytree node", "not registered here"
-        )
+        raise FormError(where, f"{_show(cls)}, registered as a pytree node", "not registered here")
     expected = f"{_show(cls)} with {count} children, as where it was written"
     try:
         node = registered[cls].from_iter(data, tuple(object() for _ in range(count)))
         found, again = jtu.default_registry.flatten_one_level(node)
         children, same = len([*found]), bool(again == data)
     except Exception as error:  # the class may raise whatever it likes
-        raise MalformedError(where, expected, f"{type(error).__name__}: {error}"[:200]) from None
+        raise FormError(where, expected, f"{type(error).__name__}: {error}"[:200]) from None
     if type(node) is not cls or children != count or not same:
-        raise MalformedError(where, expected, f"{children} children, or other data beside them")
+        raise FormError(where, expected, f"{children} children, or other data beside them")
 
 
 def _show(cls: type) -> str:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd import _jax
-from spmd.bundle._fields import Field, MalformedError
+from spmd.bundle._fields import Field, FormError
 
 _DEEPEST = 100
 _MOST = 1 << 20
@@ -54,10 +54,10 @@ def decode_plain(field: Field, depth: int = 0) -> Any:
     """What :func:`encode_plain` was given.
 
     Raises:
-        MalformedError: It wrote no such thing.
+        FormError: It wrote no such thing.
     """
     if depth > _DEEPEST:
-        raise MalformedError(field.where, f"at most {_DEEPEST} levels", "more")
+        raise FormError(field.where, f"at most {_DEEPEST} levels", "more")
     if type(field.value) is not dict:
         return _decode_scalar(field)
     kind, inner = field.only()
@@ -168,7 +168,7 @@ def decode_aval(field: Field, abstract_mesh: Any) -> Any:
         abstract_mesh: The mesh of types that say one.
 
     Raises:
-        MalformedError: It wrote no such thing.
+        FormError: It wrote no such thing.
     """
     dims, dtype, weak, memory, on_mesh = field.items(5, exactly=5)
     shape = tuple(d.integer(0, 1 << 48) for d in dims.items(64))
@@ -201,7 +201,7 @@ def constant_of(data: memoryview, aval: Any, where: str) -> Any:
     """The constant of a type whose elements are given.
 
     Raises:
-        MalformedError: There are more or fewer.
+        FormError: There are more or fewer.
     """
     shape, dtype, impl = aval.shape, aval.dtype, None
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
@@ -209,6 +209,6 @@ def constant_of(data: memoryview, aval: Any, where: str) -> Any:
         shape, dtype = (*shape, *impl.key_shape), np.dtype(np.uint32)
     expected = math.prod(shape) * dtype.itemsize
     if expected != len(data):
-        raise MalformedError(where, f"{expected} bytes", f"{len(data)} bytes")
+        raise FormError(where, f"{expected} bytes", f"{len(data)} bytes")
     found: Any = np.frombuffer(data, dtype).reshape(shape)
     return found if impl is None else jax.random.wrap_key_data(found, impl=impl)
