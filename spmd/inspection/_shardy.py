@@ -100,15 +100,6 @@ def blocks(operation: Any) -> Iterator[Any]:
         yield from region.blocks
 
 
-def walk(operation: Any) -> Iterator[Any]:
-    """All operations inside of one, in program order, what holds others before them."""
-    for block in blocks(operation):
-        for view in block.operations:
-            inner = view.operation
-            yield inner
-            yield from walk(inner)
-
-
 def functions(module: Any) -> dict[str, Any]:
     """The functions of a module by name."""
     (body,) = blocks(module)

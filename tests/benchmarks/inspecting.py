@@ -29,8 +29,9 @@ def run(turns: int) -> Iterator[str]:
     yield from _pods()
 
 
-def _demo_step():
-    config, adam = model.Config(vocab=72), train.optimizer(100)
+def demo_step(layers=4):
+    """The demo's training step, lowered anew."""
+    config, adam = model.Config(vocab=72, layers=layers), train.optimizer(100)
     state = jax.eval_shape(functools.partial(train.init_state, adam=adam, config=config), 0)
     tokens = jax.ShapeDtypeStruct((32, config.seq_len + 1), np.int32)
     specs = train.state_specs(adam, config)
@@ -81,7 +82,7 @@ def _reading() -> str:
     import tempfile
 
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
-        file.write(large_module(_demo_step().compile().as_text(), SIZE))
+        file.write(large_module(demo_step().compile().as_text(), SIZE))
         file.flush()
         done = subprocess.run(
             [sys.executable, "-c", READ, file.name], capture_output=True, check=True, text=True
@@ -101,7 +102,7 @@ def _overhead(turns: int) -> str:
         jax.clear_caches()
         gc.collect()
         start = time.perf_counter()
-        compiled = _demo_step().compile()
+        compiled = demo_step().compile()
         middle = time.perf_counter()
         report(compiled)
         ratios.append((time.perf_counter() - middle) / (middle - start))

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-import dataclasses
-import functools
 import statistics
 import time
 from typing import Any
 
 import jax
-import numpy as np
 
-from spmd import P, make_mesh, pjit, preview, report
-from spmd.demo import model, train
+from spmd import preview, report
 
 from ..inspection import programs
+from .inspecting import demo_step
 
 LAYERS, SECONDS = 48, 1.0
 HEADER = (
@@ -32,7 +29,7 @@ def run(turns: int) -> Iterator[str]:
             line, error = _compared(name, build(target)[0])
             errors.append(error)
             yield line
-    line, error = _compared("the demo's step", _step(4))
+    line, error = _compared("the demo's step", demo_step())
     errors.append(error)
     yield line
     exact = sum(error == 0 for error in errors)
@@ -59,27 +56,11 @@ def _bytes(found: Any) -> Mapping[Any, int]:
     return {key: total.wire_bytes for key, total in found.totals("kind", "axis").items()}
 
 
-def _step(layers: int) -> Any:
-    """The demo's training step, lowered anew."""
-    config = dataclasses.replace(model.Config(vocab=72), layers=layers)
-    adam = train.optimizer(100)
-    state = jax.eval_shape(functools.partial(train.init_state, adam=adam, config=config), 0)
-    tokens = jax.ShapeDtypeStruct((32, config.seq_len + 1), np.int32)
-    specs = train.state_specs(adam, config)
-    step = pjit(
-        lambda state, tokens: train.train_step(state, tokens, adam),
-        in_axis_resources=(specs, P("data")),
-        out_axis_resources=(specs, P()),
-        mesh=make_mesh({"data": 4, "model": 2}),
-    )
-    return step.lower(state, tokens)
-
-
 def _time(turns: int) -> str:
     previews, compiles = [], []
     for turn in range(turns):
         jax.clear_caches()
-        lowered = _step(LAYERS)
+        lowered = demo_step(LAYERS)
         start = time.perf_counter()
         preview(lowered)
         previews.append(time.perf_counter() - start)
