@@ -10,7 +10,7 @@ import math
 
 from spmd.inspection import _shardy
 from spmd.inspection._propagation import Link, Propagation, Value
-from spmd.inspection._records import Finding, Shape, Source
+from spmd.inspection._records import DTYPES, Finding, Shape, Source
 from spmd.inspection._source import direction_of, user_source
 
 #: Bytes of an array on one device from which on it is worth a finding.
@@ -39,6 +39,11 @@ def value_findings(found: Propagation) -> Iterator[Finding]:
 
 def _shape(value: Value) -> Shape:
     return Shape(dtype=value.dtype, dims=value.shape)
+
+
+def _nbytes(value: Value) -> int:
+    """Bytes of all of a value; none of what is no array, such as a token."""
+    return _shape(value).nbytes if value.dtype in DTYPES else 0
 
 
 def _parts(found: Propagation, axes: Iterable[str]) -> int:
@@ -77,8 +82,8 @@ def _large_results(found: Propagation) -> Iterator[int]:
     arguments = {_shape(v) for v in found.values if v.kind == "argument" and not any(v.axes)}
     for i, value in enumerate(found.values):
         if value.kind == "result" and value.plain and value.name not in _FREE and value.frames:
-            shape = _shape(value)
-            if _is_whole(value) and shape.nbytes >= LARGE and shape not in arguments:
+            is_new = _shape(value) not in arguments
+            if is_new and _is_whole(value) and _nbytes(value) >= LARGE:
                 yield i
 
 
@@ -88,13 +93,13 @@ def _residuals(found: Propagation) -> Iterator[int]:
     for i in {i for link in backward for i in link.values[: link.operands]}:
         value = found.values[i]
         forward = value.kind == "result" and direction_of(value.op_name) == "forward"
-        large = _shape(value).nbytes >= LARGE
+        large = _nbytes(value) >= LARGE
         if forward and large and value.name not in _FREE and _is_whole(value):
             yield i
 
 
 def _whole(found: Propagation, indices: Iterable[int], kind: str) -> Iterator[Finding]:
-    sizes = {i: _shape(found.values[i]).nbytes for i in sorted(indices)}
+    sizes = {i: _nbytes(found.values[i]) for i in sorted(indices)}
     for i, nbytes in _maybe(_largest_by_line(found, sizes)):
         value, shape = found.values[i], _shape(found.values[i])
         source = user_source(value.frames)
@@ -166,7 +171,7 @@ def _uneven(found: Propagation) -> Iterator[Finding]:
 def _padding(found: Propagation, value: Value) -> int:
     """Bytes of a shard that hold no element of the value, on average over the devices."""
     pairs = [(n, _parts(found, axes)) for n, axes in zip(value.shape, value.axes, strict=True)]
-    if all(n % parts == 0 for n, parts in pairs):
+    if all(n % parts == 0 for n, parts in pairs) or value.dtype not in DTYPES:
         return 0
     shard = _shard(found, value).nbytes
     return shard - _shape(value).nbytes // math.prod(parts for _, parts in pairs)
@@ -201,7 +206,8 @@ def _unsharded_batch(found: Propagation) -> Iterator[Finding]:
     for size, arguments in by_size.items():
         places = frozenset[tuple[int, int]]().union(*(regions[i].places for i in arguments))
         axis = _free_axis(found, places, size)
-        nbytes = max(_shard(found, found.values[i]).nbytes for i, _ in places)
+        arrays = [found.values[i] for i, _ in places if found.values[i].dtype in DTYPES]
+        nbytes = max((_shard(found, value).nbytes for value in arrays), default=0)
         if axis and nbytes >= LARGE:
             yield _batch_finding(found, size, arguments, axis, nbytes)
 

@@ -355,6 +355,21 @@ def test_findings_of_jit():
     assert compiled == {"replicated-argument"}
 
 
+def test_effects():
+    """A program with ordered effects carries tokens, which are no arrays."""
+
+    def noisy(x):
+        jax.debug.print("{}", x.sum(), ordered=True)
+        return x * 2
+
+    kinds = {one.kind for one in spmd.report(jax.jit(noisy), f32(SIDE, SIDE)).findings}
+    assert kinds == set()
+    mesh = MESH
+    tapped = pjit(noisy, in_axis_resources=P("data"), mesh=mesh)
+    with pytest.raises(Exception, match="ordered effects"):
+        spmd.report(tapped, f32(SIDE, SIDE))
+
+
 def test_without_shardy():
     """Lowered for the older partitioner a program has a report, and what needs no annotations."""
     jax.config.update("jax_use_shardy_partitioner", False)
