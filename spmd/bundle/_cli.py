@@ -61,11 +61,11 @@ def _run(args: argparse.Namespace, set_device_count: Callable[[int], None]) -> i
 def lines_of(found: Any) -> list[str]:
     """The lines that the command prints for a `Contents`."""
     axes = ", ".join(f"{n}={s}" for n, s in found.mesh.items())
-    versions = f"spmd {found.spmd}, jax {found.compiled_for['jax']}"
-    kind = f"{found.compiled_for['platform']}, {found.compiled_for['device kind']}"
+    names = ("jax", "jaxlib", "platform", "device kind")
+    jax, jaxlib, platform, kind = (found.compiled_for.get(n, "unknown") for n in names)
     lines = [
-        f"{found.name}: mesh {axes} of {len(found.devices)} devices ({kind})",
-        f"{versions}, jaxlib {found.compiled_for['jaxlib']}",
+        f"{found.name}: mesh {axes} of {len(found.devices)} devices ({platform}, {kind})",
+        f"spmd {found.spmd}, jax {jax}, jaxlib {jaxlib}",
         f"{found.total_bytes:,} bytes, of which {found.code_bytes:,} are compiled code",
         "",
         *_table("arguments", found.arguments),
