@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import math
 
-from spmd.inspection._findings_values import LARGE, value_findings
+from spmd.inspection._findings_values import LARGE, split_of, value_findings
 from spmd.inspection._hlo import Computation, Instruction, Module
 from spmd.inspection._ledger import is_collective
 from spmd.inspection._memory import donations
@@ -91,7 +91,7 @@ def _replicated_arguments(program: Program) -> Iterator[Finding]:
             *(f"{a.path}: {a.dtype}[{','.join(map(str, a.shape))}]" for a in found[:_NAMED]),
             *([f"and {rest} more"] if rest > 0 else []),
         ),
-        fix=f"split {found[0].path}{_suggestion(found[0], mesh)}; if it has to be whole in a "
+        fix=f"split {found[0].path} {_how(found[0], mesh)}; if it has to be whole in a "
         "computation, a split argument is gathered where it is used",
     )
 
@@ -100,14 +100,9 @@ def _is_whole(argument: Argument) -> bool:
     return argument.splits is not None and all(split.parts == 1 for split in argument.splits)
 
 
-def _suggestion(argument: Argument, mesh: Mapping[str, int]) -> str:
-    """A spec that would split an argument, where a mesh axis divides one of its dimensions."""
-    for size, dimension in sorted(((n, -d) for d, n in enumerate(argument.shape)), reverse=True):
-        for axis in sorted(mesh, key=lambda name: -mesh[name]):
-            if mesh[axis] > 1 and size % mesh[axis] == 0:
-                entries = [*["None"] * -dimension, repr(axis)]
-                return f" as P({', '.join(entries)})"
-    return ", padded to a multiple of a mesh axis"
+def _how(argument: Argument, mesh: Mapping[str, int]) -> str:
+    spec = split_of(argument.shape, mesh)
+    return f"as {spec}" if spec else "padded to a multiple of a mesh axis"
 
 
 def _unused_donations(program: Program) -> Iterator[Finding]:

@@ -29,8 +29,12 @@ def value_findings(found: Propagation) -> Iterator[Finding]:
         return
     yield from _unsharded_batch(found)
     residuals = {*_residuals(found)}
-    yield from _whole(found, residuals, "replicated-residual")
-    yield from _whole(found, {*_large_results(found)} - residuals, "replicated-value")
+    kept = [*_whole(found, residuals, "replicated-residual")]
+    yield from kept
+    # What is kept is made, stacked and read on the same line.
+    for one in _whole(found, {*_large_results(found)} - residuals, "replicated-value"):
+        if all(_line(one.source) != _line(other.source) for other in kept):
+            yield one
     yield from _uneven(found)
 
 
@@ -61,17 +65,18 @@ def _is_whole(value: Value) -> bool:
     return not value.local and not any(value.axes) and value.mark is None
 
 
-def _largest_by_line(
-    found: Propagation, sizes: Mapping[int, int]
-) -> Iterator[tuple[int, int, Source | None]]:
-    """Of the values of each of the user's lines the one with most bytes: index, bytes, line."""
-    best: dict[tuple[str, int], tuple[int, int, Source | None]] = {}
+def _largest_by_line(found: Propagation, sizes: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+    """Of the values of each of the user's lines the one with most bytes, and these."""
+    best: dict[tuple[str, int], tuple[int, int]] = {}
     for i, nbytes in sizes.items():
-        source = user_source(found.values[i].frames)
-        line = (source.file, source.line) if source else ("", 0)
+        line = _line(user_source(found.values[i].frames))
         if line not in best or nbytes > best[line][1]:
-            best[line] = (i, nbytes, source)
+            best[line] = (i, nbytes)
     yield from best.values()
+
+
+def _line(source: Source | None) -> tuple[str, int]:
+    return (source.file, source.line) if source else ("", 0)
 
 
 # Values that are whole on every device
@@ -100,7 +105,7 @@ def _residuals(found: Propagation) -> Iterator[int]:
 
 def _whole(found: Propagation, indices: Iterable[int], kind: str) -> Iterator[Finding]:
     sizes = {i: _nbytes(found.values[i]) for i in sorted(indices)}
-    for i, nbytes in _maybe(_largest_by_line(found, sizes)):
+    for i, nbytes in _largest_by_line(found, sizes):
         value, shape = found.values[i], _shape(found.values[i])
         source = user_source(value.frames)
         residual = kind == "replicated-residual"
@@ -115,27 +120,38 @@ def _whole(found: Propagation, indices: Iterable[int], kind: str) -> Iterator[Fi
             facts=(f"no mesh axis reaches it; why('{_place(source)}') shows where they stop",)
             if source
             else ("no mesh axis reaches it",),
-            fix=f"with_sharding_constraint(value, {_spec(found, value)}) on that line"
-            + (", or jax.checkpoint around it" if residual else ""),
+            fix=_constraint(found, value) + (", or jax.checkpoint around it" if residual else ""),
         )
-
-
-def _maybe(rows: Iterable[tuple[int, int, Source | None]]) -> Iterator[tuple[int, int]]:
-    for i, nbytes, _ in rows:
-        yield i, nbytes
 
 
 def _place(source: Source) -> str:
     return f"{source.file.rpartition('/')[2]}:{source.line}"
 
 
-def _spec(found: Propagation, value: Value) -> str:
-    """A spec that would split a value, over the largest axis that divides an early dimension."""
-    for d, size in enumerate(value.shape):
-        for axis in sorted(found.axis_sizes, key=lambda name: -found.axis_sizes[name]):
-            if found.axis_sizes[axis] > 1 and size % found.axis_sizes[axis] == 0:
-                return f"P({', '.join([*['None'] * d, repr(axis)])})"
-    return "P(...)"
+def split_of(shape: Sequence[int], mesh: Mapping[str, int]) -> str | None:
+    """A spec that would split an array: its largest dimension that a mesh axis divides.
+
+    Args:
+        shape: of the array.
+        mesh: size by axis name.
+
+    Returns:
+        None where no axis divides any dimension.
+    """
+    for size, dimension in sorted(((n, -d) for d, n in enumerate(shape)), reverse=True):
+        for axis in sorted(mesh, key=lambda name: -mesh[name]):
+            if mesh[axis] > 1 and size % mesh[axis] == 0:
+                return f"P({', '.join([*['None'] * -dimension, repr(axis)])})"
+    return None
+
+
+def _constraint(found: Propagation, value: Value) -> str:
+    """The constraint that would split a value."""
+    # What a loop stacks is made in its body, without the first dimension.
+    stacked = value.name == "while" and len(value.shape) > 1
+    spec = split_of(value.shape[1:] if stacked else value.shape, found.axis_sizes) or "P(...)"
+    where = "in the body of the loop" if stacked else "on that line"
+    return f"with_sharding_constraint(value, {spec}) {where}"
 
 
 # Padding
@@ -147,7 +163,7 @@ def _uneven(found: Propagation) -> Iterator[Finding]:
         for i, value in enumerate(found.values)
         if value.plain and not value.local and (waste := _padding(found, value)) >= PADDED
     }
-    for i, waste in _maybe(_largest_by_line(found, sizes)):
+    for i, waste in _largest_by_line(found, sizes):
         value = found.values[i]
         d = next(d for d, n in enumerate(value.shape) if n % _parts(found, value.axes[d]))
         n, axes = value.shape[d], value.axes[d]
