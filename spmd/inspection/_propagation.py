@@ -272,7 +272,7 @@ class _Reader:
             self._flow(operation)
         elif operation.name == _CONSTRAINT:
             self._constraint(operation)
-        elif rule := _shardy.text_of(operation, "sdy.sharding_rule"):
+        elif rule := _rule_of(operation):
             self._operation(operation, rule)
 
     def _result(self, operation: Any, i: int, result: Any) -> None:
@@ -416,6 +416,11 @@ def _frames(operation: Any) -> tuple[Source, ...]:
             return frames
         operation = operation.parent.operation
     return ()
+
+
+def _rule_of(operation: Any) -> str:
+    names = ("sdy.sharding_rule", _shardy.OWN_RULE)
+    return next(filter(None, (_shardy.text_of(operation, name) for name in names)), "")
 
 
 def _op_name(operation: Any) -> str:

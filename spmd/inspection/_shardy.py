@@ -67,11 +67,46 @@ def run(module: Any, passes: Sequence[str], *, subject: str) -> Any:
             raise explain(subject, [_missing(passes, error)]) from None
         # On JAX 0.10.2 the records of propagation fail verification on every loop.
         manager.enable_verifier(False)
+        _tell_rules(copy)
         try:
             manager.run(copy)
         except ir.MLIRError as error:
             raise explain(subject, [_failed(error)]) from None
     return copy
+
+
+OWN_RULE = "spmd.sharding_rule"
+"""The attribute with the rule of an operation that Shardy has none for."""
+
+_LETTERS = "ijklmnopqrstuvwxyz"
+
+
+def _tell_rules(copy: Any) -> None:
+    """Tells Shardy how operations propagate that XLA replaces before it propagates.
+
+    JAX writes ``chlo.square`` where XLA then has ``stablehlo.multiply``; the pass that replaces it
+    cannot be reached from Python, and Shardy has no rule for it. All that have operands and
+    results of one shape work on each element by itself.
+    """
+    for operation in _all(copy):
+        if not operation.name.startswith("chlo."):
+            continue
+        values = [*operation.operands, *operation.results]
+        shape, *others = {dims_of(value.type)[0] for value in values}
+        if others or not 0 < len(shape) <= len(_LETTERS):
+            continue
+        rule = _elementwise_rule(shape, len(operation.operands), len(operation.results))
+        # Shardy drops the first one when it is done.
+        for name in ("sdy.sharding_rule", OWN_RULE):
+            operation.attributes[name] = ir.Attribute.parse(rule)
+
+
+def _elementwise_rule(shape: Sequence[int], operands: int, results: int) -> str:
+    names = _LETTERS[: len(shape)]
+    one = f"[{', '.join(names)}]"
+    sizes = ", ".join(f"{name}={size}" for name, size in zip(names, shape, strict=True))
+    left, right = ", ".join([one] * operands), ", ".join([one] * results)
+    return f"#sdy.op_sharding_rule<({left})->({right}) {{{sizes}}}>"
 
 
 def _missing(passes: Sequence[str], error: Exception) -> Failure:
@@ -98,6 +133,13 @@ def blocks(operation: Any) -> Iterator[Any]:
     """The blocks of all regions of an operation."""
     for region in operation.regions:
         yield from region.blocks
+
+
+def _all(operation: Any) -> Iterator[Any]:
+    for block in blocks(operation):
+        for view in block.operations:
+            yield view.operation
+            yield from _all(view.operation)
 
 
 def functions(module: Any) -> dict[str, Any]:
@@ -214,25 +256,22 @@ def size_of(axis: str, sizes: Mapping[str, int]) -> int:
 
 def frames_of(location: Any) -> tuple[Source, ...]:
     """The Python frames of an operation, innermost first."""
-    return tuple(_frames(location, ""))
-
-
-def _frames(location: Any, function: str) -> Iterator[Source]:
-    if isinstance(location, ir.CallSiteLoc):
-        yield from _frames(location.callee, "")
-        yield from _frames(location.caller, "")
-    elif isinstance(location, ir.NameLoc):
-        yield from _frames(location.child_loc, location.name_str)
-    elif isinstance(location, ir.FusedLoc):
-        # Several operations in one: the first has a line of its own.
-        yield from next(filter(None, ([*_frames(one, "")] for one in location.locations)), [])
-    elif isinstance(location, ir.FileLineColLoc):
-        yield Source(
-            file=location.filename,
-            line=location.start_line,
-            column=location.start_col,
-            function=function,
-        )
+    found = []
+    pending = [(location, "")]
+    while pending:  # a loop: a program has hundreds of thousands of frames
+        one, function = pending.pop()
+        kind = type(one)
+        if kind is ir.CallSiteLoc:
+            pending += [(one.caller, ""), (one.callee, "")]
+        elif kind is ir.NameLoc:
+            pending.append((one.child_loc, one.name_str))
+        elif kind is ir.FusedLoc:
+            # Several operations in one: the first has a line of its own.
+            found += next(filter(None, map(frames_of, one.locations)), ())
+        elif kind is ir.FileLineColLoc:
+            place = {"line": one.start_line, "column": one.start_col}
+            found.append(Source(file=one.filename, function=function, **place))
+    return tuple(found)
 
 
 def op_name_of(location: Any) -> str:

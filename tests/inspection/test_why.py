@@ -145,6 +145,19 @@ def test_sideways_from_operand_to_operand(grid):
     assert hops(origin) == [("add", "sideways", "y", 0)]
 
 
+def test_operations_that_shardy_has_no_rule_for(grid):
+    """What XLA replaces before it propagates passes axes on as what it is replaced by."""
+    specs = {"in_axis_resources": P("data", "model"), "mesh": grid}
+    fun = spmd.pjit(lambda x: jnp.sinh(jnp.square(x)), **specs)
+    lowered = fun.lower(f32(16, 32))
+    value = one(lowered.why("out"))
+    assert value.spec == (("data",), ("model",))
+    for origin in value.origins:
+        assert origin.annotation == given("x", ("data",), ("model",))
+        assert [step.operation for step in origin.steps] == ["square", "sinh", "return"]
+    assert lowered.preview().collectives == lowered.compile().report().collectives == ()
+
+
 def test_a_constraint_has_its_line(grid):
     """An axis that a constraint brings names the constraint's line."""
 

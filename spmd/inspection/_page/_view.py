@@ -112,7 +112,7 @@ def findings(report: Report) -> list[dict[str, Any]]:
     return [
         {
             "title": one.subject,
-            "place": f"{one.source.file}:{one.source.line}" if one.source else "",
+            "place": f"{short_path(one.source.file)}:{one.source.line}" if one.source else "",
             "nbytes": show_bytes(one.nbytes) if one.measure else "",
             "measure": _MEASURES[one.measure],
             "facts": one.facts,
