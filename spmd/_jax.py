@@ -74,6 +74,8 @@ WRAPS_TOKEN_ONLY_BODIES = jax.__version_info__ >= (0, 12)
 CRASHES_ON_NESTED_TOKENS = jax.__version_info__ < (0, 12)
 
 #: Whether programs on CPU devices of several processes never end once 33 of them are in flight.
+ERF_IS_OPAQUE = jax.__version_info__ < (0, 12)
+
 HANGS_WHEN_CROWDED = jax.__version_info__ < (0, 12)
 
 # Caches

@@ -203,7 +203,8 @@ class Lanes:
                 self._prepare(lane, last)
 
     def _prepare(self, lane: Lane, last: Start) -> None:
-        if last.error is None and last.plan.small:
+        busy = any(self._load[d] + _SPARES > _MOST for d in last.plan.devices)
+        if last.error is None and last.plan.small and not busy:
             while len(lane.spares) < _SPARES:
                 lane.spares.append(self._begin(lane, last.outputs, last.plan))
 
@@ -214,7 +215,7 @@ class Lanes:
 
     def _give_up_all(self) -> bool:
         """Gives up all spares; returns whether there were any."""
-        return sum(self._give_up(lane) for lane in self._idle) > 0
+        return sum(self._give_up(lane) for lane in self._all) > 0
 
     def _give_up(self, lane: Lane) -> bool:
         spares = [*lane.spares]

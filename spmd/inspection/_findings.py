@@ -11,12 +11,12 @@ import dataclasses
 import math
 
 from spmd.inspection._findings_values import LARGE, split_of, value_findings
-from spmd.inspection._hlo import Computation, Instruction, Module
+from spmd.inspection._hlo import Computation, Instruction, Module, parse_shapes
 from spmd.inspection._ledger import is_collective
 from spmd.inspection._memory import donations
 from spmd.inspection._pieces import Argument
 from spmd.inspection._propagation import Propagation
-from spmd.inspection._records import Collective, Finding, Report
+from spmd.inspection._records import Collective, Finding, Report, Shape
 from spmd.inspection._walk import Visit
 
 #: How many arguments a finding names.
@@ -44,9 +44,9 @@ class Program:
 
 
 def findings(program: Program) -> tuple[Finding, ...]:
-    """All findings, those with most bytes first."""
+    """All findings, those with most bytes first; whole arguments, which may be meant so, last."""
     found = [finding for rule in RULES for finding in rule(program)]
-    return tuple(sorted(found, key=lambda one: -one.nbytes))
+    return tuple(sorted(found, key=lambda one: (one.kind == "replicated-argument", -one.nbytes)))
 
 
 # Arguments
@@ -217,7 +217,7 @@ def _repeated_finding(one: Collective, outside: int | None) -> Finding:
 
 def _unused_axes(program: Program) -> Iterator[Finding]:
     found = program.propagation
-    if found is None:
+    if found is None or all(math.prod(value.shape) <= 1 for value in found.values):
         return
     values = {axis for v in found.values for axes in v.axes for axis in axes}
     marks = {axis for m in found.marks.values() for d in m.dimensions for axis in d.axes}
@@ -239,7 +239,19 @@ def _unused_axes(program: Program) -> Iterator[Finding]:
 
 def _values(program: Program) -> Iterator[Finding]:
     if program.propagation is not None:
-        yield from value_findings(program.propagation)
+        yield from value_findings(program.propagation, _buffer_shapes(program))
+
+
+def _buffer_shapes(program: Program) -> set[Shape]:
+    """The shapes of everything that takes memory in the compiled program."""
+    types = {
+        one.type
+        for module, visited in program.modules
+        for name, visit in visited.items()
+        if not visit.in_fusion
+        for one in module.computations[name].instructions
+    }
+    return {shape for text in types for shape in parse_shapes(text)}
 
 
 RULES = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import math
@@ -23,19 +23,26 @@ PADDED = 1 << 16
 _FREE = ("constant", "iota", "broadcast_in_dim", "sharding_constraint")
 
 
-def value_findings(found: Propagation) -> Iterator[Finding]:
-    """All findings on values of a program; none on a mesh of one device."""
+def value_findings(found: Propagation, compiled: Container[Shape]) -> Iterator[Finding]:
+    """All findings on values of a program; none on a mesh of one device.
+
+    Args:
+        found: how the annotations split the values.
+        compiled: the shapes that take memory in the compiled program. The partitioner may do
+            better than the annotations demand, and values may be fused away.
+    """
     if math.prod(found.axis_sizes.values()) == 1:
         return
-    yield from _unsharded_batch(found)
-    residuals = {*_residuals(found)}
+    yield from _unsharded_batch(found, compiled)
+    residuals = {i for i in _residuals(found) if _shape(found.values[i]) in compiled}
     kept = [*_whole(found, residuals, "replicated-residual")]
     yield from kept
     # What is kept is made, stacked and read on the same line.
-    for one in _whole(found, {*_large_results(found)} - residuals, "replicated-value"):
+    others = {i for i in _large_results(found) if _shape(found.values[i]) in compiled} - residuals
+    for one in _whole(found, others, "replicated-value"):
         if all(_line(one.source) != _line(other.source) for other in kept):
             yield one
-    yield from _uneven(found)
+    yield from _uneven(found, compiled)
 
 
 # Sizes
@@ -83,11 +90,15 @@ def _line(source: Source | None) -> tuple[str, int]:
 
 
 def _large_results(found: Propagation) -> Iterator[int]:
-    """Results of operations, but for what has the shape of an argument that is whole itself."""
-    arguments = {_shape(v) for v in found.values if v.kind == "argument" and not any(v.axes)}
+    """Results of operations, but for what has the shape of an argument that is whole itself.
+
+    A loop takes arguments apart along their first dimension.
+    """
+    wholes = [v.shape for v in found.values if v.kind == "argument" and not any(v.axes)]
+    arguments = {*wholes, *(s[1:] for s in wholes), *((1, *s[1:]) for s in wholes)}
     for i, value in enumerate(found.values):
         if value.kind == "result" and value.plain and value.name not in _FREE and value.frames:
-            is_new = _shape(value) not in arguments
+            is_new = value.shape not in arguments
             if is_new and _is_whole(value) and _nbytes(value) >= LARGE:
                 yield i
 
@@ -128,20 +139,23 @@ def _place(source: Source) -> str:
     return f"{source.file.rpartition('/')[2]}:{source.line}"
 
 
-def split_of(shape: Sequence[int], mesh: Mapping[str, int]) -> str | None:
-    """A spec that would split an array: its largest dimension that a mesh axis divides.
+def split_of(
+    shape: Sequence[int], mesh: Mapping[str, int], dimensions: Iterable[int] | None = None
+) -> str | None:
+    """A spec that would split an array, over the largest mesh axis that divides a dimension.
 
     Args:
         shape: of the array.
         mesh: size by axis name.
+        dimensions: in which order they are tried; by default the largest first.
 
     Returns:
         None where no axis divides any dimension.
     """
-    for size, dimension in sorted(((n, -d) for d, n in enumerate(shape)), reverse=True):
+    for d in dimensions or sorted(range(len(shape)), key=lambda d: -shape[d]):
         for axis in sorted(mesh, key=lambda name: -mesh[name]):
-            if mesh[axis] > 1 and size % mesh[axis] == 0:
-                return f"P({', '.join([*['None'] * -dimension, repr(axis)])})"
+            if mesh[axis] > 1 and shape[d] % mesh[axis] == 0:
+                return f"P({', '.join([*['None'] * d, repr(axis)])})"
     return None
 
 
@@ -149,7 +163,9 @@ def _constraint(found: Propagation, value: Value) -> str:
     """The constraint that would split a value."""
     # What a loop stacks is made in its body, without the first dimension.
     stacked = value.name == "while" and len(value.shape) > 1
-    spec = split_of(value.shape[1:] if stacked else value.shape, found.axis_sizes) or "P(...)"
+    shape = value.shape[1:] if stacked else value.shape
+    # The first dimension of what is computed is the batch, as a rule.
+    spec = split_of(shape, found.axis_sizes, range(len(shape))) or "P(...)"
     where = "in the body of the loop" if stacked else "on that line"
     return f"with_sharding_constraint(value, {spec}) {where}"
 
@@ -157,11 +173,12 @@ def _constraint(found: Propagation, value: Value) -> str:
 # Padding
 
 
-def _uneven(found: Propagation) -> Iterator[Finding]:
+def _uneven(found: Propagation, compiled: Container[Shape]) -> Iterator[Finding]:
     sizes = {
         i: waste
         for i, value in enumerate(found.values)
         if value.plain and not value.local and (waste := _padding(found, value)) >= PADDED
+        if _shard(found, value) in compiled
     }
     for i, waste in _largest_by_line(found, sizes):
         value = found.values[i]
@@ -210,11 +227,14 @@ class _Region:
     is_batch: bool
 
 
-def _unsharded_batch(found: Propagation) -> Iterator[Finding]:
+def _unsharded_batch(found: Propagation, compiled: Container[Shape]) -> Iterator[Finding]:
     by_size: dict[int, list[int]] = {}
     regions = {}
+    # What a program returns again, or the gradient of, is a weight.
+    weights = {value.shape for value in found.values if value.kind == "output"}
     for i, value in enumerate(found.values):
-        if value.kind == "argument" and value.shape and value.shape[0] > 1 and not value.axes[0]:
+        rows = value.kind == "argument" and value.shape and value.shape[0] > 1
+        if rows and not value.axes[0] and value.shape not in weights:
             region = _region(found, i)
             if region is not None and region.is_batch:
                 by_size.setdefault(value.shape[0], []).append(i)
@@ -223,7 +243,8 @@ def _unsharded_batch(found: Propagation) -> Iterator[Finding]:
         places = frozenset[tuple[int, int]]().union(*(regions[i].places for i in arguments))
         axis = _free_axis(found, places, size)
         arrays = [found.values[i] for i, _ in places if found.values[i].dtype in DTYPES]
-        nbytes = max((_shard(found, value).nbytes for value in arrays), default=0)
+        shards = [_shard(found, value) for value in arrays]
+        nbytes = max((shard.nbytes for shard in shards if shard in compiled), default=0)
         if axis and nbytes >= LARGE:
             yield _batch_finding(found, size, arguments, axis, nbytes)
 

@@ -283,7 +283,7 @@ class _Reader:
         own = edge or operation.name == _CONSTRAINT
         text = _shardy.text_of(operation, "sharding" if own else "sdy.sharding")
         shardings = _shardy.shardings_in(text)
-        dimensions = shardings[i] if i < len(shardings) else _shardy.open_sharding(len(shape))
+        dimensions = _of_rank(shardings[i] if i < len(shardings) else (), len(shape))
         origins = _origins(_attribute(operation, "sdy.sharding_origins"), i)
         frames = _frames(operation)
         name = _owner_name(operation.operands[0]) if edge else _short(operation.name)
@@ -493,7 +493,12 @@ def _attribute(operation: Any, name: str) -> Any:
 
 def _dimensions(entry: Mapping[str, Any], rank: int) -> Dimensions:
     found = _shardy.shardings_in(str(entry.get("sdy.sharding", "")))
-    return found[0] if found else _shardy.open_sharding(rank)
+    return _of_rank(found[0] if found else (), rank)
+
+
+def _of_rank(found: Dimensions, rank: int) -> Dimensions:
+    """A sharding of a value: that of a value on one device, as callbacks return it, says nothing."""
+    return found if len(found) == rank else _shardy.open_sharding(rank)
 
 
 def _origins(attribute: Any, i: int = 0) -> Mapping[str, str]:

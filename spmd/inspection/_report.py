@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import dataclasses
 import importlib.metadata
 import itertools
+import logging
 import re
 from typing import Any
 
@@ -35,6 +36,9 @@ from spmd.inspection._propagation import Propagation, propagate
 from spmd.inspection._records import Cost, Report, Reshard
 from spmd.inspection._shardy import module_of
 from spmd.inspection._walk import visits
+
+
+logger = logging.getLogger(__name__)
 
 
 def report(f: Any, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
@@ -117,6 +121,9 @@ def _propagation(lowered: Any) -> Propagation | None:
         return propagate(module_of(lowered, subject="report"), subject="report")
     except ReportError:
         return None  # lowered for another partitioner, or by a jaxlib without the passes
+    except Exception:  # whatever a program has that is not foreseen, it has a report
+        logger.warning("report: its findings are not complete", exc_info=True)
+        return None
 
 
 def _donated(compiled: Any, report: Report) -> list[str]:

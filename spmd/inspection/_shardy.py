@@ -14,6 +14,7 @@ from typing import Any
 
 from jax.extend.mlir import ir, passmanager
 
+from spmd import _jax
 from spmd.errors import Failure, ReportError, explain
 from spmd.inspection._records import Source
 
@@ -78,6 +79,9 @@ def run(module: Any, passes: Sequence[str], *, subject: str) -> Any:
 OWN_RULE = "spmd.sharding_rule"
 """The attribute with the rule of an operation that Shardy has none for."""
 
+#: What XLA keeps as a call that it does not partition.
+_OPAQUE = ("chlo.erf",) if _jax.ERF_IS_OPAQUE else ()
+
 _LETTERS = "ijklmnopqrstuvwxyz"
 
 
@@ -89,7 +93,7 @@ def _tell_rules(copy: Any) -> None:
     results of one shape work on each element by itself.
     """
     for operation in _all(copy):
-        if not operation.name.startswith("chlo."):
+        if not operation.name.startswith("chlo.") or operation.name in _OPAQUE:
             continue
         values = [*operation.operands, *operation.results]
         shape, *others = {dims_of(value.type)[0] for value in values}

@@ -28,6 +28,10 @@ def show(why: Why, console: Console | None = None) -> None:
     (console or Console()).print(render_why(why))
 
 
+#: Values that are drawn; a line may make hundreds, most of them alike.
+MOST = 12
+
+
 def render_why(why: Why) -> RenderableType:
     """Every value that was found, with the origin of each axis, and with conflicts."""
     styles = axis_styles(why.mesh)
@@ -35,8 +39,10 @@ def render_why(why: Why) -> RenderableType:
     where = Text.assemble("mesh ", show_mesh(why.mesh)) if why.mesh else Text("no mesh")
     count = len(why.values)
     parts: list[RenderableType] = [Flow(head, where, *[Text(plural(count, "value"))] * (count > 1))]
-    for value in why.values:
+    for value in why.values[:MOST]:
         parts += [Text(), *_value(value, styles)]
+    if count > MOST:
+        parts += [Text(), Text(f"and {count - MOST} more values, which to_json() has", style="dim")]
     return Indented(Group(*parts), by=0)
 
 

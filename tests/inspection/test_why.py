@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 from jax import lax
+from jax import lax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 import programs
@@ -156,6 +157,20 @@ def test_operations_that_shardy_has_no_rule_for(grid):
         assert origin.annotation == given("x", ("data",), ("model",))
         assert [step.operation for step in origin.steps] == ["square", "sinh", "return"]
     assert lowered.preview().collectives == lowered.compile().report().collectives == ()
+
+
+@pytest.mark.parametrize(
+    "fun", [jnp.square, jnp.sinh, lax.erf, lax.erf_inv, lax.erfc, lax.lgamma, jnp.arctan2], ids=str
+)
+def test_element_by_element(grid, fun):
+    """A function of each element by itself is split, or gathered, as the compiled program's."""
+    count = 2 if fun is jnp.arctan2 else 1
+    lowered = spmd.pjit(lambda *xs: fun(*xs), P("data", "model"), mesh=grid).lower(
+        *[f32(16, 32)] * count
+    )
+    spec = lowered.compile().out_specs
+    axes = [axis for axis in spec if axis is not None]
+    assert one(lowered.why("out")).spec == ((("data",), ("model",)) if axes else ((), ()))
 
 
 def test_a_constraint_has_its_line(grid):

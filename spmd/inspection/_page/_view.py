@@ -114,7 +114,7 @@ def findings(report: Report) -> list[dict[str, Any]]:
             "title": one.subject,
             "place": f"{short_path(one.source.file)}:{one.source.line}" if one.source else "",
             "nbytes": show_bytes(one.nbytes) if one.measure else "",
-            "measure": _MEASURES[one.measure],
+            "measure": _MEASURES.get(one.measure, ""),
             "facts": one.facts,
             "fix": one.fix,
         }
