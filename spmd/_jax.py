@@ -1632,6 +1632,11 @@ def is_compiled(lowering: Any) -> bool:
     return lowering._executable is not None
 
 
+def executable_of(compiled: Any) -> Any:
+    """What JAX keeps of a compiled program: one object, however often it is asked for."""
+    return compiled._executable
+
+
 def placement_key(shardings: Sequence[Any], avals: Sequence[Any]) -> Any:
     """A key under which shardings that mean the same on these avals are equal."""
     return pxla.SemanticallyEqualShardings(tuple(shardings), tuple(avals))
