@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import operator
 import os
 import re
 import select
@@ -339,17 +340,18 @@ def _show(axes: _Axes) -> str:
 
 
 def _route(given: _Axes | None, wanted: _Axes | None) -> tuple[str, ...]:
-    """Shardings by the axes that both have: first where they are, then where they are to be.
+    """The shardings that a value may take in between, each a cheap exchange from the one before.
 
-    The first step gathers over the axes that go, the next moves those that stay, and the last
-    splits over those that come, without an exchange.
+    By the axes that both have: first those that go are gathered, next the others move to where they
+    are to be, and last those that come split what is there. If there are none, those that come
+    split first, so that only parts are gathered.
     """
     if given is None or wanted is None:
         return ()
-    steps = (_restricted(given, wanted), _restricted(wanted, given))
-    return tuple(
-        _show(one) for one in dict.fromkeys(steps) if one not in (given, wanted) and any(one)
-    )
+    steps = [_restricted(given, wanted), _restricted(wanted, given)]
+    if not any(steps[0]):
+        steps = [tuple(map(operator.add, given, wanted))]
+    return tuple(_show(one) for one in dict.fromkeys(steps) if one not in (given, wanted))
 
 
 def _restricted(axes: _Axes, others: _Axes) -> _Axes:

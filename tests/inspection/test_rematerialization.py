@@ -85,7 +85,7 @@ def test_compiled_before(capfd):
 
 
 def layers(a):
-    """The constraints once outside and three times inside of a loop."""
+    """The two constraints in turns, outside and inside of a loop."""
     a = constrain(a, P("z"))  # here: outside
     a = jnp.cos(constrain(jnp.sin(a), P(None, ("z", "y"))))
 
@@ -94,7 +94,8 @@ def layers(a):
         a = constrain(jnp.sin(a), P(None, ("z", "y")))
         return jnp.cos(a), None  # here: end of the body
 
-    return lax.scan(layer, constrain(a, P(None, ("z", "y"))), None, length=3)[0]
+    a = constrain(a, P(None, ("z", "y")))  # here: before the loop
+    return lax.scan(layer, a, None, length=3)[0]
 
 
 def test_lines():
@@ -104,6 +105,7 @@ def test_lines():
     back = ("it is split as P(None, ('z', 'y'))", "it is wanted as P('z')")
     assert found == {
         (line_of("outside"), there),
+        (line_of("before the loop"), back),
         (line_of("inside"), there),
         (line_of("end of the body"), back),
     }
@@ -165,7 +167,7 @@ def test_every_route():
     """Whatever two shardings the partitioner warns of, it warns of no step by way of the route."""
     pairs = [*itertools.permutations(SPECS, 2)]
     warned = 0
-    for i in np.random.default_rng(0).permutation(len(pairs))[:150]:
+    for i in np.random.default_rng(0).permutation(len(pairs))[:80]:
         given, wanted = (P(*spec) for spec in pairs[i])
         with remat.caught() as lines:
             module = parse_module(chain(given, wanted).lower(X).compile().as_text())
@@ -173,9 +175,10 @@ def test_every_route():
             warned += 1
             assert (one.shape.dims, one.nbytes) == ((8, 8), 256)
             assert one.route
-            assert "P()" not in one.route
+            assert "P()" not in one.route  # which would be as bad
             route = [eval(text, {"P": P}) for text in one.route]
             assert not full(spmd.report(chain(given, *route, wanted), X)), (given, route, wanted)
+    print(f"{warned} of 80 pairs")
     assert warned > 5
 
 
@@ -244,6 +247,21 @@ def test_spellings(text, shown):
     """What is a PartitionSpec on the mesh is shown as one, and all else as XLA writes it."""
     one = read(wanted=text)
     assert one.wanted == (shown or text)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "route"),
+    [
+        ("[{'z'}, {}]", "[{}, {'z', 'y'}]", ("P(None, 'z')",)),
+        ("[{}, {'z', 'y'}]", "[{'z'}, {}]", ("P(None, 'z')",)),
+        ("[{'x'}, {}]", "[{}, {'z', 'y'}]", ("P('x', ('z', 'y'))",)),
+        ("[{'x', 'y'}, {}]", "[{'z'}, {'y'}]", ("P('y')", "P(None, 'y')")),
+    ],
+)
+def test_route(given, wanted, route):
+    """The way leads over the axes of both sides, or over all of them where they share none."""
+    mesh = "{mesh['x'=2,'y'=2,'z'=2], "
+    assert read(given=mesh + given + "}", wanted=mesh + wanted + "}").route == route
 
 
 def test_without_a_mesh():
