@@ -73,9 +73,10 @@ WRAPS_TOKEN_ONLY_BODIES = jax.__version_info__ >= (0, 12)
 #: A token that leaves a `shard_map` over some axes aborts the process in XLA.
 CRASHES_ON_NESTED_TOKENS = jax.__version_info__ < (0, 12)
 
-#: Whether programs on CPU devices of several processes never end once 33 of them are in flight.
+#: Whether XLA keeps the error function as a call that it does not partition.
 ERF_IS_OPAQUE = jax.__version_info__ < (0, 12)
 
+#: Whether programs on CPU devices of several processes never end once 33 of them are in flight.
 HANGS_WHEN_CROWDED = jax.__version_info__ < (0, 12)
 
 # Caches
@@ -1632,6 +1633,11 @@ def lower_module(
 def is_compiled(lowering: Any) -> bool:
     """Whether JAX keeps an executable with this lowering: compiling again costs nothing."""
     return lowering._executable is not None
+
+
+def executable_of(compiled: Any) -> Any:
+    """What JAX keeps of a compiled program: one object, however often it is asked for."""
+    return compiled._executable
 
 
 def placement_key(shardings: Sequence[Any], avals: Sequence[Any]) -> Any:

@@ -17,6 +17,7 @@ from spmd.inspection._memory import donations
 from spmd.inspection._pieces import Argument
 from spmd.inspection._propagation import Propagation
 from spmd.inspection._records import Collective, Finding, Report, Shape
+from spmd.inspection._rematerialization import Rematerialization
 from spmd.inspection._walk import Visit
 
 #: How many arguments a finding names.
@@ -34,6 +35,7 @@ class Program:
         donated: paths of the arguments that the user gave away.
         propagation: how its values are split; None where it was compiled by others, or this
             jaxlib lacks the passes.
+        rematerialized: what the partitioner warned of; none where it was compiled by others.
     """
 
     report: Report
@@ -41,6 +43,7 @@ class Program:
     parameters: Sequence[str]
     donated: Sequence[str]
     propagation: Propagation | None
+    rematerialized: Sequence[Rematerialization] = ()
 
 
 def findings(program: Program) -> tuple[Finding, ...]:
@@ -212,6 +215,40 @@ def _repeated_finding(one: Collective, outside: int | None) -> Finding:
     )
 
 
+# Reshards
+
+
+def _rematerializations(program: Program) -> Iterator[Finding]:
+    for one in program.rematerialized:
+        name = one.op_name.rpartition("/")[2] if one.source else one.op_name
+        yield Finding(
+            kind="full-rematerialization",
+            subject=f"{one.shape} of {name or 'a value'} is gathered whole, "
+            "only to be split otherwise",
+            source=one.source,
+            nbytes=one.nbytes,
+            measure="memory",
+            facts=(
+                f"it is split as {one.given}",
+                f"it is wanted as {one.wanted}",
+                "every device holds all of it in between",
+                *([f"at {one.sites} places in the program"] if one.sites > 1 else []),
+            ),
+            fix=_constraints(one.route),
+        )
+
+
+def _constraints(route: Sequence[str]) -> str:
+    if not route:
+        return (
+            "with_sharding_constraint(value, ...) in between, to a sharding that shares a mesh "
+            "axis with both, or the same sharding on both sides"
+        )
+    first, *rest = route
+    then = "".join(f", then with_sharding_constraint(value, {spec})" for spec in rest)
+    return f"with_sharding_constraint(value, {first}){then} in between"
+
+
 # The mesh
 
 
@@ -259,6 +296,7 @@ RULES = (
     _replicated_arguments,
     _unused_donations,
     _collectives_in_loops,
+    _rematerializations,
     _unused_axes,
     _values,
 )

@@ -288,17 +288,24 @@ def _instructions(lines: Iterator[str]) -> Iterator[Instruction]:
     for line in lines:
         if line.startswith("}"):
             return
-        found = _INSTRUCTION.match(line)
-        if found:
-            end = _closing(line, found.end() - 1)
-            yield Instruction(
-                name=found["name"],
-                opcode=found["opcode"],
-                type=found["type"],
-                operands=line[found.end() : end],
-                attributes=line[end + 1 :].removeprefix(", "),
-                is_root=bool(found["root"]),
-            )
+        if one := parse_instruction(line):
+            yield one
+
+
+def parse_instruction(line: str) -> Instruction | None:
+    """Read one line of a computation, with the blanks it starts with; None if it is none."""
+    found = _INSTRUCTION.match(line)
+    if not found:
+        return None
+    end = _closing(line, found.end() - 1)
+    return Instruction(
+        name=found["name"],
+        opcode=found["opcode"],
+        type=found["type"],
+        operands=line[found.end() : end],
+        attributes=line[end + 1 :].removeprefix(", "),
+        is_root=bool(found["root"]),
+    )
 
 
 def _header_count(header: str, name: str) -> int:

@@ -317,6 +317,7 @@ FINDINGS = {
     "unsharded-batch": "the batch is not split",
     "replicated-residual": "a value that the backward pass needs is whole on every device",
     "replicated-value": "a large value is whole on every device",
+    "full-rematerialization": "a value is gathered whole, only to be split otherwise",
     "collective-in-loop": "a loop exchanges the same values each time",
     "uneven-split": "a split needs padding",
     "unused-donation": "a donated argument is not used again",

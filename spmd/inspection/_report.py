@@ -34,9 +34,13 @@ from spmd.inspection._ledger import ledger
 from spmd.inspection._placing import arguments_of
 from spmd.inspection._propagation import Propagation, propagate
 from spmd.inspection._records import Cost, Report, Reshard
+from spmd.inspection._rematerialization import (
+    compile_and_catch,
+    rematerializations,
+    warnings_of,
+)
 from spmd.inspection._shardy import module_of
 from spmd.inspection._walk import visits
-
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +78,7 @@ def report(f: Any, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
         found = lower(f, args, kwargs, subject="report", verb="report")
         if isinstance(found, COMPILED):
             return _report_of(found, mesh_of(found, mesh), lowered_of(found))
-        compiled = found.compile()
+        compiled = compile_and_catch(found)
         return _report_of(compiled, mesh_of(compiled, mesh), found)
 
 
@@ -109,6 +113,9 @@ def _report_of(compiled: Any, mesh: Any, lowered: Any) -> Report:
         parameters=parameters,
         donated=_donated(compiled, report),
         propagation=_propagation(lowered),
+        rematerialized=rematerializations(warnings_of(compiled), modules[-1], axis_sizes)
+        if modules
+        else (),
     )
     return dataclasses.replace(report, findings=findings(program))
 

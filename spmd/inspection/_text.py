@@ -526,7 +526,7 @@ def render_findings(findings: Sequence[Finding], limit: int | None = LIMIT) -> R
     shown = findings[:limit]
     parts: list[RenderableType] = []
     for one in shown:
-        nbytes = f"{show_bytes(one.nbytes)} {_MEASURES.get(one.measure, "")}" if one.measure else ""
+        nbytes = f"{show_bytes(one.nbytes)} {_MEASURES.get(one.measure, '')}" if one.measure else ""
         place = f"{clean(str(one.source))}" if one.source else ""
         where = "; ".join(text for text in (nbytes, place) if text)
         parts.append(Flow(Text(clean(one.subject), style="yellow"), Text(where)))

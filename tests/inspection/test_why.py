@@ -6,7 +6,6 @@ from pathlib import Path
 
 import jax
 from jax import lax
-from jax import lax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 import programs
