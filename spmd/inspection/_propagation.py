@@ -497,7 +497,7 @@ def _dimensions(entry: Mapping[str, Any], rank: int) -> Dimensions:
 
 
 def _of_rank(found: Dimensions, rank: int) -> Dimensions:
-    """A sharding of a value: that of a value on one device, as callbacks return it, says nothing."""
+    """A sharding of a value; that of one on one device, as callbacks return, says nothing."""
     return found if len(found) == rank else _shardy.open_sharding(rank)
 
 

@@ -370,7 +370,7 @@ class Report:
         arguments: what the program takes, and how each lies on the mesh.
         device_ids: of the mesh, in its order: the last axis varies fastest.
         excerpts: the source text around the lines of collectives and buffers.
-        findings: what costs more than it has to, the most bytes first.
+        findings: what costs more than it has to, the most bytes first, whole arguments last.
         predicted: True where nothing was compiled: the collectives are those that the shardings
             demand, before the compiler changes them; `cost` is zero and `memory` None.
     """
