@@ -234,8 +234,14 @@ def _rematerializations(program: Program) -> Iterator[Finding]:
                 "every device holds all of it in between",
                 *([f"at {one.sites} places in the program"] if one.sites > 1 else []),
             ),
-            fix=_constraints(one.route),
+            fix=_ONE_DEVICE if "maximal" in one.wanted else _constraints(one.route),
         )
+
+
+_ONE_DEVICE = (
+    "a callback of JAX runs on one device and takes all of it there: host_callback.id_tap(f, x, "
+    "per_shard=True) calls with what each device holds"
+)
 
 
 def _constraints(route: Sequence[str]) -> str:

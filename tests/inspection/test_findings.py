@@ -183,7 +183,7 @@ def test_replicated_value():
 
     def big(x, spec):
         y = jnp.sin(jnp.outer(x, x))  # here: outer
-        return (y if spec is None else constrain(y, spec)).sum()
+        return jnp.linalg.norm((y if spec is None else constrain(y, spec)) @ x)
 
     kinds = found(lambda x: big(x, None), P(None), f32(SIDE))
     (one,) = kinds["replicated-value"]
@@ -198,6 +198,14 @@ def test_replicated_value():
     )
     split = found(lambda x: big(x, P("data", "model")), P(None), f32(SIDE))
     assert "replicated-value" not in split
+
+
+def test_values_without_memory():
+    """A value that the compiler computes where it is read takes no memory, and is no finding."""
+    kinds = found(lambda x: (jnp.outer(x, x) + 1).sum(), P(None), f32(SIDE))
+    report = spmd.report(jax.jit(lambda x: (jnp.outer(x, x) + 1).sum()), f32(SIDE))
+    takes = any(one.shape.dims == (SIDE, SIDE) for one in report.memory.buffers)
+    assert ("replicated-value" in kinds) == takes
 
 
 def test_replicated_values_that_were_asked_for():
@@ -368,6 +376,19 @@ def test_effects():
     tapped = pjit(noisy, in_axis_resources=P("data"), mesh=mesh)
     with pytest.raises(Exception, match="ordered effects"):
         spmd.report(tapped, f32(SIDE, SIDE))
+
+
+def test_callbacks():
+    """A callback of JAX takes its operand to one device, and nothing else is said of it."""
+
+    def called(x):
+        return jax.pure_callback(lambda x: x, f32(SIDE, SIDE), x).sum()
+
+    kinds = found(called, (P("data", "model"),), f32(SIDE, SIDE))
+    assert {*kinds} <= {"full-rematerialization", "replicated-value"}
+    for one in kinds.get("full-rematerialization", ()):
+        assert "wanted as {maximal device=0}" in one.facts[1]
+        assert "per_shard=True" in one.fix
 
 
 def test_without_shardy():
