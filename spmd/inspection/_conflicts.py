@@ -78,17 +78,27 @@ def _related(
     found: Propagation, k: int, place: _Place
 ) -> Iterator[tuple[str, tuple[str, ...], _Place, tuple[str, ...]]]:
     """The dimensions that an operation relates to one: factor, its axes there, place, axes here."""
+    key = (k, place.value, place.dimension)
+    rows = found.related.get(key)
+    if rows is None:
+        rows = found.related[key] = [*_find_related(found, *key)]
+    for factor, mine, value, dimension, theirs in rows:
+        yield factor, mine, _Place(value, dimension, place.distance + 1), theirs
+
+
+def _find_related(
+    found: Propagation, k: int, i: int, dimension: int
+) -> Iterator[tuple[str, tuple[str, ...], int, int, tuple[str, ...]]]:
     link = found.links[k]
     for p, value in enumerate(link.values):
-        if value != place.value or place.dimension >= len(link.factors[p]):
+        if value != i or dimension >= len(link.factors[p]):
             continue
-        for factor in link.factors[p][place.dimension]:
-            mine = _axes_of(found, link, p, place.dimension, factor)
+        for factor in link.factors[p][dimension]:
+            mine = _axes_of(found, link, p, dimension, factor)
             for q, other in enumerate(link.values):
                 for d, factors in enumerate(link.factors[q]):
                     if q != p and factor in factors:
-                        there = _Place(other, d, place.distance + 1)
-                        yield factor, mine, there, _axes_of(found, link, q, d, factor)
+                        yield factor, mine, other, d, _axes_of(found, link, q, d, factor)
 
 
 def _axes_of(found: Propagation, link: Link, p: int, d: int, factor: str) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -133,33 +134,42 @@ class Propagation:
         values: of the program, arguments first, outputs last.
         links: between them.
         marks: by the name that the pass gives the annotation.
+        related: by operation, value and dimension, the dimensions that are split alike; a cache.
     """
 
     axis_sizes: Mapping[str, int]
     values: list[Value] = dataclasses.field(default_factory=list)
     links: list[Link] = dataclasses.field(default_factory=list)
     marks: dict[str, Mark] = dataclasses.field(default_factory=dict)
+    related: dict[Any, list[Any]] = dataclasses.field(default_factory=dict, repr=False)
 
 
-def propagate(module: Any, *, subject: str) -> Propagation:
+#: Bytes of a value that has its line where steps are left out.
+_NOTABLE = 1 << 16
+
+
+def propagate(module: Any, *, subject: str, steps: bool = True) -> Propagation:
     """Runs propagation on a copy of a lowered module, and reads what it did.
 
     Args:
         module: as it was lowered.
         subject: the first words of an error.
+        steps: whether to read by which steps axes travelled, and the lines of all operations, which
+            takes most of the time. Without, only values of 64 KiB and more have their lines.
 
     Raises:
         ReportError: this jaxlib lacks the passes.
     """
     done = _shardy.run(module, _PASSES, subject=subject)
     with module.context:
-        return _Reader(module.operation, done).read()
+        return _Reader(module.operation, done, steps).read()
 
 
 class _Reader:
     """Turns an MLIR module into a `Propagation`."""
 
-    def __init__(self, before: Any, done: Any):
+    def __init__(self, before: Any, done: Any, steps: bool):
+        self.steps, self.has_manual = steps, False
         self.before = _shardy.functions(before)["main"]
         self.main = _shardy.functions(done)["main"]
         self.found = Propagation(axis_sizes=_shardy.axis_sizes(done))
@@ -171,6 +181,7 @@ class _Reader:
         self._arguments()
         (body,) = _shardy.blocks(self.main)
         operations = [*_program(body)]
+        self.has_manual = any(operation.name == _MANUAL for operation in operations)
         # What enters a loop is used inside of it before the loop's results come.
         for operation in operations:
             for i, result in enumerate(operation.results):
@@ -285,7 +296,8 @@ class _Reader:
         shardings = _shardy.shardings_in(text)
         dimensions = _of_rank(shardings[i] if i < len(shardings) else (), len(shape))
         origins = _origins(_attribute(operation, "sdy.sharding_origins"), i)
-        frames = _frames(operation)
+        notable = self.steps or math.prod(shape) >= _NOTABLE // 4
+        frames = _frames(operation) if notable else ()
         name = _owner_name(operation.operands[0]) if edge else _short(operation.name)
         self._add(
             result,
@@ -297,7 +309,7 @@ class _Reader:
             frames=frames,
             mark=self._mark(operation, i, dimensions, origins, frames),
             plain=not edge,
-            local=_is_local(operation),
+            local=self.has_manual and _is_local(operation),
             op_name=_op_name(_owner(operation.operands[0]) if edge else operation),
         )
 
@@ -330,10 +342,13 @@ class _Reader:
             self.found.marks[name] = mark
         return mark
 
+    def _frames(self, operation: Any) -> tuple[Source, ...]:
+        return _frames(operation) if self.steps else ()
+
     def _operation(self, operation: Any, rule: str) -> None:
         values = tuple(map(self._at, (*operation.operands, *operation.results)))
         edges = _shardy.text_of(operation, "sdy.propagation_edges")
-        frames = _frames(operation)
+        frames = self._frames(operation)
         count = len(operation.operands)
         op_name = _op_name(operation)
         self._link(_short(operation.name), frames, values, count, _parse_rule(rule), edges, op_name)
@@ -341,7 +356,7 @@ class _Reader:
     def _constraint(self, operation: Any) -> None:
         values = (self._at(operation.operands[0]), self._at(operation.results[0]))
         edges = _shardy.text_of(operation, "sdy.propagation_edges")
-        frames = _frames(operation)
+        frames = self._frames(operation)
         shape = self.found.values[values[1]].shape
         self._link(_short(operation.name), frames, values, 1, _identity(values, shape), edges)
 
@@ -352,7 +367,7 @@ class _Reader:
         # Inside of a shard_map a value has another shape, and only some of the axes.
         shape = self.found.values[values[-1]].shape
         rule = _identity(values, shape) if _manual_boundary(raw) is None else _nothing(values)
-        frames = _frames(_owner(raw))
+        frames = self._frames(_owner(raw))
         op_name = _op_name(_owner(raw))
         self._link(_owner_name(raw), frames, values, len(values) - 1, rule, edges, op_name)
 
@@ -375,7 +390,7 @@ class _Reader:
                 factors=rule.factors,
                 sizes=rule.sizes,
                 stops=rule.stops,
-                moves=tuple(_moves(edges, values, operands)),
+                moves=tuple(_moves(edges, values, operands)) if self.steps else (),
                 op_name=op_name,
             )
         )

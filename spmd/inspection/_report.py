@@ -125,7 +125,8 @@ def _propagation(lowered: Any) -> Propagation | None:
     if lowered is None:
         return None
     try:
-        return propagate(module_of(lowered, subject="report"), subject="report")
+        module = module_of(lowered, subject="report")
+        return propagate(module, subject="report", steps=False)
     except ReportError:
         return None  # lowered for another partitioner, or by a jaxlib without the passes
     except Exception:  # whatever a program has that is not foreseen, it has a report

@@ -11,8 +11,9 @@ import pytest
 
 import spmd
 from spmd import P, pjit, with_sharding_constraint as constrain
-from spmd.inspection._findings_values import LARGE, split_of
-from spmd.inspection._records import FINDINGS
+from spmd.inspection._findings_values import LARGE, split_of, value_findings
+from spmd.inspection._propagation import propagate
+from spmd.inspection._records import FINDINGS, Shape
 
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 KIB = 1 << 10
@@ -361,6 +362,18 @@ def test_findings_of_jit():
     assert both == {"replicated-argument", "unused-axis"}
     compiled = {one.kind for one in spmd.report(lowered.compile(), mesh=MESH).findings}
     assert compiled == {"replicated-argument"}
+
+
+def test_lines_and_steps_are_not_needed():
+    """Findings are the same whether or not all of the propagation is read."""
+    lowered = pjit(jax.grad(loss), in_axis_resources=None, mesh=MESH).lower([W, W], X)
+    module = lowered.compiler_ir()
+    both = [propagate(module, subject="test", steps=steps) for steps in (True, False)]
+    compiled = {
+        Shape(dtype="f32", dims=dims) for dims in [(4096, SIDE), (SIDE, SIDE), (1024, SIDE)]
+    }
+    with_steps, without = ([*value_findings(found, compiled)] for found in both)
+    assert with_steps == without != []
 
 
 def test_effects():
