@@ -128,6 +128,7 @@ def write(path: Path, data: bytes) -> None:
     Raises:
         OSError: It cannot be written.
     """
+    path = path.resolve()  # a link stays one
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:
@@ -135,19 +136,24 @@ def write(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, str(path)) from None
         raise
 
 
 def malformed(subject: str, error: FormError) -> BundleError:
     """The exception that tells a user what is wrong with a file."""
+    is_other = error.where == "file"
     failure = Failure(
-        what=f"cannot be read: its {error.where} is not what it has to be",
+        what="is no bundle, or only the beginning of one"
+        if is_other
+        else f"cannot be read: its {error.where} is not what it has to be",
         expected=error.expected,
         got=error.got,
-        fix="copy or save it again",
+        fix="give the path that Compiled.save wrote" if is_other else "copy or save it again",
         error=BundleError,
     )
     found = explain(subject, [failure])

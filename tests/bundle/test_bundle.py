@@ -187,6 +187,20 @@ def test_on_other_devices(mesh, tmp_path):
         g(put(X, mesh, P("a", "b")))
 
 
+def test_where_a_file_is_written(tmp_path, mesh):
+    """A link leads to the new file, and an error names the file that was asked for."""
+    compiled = pjit(lambda x: x + 1, in_axis_resources=P("a"), mesh=mesh).lower(X).compile()
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    compiled.save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    np.testing.assert_array_equal(spmd.load(tmp_path / "file")(X), X + 1)
+    missing = tmp_path / "nowhere" / "file"
+    with pytest.raises(FileNotFoundError) as error:
+        compiled.save(missing)
+    assert error.value.filename == str(missing)
+    assert not [*tmp_path.glob(".*")]
+
+
 def test_on_a_part_of_the_devices(tmp_path):
     """A program of two devices loads on those of their numbers, or on the two that are given."""
     two = spmd.Mesh(np.array(jax.devices()[2:4]), ("x",))

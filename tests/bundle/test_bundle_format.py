@@ -68,9 +68,9 @@ def error_of(path, data, **options):
 
 def test_what_is_no_bundle(path):
     """An empty file and one of another kind are told as what they are."""
-    text = "bundle `step.spmd` cannot be read: its file is not what it has to be.\n"
+    text = "bundle `step.spmd` is no bundle, or only the beginning of one.\n"
     expected = "  expected  a bundle of spmd, which starts as one\n"
-    fix = "\n  fix       copy or save it again"
+    fix = "\n  fix       give the path that Compiled.save wrote"
     assert error_of(path, b"") == f"{text}{expected}  got       an empty file{fix}"
     got = "  got       the bytes 50 4b 03 04"
     assert error_of(path, b"PK\x03\x04") == f"{text}{expected}{got}{fix}"

@@ -262,6 +262,8 @@ def interrupts():
     import signal
     import time
 
+    # Who starts a process in the background may have told it to ignore interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     began, go = threading.Event(), threading.Event()
 
     def slow(x):
