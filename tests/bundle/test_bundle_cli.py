@@ -66,7 +66,7 @@ def test_what_is_no_bundle(path, capsys):
     assert error == "spmd: missing.spmd cannot be read: No such file or directory.\n"
     path.write_bytes(b"no")
     assert main(["bundle", "step.spmd"]) == 2
-    assert capsys.readouterr().err.startswith("spmd: bundle `step.spmd` cannot be read: its file")
+    assert capsys.readouterr().err.startswith("spmd: bundle `step.spmd` is no bundle, or only the")
     assert main(["bundle", "step.spmd", "--devices", "0"]) == 2
     error = capsys.readouterr().err
     assert error == "spmd: --devices 0 is too few: at least 1 is needed.\n"
