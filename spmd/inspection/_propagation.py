@@ -14,11 +14,12 @@ from spmd.inspection import _shardy
 from spmd.inspection._records import Source
 from spmd.inspection._shardy import Dimensions
 
+_EDGES = " debug-propagation-edge-sharding=true"
 _PASSES = (
     "sdy-import-pipeline",
     # Without it nothing is said about the inside of called functions.
     "sdy-import-func-calls",
-    "sdy-user-priority-propagate{debug-sharding-origins=true debug-propagation-edge-sharding=true}",
+    f"sdy-user-priority-propagate{{debug-sharding-origins=true{_EDGES}}}",
     "func.func(sdy-populate-op-sharding-rules)",
 )
 #: Operations whose regions are part of the program; those of others say how to reduce or compare.
@@ -160,7 +161,8 @@ def propagate(module: Any, *, subject: str, steps: bool = True) -> Propagation:
     Raises:
         ReportError: this jaxlib lacks the passes.
     """
-    done = _shardy.run(module, _PASSES, subject=subject)
+    passes = _PASSES if steps else [one.replace(_EDGES, "") for one in _PASSES]
+    done = _shardy.run(module, passes, subject=subject)
     with module.context:
         return _Reader(module.operation, done, steps).read()
 
