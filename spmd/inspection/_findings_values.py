@@ -9,7 +9,7 @@ import functools
 import math
 
 from spmd.inspection import _shardy
-from spmd.inspection._propagation import Link, Propagation, Value
+from spmd.inspection._propagation import Link, Propagation, Value, frames_at
 from spmd.inspection._records import DTYPES, Finding, Shape, Source
 from spmd.inspection._source import direction_of, user_source
 
@@ -76,7 +76,7 @@ def _largest_by_line(found: Propagation, sizes: Mapping[int, int]) -> Iterator[t
     """Of the values of each of the user's lines the one with most bytes, and these."""
     best: dict[tuple[str, int], tuple[int, int]] = {}
     for i, nbytes in sizes.items():
-        line = _line(user_source(found.values[i].frames))
+        line = _line(user_source(frames_at(found.values[i])))
         if line not in best or nbytes > best[line][1]:
             best[line] = (i, nbytes)
     yield from best.values()
@@ -97,9 +97,9 @@ def _large_results(found: Propagation) -> Iterator[int]:
     wholes = [v.shape for v in found.values if v.kind == "argument" and not any(v.axes)]
     arguments = {*wholes, *(s[1:] for s in wholes), *((1, *s[1:]) for s in wholes)}
     for i, value in enumerate(found.values):
-        if value.kind == "result" and value.plain and value.name not in _FREE and value.frames:
+        if value.kind == "result" and value.plain and value.name not in _FREE:
             is_new = value.shape not in arguments
-            if is_new and _is_whole(value) and _nbytes(value) >= LARGE:
+            if is_new and _is_whole(value) and _nbytes(value) >= LARGE and frames_at(value):
                 yield i
 
 
@@ -118,7 +118,7 @@ def _whole(found: Propagation, indices: Iterable[int], kind: str) -> Iterator[Fi
     sizes = {i: _nbytes(found.values[i]) for i in sorted(indices)}
     for i, nbytes in _largest_by_line(found, sizes):
         value, shape = found.values[i], _shape(found.values[i])
-        source = user_source(value.frames)
+        source = user_source(frames_at(value))
         residual = kind == "replicated-residual"
         yield Finding(
             kind=kind,
@@ -188,7 +188,7 @@ def _uneven(found: Propagation, compiled: Container[Shape]) -> Iterator[Finding]
         yield Finding(
             kind="uneven-split",
             subject=f"{n} elements are split over {parts} devices",
-            source=user_source(value.frames),
+            source=user_source(frames_at(value)),
             nbytes=waste,
             measure="memory",
             facts=(

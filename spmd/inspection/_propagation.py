@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
-import math
 import re
 from typing import Any
 
@@ -64,6 +63,7 @@ class Value:
         plain: False where it stands for control flow, and not for an operation of the user's.
         local: True inside of a `shard_map`, where the shape is that of one device's part.
         op_name: the name stack of what makes it.
+        operation: of MLIR, that makes it; None for arguments and outputs.
     """
 
     kind: str
@@ -78,6 +78,7 @@ class Value:
     plain: bool = True
     local: bool = False
     op_name: str = ""
+    operation: Any = dataclasses.field(default=None, repr=False)
 
     @property
     def axes(self) -> tuple[tuple[str, ...], ...]:
@@ -135,6 +136,7 @@ class Propagation:
         values: of the program, arguments first, outputs last.
         links: between them.
         marks: by the name that the pass gives the annotation.
+        module: of MLIR; operations are gone without it.
         related: by operation, value and dimension, the dimensions that are split alike; a cache.
     """
 
@@ -142,11 +144,8 @@ class Propagation:
     values: list[Value] = dataclasses.field(default_factory=list)
     links: list[Link] = dataclasses.field(default_factory=list)
     marks: dict[str, Mark] = dataclasses.field(default_factory=dict)
+    module: Any = dataclasses.field(default=None, repr=False)
     related: dict[Any, list[Any]] = dataclasses.field(default_factory=dict, repr=False)
-
-
-#: Bytes of a value that has its line where steps are left out.
-_NOTABLE = 1 << 16
 
 
 def propagate(module: Any, *, subject: str, steps: bool = True) -> Propagation:
@@ -156,7 +155,7 @@ def propagate(module: Any, *, subject: str, steps: bool = True) -> Propagation:
         module: as it was lowered.
         subject: the first words of an error.
         steps: whether to read by which steps axes travelled, and the lines of all operations, which
-            takes most of the time. Without, only values of 64 KiB and more have their lines.
+            takes most of the time. Without, `frames_at` has the lines of results.
 
     Raises:
         ReportError: this jaxlib lacks the passes.
@@ -167,6 +166,11 @@ def propagate(module: Any, *, subject: str, steps: bool = True) -> Propagation:
         return _Reader(module.operation, done, steps).read()
 
 
+def frames_at(value: Value) -> tuple[Source, ...]:
+    """The frames of what makes a value, also where they were not read."""
+    return value.frames or (_frames(value.operation) if value.operation is not None else ())
+
+
 class _Reader:
     """Turns an MLIR module into a `Propagation`."""
 
@@ -174,7 +178,7 @@ class _Reader:
         self.steps, self.has_manual = steps, False
         self.before = _shardy.functions(before)["main"]
         self.main = _shardy.functions(done)["main"]
-        self.found = Propagation(axis_sizes=_shardy.axis_sizes(done))
+        self.found = Propagation(axis_sizes=_shardy.axis_sizes(done), module=done)
         self.index: dict[Any, int] = {}
         self.stands_for: dict[Any, Any] = {}
 
@@ -298,8 +302,7 @@ class _Reader:
         shardings = _shardy.shardings_in(text)
         dimensions = _of_rank(shardings[i] if i < len(shardings) else (), len(shape))
         origins = _origins(_attribute(operation, "sdy.sharding_origins"), i)
-        notable = self.steps or math.prod(shape) >= _NOTABLE // 4
-        frames = _frames(operation) if notable else ()
+        frames = self._frames(operation)
         name = _owner_name(operation.operands[0]) if edge else _short(operation.name)
         self._add(
             result,
@@ -313,6 +316,7 @@ class _Reader:
             plain=not edge,
             local=self.has_manual and _is_local(operation),
             op_name=_op_name(_owner(operation.operands[0]) if edge else operation),
+            operation=operation,
         )
 
     def _mark(
