@@ -1853,6 +1853,21 @@ def rewritten_size(data: bytes, devices: Sequence[Any]) -> int:
     return len(_read_program(data, devices).serialize())
 
 
+def planned(data: bytes, devices: Sequence[Any]) -> tuple[float, list[Any]]:
+    """What the runtime plans by when it reads what :func:`serialized` gave.
+
+    Returns:
+        FLOPs by its own count, and all else that tells of its inputs, results and memory.
+    """
+    program = _read_program(data, devices)
+    stats = program.get_compiled_memory_stats()
+    sizes = {n: getattr(stats, n) for n in dir(stats) if n.endswith(("_in_bytes", "_bytes"))}
+    layouts = program.get_parameter_layouts(), program.get_output_layouts()
+    shardings = program.get_parameter_shardings(), program.get_output_shardings()
+    plan = [*layouts, *([*map(str, found or ())] for found in shardings), sizes]
+    return program.cost_analysis().get("flops", 0.0), plan
+
+
 def _read_program(data: bytes, devices: Sequence[Any]) -> Any:
     assignment = np.array([[d.id for d in devices]])
     # Without the options it keeps the devices that it was compiled for.

@@ -6,7 +6,7 @@ Each holds the result of one more step of the same line that an eager call walks
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
 from dataclasses import dataclass
 import os
@@ -286,16 +286,24 @@ class Compiled(Stage):
         "_lowered",
         "_refs",
         "_shardings",
+        "_whole",
     )
 
     def __init__(
-        self, stage: Stage, shardings: tuple[Any, ...], hoisted: Sequence[Any], executable: Any
+        self,
+        stage: Stage,
+        shardings: tuple[Any, ...],
+        hoisted: Sequence[Any],
+        executable: Any,
+        whole: Callable[[], Any] | None = None,
     ):
         super().__init__(stage._jaxpr, stage._call, stage._placed, stage._signature)
         self._shardings = shardings
         self._hoisted = hoisted
         self._lowered = stage if isinstance(stage, Lowered) else None  # a file has none
         self._executable = executable
+        # One from a file may run without the HLO that only its readers need.
+        self._whole = whole or (lambda: executable)
         self._described = described_failure(stage.mesh)
         self._refs = _jax.ref_indices(self._jaxpr)
         self._consts = _jax.const_args(hoisted, executable)
@@ -363,15 +371,15 @@ class Compiled(Stage):
         sig = self._signature
         donated = self._call.donated_invars[len(sig.consts) :]
         infos = _jax.args_info(sig.in_tree, jtu.tree_leaves(self.in_avals), donated)
-        return jax.stages.Compiled(self._executable, [*self._hoisted], infos, sig.out_tree)
+        return jax.stages.Compiled(self._whole(), [*self._hoisted], infos, sig.out_tree)
 
     def as_text(self) -> str:
         """Returns the partitioned and optimized HLO of one device."""
-        return self._executable.as_text()
+        return self._whole().as_text()
 
     def cost_analysis(self) -> Any:
         """Returns the compiler's estimate of FLOPs and bytes per device."""
-        return self._executable.cost_analysis()
+        return self._whole().cost_analysis()
 
     def memory_analysis(self) -> Any:
         """Returns the compiler's memory statistics, in bytes per device."""
@@ -424,7 +432,7 @@ class Compiled(Stage):
 
     def runtime_executable(self) -> Any:
         """Returns the runtime's own executable."""
-        return self._executable.runtime_executable()
+        return self._whole().runtime_executable()
 
     @property
     def in_shardings(self) -> Any:
@@ -442,7 +450,7 @@ class Compiled(Stage):
 
         An argument that the program does not use is not part of it: its spec is None.
         """
-        protos = self.runtime_executable().get_parameter_shardings()
+        protos = self._executable.runtime_executable().get_parameter_shardings()
         hoisted = len(self._hoisted)
         kept = sorted(self._executable._kept_var_idx)
         count_all = len(self._jaxpr.in_avals)
@@ -455,7 +463,7 @@ class Compiled(Stage):
     @property
     def out_specs(self) -> Any:
         """PartitionSpec of each result, recovered from the executable."""
-        protos = self.runtime_executable().get_output_shardings()
+        protos = self._executable.runtime_executable().get_output_shardings()
         count_all = len(self._jaxpr.out_avals)
         return jtu.tree_unflatten(self.out_tree, _specs(protos, self.mesh, count_all))
 

@@ -5,7 +5,7 @@
 4 bytes, little endian    version of the format
 4 bytes                   length of the header
 header                    a JSON object, ASCII; its ``sections`` are the lengths of those
-sections                  one after the other: the program, then constants
+sections                  one after the other: the program in two parts, then constants
 32 bytes                  SHA-256 of everything before
 ========================  ============================================================
 
@@ -34,7 +34,7 @@ VERSION = 1
 
 _PREFIX = struct.Struct("<8sII")
 _DIGEST = hashlib.sha256().digest_size
-_MOST_SECTIONS = 1 << 20
+_CODE_SECTIONS, _MOST_SECTIONS = 2, 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ def pack(header: Mapping[str, Any], sections: Sequence[bytes]) -> bytes:
 
     Args:
         header: JSON values; the lengths of the sections are added.
-        sections: The program, then constants.
+        sections: The program in two parts, then constants.
     """
     data = {**header, "sections": [len(s) for s in sections]}
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).encode("ascii")
@@ -103,7 +103,7 @@ def _no_constant(name: str) -> NoReturn:
 
 def _sections(header: Field, rest: memoryview) -> tuple[memoryview, ...]:
     lengths = [f.integer(0, len(rest)) for f in header["sections"].items(_MOST_SECTIONS)]
-    if sum(lengths) != len(rest) or not lengths:
+    if sum(lengths) != len(rest) or len(lengths) < _CODE_SECTIONS:
         got = f"{len(lengths)} of {sum(lengths)} bytes"
         raise FormError("header.sections", f"sections of {len(rest)} bytes together", got)
     found, start = [], 0

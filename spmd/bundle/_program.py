@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+import functools
 import hashlib
 import inspect
 import json
@@ -24,6 +25,7 @@ from spmd.bundle._shardings import (
     decode_sharding,
 )
 from spmd.bundle._trees import decode_tree, encode_tree
+from spmd.bundle._trim import untrim
 from spmd.bundle._values import (
     constant_of,
     decode_aval,
@@ -183,8 +185,8 @@ class Program:
     name: str
     committed: bool
 
-    def seal(self, code: bytes | memoryview) -> str:
-        """A digest of the code and of the devices and types that it is for.
+    def seal(self, code: bytes | memoryview, kept: bytes | memoryview) -> str:
+        """A digest of the code, in its two parts, and of the devices and types that it is for.
 
         The runtime takes another number of devices, or arrays of other sizes, to its word, and
         ends the process. A header that was not written with this code is refused before that.
@@ -196,11 +198,29 @@ class Program:
         text = json.dumps([self.stage.mesh.size, len(self.kept), shown])
         digest = hashlib.sha256(text.encode("ascii"))
         digest.update(code)
+        digest.update(kept)
         return digest.hexdigest()
 
-    def compiled(self, code: bytes, devices: Devices) -> Compiled:
-        """Gives the code to the runtime, which trusts it."""
-        executable = _jax.load_executable(
+    def compiled(self, code: bytes, kept: bytes, devices: Devices) -> Compiled:
+        """Gives the code to the runtime, which trusts it.
+
+        Args:
+            code: What runs.
+            kept: What was taken out of it, for those who read its HLO; empty if nothing was.
+            devices: Those that stand for the devices of the program.
+        """
+        executable = self._executable(code, devices)
+        if not kept:
+            return Compiled(self.stage, self.shardings, self.constants, executable)
+
+        @functools.cache
+        def whole() -> Any:
+            return self._executable(untrim(code, kept), devices)
+
+        return Compiled(self.stage, self.shardings, self.constants, executable, whole)
+
+    def _executable(self, code: bytes, devices: Devices) -> Any:
+        return _jax.load_executable(
             code,
             devices.ordered,
             name=self.name,
@@ -211,7 +231,6 @@ class Program:
             out_shardings=self.results,
             committed=self.committed,
         )
-        return Compiled(self.stage, self.shardings, self.constants, executable)
 
 
 def decode_program(field: Field, devices: Devices, sections: Sequence[memoryview]) -> Program:

@@ -201,3 +201,18 @@ def test_partial_functions_keep_their_name(tmp_path):
         compiled = pjit(functools.partial(jnp.add, X)).lower(X).compile()
     compiled.save(tmp_path / "f")
     assert repr(spmd.load(tmp_path / "f")) == repr(compiled)
+
+
+def test_a_sort_that_has_run(tmp_path):
+    """XLA cannot write a sort once it has run; the error says to save before."""
+    with spmd.make_mesh({"x": 8}):
+        compiled = pjit(lambda x: jnp.sort(x)).lower(X).compile()
+    compiled.save(tmp_path / "before")
+    compiled(X)
+    with pytest.raises(spmd.BundleError) as error:
+        compiled.save(tmp_path / "after")
+    lines = str(error.value).splitlines()
+    assert lines[0].endswith("cannot be saved: the runtime gives no written form of its code.")
+    assert "is not serializable" in lines[1]
+    assert lines[2] == "  fix       save it before its first call"
+    np.testing.assert_array_equal(spmd.load(tmp_path / "before")(X), X)
