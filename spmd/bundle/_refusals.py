@@ -102,7 +102,7 @@ def _reference_failures(compiled: Compiled) -> list[Failure]:
 
 def _mesh_failures(compiled: Compiled) -> list[Failure]:
     mesh: Any = compiled.mesh
-    fix = None
+    fix = ""
     if described_failure(mesh):
         got = f"{show_mesh(mesh)}, whose devices are only described"
         fix = "compile and save it where the devices are"
