@@ -20,7 +20,7 @@ from spmd.bundle._refusals import custom_calls, incomplete_failure, refusals
 from spmd.bundle._shardings import Devices, decode_axes, decode_ids
 from spmd.bundle._trees import UnwritableError
 from spmd.bundle._trim import trim
-from spmd.bundle._values import NotPlainError, constant_bytes
+from spmd.bundle._values import NanError, NotPlainError, constant_bytes
 from spmd.errors import ArgumentError, BundleError, Failure, SpmdError, explain, show_value
 from spmd.stages import Compiled
 
@@ -113,6 +113,15 @@ def _unwritable(error: NotPlainError | UnwritableError | FormError) -> Failure:
             error=BundleError,
         )
     (value,) = error.args
+    if isinstance(error, NanError):
+        return Failure(
+            what="cannot be saved: a static argument or a value beside leaves is NaN, which is not "
+            "equal to itself, so no call of the loaded program would match",
+            expected="values that are equal to what is read back",
+            got=show_value(value),
+            fix="pass it as an array, or None in its place",
+            error=BundleError,
+        )
     shown = show_sharding(value) if isinstance(value, jax.sharding.Sharding) else show_value(value)
     return Failure(
         what="cannot be saved: something that belongs to it has no written form",

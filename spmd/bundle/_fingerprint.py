@@ -69,6 +69,7 @@ def cpu() -> tuple[str, tuple[str, ...]]:
                 if name.strip() in ("flags", "Features"):
                     return platform.machine(), tuple(sorted({*value.split()}))
     except OSError:
+        # Only Linux has this file, and a sandbox may hide it: the processor's name is what is left.
         pass
     return platform.machine(), (platform.processor(),)
 

@@ -102,8 +102,10 @@ def _reference_failures(compiled: Compiled) -> list[Failure]:
 
 def _mesh_failures(compiled: Compiled) -> list[Failure]:
     mesh: Any = compiled.mesh
+    fix = ""
     if described_failure(mesh):
         got = f"{show_mesh(mesh)}, whose devices are only described"
+        fix = "compile and save it where the devices are"
     elif any(d.process_index != jax.process_index() for d in mesh.devices.flat):
         got = f"{show_mesh(mesh)}, of several processes"
     else:
@@ -113,6 +115,7 @@ def _mesh_failures(compiled: Compiled) -> list[Failure]:
             what="cannot be saved: it does not run on devices of this process alone",
             expected="a mesh of devices of this process",
             got=got,
+            fix=fix,
             error=BundleError,
         )
     ]

@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 
 from spmd import _jax
 from spmd.bundle._fields import Field, FormError
-from spmd.bundle._values import NotPlainError, decode_plain, encode_plain
+from spmd.bundle._values import NanError, NotPlainError, decode_plain, encode_plain
 
 _DEEPEST = 100
 _MOST = 1 << 24
@@ -52,6 +52,8 @@ def encode_tree(tree: Any, depth: int = 0) -> Any:
 def _plain(kind: type, data: Any) -> Any:
     try:
         return encode_plain(data)
+    except NanError:
+        raise
     except NotPlainError as error:
         reason = f"which holds a {type(error.args[0]).__qualname__} beside its leaves"
         raise UnwritableError(f"{kind.__module__}.{kind.__qualname__}", reason) from None

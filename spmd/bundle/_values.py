@@ -21,6 +21,10 @@ class NotPlainError(Exception):
     """A value has no written form; its argument is the value."""
 
 
+class NanError(NotPlainError):
+    """A value is NaN: it could be written, but what is read would be equal to nothing."""
+
+
 # Plain values
 
 
@@ -29,6 +33,7 @@ def encode_plain(value: Any) -> Any:
 
     Raises:
         NotPlainError: It is something else, or holds something else.
+        NanError: It is NaN, or holds NaN.
     """
     kind = type(value)
     if value is None or kind in (bool, str):
@@ -36,6 +41,8 @@ def encode_plain(value: Any) -> Any:
     if kind is int and abs(value) < 1 << 63:
         return value
     if kind is float:
+        if math.isnan(value):
+            raise NanError(value)
         return {"float": value.hex()}
     if kind is bytes:
         return {"bytes": value.hex()}

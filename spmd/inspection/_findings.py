@@ -1,7 +1,7 @@
 """What costs a program more than it has to, and what to write instead.
 
-Each rule is a function that gives findings; `RULES` lists them. Those that look at values between
-arguments and results are in `_findings_values.py`.
+Each rule is a function that gives findings; `RULES` lists them. Those on arguments that are whole,
+on batches, and on values between arguments and results are in files of their own.
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import math
 
-from spmd.inspection._findings_values import LARGE, split_of, value_findings
+from spmd.inspection._findings_arguments import whole_arguments
+from spmd.inspection._findings_batch import batch_findings
+from spmd.inspection._findings_values import value_findings
 from spmd.inspection._hlo import Computation, Instruction, Module, parse_shapes
 from spmd.inspection._ledger import is_collective
 from spmd.inspection._memory import donations
-from spmd.inspection._pieces import Argument
 from spmd.inspection._propagation import Propagation
 from spmd.inspection._records import Collective, Finding, Report, Shape
 from spmd.inspection._rematerialization import Rematerialization
+from spmd.inspection._source import users_own
 from spmd.inspection._walk import Visit
-
-#: How many arguments a finding names.
-_NAMED = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,41 +70,7 @@ def _moved_arguments(program: Program) -> Iterator[Finding]:
 
 
 def _replicated_arguments(program: Program) -> Iterator[Finding]:
-    mesh = program.report.mesh
-    if math.prod(mesh.values()) == 1:
-        return
-    found = [a for a in program.report.arguments if a.nbytes >= LARGE and _is_whole(a)]
-    found.sort(key=lambda a: -a.nbytes)
-    if not found:
-        return
-    subject = (
-        f"{found[0].path} is whole on every device"
-        if len(found) == 1
-        else f"{len(found)} large arguments are whole on every device"
-    )
-    rest = len(found) - _NAMED
-    yield Finding(
-        kind="replicated-argument",
-        subject=subject,
-        source=None,
-        nbytes=sum(a.nbytes for a in found),
-        measure="memory",
-        facts=(
-            *(f"{a.path}: {a.dtype}[{','.join(map(str, a.shape))}]" for a in found[:_NAMED]),
-            *([f"and {rest} more"] if rest > 0 else []),
-        ),
-        fix=f"split {found[0].path} {_how(found[0], mesh)}; if it has to be whole in a "
-        "computation, a split argument is gathered where it is used",
-    )
-
-
-def _is_whole(argument: Argument) -> bool:
-    return argument.splits is not None and all(split.parts == 1 for split in argument.splits)
-
-
-def _how(argument: Argument, mesh: Mapping[str, int]) -> str:
-    spec = split_of(argument.shape, mesh)
-    return f"as {spec}" if spec else "padded to a multiple of a mesh axis"
+    yield from whole_arguments(program.report.arguments, program.report.mesh)
 
 
 def _unused_donations(program: Program) -> Iterator[Finding]:
@@ -200,7 +165,7 @@ def _repeated_finding(one: Collective, outside: int | None) -> Finding:
         subject=f"a loop repeats an {one.kind} of the same values"
         if one.kind[0] in "aeiou"
         else f"a loop repeats a {one.kind} of the same values",
-        source=one.source,
+        source=users_own(one.source),
         nbytes=saved,
         measure="wire",
         facts=(
@@ -225,7 +190,7 @@ def _rematerializations(program: Program) -> Iterator[Finding]:
             kind="full-rematerialization",
             subject=f"{one.shape} of {name or 'a value'} is gathered whole, "
             "only to be split otherwise",
-            source=one.source,
+            source=users_own(one.source),
             nbytes=one.nbytes,
             measure="memory",
             facts=(
@@ -282,7 +247,9 @@ def _unused_axes(program: Program) -> Iterator[Finding]:
 
 def _values(program: Program) -> Iterator[Finding]:
     if program.propagation is not None:
-        yield from value_findings(program.propagation, _buffer_shapes(program))
+        shapes = _buffer_shapes(program)
+        yield from batch_findings(program.propagation, shapes)
+        yield from value_findings(program.propagation, shapes)
 
 
 def _buffer_shapes(program: Program) -> set[Shape]:

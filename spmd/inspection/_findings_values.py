@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-import dataclasses
-import functools
+import itertools
 import math
+from typing import Any, NamedTuple
 
 from spmd.inspection import _shardy
-from spmd.inspection._propagation import Link, Propagation, Value, frames_at
+from spmd.inspection._propagation import Propagation, Value, frames_at
 from spmd.inspection._records import DTYPES, Finding, Shape, Source
-from spmd.inspection._source import direction_of, user_source
+from spmd.inspection._source import direction_of, users_own
 
 #: Bytes of an array on one device from which on it is worth a finding.
 LARGE = 1 << 20
@@ -33,16 +32,80 @@ def value_findings(found: Propagation, compiled: Container[Shape]) -> Iterator[F
     """
     if math.prod(found.axis_sizes.values()) == 1:
         return
-    yield from _unsharded_batch(found, compiled)
+    lines = _Lines(found)
     residuals = {i for i in _residuals(found) if _shape(found.values[i]) in compiled}
-    kept = [*_whole(found, residuals, "replicated-residual")]
-    yield from kept
+    yield from _whole(found, lines, residuals, "replicated-residual")
     # What is kept is made, stacked and read on the same line.
+    known = {lines[i].key for i in residuals}
     others = {i for i in _large_results(found) if _shape(found.values[i]) in compiled} - residuals
-    for one in _whole(found, others, "replicated-value"):
-        if all(_line(one.source) != _line(other.source) for other in kept):
-            yield one
-    yield from _uneven(found, compiled)
+    others = {i for i in others if lines[i].key not in known}
+    yield from _whole(found, lines, others, "replicated-value")
+    yield from _uneven(found, lines, compiled)
+
+
+# Lines
+
+
+class _Line(NamedTuple):
+    """Where a value is made.
+
+    Args:
+        own: the user's line that makes it, or calls what does; None where all is in libraries.
+        inner: the innermost line, whoever's it is.
+    """
+
+    own: Source | None
+    inner: Source | None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What values of the same line have in common."""
+        source = self.own or self.inner
+        return (source.file, source.line) if source else ("", 0)
+
+
+class _Lines(dict[int, _Line]):
+    """The line of each value, read where it is asked for: that takes time."""
+
+    def __init__(self, found: Propagation):
+        super().__init__()
+        self._values = found.values
+
+    def __missing__(self, i: int) -> _Line:
+        value = self._values[i]
+        around = [*around_of(value)]
+        # In these, only the lines of the call are those of this program.
+        shared = [n for n, one in enumerate(around) if _function(one).startswith(_SHARED)]
+        calls = around[shared[-1] if shared else 0 :]
+        parts = (_shardy.frames_of(one.location) for one in calls)
+        frames = itertools.chain(() if shared else frames_at(value), *parts)
+        inner = next(frames, None)
+        own = next(filter(users_own, itertools.chain([inner], frames)), None)
+        self[i] = _Line(own=own, inner=inner)
+        return self[i]
+
+
+#: Functions that JAX calls where it lowers a loop. It traces them once, in a whole process, and
+#: their frames stay those of the loop that came first.
+_SHARED = ("dynamic_index_in_dim", "dynamic_update_index_in_dim")
+
+
+def _function(operation: Any) -> str:
+    """The function of which an operation of MLIR is a call; empty for other operations."""
+    is_call = operation.name == "sdy.named_computation"
+    return _shardy.text_of(operation, "name").strip('"') if is_call else ""
+
+
+def around_of(value: Value) -> Iterator[Any]:
+    """The operations of MLIR that a value is inside of, such as calls, innermost first.
+
+    The operations of a function of its own, as `jax.jit` makes one, have only the frames and the
+    name stack from there on: the call of it has the rest.
+    """
+    one = value.operation
+    while one is not None and (one := one.parent) is not None and one.name != "func.func":
+        one = one.operation
+        yield one
 
 
 # Sizes
@@ -61,7 +124,7 @@ def _parts(found: Propagation, axes: Iterable[str]) -> int:
     return math.prod(_shardy.size_of(axis, found.axis_sizes) for axis in axes)
 
 
-def _shard(found: Propagation, value: Value) -> Shape:
+def shard_of(found: Propagation, value: Value) -> Shape:
     """The part of a value that a device holds, padding included."""
     pairs = zip(value.shape, value.axes, strict=True)
     return Shape(dtype=value.dtype, dims=tuple(-(-n // _parts(found, axes)) for n, axes in pairs))
@@ -72,18 +135,14 @@ def _is_whole(value: Value) -> bool:
     return not value.local and not any(value.axes) and value.mark is None
 
 
-def _largest_by_line(found: Propagation, sizes: Mapping[int, int]) -> Iterator[tuple[int, int]]:
-    """Of the values of each of the user's lines the one with most bytes, and these."""
+def _largest_by_line(lines: _Lines, sizes: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+    """Of the values of each line the one with most bytes, and these."""
     best: dict[tuple[str, int], tuple[int, int]] = {}
     for i, nbytes in sizes.items():
-        line = _line(user_source(frames_at(found.values[i])))
-        if line not in best or nbytes > best[line][1]:
-            best[line] = (i, nbytes)
+        key = lines[i].key
+        if key not in best or nbytes > best[key][1]:
+            best[key] = (i, nbytes)
     yield from best.values()
-
-
-def _line(source: Source | None) -> tuple[str, int]:
-    return (source.file, source.line) if source else ("", 0)
 
 
 # Values that are whole on every device
@@ -114,25 +173,34 @@ def _residuals(found: Propagation) -> Iterator[int]:
             yield i
 
 
-def _whole(found: Propagation, indices: Iterable[int], kind: str) -> Iterator[Finding]:
+def _whole(
+    found: Propagation, lines: _Lines, indices: Iterable[int], kind: str
+) -> Iterator[Finding]:
     sizes = {i: _nbytes(found.values[i]) for i in sorted(indices)}
-    for i, nbytes in _largest_by_line(found, sizes):
+    for i, nbytes in _largest_by_line(lines, sizes):
         value, shape = found.values[i], _shape(found.values[i])
-        source = user_source(frames_at(value))
         residual = kind == "replicated-residual"
         yield Finding(
             kind=kind,
             subject=f"{shape} of {value.name} is kept whole on every device for the backward pass"
             if residual
             else f"{shape} of {value.name} is whole on every device",
-            source=source,
+            source=lines[i].own,
             nbytes=nbytes,
             measure="memory",
-            facts=(f"no mesh axis reaches it; why('{_place(source)}') shows where they stop",)
-            if source
-            else ("no mesh axis reaches it",),
-            fix=_constraint(found, value) + (", or jax.checkpoint around it" if residual else ""),
+            facts=tuple(_where(lines[i])),
+            fix=_constraint(found, value, lines[i])
+            + (", or jax.checkpoint around it" if residual else ""),
         )
+
+
+def _where(line: _Line) -> Iterator[str]:
+    if line.own:
+        yield f"no mesh axis reaches it; why('{_place(line.own)}') shows where they stop"
+        return
+    yield "no mesh axis reaches it"
+    if line.inner:
+        yield f"it is made in a library, at {_place(line.inner)}"
 
 
 def _place(source: Source) -> str:
@@ -159,28 +227,29 @@ def split_of(
     return None
 
 
-def _constraint(found: Propagation, value: Value) -> str:
+def _constraint(found: Propagation, value: Value, line: _Line) -> str:
     """The constraint that would split a value."""
     # What a loop stacks is made in its body, without the first dimension.
     stacked = value.name == "while" and len(value.shape) > 1
     shape = value.shape[1:] if stacked else value.shape
     # The first dimension of what is computed is the batch, as a rule.
     spec = split_of(shape, found.axis_sizes, range(len(shape))) or "P(...)"
-    where = "in the body of the loop" if stacked else "on that line"
+    elsewhere = "on that line" if line.own else "on what goes into that library or comes out of it"
+    where = "in the body of the loop" if stacked else elsewhere
     return f"with_sharding_constraint(value, {spec}) {where}"
 
 
 # Padding
 
 
-def _uneven(found: Propagation, compiled: Container[Shape]) -> Iterator[Finding]:
+def _uneven(found: Propagation, lines: _Lines, compiled: Container[Shape]) -> Iterator[Finding]:
     sizes = {
         i: waste
         for i, value in enumerate(found.values)
         if value.plain and not value.local and (waste := _padding(found, value)) >= PADDED
-        if _shard(found, value) in compiled
+        if shard_of(found, value) in compiled
     }
-    for i, waste in _largest_by_line(found, sizes):
+    for i, waste in _largest_by_line(lines, sizes):
         value = found.values[i]
         d = next(d for d, n in enumerate(value.shape) if n % _parts(found, value.axes[d]))
         n, axes = value.shape[d], value.axes[d]
@@ -188,7 +257,7 @@ def _uneven(found: Propagation, compiled: Container[Shape]) -> Iterator[Finding]
         yield Finding(
             kind="uneven-split",
             subject=f"{n} elements are split over {parts} devices",
-            source=user_source(frames_at(value)),
+            source=lines[i].own,
             nbytes=waste,
             measure="memory",
             facts=(
@@ -206,122 +275,5 @@ def _padding(found: Propagation, value: Value) -> int:
     pairs = [(n, _parts(found, axes)) for n, axes in zip(value.shape, value.axes, strict=True)]
     if all(n % parts == 0 for n, parts in pairs) or value.dtype not in DTYPES:
         return 0
-    shard = _shard(found, value).nbytes
+    shard = shard_of(found, value).nbytes
     return shard - _shape(value).nbytes // math.prod(parts for _, parts in pairs)
-
-
-# The batch
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Region:
-    """The dimensions that are split as one dimension of an argument is.
-
-    Args:
-        places: values and their dimensions.
-        is_batch: whether it is the first dimension of an operand of a product of matrices, and
-            no such product sums over it.
-    """
-
-    places: frozenset[tuple[int, int]]
-    is_batch: bool
-
-
-def _unsharded_batch(found: Propagation, compiled: Container[Shape]) -> Iterator[Finding]:
-    by_size: dict[int, list[int]] = {}
-    regions = {}
-    # What a program returns again, or the gradient of, is a weight.
-    weights = {value.shape for value in found.values if value.kind == "output"}
-    for i, value in enumerate(found.values):
-        rows = value.kind == "argument" and value.shape and value.shape[0] > 1
-        if rows and not value.axes[0] and value.shape not in weights:
-            region = _region(found, i)
-            if region is not None and region.is_batch:
-                by_size.setdefault(value.shape[0], []).append(i)
-                regions[i] = region
-    for size, arguments in by_size.items():
-        places = frozenset[tuple[int, int]]().union(*(regions[i].places for i in arguments))
-        axis = _free_axis(found, places, size)
-        arrays = [found.values[i] for i, _ in places if found.values[i].dtype in DTYPES]
-        shards = [_shard(found, value) for value in arrays]
-        nbytes = max((shard.nbytes for shard in shards if shard in compiled), default=0)
-        if axis and nbytes >= LARGE:
-            yield _batch_finding(found, size, arguments, axis, nbytes)
-
-
-def _batch_finding(
-    found: Propagation, size: int, arguments: Sequence[int], axis: str, nbytes: int
-) -> Finding:
-    names = ", ".join(found.values[i].name for i in arguments)
-    n = found.axis_sizes[axis]
-    return Finding(
-        kind="unsharded-batch",
-        subject=f"the {size} rows of {names} are on every device",
-        source=None,
-        nbytes=nbytes - nbytes // n,
-        measure="memory",
-        facts=(
-            f"the {n} devices along {axis!r} all compute the same rows",
-            "bytes are of the largest value with that dimension",
-        ),
-        fix=f"P({axis!r}) for {names} in in_axis_resources",
-    )
-
-
-def _free_axis(found: Propagation, places: Iterable[tuple[int, int]], size: int) -> str | None:
-    """The largest mesh axis that splits none of these values, and divides the dimension."""
-    taken = {axis.partition(":")[0] for i, _ in places for d in found.values[i].axes for axis in d}
-    free = [a for a, n in found.axis_sizes.items() if n > 1 and size % n == 0 and a not in taken]
-    return max(free, key=lambda axis: found.axis_sizes[axis], default=None)
-
-
-def _region(found: Propagation, argument: int) -> _Region | None:
-    """The region of the first dimension of an argument in the forward pass.
-
-    Returns:
-        None where a product of matrices sums over it, or a part of it is split.
-    """
-    pending = deque([(argument, 0)])
-    seen = {(argument, 0)}
-    is_batch = False
-    while pending:
-        i, d = pending.popleft()
-        if found.values[i].axes[d]:
-            return None
-        for k in found.values[i].links:
-            link = found.links[k]
-            if direction_of(link.op_name) == "backward":
-                continue
-            factors = _factors(link, i, d)
-            if link.name == "dot_general" and factors & _summed(link):
-                return None
-            is_batch = is_batch or (link.name == "dot_general" and d == 0 and bool(factors))
-            for place in _related(link, factors):
-                if place not in seen:
-                    seen.add(place)
-                    pending.append(place)
-    return _Region(frozenset(seen), is_batch)
-
-
-def _factors(link: Link, i: int, d: int) -> set[str]:
-    pairs = zip(link.values, link.factors, strict=True)
-    return {name for value, dims in pairs if value == i and d < len(dims) for name in dims[d]}
-
-
-def _related(link: Link, factors: set[str]) -> Iterator[tuple[int, int]]:
-    for value, dims in zip(link.values, link.factors, strict=True):
-        for d, names in enumerate(dims):
-            # A dimension of several factors is split as its first one is.
-            if names and names[0] in factors:
-                yield value, d
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _summed_in(factors: tuple, operands: int) -> frozenset[str]:
-    inside = {name for dims in factors[:operands] for names in dims for name in names}
-    return frozenset(inside - {n for dims in factors[operands:] for names in dims for n in names})
-
-
-def _summed(link: Link) -> frozenset[str]:
-    """The factors that a product of matrices sums over."""
-    return _summed_in(link.factors, link.operands)

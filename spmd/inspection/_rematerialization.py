@@ -6,7 +6,7 @@ a report catches what is written there meanwhile, takes these warnings out, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
 import dataclasses
 import itertools
@@ -18,7 +18,7 @@ import select
 import tempfile
 import threading
 import time
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 import weakref
 
 from jax.sharding import AbstractMesh, PartitionSpec
@@ -110,16 +110,65 @@ def caught() -> Iterator[list[str]]:
                 real = os.dup(2)
                 stack.callback(os.close, real)
                 # A file and no pipe: who writes never waits for us, whatever locks they hold.
-                file = stack.enter_context(tempfile.TemporaryFile(buffering=0))
-                stack.enter_context(_redirected(file, real, lines))
+                file, rest = _opened_twice(stack)
+                dismiss = stack.enter_context(_last_words(rest))
+                passing = _Passing(file, rest, real, lines)
+                stack.enter_context(_redirected(passing, file, real, dismiss))
             yield lines
     finally:
         _one_at_a_time.release()
 
 
+def _opened_twice(stack: contextlib.ExitStack) -> tuple[int, int]:
+    """Two descriptors of a new file without a name; each has a place in it of its own."""
+    file, path = tempfile.mkstemp()
+    stack.callback(os.close, file)
+    try:
+        rest = os.open(path, os.O_RDONLY)
+    finally:
+        os.unlink(path)
+    stack.callback(os.close, rest)
+    return file, rest
+
+
+#: Waits for a line, which comes where all went well. If the end comes first, this process is no
+#: more: it writes out what is left of the file.
+_GUARD = "read -r _ || cat <&3 >&2"
+
+
 @contextlib.contextmanager
-def _redirected(file: IO[bytes], real: int, lines: list[str]) -> Iterator[None]:
-    passing = _Passing(file.fileno(), real, lines)
+def _last_words(rest: int) -> Iterator[Callable[[], object]]:
+    """If this process is aborted, another one writes what was not passed on yet.
+
+    No handler of a signal could: the compiler aborts while other threads hold Python's locks. The
+    other process shares the place of `rest` in its file, and so knows what is left.
+
+    Yields:
+        What tells the other process that all is well; its end takes a while, so it is told early.
+    """
+    read, write = os.pipe()
+    actions = [(os.POSIX_SPAWN_DUP2, read, 0), (os.POSIX_SPAWN_DUP2, rest, 3)]
+    guard = None
+    try:
+        with contextlib.suppress(OSError):  # no shell, or no processes allowed
+            guard = os.posix_spawn(
+                "/bin/sh", ["sh", "-c", _GUARD], os.environ, file_actions=actions
+            )
+        # Both ends stay open here, so there is always one who could read this.
+        yield lambda: os.write(write, b"\n")
+    finally:
+        if guard is not None:
+            os.write(write, b"\n")  # once more: it may not have been told
+            with contextlib.suppress(OSError):  # others may have waited for it
+                os.waitpid(guard, 0)
+        os.close(read)
+        os.close(write)
+
+
+@contextlib.contextmanager
+def _redirected(
+    passing: _Passing, file: int, real: int, dismiss: Callable[[], object]
+) -> Iterator[None]:
     done = threading.Event()
 
     def repeat() -> None:
@@ -129,7 +178,7 @@ def _redirected(file: IO[bytes], real: int, lines: list[str]) -> Iterator[None]:
     thread = threading.Thread(target=repeat, name="spmd-stderr", daemon=True)
     thread.start()
     try:
-        os.dup2(file.fileno(), 2)
+        os.dup2(file, 2)
         yield
     finally:
         try:
@@ -139,6 +188,7 @@ def _redirected(file: IO[bytes], real: int, lines: list[str]) -> Iterator[None]:
             passing.on()
         finally:
             os.dup2(real, 2)
+            dismiss()
         # A write that began before may still be under way, and a file does not say so.
         passing.on()
         time.sleep(_GRACE)
@@ -146,10 +196,17 @@ def _redirected(file: IO[bytes], real: int, lines: list[str]) -> Iterator[None]:
 
 
 class _Passing:
-    """What was written to a file and is not yet passed on."""
+    """What was written to a file and is not yet passed on.
 
-    def __init__(self, file: int, real: int, lines: list[str]):
-        self._file, self._real, self._lines = file, real, lines
+    Args:
+        file: a descriptor of it.
+        rest: another one, whose place in the file is kept where that begins.
+        real: the descriptor to pass it on to.
+        lines: gets the warnings.
+    """
+
+    def __init__(self, file: int, rest: int, real: int, lines: list[str]):
+        self._file, self._at, self._real, self._lines = file, rest, real, lines
         self._place, self._rest = 0, b""
 
     def on(self, to_the_end: bool = False) -> None:
@@ -161,6 +218,8 @@ class _Passing:
             end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
             self._sort(text[:end])
             self._rest = text[end:]
+            # From here on another process writes it, should this one end.
+            os.lseek(self._at, self._place - len(self._rest), os.SEEK_SET)
         if to_the_end:
             self._sort(self._rest)
 

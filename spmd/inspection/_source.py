@@ -47,6 +47,11 @@ def user_source(frames: Sequence[Source]) -> Source | None:
     return frames[0] if frames else None
 
 
+def users_own(source: Source | None) -> Source | None:
+    """A place, if it is the user's; None for one in a library."""
+    return None if source is None or is_library(source.file) else source
+
+
 @functools.lru_cache(maxsize=4096)
 def is_library(file: str) -> bool:
     """Whether a file belongs to Python, to an installed package or to `spmd` itself.

@@ -24,7 +24,7 @@ import spmd.colocated_python  # it asks for threads, which has to be before JAX 
 
 PARTS = (
     *("calls", "compile", "import", "report", "preview", "grad"),
-    *("taps", "pmap", "colocated", "bundle"),
+    *("taps", "pmap", "colocated", "bundle", "page"),
 )
 
 
@@ -65,30 +65,27 @@ def _lines(part: str, turns: int) -> tuple[str | None, Iterable[Any]]:
         importing,
         inspecting,
         mapping,
+        paging,
         previewing,
         tapping,
     )
     from .paired import HEADER
 
-    if part == "calls":
-        return HEADER, dispatch.run(turns)
-    if part == "compile":
-        return HEADER, compiling.run(max(3, turns // 10))
-    if part == "import":
-        return HEADER, [importing.run(max(3, turns // 5))]
-    if part == "report":
-        return None, inspecting.run(max(3, turns // 10))
-    if part == "preview":
-        return previewing.HEADER, previewing.run(max(3, turns // 10))
-    if part == "pmap":
-        return HEADER, mapping.run(turns)
-    if part == "colocated":
-        return HEADER, colocating.run(turns)
-    if part == "bundle":
-        return HEADER, bundling.run(max(3, turns // 5))
-    if part == "taps":
-        return HEADER, tapping.run(max(5, turns // 2))
-    return differentiating.HEADER, differentiating.run()
+    some, few = max(3, turns // 5), max(3, turns // 10)
+    parts = {
+        "calls": lambda: (HEADER, dispatch.run(turns)),
+        "compile": lambda: (HEADER, compiling.run(few)),
+        "import": lambda: (HEADER, [importing.run(some)]),
+        "report": lambda: (None, inspecting.run(few)),
+        "preview": lambda: (previewing.HEADER, previewing.run(few)),
+        "grad": lambda: (differentiating.HEADER, differentiating.run()),
+        "taps": lambda: (HEADER, tapping.run(max(5, turns // 2))),
+        "pmap": lambda: (HEADER, mapping.run(turns)),
+        "colocated": lambda: (HEADER, colocating.run(turns)),
+        "bundle": lambda: (HEADER, bundling.run(some)),
+        "page": lambda: (paging.HEADER, paging.run(max(1, turns // 10))),
+    }
+    return parts[part]()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,10 @@
 
 import collections
 import functools
+import math
 
+from bundles import Box
+from hardware import needs_libtpu
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -101,6 +104,47 @@ def test_static_arguments_that_are_not_plain(tmp_path):
         "  expected  static arguments of plain values, dtypes of JAX, meshes with named axes\n"
         "  got       PjitFunction: "
     )
+
+
+NAN = (
+    "pjit of `<lambda>` cannot be saved: a static argument or a value beside leaves is NaN, which "
+    "is not equal to itself, so no call of the loaded program would match.\n"
+    "  expected  values that are equal to what is read back\n"
+    "  got       float: nan\n"
+    "  fix       pass it as an array, or None in its place"
+)
+
+
+@pytest.mark.parametrize("value", [math.nan, (1, (math.nan, 2))])
+def test_static_arguments_that_are_nan(value, tmp_path):
+    """NaN has a written form, and is refused with the reason: it is never what was given."""
+    path = tmp_path / "f"
+    assert refused(lambda s, x: x, path, value, X, static_argnums=0) == NAN
+    with spmd.make_mesh({"x": 8}):
+        pjit(lambda s, x: x, static_argnums=0).lower(math.inf, X).compile().save(path)
+    np.testing.assert_array_equal(spmd.load(path)(math.inf, X), X)
+
+
+def test_nan_beside_leaves(tmp_path):
+    """NaN in what a node holds beside its leaves is refused for the same reason."""
+    box = Box(X, math.nan)
+    assert refused(lambda b: b.inside, tmp_path / "f", box) == NAN
+
+
+@needs_libtpu
+def test_devices_that_are_only_described(tmp_path):
+    """A program for a described topology has no devices to run on, here or where it is loaded."""
+    with spmd.topology("v5e:2x2", {"data": 4}):
+        compiled = pjit(lambda x: x + 1).lower(X).compile()
+    with pytest.raises(spmd.BundleError) as error:
+        compiled.save(tmp_path / "f")
+    assert str(error.value) == (
+        "pjit of `<lambda>` cannot be saved: it does not run on devices of this process alone.\n"
+        "  expected  a mesh of devices of this process\n"
+        "  got       mesh data=4, whose devices are only described\n"
+        "  fix       compile and save it where the devices are"
+    )
+    assert not list(tmp_path.iterdir())
 
 
 def test_classes_that_no_other_process_can_find(tmp_path):

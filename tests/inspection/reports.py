@@ -70,6 +70,23 @@ def report(**fields):
     return Report(**given | fields)
 
 
+def many(count, **fields):
+    """A report of so many collectives, no two of which are alike, with other `fields`."""
+    found = tuple(
+        collective(
+            kind=("all-reduce", "all-gather")[i % 2],
+            mesh_axes=(("data",), ("model",), ("data", "model"))[i % 3],
+            wire_bytes=(i * 7919) % 2003,
+            payload_bytes=i,
+            source=source(i % 400, f"block_{i}"),
+            frames=(source(i % 400), source(7, "main", "/w/main.py")),
+            op_name=f"jit(step)/layer_{i}/dot_general",
+        )
+        for i in range(count)
+    )
+    return report(collectives=found, **fields)
+
+
 #: 12 * 24 MiB, an unknown number of times 48 KiB, 3 * 24 MiB, and nothing.
 SMALL = report(
     backend="cpu",

@@ -91,12 +91,12 @@ def test_moved_argument():
 
 
 def test_replicated_arguments():
-    """Large arguments that are whole everywhere are one finding, with a spec that would do."""
+    """Large leaves of one tree that are whole are one finding, with a spec that would do."""
     (one,) = found(jax.grad(loss), (None, P("data")), [W, W], X)["replicated-argument"]
-    assert one.subject == "2 large arguments are whole on every device"
+    assert one.subject == "the 2 large leaves of ws are whole on every device"
     assert one.nbytes == 2 * SIDE * SIDE * 4
     assert one.facts == ("ws[0]: f32[1024,1024]", "ws[1]: f32[1024,1024]")
-    assert one.fix.startswith("split ws[0] as P('data');")
+    assert one.fix.startswith("split all of ws as P('data');")
 
 
 @pytest.mark.parametrize("rows", [LARGE // 4, LARGE // 4 - 1])

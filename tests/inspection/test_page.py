@@ -12,7 +12,7 @@ from hypothesis import given, settings
 import jax
 import jax.numpy as jnp
 import pytest
-from reports import MIB, SMALL, collective, report, reports, source
+from reports import MIB, SMALL, collective, many, report, reports, source
 
 import spmd
 from spmd import P
@@ -73,23 +73,6 @@ def order(tab):
         "#rows tbody tr:not([hidden]):not(.detail)",
         "rows => rows.map(row => Number(row.dataset.i))",
     )
-
-
-def many(count):
-    """A report of so many collectives, no two of which are alike."""
-    found = tuple(
-        collective(
-            kind=("all-reduce", "all-gather")[i % 2],
-            mesh_axes=(("data",), ("model",), ("data", "model"))[i % 3],
-            wire_bytes=(i * 7919) % 2003,
-            payload_bytes=i,
-            source=source(i % 400, f"block_{i}"),
-            frames=(source(i % 400), source(7, "main", "/w/main.py")),
-            op_name=f"jit(step)/layer_{i}/dot_general",
-        )
-        for i in range(count)
-    )
-    return report(collectives=found)
 
 
 SOME = many(240)

@@ -3,6 +3,10 @@
 import functools
 import itertools
 import os
+from pathlib import Path
+import signal
+import subprocess
+import sys
 import threading
 
 import jax
@@ -363,6 +367,39 @@ def test_after_an_error(capfdbinary):
     assert capfdbinary.readouterr().err == b"why\n"
 
 
+ABORTING = """
+import os, time
+from spmd.inspection import _rematerialization as remat
+
+with remat.caught():
+    os.write(2, b"at once\\nnot yet ")
+    time.sleep(1)
+    os.write(2, b"a line\\nlast words")
+    os.abort()
+"""
+
+
+def test_last_words():
+    """What a process writes before it aborts arrives, once, though nobody in it passes it on."""
+    done = subprocess.run([sys.executable, "-c", ABORTING], capture_output=True, check=False)
+    assert done.returncode == -signal.SIGABRT
+    # Python itself may write more: CI turns its fault handler on.
+    assert done.stderr.startswith(b"at once\nnot yet a line\nlast words")
+    assert done.stderr.count(b"last words") == done.stderr.count(b"at once") == 1
+
+
+def test_without_a_shell(monkeypatch, capfdbinary):
+    """Where no process can be started, warnings are caught all the same."""
+
+    def refuse(*args, **options):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "posix_spawn", refuse)
+    with remat.caught() as lines:
+        os.write(2, b"x\n" + ONE)
+    assert (len(lines), capfdbinary.readouterr().err) == (1, b"x\n")
+
+
 def test_one_at_a_time(capfdbinary):
     """A second one catches nothing while the first does, and does so afterwards."""
     with remat.caught() as outer:
@@ -412,8 +449,15 @@ def test_closed():
 
 
 def test_nothing_stays_open():
-    """Catching leaves no descriptor and no thread behind."""
-    before = sorted(os.listdir("/proc/self/fd")), threading.active_count()
+    """Catching leaves no descriptor, thread and process behind."""
+
+    def what_is_there():
+        here = Path("/proc/thread-self")
+        children = (here / "children").read_text()
+        return sorted(os.listdir(here / "fd")), threading.active_count(), children
+
+    before = what_is_there()
     with remat.caught():
         os.write(2, b"")
-    assert (sorted(os.listdir("/proc/self/fd")), threading.active_count()) == before
+        assert what_is_there()[2] != before[2]
+    assert what_is_there() == before
