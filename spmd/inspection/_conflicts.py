@@ -1,14 +1,20 @@
-"""Where an axis stopped on its way to a value, and what kept it out."""
+"""Where an axis stopped on its way to a value, and what kept it out.
+
+Every operation is looked at once from each dimension that it relates, however many values are asked
+about: where an axis stops, and why, is the same for all of them. Only how far away it is differs.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
 import dataclasses
+import functools
+from typing import NamedTuple
 
 from spmd.inspection import _shardy
 from spmd.inspection._propagation import Link, Mark, Propagation, Value
-from spmd.inspection._routes import route_of
+from spmd.inspection._routes import mark_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,78 +33,229 @@ class Stop:
     distance: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Place:
-    """A dimension of a value, and how many operations away it is."""
-
-    value: int
-    dimension: int
-    distance: int
-
-
 def conflicts(found: Propagation, i: int) -> list[Stop]:
     """The annotations that did not get through to a value, the nearest first.
+
+    Of stops that differ in neither axis, annotations nor reason the nearest is given, and of
+    equally near ones the first in the program's order of operations.
 
     Args:
         found: the program.
         i: index of the value.
     """
-    stops: dict[object, Stop] = {}
+    stops = []
     for dimension in range(len(found.values[i].shape)):
-        for stop in _border(found, i, dimension):
-            key = (dimension, stop.axis, id(stop.lost), id(stop.won), stop.reason)
-            stops.setdefault(key, stop)
-    return sorted(stops.values(), key=lambda stop: stop.distance)
+        place = _Place(i, dimension)
+        region = _region_of(found, place)
+        for distance, k in region.nearest(place):
+            stop = region.stops[k]
+            stops.append(dataclasses.replace(stop, dimension=dimension, distance=distance))
+    return sorted(stops, key=lambda stop: stop.distance)
 
 
-def _border(found: Propagation, i: int, dimension: int) -> Iterator[Stop]:
-    """Every axis that stops at the region of a dimension, in order of distance."""
-    pending = deque([_Place(i, dimension, 0)])
-    seen = {(i, dimension)}
-    while pending:
-        place = pending.popleft()
-        for k in found.values[place.value].links:
-            for factor, mine, other, theirs in _related(found, k, place):
-                missing = [axis for axis in theirs if not _has(mine, axis)]
-                for axis in missing:
-                    yield _stop(found, k, factor, place, other, axis, dimension)
-                next_to = (other.value, other.dimension)
-                alike = not missing and mine == theirs
-                if alike and next_to not in seen and _goes_on(found, k, factor, place):
-                    seen.add(next_to)
+# Regions
+
+
+class _Place(NamedTuple):
+    """A dimension of a value."""
+
+    value: int
+    dimension: int
+
+
+def _region_of(found: Propagation, place: _Place) -> _Region:
+    if place not in found.regions:
+        region = _Region(place, lambda one: _look(found, one))
+        for one in region.beyond:
+            # At an annotation several regions end; what is said about it is the same in each.
+            found.regions.setdefault(one, region)
+    return found.regions[place]
+
+
+_Kind = tuple[str, int, int, str]
+"""Of stops that are alike in this, the nearest stands for all."""
+
+_Near = tuple[int, int]
+"""How many operations away the nearest stop of a kind is, and its index."""
+
+
+class _Region:
+    """The dimensions that one gets to from one of them, and the stops at its border.
+
+    From any two dimensions without an annotation one gets to the same.
+
+    Args:
+        start: a dimension of the region.
+        look: gives the dimensions next to one, and the stops there.
+    """
+
+    def __init__(self, start: _Place, look: Callable[[_Place], tuple[list[_Place], list[Stop]]]):
+        self.beyond: dict[_Place, list[_Place]] = {}
+        stops: list[Stop] = []
+        pending, seen = [start], {start}
+        while pending:
+            place = pending.pop()
+            self.beyond[place], here = look(place)
+            stops += here
+            new = [other for other in self.beyond[place] if other not in seen]
+            seen.update(new)
+            pending += new
+        #: Whatever it was that one began with, in the order of the program.
+        self.stops = sorted(stops, key=lambda stop: (stop.link, stop.at, stop.dimension))
+        self.kinds: defaultdict[_Kind, list[int]] = defaultdict(list)
+        self.at: defaultdict[_Place, list[int]] = defaultdict(list)
+        for k, stop in enumerate(self.stops):
+            self.kinds[_kind(stop)].append(k)
+            self.at[_Place(stop.at, stop.dimension)].append(k)
+        self.walks = 0
+        self.tables: list[dict[_Place, _Near]] = []
+
+    def nearest(self, place: _Place) -> list[_Near]:
+        """The nearest stop of each kind, in order of distance."""
+        # A walk from one dimension takes as long as a search from all stops of one kind.
+        if self.walks < len(self.kinds):
+            self.walks += 1
+            return sorted(self._walk(place).values())
+        self.tables = self.tables or [self._search(stops) for stops in self.kinds.values()]
+        return sorted(table[place] for table in self.tables if place in table)
+
+    def _walk(self, start: _Place) -> dict[_Kind, _Near]:
+        """The nearest stop of each kind to one dimension."""
+        near: dict[_Kind, _Near] = {}
+        distances = {start: 0}
+        pending = deque([start])
+        while pending:
+            place = pending.popleft()
+            for k in self.at.get(place, ()):
+                kind, this = _kind(self.stops[k]), (distances[place], k)
+                near[kind] = min(near.get(kind, this), this)
+            for other in self.beyond[place]:
+                if other not in distances:
+                    distances[other] = distances[place] + 1
                     pending.append(other)
+        return near
+
+    def _search(self, stops: list[int]) -> dict[_Place, _Near]:
+        """The nearest of some stops to each dimension from which one gets to one.
+
+        Stops are in order, and so are those of one distance in the queue: the first wins.
+        """
+        near: dict[_Place, _Near] = {}
+        for k in stops:
+            near.setdefault(_Place(self.stops[k].at, self.stops[k].dimension), (0, k))
+        pending = deque(near)
+        while pending:
+            place = pending.popleft()
+            distance, k = near[place]
+            for other in self.before[place]:
+                if other not in near:
+                    near[other] = (distance + 1, k)
+                    pending.append(other)
+        return near
+
+    @functools.cached_property
+    def before(self) -> Mapping[_Place, list[_Place]]:
+        """The other way round: from which dimensions one gets to one."""
+        before: defaultdict[_Place, list[_Place]] = defaultdict(list)
+        for place, others in self.beyond.items():
+            for other in others:
+                before[other].append(place)
+        return before
 
 
-def _goes_on(found: Propagation, k: int, factor: str, place: _Place) -> bool:
-    """Whether what is beyond an operation has a say in how a dimension is split."""
-    return found.values[place.value].mark is None and factor not in found.links[k].stops
+def _kind(stop: Stop) -> _Kind:
+    return (stop.axis, id(stop.lost), id(stop.won), stop.reason)
 
 
-def _related(
-    found: Propagation, k: int, place: _Place
-) -> Iterator[tuple[str, tuple[str, ...], _Place, tuple[str, ...]]]:
-    """The dimensions that an operation relates to one: factor, its axes there, place, axes here."""
-    key = (k, place.value, place.dimension)
-    rows = found.related.get(key)
-    if rows is None:
-        rows = found.related[key] = [*_find_related(found, *key)]
-    for factor, mine, value, dimension, theirs in rows:
-        yield factor, mine, _Place(value, dimension, place.distance + 1), theirs
+# Places
 
 
-def _find_related(
-    found: Propagation, k: int, i: int, dimension: int
-) -> Iterator[tuple[str, tuple[str, ...], int, int, tuple[str, ...]]]:
-    link = found.links[k]
-    for p, value in enumerate(link.values):
-        if value != i or dimension >= len(link.factors[p]):
-            continue
-        for factor in link.factors[p][dimension]:
-            mine = _axes_of(found, link, p, dimension, factor)
-            for q, other in enumerate(link.values):
-                for d, factors in enumerate(link.factors[q]):
-                    if q != p and factor in factors:
-                        yield factor, mine, other, d, _axes_of(found, link, q, d, factor)
+def _look(found: Propagation, place: _Place) -> tuple[list[_Place], list[Stop]]:
+    """The dimensions next to one that are split alike, and the axes that do not get to it."""
+    if place not in found.looks:
+        beyond: list[_Place] = []
+        stops: list[Stop] = []
+        for k in found.values[place.value].links:
+            relation = _relation_of(found, k)
+            beyond += _alike(found, k, relation, place)
+            if not relation.even:
+                stops += _stops(found, k, relation, place)
+        found.looks[place] = [*dict.fromkeys(beyond)], stops
+    return found.looks[place]
+
+
+def _alike(found: Propagation, k: int, relation: _Relation, place: _Place) -> Iterator[_Place]:
+    """The dimensions that must be split as one is, and are, beyond an operation."""
+    if found.values[place.value].mark is not None:
+        return  # what is beyond has no say in how it is split
+    for factor, _, mine in relation.sides.get(place, ()):
+        if factor not in found.links[k].stops:
+            for _, other, theirs in relation.members[factor]:
+                if theirs == mine:
+                    yield other
+
+
+def _stops(found: Propagation, k: int, relation: _Relation, place: _Place) -> Iterator[Stop]:
+    """The axes that an operation has beyond, and that do not get to a dimension."""
+    rows = [*_rows(relation, place)]
+    for row in rows:
+        for axis in row.theirs:
+            if not _has(row.mine, axis):
+                yield _stop(found, k, place, row, rows, axis)
+
+
+class _Relation(NamedTuple):
+    """Which dimensions of its values an operation relates.
+
+    Args:
+        sides: of a dimension, the factors that it consists of, each with the position of the value
+            and with the axes that split the factor there.
+        members: of a factor, the dimensions that have it, with position and axes.
+        even: whether all that have a factor are split alike, so that no axis stops.
+    """
+
+    sides: Mapping[_Place, list[tuple[str, int, tuple[str, ...]]]]
+    members: Mapping[str, list[tuple[int, _Place, tuple[str, ...]]]]
+    even: bool
+
+
+def _relation_of(found: Propagation, k: int) -> _Relation:
+    if k not in found.relations:
+        link = found.links[k]
+        sides, members = defaultdict(list), defaultdict(list)
+        for p, value in enumerate(link.values):
+            for d, factors in enumerate(link.factors[p]):
+                for factor in factors:
+                    place, axes = _Place(value, d), _axes_of(found, link, p, d, factor)
+                    sides[place].append((factor, p, axes))
+                    members[factor].append((p, place, axes))
+        even = all(len({axes for *_, axes in one}) == 1 for one in members.values())
+        found.relations[k] = _Relation(sides, members, even)
+    return found.relations[k]
+
+
+class _Row(NamedTuple):
+    """A dimension that an operation relates to another one.
+
+    Args:
+        factor: of the operation, that both have.
+        mine: the axes that split it here.
+        other: the other dimension.
+        theirs: the axes that split it there.
+    """
+
+    factor: str
+    mine: tuple[str, ...]
+    other: _Place
+    theirs: tuple[str, ...]
+
+
+def _rows(relation: _Relation, place: _Place) -> Iterator[_Row]:
+    """The dimensions that an operation relates to one."""
+    for factor, p, mine in relation.sides.get(place, ()):
+        for q, other, theirs in relation.members[factor]:
+            if q != p:
+                yield _Row(factor, mine, other, theirs)
 
 
 def _axes_of(found: Propagation, link: Link, p: int, d: int, factor: str) -> tuple[str, ...]:
@@ -119,67 +276,63 @@ def _axes_of(found: Propagation, link: Link, p: int, d: int, factor: str) -> tup
 
 
 def _has(axes: tuple[str, ...], axis: str) -> bool:
-    return any(one in (axis, axis.partition(":")[0]) for one in axes)
+    return axis in axes or _shardy.whole_of(axis) in axes
+
+
+# Stops
 
 
 def _stop(
-    found: Propagation,
-    k: int,
-    factor: str,
-    place: _Place,
-    other: _Place,
-    axis: str,
-    dimension: int,
+    found: Propagation, k: int, place: _Place, row: _Row, rows: list[_Row], axis: str
 ) -> Stop:
-    reason, other_mark = _reason(found, k, factor, place, other, axis)
+    """A stop as it is seen from the dimension that it is at."""
+    reason, other_mark = _reason(found, k, place, row, rows, axis)
     return Stop(
         axis=axis,
-        dimension=dimension,
+        dimension=place.dimension,
         link=k,
         at=place.value,
         reason=reason,
-        lost=route_of(found, other.value, axis).mark,
+        lost=mark_of(found, row.other.value, axis),
         won=None if reason == "tie" else other_mark,
         against=other_mark if reason == "tie" else None,
         kept=found.values[place.value].axes[place.dimension],
-        distance=place.distance,
+        distance=0,
     )
 
 
 def _reason(
-    found: Propagation, k: int, factor: str, place: _Place, other: _Place, axis: str
+    found: Propagation, k: int, place: _Place, row: _Row, rows: list[_Row], axis: str
 ) -> tuple[str, Mark | None]:
     """Why an axis stopped at a value, and the annotation that it met."""
     value = found.values[place.value]
-    if factor in found.links[k].stops:
+    if row.factor in found.links[k].stops:
         return "operation", None
     for d, axes in enumerate(value.axes):
         if d != place.dimension and _has(axes, axis):
-            return "taken", route_of(found, place.value, _own(axes, axis)).mark
+            return "taken", mark_of(found, place.value, _own(axes, axis))
     if kept := value.axes[place.dimension]:
-        return "split", route_of(found, place.value, kept[0]).mark
+        return "split", mark_of(found, place.value, kept[0])
     if value.mark is not None and value.dimensions[place.dimension].closed:
         return "closed", value.mark
-    if user := _user_elsewhere(found, k, factor, axis):
-        return "taken", route_of(found, *user).mark
-    if rival := _rival(found, k, factor, place, other):
-        return "tie", route_of(found, *rival).mark
+    if user := _user_elsewhere(found, k, row.factor, axis):
+        return "taken", mark_of(found, *user)
+    if rival := _rival(found, row, rows):
+        return "tie", mark_of(found, *rival)
     return "operation", None
 
 
-def _rival(
-    found: Propagation, k: int, factor: str, place: _Place, other: _Place
-) -> tuple[int, str] | None:
+def _rival(found: Propagation, row: _Row, rows: list[_Row]) -> tuple[int, str] | None:
     """A value that wants the same dimension of an operation split over other axes."""
-    theirs = found.values[other.value].axes[other.dimension]
-    for _, _, there, axes in _related(found, k, place):
-        if there.value != other.value and axes and not {*axes} & {*theirs}:
-            return there.value, axes[0]
+    theirs = found.values[row.other.value].axes[row.other.dimension]
+    for one in rows:
+        if one.other.value != row.other.value and one.theirs and not {*one.theirs} & {*theirs}:
+            return one.other.value, one.theirs[0]
     return None
 
 
 def _own(axes: tuple[str, ...], axis: str) -> str:
-    return axis if axis in axes else axis.partition(":")[0]
+    return axis if axis in axes else _shardy.whole_of(axis)
 
 
 def _user_elsewhere(found: Propagation, k: int, factor: str, axis: str) -> tuple[int, str] | None:

@@ -191,6 +191,7 @@ def dims_of(kind: Any) -> tuple[tuple[int, ...], str]:
     return tuple(sizes), text.partition(",")[0]
 
 
+@functools.lru_cache(maxsize=1 << 8)
 def hlo_dtype(dtype: str) -> str:
     """XLA's name of an element type that MLIR writes otherwise."""
     if dtype == "i1":
@@ -247,6 +248,14 @@ def shardings_in(text: str) -> tuple[Dimensions, ...]:
 def open_sharding(rank: int) -> Dimensions:
     """What a value has that nothing was said about."""
     return (Dimension(),) * rank
+
+
+_PART = re.compile(r":\(\d+\)\d+$")
+
+
+def whole_of(axis: str) -> str:
+    """The axis that a part such as ``data:(1)2`` is one of; a whole one as it is."""
+    return _PART.sub("", axis) if ":(" in axis else axis
 
 
 def size_of(axis: str, sizes: Mapping[str, int]) -> int:
