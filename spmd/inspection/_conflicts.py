@@ -7,13 +7,14 @@ about: where an axis stops, and why, is the same for all of them. Only how far a
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
+import itertools
 from typing import NamedTuple
 
 from spmd.inspection import _shardy
-from spmd.inspection._propagation import Link, Mark, Propagation, Value
+from spmd.inspection._propagation import Factors, Link, Mark, Propagation, Value
 from spmd.inspection._routes import mark_of
 
 
@@ -45,7 +46,7 @@ def conflicts(found: Propagation, i: int) -> list[Stop]:
     """
     stops = []
     for dimension in range(len(found.values[i].shape)):
-        place = _Place(i, dimension)
+        place = (i, dimension)
         region = _region_of(found, place)
         for distance, k in region.nearest(place):
             stop = region.stops[k]
@@ -56,16 +57,13 @@ def conflicts(found: Propagation, i: int) -> list[Stop]:
 # Regions
 
 
-class _Place(NamedTuple):
-    """A dimension of a value."""
-
-    value: int
-    dimension: int
+_Place = tuple[int, int]
+"""A value and one of its dimensions."""
 
 
 def _region_of(found: Propagation, place: _Place) -> _Region:
     if place not in found.regions:
-        region = _Region(place, lambda one: _look(found, one))
+        region = _Region(place, lambda one: _look_once(found, one))
         for one in region.beyond:
             # At an annotation several regions end; what is said about it is the same in each.
             found.regions.setdefault(one, region)
@@ -89,8 +87,8 @@ class _Region:
         look: gives the dimensions next to one, and the stops there.
     """
 
-    def __init__(self, start: _Place, look: Callable[[_Place], tuple[list[_Place], list[Stop]]]):
-        self.beyond: dict[_Place, list[_Place]] = {}
+    def __init__(self, start: _Place, look: Callable[[_Place], _Look]):
+        self.beyond: dict[_Place, tuple[_Place, ...]] = {}
         stops: list[Stop] = []
         pending, seen = [start], {start}
         while pending:
@@ -106,7 +104,7 @@ class _Region:
         self.at: defaultdict[_Place, list[int]] = defaultdict(list)
         for k, stop in enumerate(self.stops):
             self.kinds[_kind(stop)].append(k)
-            self.at[_Place(stop.at, stop.dimension)].append(k)
+            self.at[stop.at, stop.dimension].append(k)
         self.walks = 0
         self.tables: list[dict[_Place, _Near]] = []
 
@@ -142,7 +140,7 @@ class _Region:
         """
         near: dict[_Place, _Near] = {}
         for k in stops:
-            near.setdefault(_Place(self.stops[k].at, self.stops[k].dimension), (0, k))
+            near.setdefault((self.stops[k].at, self.stops[k].dimension), (0, k))
         pending = deque(near)
         while pending:
             place = pending.popleft()
@@ -169,69 +167,48 @@ def _kind(stop: Stop) -> _Kind:
 
 # Places
 
+_Look = tuple[tuple[_Place, ...], list[Stop]]
 
-def _look(found: Propagation, place: _Place) -> tuple[list[_Place], list[Stop]]:
-    """The dimensions next to one that are split alike, and the axes that do not get to it."""
+
+def _look_once(found: Propagation, place: _Place) -> _Look:
+    if found.values[place[0]].mark is None:
+        return _look(found, place)  # it lies in one region
     if place not in found.looks:
-        beyond: list[_Place] = []
-        stops: list[Stop] = []
-        for k in found.values[place.value].links:
-            relation = _relation_of(found, k)
-            beyond += _alike(found, k, relation, place)
-            if not relation.even:
-                stops += _stops(found, k, relation, place)
-        found.looks[place] = [*dict.fromkeys(beyond)], stops
+        found.looks[place] = _look(found, place)
     return found.looks[place]
+
+
+def _look(found: Propagation, place: _Place) -> _Look:
+    """The dimensions next to one that are split alike, and the axes that do not get to it."""
+    beyond: list[_Place] = []
+    stops: list[Stop] = []
+    for k in found.values[place[0]].links:
+        relation = _relation_of(found, k)
+        beyond += _alike(found, k, relation, place)
+        if not relation.even:
+            stops += _stops(found, k, relation, place)
+    return tuple(dict.fromkeys(beyond)), stops
 
 
 def _alike(found: Propagation, k: int, relation: _Relation, place: _Place) -> Iterator[_Place]:
     """The dimensions that must be split as one is, and are, beyond an operation."""
-    if found.values[place.value].mark is not None:
+    value, dimension = place
+    if found.values[value].mark is not None:
         return  # what is beyond has no say in how it is split
-    for factor, _, mine in relation.sides.get(place, ()):
-        if factor not in found.links[k].stops:
-            for _, other, theirs in relation.members[factor]:
-                if theirs == mine:
-                    yield other
+    link = found.links[k]
+    for p, one in enumerate(link.values):
+        if one == value:
+            for q, d in relation.alike.get((p, dimension), ()):
+                yield link.values[q], d
 
 
 def _stops(found: Propagation, k: int, relation: _Relation, place: _Place) -> Iterator[Stop]:
     """The axes that an operation has beyond, and that do not get to a dimension."""
-    rows = [*_rows(relation, place)]
+    rows = [*_rows(found.links[k], relation, place)]
     for row in rows:
         for axis in row.theirs:
             if not _has(row.mine, axis):
                 yield _stop(found, k, place, row, rows, axis)
-
-
-class _Relation(NamedTuple):
-    """Which dimensions of its values an operation relates.
-
-    Args:
-        sides: of a dimension, the factors that it consists of, each with the position of the value
-            and with the axes that split the factor there.
-        members: of a factor, the dimensions that have it, with position and axes.
-        even: whether all that have a factor are split alike, so that no axis stops.
-    """
-
-    sides: Mapping[_Place, list[tuple[str, int, tuple[str, ...]]]]
-    members: Mapping[str, list[tuple[int, _Place, tuple[str, ...]]]]
-    even: bool
-
-
-def _relation_of(found: Propagation, k: int) -> _Relation:
-    if k not in found.relations:
-        link = found.links[k]
-        sides, members = defaultdict(list), defaultdict(list)
-        for p, value in enumerate(link.values):
-            for d, factors in enumerate(link.factors[p]):
-                for factor in factors:
-                    place, axes = _Place(value, d), _axes_of(found, link, p, d, factor)
-                    sides[place].append((factor, p, axes))
-                    members[factor].append((p, place, axes))
-        even = all(len({axes for *_, axes in one}) == 1 for one in members.values())
-        found.relations[k] = _Relation(sides, members, even)
-    return found.relations[k]
 
 
 class _Row(NamedTuple):
@@ -250,32 +227,95 @@ class _Row(NamedTuple):
     theirs: tuple[str, ...]
 
 
-def _rows(relation: _Relation, place: _Place) -> Iterator[_Row]:
+def _rows(link: Link, relation: _Relation, place: _Place) -> Iterator[_Row]:
     """The dimensions that an operation relates to one."""
-    for factor, p, mine in relation.sides.get(place, ()):
-        for q, other, theirs in relation.members[factor]:
-            if q != p:
-                yield _Row(factor, mine, other, theirs)
+    value, dimension = place
+    for p, one in enumerate(link.values):
+        if one != value or dimension >= len(link.factors[p]):
+            continue
+        for factor in link.factors[p][dimension]:
+            members = relation.members[factor]
+            mine = next(axes for q, d, axes in members if (q, d) == (p, dimension))
+            for q, d, theirs in members:
+                if q != p:
+                    yield _Row(factor, mine, (link.values[q], d), theirs)
 
 
-def _axes_of(found: Propagation, link: Link, p: int, d: int, factor: str) -> tuple[str, ...]:
+# Operations
+
+_Axes = tuple[str, ...]
+_Side = tuple[int, int]
+"""A position among an operation's values, and a dimension of the value there."""
+
+
+class _Relation(NamedTuple):
+    """Which dimensions an operation relates, whatever its values are.
+
+    Args:
+        members: of a factor, the positions and dimensions that have it, and the axes there.
+        alike: of a position and a dimension, those that are split alike and must be.
+        even: whether all that have a factor are split alike, so that no axis stops.
+    """
+
+    members: Mapping[str, Sequence[tuple[int, int, _Axes]]]
+    alike: Mapping[_Side, Sequence[_Side]]
+    even: bool
+
+
+def _relation_of(found: Propagation, k: int) -> _Relation:
+    if k not in found.relations:
+        link = found.links[k]
+        axes = tuple(found.values[i].axes for i in link.values)
+        sizes = tuple(link.sizes.items()), tuple(found.axis_sizes.items())
+        found.relations[k] = _relation(link.factors, link.stops, axes, *sizes)
+    return found.relations[k]
+
+
+@functools.lru_cache(maxsize=1 << 12)  # layers of a program have the same
+def _relation(
+    factors: tuple[Factors, ...],
+    stops: frozenset[str],
+    axes: tuple[tuple[_Axes, ...], ...],
+    factor_sizes: tuple[tuple[str, int], ...],
+    axis_sizes: tuple[tuple[str, int], ...],
+) -> _Relation:
+    sizes = dict(factor_sizes), dict(axis_sizes)
+    members: defaultdict[str, list[tuple[int, int, _Axes]]] = defaultdict(list)
+    for p, dimensions in enumerate(factors):
+        for d, names in enumerate(dimensions):
+            for name in names:
+                members[name].append((p, d, _axes_of(axes[p][d], names, name, *sizes)))
+    alike: defaultdict[_Side, list[_Side]] = defaultdict(list)
+    for name, sides in members.items():
+        for (p, d, mine), (q, other, theirs) in itertools.permutations(sides, 2):
+            if p != q and mine == theirs and name not in stops:
+                alike[p, d].append((q, other))
+    even = all(len({one for *_, one in sides}) == 1 for sides in members.values())
+    return _Relation(members, alike, even)
+
+
+def _axes_of(
+    axes: _Axes,
+    factors: Sequence[str],
+    factor: str,
+    sizes: Mapping[str, int],
+    axis_sizes: Mapping[str, int],
+) -> _Axes:
     """The axes that split one factor of a dimension, which consists of factors, major to minor."""
-    axes = found.values[link.values[p]].axes[d]
-    factors = link.factors[p][d]
     if len(factors) == 1:
         return axes
     rest = list(axes)
     for name in factors:
-        size, taken = link.sizes.get(name, 1), []
+        size, taken = sizes.get(name, 1), []
         while rest and size > 1:
-            size //= max(_shardy.size_of(rest[0], found.axis_sizes), 1)
+            size //= max(_shardy.size_of(rest[0], axis_sizes), 1)
             taken.append(rest.pop(0))
         if name == factor:
             return tuple(taken)
     return ()
 
 
-def _has(axes: tuple[str, ...], axis: str) -> bool:
+def _has(axes: _Axes, axis: str) -> bool:
     return axis in axes or _shardy.whole_of(axis) in axes
 
 
@@ -289,14 +329,14 @@ def _stop(
     reason, other_mark = _reason(found, k, place, row, rows, axis)
     return Stop(
         axis=axis,
-        dimension=place.dimension,
+        dimension=place[1],
         link=k,
-        at=place.value,
+        at=place[0],
         reason=reason,
-        lost=mark_of(found, row.other.value, axis),
+        lost=mark_of(found, row.other[0], axis),
         won=None if reason == "tie" else other_mark,
         against=other_mark if reason == "tie" else None,
-        kept=found.values[place.value].axes[place.dimension],
+        kept=found.values[place[0]].axes[place[1]],
         distance=0,
     )
 
@@ -305,15 +345,15 @@ def _reason(
     found: Propagation, k: int, place: _Place, row: _Row, rows: list[_Row], axis: str
 ) -> tuple[str, Mark | None]:
     """Why an axis stopped at a value, and the annotation that it met."""
-    value = found.values[place.value]
+    value = found.values[place[0]]
     if row.factor in found.links[k].stops:
         return "operation", None
     for d, axes in enumerate(value.axes):
-        if d != place.dimension and _has(axes, axis):
-            return "taken", mark_of(found, place.value, _own(axes, axis))
-    if kept := value.axes[place.dimension]:
-        return "split", mark_of(found, place.value, kept[0])
-    if value.mark is not None and value.dimensions[place.dimension].closed:
+        if d != place[1] and _has(axes, axis):
+            return "taken", mark_of(found, place[0], _own(axes, axis))
+    if kept := value.axes[place[1]]:
+        return "split", mark_of(found, place[0], kept[0])
+    if value.mark is not None and value.dimensions[place[1]].closed:
         return "closed", value.mark
     if user := _user_elsewhere(found, k, row.factor, axis):
         return "taken", mark_of(found, *user)
@@ -324,10 +364,10 @@ def _reason(
 
 def _rival(found: Propagation, row: _Row, rows: list[_Row]) -> tuple[int, str] | None:
     """A value that wants the same dimension of an operation split over other axes."""
-    theirs = found.values[row.other.value].axes[row.other.dimension]
+    theirs = found.values[row.other[0]].axes[row.other[1]]
     for one in rows:
-        if one.other.value != row.other.value and one.theirs and not {*one.theirs} & {*theirs}:
-            return one.other.value, one.theirs[0]
+        if one.other[0] != row.other[0] and one.theirs and not {*one.theirs} & {*theirs}:
+            return one.other[0], one.theirs[0]
     return None
 
 

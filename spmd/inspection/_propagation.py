@@ -144,7 +144,7 @@ class Propagation:
         marks: by the name that the pass gives the annotation.
         module: of MLIR; operations are gone without it.
         relations: by operation, the dimensions that it relates, as `_conflicts` finds them.
-        looks: by dimension of a value, what lies next to it.
+        looks: by dimension of a value with an annotation, what lies next to it.
         regions: by dimension of a value, the region that it lies in.
         arrivals: by value, the axes that came to it, as `_routes` finds them.
         ends: by value, axis and step, the annotation that a way back ends at.
