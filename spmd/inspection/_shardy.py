@@ -212,8 +212,18 @@ _LIST = re.compile(rf"\{{((?:{_QUOTED}|[^{{}}\"])*)\}}(p\d+)?")
 _SHARDING = re.compile(rf"<@[^,]*, \[((?:{_QUOTED}|[^\]\"])*)\]")
 
 
+_ESCAPED = re.compile(rb"\\(?:([0-9A-F]{2})|(.))")
+
+
 def _unquoted(name: str) -> str:
-    return re.sub(r"\\(.)", r"\1", name[1:-1])
+    """A string of MLIR, in which two digits stand for a byte that is not printable ASCII."""
+    inner = name[1:-1]
+    if "\\" not in inner:
+        return inner
+    raw = _ESCAPED.sub(
+        lambda one: bytes.fromhex(one[1].decode()) if one[1] else one[2], inner.encode()
+    )
+    return raw.decode("utf-8", "replace")
 
 
 def axes_in(text: str) -> tuple[str, ...]:
@@ -250,7 +260,7 @@ def open_sharding(rank: int) -> Dimensions:
     return (Dimension(),) * rank
 
 
-_PART = re.compile(r":\(\d+\)\d+$")
+_PART = re.compile(r":\(\d+\)(\d+)$")
 
 
 def whole_of(axis: str) -> str:
@@ -260,8 +270,8 @@ def whole_of(axis: str) -> str:
 
 def size_of(axis: str, sizes: Mapping[str, int]) -> int:
     """How many devices an axis, or a part of one, has."""
-    _name, mark, part = axis.rpartition(":(")
-    return int(part.partition(")")[2]) if mark and part[:1].isdigit() else sizes.get(axis, 1)
+    part = _PART.search(axis) if axis not in sizes else None
+    return int(part[1]) if part else sizes.get(axis, 1)
 
 
 # Places

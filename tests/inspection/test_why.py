@@ -1,5 +1,6 @@
 """Where shardings come from: origins, routes and conflicts, by hand and against the compiler."""
 
+import html
 import io
 import json
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.console import Console
 import spmd
 from spmd import P
 from spmd._spec import UNSPECIFIED
-from spmd.inspection import Annotation, Conflict, _propagation, why
+from spmd.inspection import Annotation, Conflict, _propagation, _shardy, why
 
 FILE = "tests/inspection/test_why.py"
 
@@ -463,6 +464,40 @@ def test_a_file_is_told_by_whole_parts_of_its_path(named):
     """``y.py:3`` is no line of ``test_why.py``."""
     with pytest.raises(spmd.ReportError, match=r"y\.py:3 makes"):
         named.why("y.py:3")
+
+
+# JAX 0.10.2 ends the process over names with a backslash or beyond ASCII, and JAX 0.12 raises for a
+# single quote: neither is a matter of reports.
+@pytest.mark.parametrize("name", ["a{b", "]}", 'a"b', "a, b", "a\nb", "a->b", "a:b", "a:(1)"])
+def test_names_of_axes_that_look_like_syntax(name):
+    """Origins, preview, report and page call an axis what the user calls it."""
+    mesh = spmd.make_mesh({name: 4, "model": 2})
+    plain = jax.sharding.Mesh(mesh.devices, mesh.axis_names)
+
+    def f(x, w):
+        total = jax.shard_map(
+            lambda y: lax.psum(y, name), mesh=plain, in_specs=P(name), out_specs=P()
+        )
+        return total(jnp.sin(x @ w))
+
+    low = spmd.pjit(f, (P(name, "model"), P("model")), mesh=mesh).lower(f32(8, 6), f32(6, 4))
+    (origin,) = one(low.why("x")).origins[:1]
+    assert (origin.axis, origin.annotation.spec) == (name, ((name,), ("model",)))
+    assert low.why("x").mesh == {name: 4, "model": 2}
+    report = low.compile().report()
+    for found in (low.preview(), report):
+        assert {c.mesh_axes for c in found.collectives} == {(name,), ("model",)}
+        assert all(c.wire_bytes for c in found.collectives)
+    assert str(report)
+    assert name.replace("\n", "") in html.unescape(report.to_html())
+
+
+def test_names_of_axes_that_are_escaped():
+    """MLIR writes quotes, backslashes and what is not printable ASCII in digits; they are read."""
+    text = r'#sdy.sharding<@mesh, [{"a\22b", "\\", "\C3\A9"}, {"\0A":(1)2, ?}]>'
+    ((first, second),) = _shardy.shardings_in(text)
+    assert first.axes == ('a"b', "\\", "é")
+    assert (second.axes, second.closed) == (("\n:(1)2",), False)
 
 
 # What is accepted
