@@ -139,6 +139,7 @@ class Propagation:
 
     Args:
         axis_sizes: of the mesh.
+        names: of axes that one of several meshes has in another size.
         values: of the program, arguments first, outputs last.
         links: between them.
         marks: by the name that the pass gives the annotation.
@@ -151,6 +152,7 @@ class Propagation:
     """
 
     axis_sizes: Mapping[str, int]
+    names: _shardy.Names = dataclasses.field(default_factory=dict)
     values: list[Value] = dataclasses.field(default_factory=list)
     links: list[Link] = dataclasses.field(default_factory=list)
     marks: dict[str, Mark] = dataclasses.field(default_factory=dict)
@@ -195,7 +197,9 @@ class _Reader:
         self.steps, self.has_manual = steps, False
         self.before = _shardy.functions(before)["main"]
         self.main = _shardy.functions(done)["main"]
-        self.found = Propagation(axis_sizes=_shardy.axis_sizes(done), module=done)
+        self.names = _shardy.apart(done)
+        sizes = _shardy.axis_sizes(done)
+        self.found = Propagation(axis_sizes=sizes, names=self.names, module=done)
         self.index: dict[Any, int] = {}
         # A program has hundreds of thousands of values, of few types.
         self.types: dict[Any, tuple[tuple[int, ...], str]] = {}
@@ -263,13 +267,13 @@ class _Reader:
                 name=name,
                 shape=shape,
                 dtype=dtype,
-                dimensions=_dimensions(entry, len(shape)),
+                dimensions=_dimensions(entry, len(shape), self.names),
                 origins=_origins(entry.get("sdy.sharding_origins")),
                 mark=self._boundary("argument", name, given[i] if i < len(given) else {}, i),
             )
 
     def _boundary(self, kind: str, name: str, entry: Mapping[str, Any], i: int) -> Mark | None:
-        shardings = _shardy.shardings_in(str(entry.get("sdy.sharding", "")))
+        shardings = _shardy.shardings_of(str(entry.get("sdy.sharding", "")), self.names)
         # An output may say no more than that the partitioner chooses.
         if not shardings or not any(d.axes or d.closed for d in shardings[0]):
             return None
@@ -291,7 +295,7 @@ class _Reader:
                 name=name,
                 shape=value.shape,
                 dtype=value.dtype,
-                dimensions=_dimensions(entry, len(value.shape)),
+                dimensions=_dimensions(entry, len(value.shape), self.names),
                 origins=_origins(entry.get("sdy.sharding_origins")),
                 mark=self._boundary("output", name, given[i] if i < len(given) else {}, i),
                 frames=value.frames,
@@ -317,7 +321,7 @@ class _Reader:
         shape, dtype = self._type(result)
         own = edge or operation.name == _CONSTRAINT
         text = _shardy.text_of(operation, "sharding" if own else "sdy.sharding")
-        shardings = _shardy.shardings_in(text)
+        shardings = _shardy.shardings_of(text, self.names)
         dimensions = _of_rank(shardings[i] if i < len(shardings) else (), len(shape))
         origins = _origins(_attribute(operation, "sdy.sharding_origins"), i)
         frames = self._frames(operation)
@@ -353,7 +357,7 @@ class _Reader:
             if manual is None:
                 return None
             kind, frames = "shard_map", _shardy.frames_of(manual.location)
-            name, dimensions = _manual_mark(manual, raw)
+            name, dimensions = _manual_mark(manual, raw, self.names)
         elif operation.name == _CONSTRAINT:
             kind = "constraint"
         elif "self" in origins.values():
@@ -502,13 +506,12 @@ def _manual_boundary(raw: Any) -> Any:
     return owner if owner.name == _MANUAL else None
 
 
-def _manual_mark(manual: Any, raw: Any) -> tuple[str, Dimensions]:
+def _manual_mark(manual: Any, raw: Any, names: _shardy.Names) -> tuple[str, Dimensions]:
     """What the pass calls an annotation of a shard_map, and what was asked for there."""
     inside = isinstance(raw.owner, ir.Block)
     way, i = ("input", raw.arg_number) if inside else ("output", raw.result_number)
-    asked = _shardy.shardings_in(
-        _shardy.text_of(manual, "in_shardings" if inside else "out_shardings")
-    )
+    text = _shardy.text_of(manual, "in_shardings" if inside else "out_shardings")
+    asked = _shardy.shardings_of(text, names)
     name = _shardy.text_of(manual, "sdy.sharding_origin_name").strip('"')
     return f"{name}_{way}: {i}", asked[i]
 
@@ -539,8 +542,8 @@ def _attribute(operation: Any, name: str) -> Any:
     return operation.attributes.get(name, None)
 
 
-def _dimensions(entry: Mapping[str, Any], rank: int) -> Dimensions:
-    found = _shardy.shardings_in(str(entry.get("sdy.sharding", "")))
+def _dimensions(entry: Mapping[str, Any], rank: int, names: _shardy.Names) -> Dimensions:
+    found = _shardy.shardings_of(str(entry.get("sdy.sharding", "")), names)
     return _of_rank(found[0] if found else (), rank)
 
 

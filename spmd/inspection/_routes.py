@@ -110,10 +110,10 @@ def _reached(found: Propagation, i: int, axis: str, before: float) -> tuple[floa
 
     One of the axis itself goes before one of a part of it, or of the whole that it is a part of.
     """
-    base = _shardy.whole_of(axis)
+    axis = _shardy.written(axis, found.names)
     steps = [
         (arrival.axis == axis, arrival.step, arrival.hop)
-        for arrival in _arrivals(found, i).get(base, ())
+        for arrival in _arrivals(found, i).get(_shardy.whole_of(axis), ())
         if arrival.step < before
     ]
     if not steps:
@@ -146,6 +146,7 @@ def _arrivals(found: Propagation, i: int) -> dict[str, list[_Arrival]]:
 
 def _pinned(found: Propagation, i: int, axis: str, hops: list[Hop]) -> Route:
     """The rest of a route that began before propagation: an annotation was put on a neighbour."""
+    axis = _shardy.written(axis, found.names)
     mark = found.marks.get(found.values[i].origins.get(_shardy.whole_of(axis), ""))
     if mark is None:
         mark = found.marks.get(found.values[i].origins.get(axis, ""))
