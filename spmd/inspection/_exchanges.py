@@ -189,6 +189,7 @@ def _joined(outer: str, inner: str) -> str:
 
 # What Shardy's collectives send
 
+_AXES = re.compile(r"\{((?:\"(?:[^\"\\]|\\.)*\"|[^{}\"])*)\}")
 _MOVED = re.compile(r"\{((?:\"(?:[^\"\\]|\\.)*\"|[^{}\"])*)\}: (\d+)->(\d+)")
 
 
@@ -247,7 +248,7 @@ def _axis_of(axis: str) -> str:
 
 def _lists(operation: Any, name: str) -> dict[int, tuple[str, ...]]:
     """Axes by dimension, of an attribute such as ``[{"data"}, {}]``."""
-    found = re.findall(r"\{([^{}]*)\}", _shardy.text_of(operation, name))
+    found = _AXES.findall(_shardy.text_of(operation, name))
     return {d: axes for d, text in enumerate(found) if (axes := _shardy.axes_in(text))}
 
 

@@ -30,7 +30,8 @@ def value_findings(found: Propagation, compiled: Container[Shape]) -> Iterator[F
         compiled: the shapes that take memory in the compiled program. The partitioner may do
             better than the annotations demand, and values may be fused away.
     """
-    if math.prod(found.axis_sizes.values()) == 1:
+    # Of several meshes that give an axis several sizes, which one to split over cannot be known.
+    if math.prod(found.axis_sizes.values()) == 1 or found.names:
         return
     lines = _Lines(found)
     residuals = {i for i in _residuals(found) if _shape(found.values[i]) in compiled}

@@ -19,14 +19,17 @@ from spmd.inspection._hlo import Instruction, Module
 Groups = tuple[tuple[int, ...], ...]
 
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?$")
+# XLA writes names of axes as they are, brackets and line ends included. A single quote in one it
+# cannot read itself.
+_NAME = r"'[^']*'"
 _MESH = re.compile(
-    r"mesh\[(?P<axes>[^\]]*)\]"
+    rf"mesh\[(?P<axes>(?:{_NAME}|[^\]'])*)\]"
     r"(?:,? ?device_ids=\((?P<devices>[^{]*)\))?"
-    r" ?\{(?P<names>[^}]*)\}"
+    rf" ?\{{(?P<names>(?:{_NAME}|[^}}'])*)\}}"
 )
 _SENT_PAIRS = re.compile(r'\b_xla_send_recv_source_target_pairs="?(\{(?:\{[\d, ]*\},?)*\})')
-_MESH_AXIS = re.compile(r"['\"]([^'\"]+)['\"]=(\d+)")
-_AXIS_REF = re.compile(r"['\"]([^'\"]+)['\"](?::\((\d+)\)(\d+))?")
+_MESH_AXIS = re.compile(r"'([^']*)'=(\d+)")
+_AXIS_REF = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
 _DEVICE_IOTA = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?$")
 
 

@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 from spmd.inspection._records import DTYPES, Shape, Source
 
+# Only names of mesh axes stand in single quotes, and nothing is escaped there.
+_QUOTED = r""""(?:[^"\\]|\\.)*"|'[^']*'"""
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=? ]*)\]")
 # The type of a tuple ends at the first ")" that a blank and an opcode follow: inside a tuple a ")"
 # is followed by ",", "}", "(" or ")".
@@ -104,7 +106,7 @@ class Instruction(NamedTuple):
     def callees(self) -> dict[str, tuple[str, ...]]:
         """Names of the computations that this instruction calls, by the attribute that says so."""
         # Strings may hold anything, the names of other computations included.
-        text = re.sub(r'"(?:[^"\\]|\\.)*"', '""', self.attributes)
+        text = re.sub(_QUOTED, '""', self.attributes)
         return {
             role: tuple(re.findall(r"[\w.\-]+", names)) for role, names in _CALLEE.findall(text)
         }
@@ -202,7 +204,7 @@ def parse_module(text: str) -> Module:
     Returns:
         The module; one without computations for an empty text.
     """
-    lines = iter(text.splitlines())
+    lines = _lines(text)
     header = next((line for line in lines if line.startswith("HloModule ")), "")
     found = _HEADER.match(header)
     entry, computations = "", {}
@@ -219,6 +221,18 @@ def parse_module(text: str) -> Module:
         frames=_frames(tables),
         header=header,
     )
+
+
+def _lines(text: str) -> Iterator[str]:
+    """The lines of a module; those that a name of a mesh axis ends are put together again."""
+    lines = iter(text.replace("\r\n", "\n").split("\n"))
+    for line in lines:
+        # The name of the first axis may be what ends the line.
+        while "mesh['" in line and "'" in re.sub(_QUOTED, "", line):
+            if (more := next(lines, None)) is None:
+                break
+            line += "\n" + more
+        yield line
 
 
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
@@ -314,7 +328,7 @@ def _header_count(header: str, name: str) -> int:
     return int(found[1]) if found else 1
 
 
-_BRACKET_OR_QUOTE = re.compile(r'[()\[\]{},]|"(?:[^"\\]|\\.)*"')
+_BRACKET_OR_QUOTE = re.compile(rf"[()\[\]{{}},]|{_QUOTED}")
 
 
 def _closing(text: str, start: int) -> int:

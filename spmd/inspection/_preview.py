@@ -40,7 +40,8 @@ def preview(f: Any, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
         Its cost is zero and its memory None, since only a compiled program has them.
 
     Raises:
-        ReportError: this jaxlib lacks the passes of Shardy, or `f` is compiled already.
+        ReportError: this jaxlib lacks the passes of Shardy, `f` is compiled already, or meshes of
+            it give an axis several sizes.
         TypeError: `f` cannot be lowered.
 
     Example:
@@ -68,6 +69,8 @@ def _report_of(lowered: Any, subject: str) -> Report:
     platform, kind = _devices(lowered)
     done = _shardy.run(module, _PASSES, subject=subject)
     with module.context:
+        if names := _shardy.apart(done):
+            raise explain(subject, [_several_sizes(names)])
         return Report(
             name=function_of(module),
             backend=platform,
@@ -81,6 +84,17 @@ def _report_of(lowered: Any, subject: str) -> Report:
             memory=None,
             predicted=True,
         )
+
+
+def _several_sizes(names: _shardy.Names) -> Failure:
+    """The passes leave it to the partitioner to go from one such mesh to another."""
+    axes = dict.fromkeys(name for _, name in names)
+    return Failure(
+        what="cannot say what is sent between meshes that give an axis several sizes",
+        got=f"several sizes of {', '.join(map(repr, axes))}",
+        fix="compile it, and see its report",
+        error=ReportError,
+    )
 
 
 def _devices(lowered: Any) -> tuple[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -55,6 +56,7 @@ class Value:
         shape: sizes of the dimensions, of the whole array.
         dtype: XLA's name of the element type.
         dimensions: how each is split.
+        axes: the mesh axes of each dimension.
         frames: of what makes it, innermost first.
         mark: the user's annotation of this value, if any.
         origins: by axis, what the pass calls the annotation that the axis came from; ``self`` for
@@ -71,6 +73,7 @@ class Value:
     shape: tuple[int, ...]
     dtype: str
     dimensions: Dimensions
+    axes: tuple[tuple[str, ...], ...] = dataclasses.field(init=False, repr=False)
     frames: tuple[Source, ...] = ()
     mark: Mark | None = None
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -80,10 +83,8 @@ class Value:
     op_name: str = ""
     operation: Any = dataclasses.field(default=None, repr=False)
 
-    @property
-    def axes(self) -> tuple[tuple[str, ...], ...]:
-        """Mesh axes of each dimension."""
-        return tuple(dimension.axes for dimension in self.dimensions)
+    def __post_init__(self) -> None:
+        self.axes = tuple(dimension.axes for dimension in self.dimensions)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +113,7 @@ class Link:
         factors: of each value, by dimension.
         sizes: of the factors.
         stops: factors along which it passes no sharding on.
-        moves: what the pass did here, in the order of its steps.
+        edges: what the pass did here, as it writes that.
         op_name: its name stack.
     """
 
@@ -123,8 +124,13 @@ class Link:
     factors: tuple[Factors, ...]
     sizes: Mapping[str, int]
     stops: frozenset[str] = frozenset()
-    moves: tuple[Move, ...] = ()
+    edges: str = ""
     op_name: str = ""
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """What the pass did here; read when it is asked for, since few operations are."""
+        return tuple(_moves(self.edges, self.values, self.operands))
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -133,19 +139,32 @@ class Propagation:
 
     Args:
         axis_sizes: of the mesh.
+        names: of axes that one of several meshes has in another size.
         values: of the program, arguments first, outputs last.
         links: between them.
         marks: by the name that the pass gives the annotation.
         module: of MLIR; operations are gone without it.
-        related: by operation, value and dimension, the dimensions that are split alike; a cache.
+        relations: by operation, the dimensions that it relates, as `_conflicts` finds them.
+        looks: by dimension of a value with an annotation, what lies next to it.
+        regions: by dimension of a value, the region that it lies in.
+        arrivals: by value, the axes that came to it, as `_routes` finds them.
+        ends: by value, axis and step, the annotation that a way back ends at.
     """
 
     axis_sizes: Mapping[str, int]
+    names: _shardy.Names = dataclasses.field(default_factory=dict)
     values: list[Value] = dataclasses.field(default_factory=list)
     links: list[Link] = dataclasses.field(default_factory=list)
     marks: dict[str, Mark] = dataclasses.field(default_factory=dict)
     module: Any = dataclasses.field(default=None, repr=False)
-    related: dict[Any, list[Any]] = dataclasses.field(default_factory=dict, repr=False)
+    # What several questions share:
+    relations: dict[int, Any] = dataclasses.field(default_factory=dict, repr=False)
+    looks: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict, repr=False)
+    regions: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict, repr=False)
+    arrivals: dict[int, dict[str, list[Any]]] = dataclasses.field(default_factory=dict, repr=False)
+    ends: dict[tuple[int, str, float], Mark | None] = dataclasses.field(
+        default_factory=dict, repr=False
+    )
 
 
 def propagate(module: Any, *, subject: str, steps: bool = True) -> Propagation:
@@ -178,15 +197,20 @@ class _Reader:
         self.steps, self.has_manual = steps, False
         self.before = _shardy.functions(before)["main"]
         self.main = _shardy.functions(done)["main"]
-        self.found = Propagation(axis_sizes=_shardy.axis_sizes(done), module=done)
+        self.names = _shardy.apart(done)
+        sizes = _shardy.axis_sizes(done)
+        self.found = Propagation(axis_sizes=sizes, names=self.names, module=done)
         self.index: dict[Any, int] = {}
+        # A program has hundreds of thousands of values, of few types.
+        self.types: dict[Any, tuple[tuple[int, ...], str]] = {}
+        self.frames: dict[Any, tuple[Source, ...]] = {}
         self.stands_for: dict[Any, Any] = {}
 
     def read(self) -> Propagation:
-        self._stand_ins()
-        self._arguments()
         (body,) = _shardy.blocks(self.main)
         operations = [*_program(body)]
+        self._stand_ins(operations)
+        self._arguments()
         self.has_manual = any(operation.name == _MANUAL for operation in operations)
         # What enters a loop is used inside of it before the loop's results come.
         for operation in operations:
@@ -202,10 +226,8 @@ class _Reader:
 
     # Values
 
-    def _stand_ins(self) -> None:
+    def _stand_ins(self, operations: Sequence[Any]) -> None:
         """Finds what stands for the results and block arguments of control flow."""
-        (body,) = _shardy.blocks(self.main)
-        operations = [*_program(body)]
         for operation in operations:
             if operation.name == _EDGE:
                 self.stands_for[operation.operands[0]] = operation.results[0]
@@ -218,7 +240,7 @@ class _Reader:
     def _at(self, value: Any) -> int:
         value = self.stands_for.get(value, value)
         if value not in self.index:  # of an operation that is no part of the program
-            shape, dtype = _shardy.dims_of(value.type)
+            shape, dtype = self._type(value)
             self._add(value, name="", shape=shape, dtype=dtype, plain=False)
         return self.index[value]
 
@@ -237,7 +259,7 @@ class _Reader:
         given = _shardy.entries_of(self.before, "arg_attrs")
         for i, argument in enumerate(body.arguments):
             name = _shardy.op_name_of(argument.location)
-            shape, dtype = _shardy.dims_of(argument.type)
+            shape, dtype = self._type(argument)
             entry = now[i] if i < len(now) else {}
             self._add(
                 argument,
@@ -245,13 +267,13 @@ class _Reader:
                 name=name,
                 shape=shape,
                 dtype=dtype,
-                dimensions=_dimensions(entry, len(shape)),
+                dimensions=_dimensions(entry, len(shape), self.names),
                 origins=_origins(entry.get("sdy.sharding_origins")),
                 mark=self._boundary("argument", name, given[i] if i < len(given) else {}, i),
             )
 
     def _boundary(self, kind: str, name: str, entry: Mapping[str, Any], i: int) -> Mark | None:
-        shardings = _shardy.shardings_in(str(entry.get("sdy.sharding", "")))
+        shardings = _shardy.shardings_of(str(entry.get("sdy.sharding", "")), self.names)
         # An output may say no more than that the partitioner chooses.
         if not shardings or not any(d.axes or d.closed for d in shardings[0]):
             return None
@@ -273,7 +295,7 @@ class _Reader:
                 name=name,
                 shape=value.shape,
                 dtype=value.dtype,
-                dimensions=_dimensions(entry, len(value.shape)),
+                dimensions=_dimensions(entry, len(value.shape), self.names),
                 origins=_origins(entry.get("sdy.sharding_origins")),
                 mark=self._boundary("output", name, given[i] if i < len(given) else {}, i),
                 frames=value.frames,
@@ -296,10 +318,10 @@ class _Reader:
         edge = operation.name == _EDGE
         if not edge and result in self.stands_for:
             return
-        shape, dtype = _shardy.dims_of(result.type)
+        shape, dtype = self._type(result)
         own = edge or operation.name == _CONSTRAINT
         text = _shardy.text_of(operation, "sharding" if own else "sdy.sharding")
-        shardings = _shardy.shardings_in(text)
+        shardings = _shardy.shardings_of(text, self.names)
         dimensions = _of_rank(shardings[i] if i < len(shardings) else (), len(shape))
         origins = _origins(_attribute(operation, "sdy.sharding_origins"), i)
         frames = self._frames(operation)
@@ -335,7 +357,7 @@ class _Reader:
             if manual is None:
                 return None
             kind, frames = "shard_map", _shardy.frames_of(manual.location)
-            name, dimensions = _manual_mark(manual, raw)
+            name, dimensions = _manual_mark(manual, raw, self.names)
         elif operation.name == _CONSTRAINT:
             kind = "constraint"
         elif "self" in origins.values():
@@ -349,7 +371,16 @@ class _Reader:
         return mark
 
     def _frames(self, operation: Any) -> tuple[Source, ...]:
-        return _frames(operation) if self.steps else ()
+        if not self.steps:
+            return ()
+        if operation not in self.frames:
+            self.frames[operation] = _frames(operation)
+        return self.frames[operation]
+
+    def _type(self, value: Any) -> tuple[tuple[int, ...], str]:
+        if value.type not in self.types:
+            self.types[value.type] = _shardy.dims_of(value.type)
+        return self.types[value.type]
 
     def _operation(self, operation: Any, rule: str) -> None:
         values = tuple(map(self._at, (*operation.operands, *operation.results)))
@@ -396,7 +427,7 @@ class _Reader:
                 factors=rule.factors,
                 sizes=rule.sizes,
                 stops=rule.stops,
-                moves=tuple(_moves(edges, values, operands)) if self.steps else (),
+                edges=edges,
                 op_name=op_name,
             )
         )
@@ -475,13 +506,12 @@ def _manual_boundary(raw: Any) -> Any:
     return owner if owner.name == _MANUAL else None
 
 
-def _manual_mark(manual: Any, raw: Any) -> tuple[str, Dimensions]:
+def _manual_mark(manual: Any, raw: Any, names: _shardy.Names) -> tuple[str, Dimensions]:
     """What the pass calls an annotation of a shard_map, and what was asked for there."""
     inside = isinstance(raw.owner, ir.Block)
     way, i = ("input", raw.arg_number) if inside else ("output", raw.result_number)
-    asked = _shardy.shardings_in(
-        _shardy.text_of(manual, "in_shardings" if inside else "out_shardings")
-    )
+    text = _shardy.text_of(manual, "in_shardings" if inside else "out_shardings")
+    asked = _shardy.shardings_of(text, names)
     name = _shardy.text_of(manual, "sdy.sharding_origin_name").strip('"')
     return f"{name}_{way}: {i}", asked[i]
 
@@ -512,8 +542,8 @@ def _attribute(operation: Any, name: str) -> Any:
     return operation.attributes.get(name, None)
 
 
-def _dimensions(entry: Mapping[str, Any], rank: int) -> Dimensions:
-    found = _shardy.shardings_in(str(entry.get("sdy.sharding", "")))
+def _dimensions(entry: Mapping[str, Any], rank: int, names: _shardy.Names) -> Dimensions:
+    found = _shardy.shardings_of(str(entry.get("sdy.sharding", "")), names)
     return _of_rank(found[0] if found else (), rank)
 
 
@@ -566,6 +596,7 @@ _SIZES = re.compile(r"([a-z](?:_\d+)?)=(\d+)")
 _STOPS = re.compile(r"blocked_propagation=\{([^}]*)\}")
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def _parse_rule(text: str) -> _Rule:
     """The factors of an operation, of the text of an ``sdy.op_sharding_rule``."""
     mapping, _, rest = text.partition("<")[2].partition(") {")

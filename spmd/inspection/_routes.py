@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 import dataclasses
 import math
 
+from spmd.inspection import _shardy
 from spmd.inspection._propagation import Mark, Propagation, Value
 
 
@@ -33,7 +35,35 @@ def route_of(found: Propagation, i: int, axis: str) -> Route:
         i: index of the value, which is split over the axis.
         axis: of the mesh, or a part of one.
     """
-    hops: list[Hop] = []
+    *way, (end, _, _) = _back(found, i, axis)
+    return _start(found, end, axis, [hop for _, _, hop in way if hop])
+
+
+def mark_of(found: Propagation, i: int, axis: str) -> Mark | None:
+    """The annotation that `route_of` leads to.
+
+    Ways of many values end alike: each part of a way is gone once.
+
+    Args:
+        found: the program.
+        i: index of the value, which is split over the axis.
+        axis: of the mesh, or a part of one.
+    """
+    passed = []
+    for at, before, hop in _back(found, i, axis):
+        key = (at, axis, before)
+        passed.append(key)
+        if hop is None and key not in found.ends:
+            found.ends[key] = _start(found, at, axis, []).mark
+        if key in found.ends:
+            break
+    mark = found.ends[passed[-1]]
+    found.ends.update(dict.fromkeys(passed, mark))
+    return mark
+
+
+def _back(found: Propagation, i: int, axis: str) -> Iterator[tuple[int, float, Hop | None]]:
+    """Each value on the way back, the step before which it was left, and the hop that led there."""
     before: float = math.inf
     while not _asks(found.values[i], axis):
         if found.values[i].kind == "output":
@@ -41,10 +71,17 @@ def route_of(found: Propagation, i: int, axis: str) -> Route:
         else:
             step, hop = _reached(found, i, axis, before)
         if hop is None:
-            return _pinned(found, i, axis, hops)
-        hops.append(hop)
+            break
+        yield i, before, hop
         i, before = hop.source, step
-    return Route(found.values[i].mark, tuple(reversed(hops)))
+    yield i, before, None
+
+
+def _start(found: Propagation, i: int, axis: str, hops: list[Hop]) -> Route:
+    """The whole route, from the value that a way back ends at."""
+    if _asks(found.values[i], axis):
+        return Route(found.values[i].mark, tuple(reversed(hops)))
+    return _pinned(found, i, axis, hops)
 
 
 def _asks(value: Value, axis: str) -> bool:
@@ -59,7 +96,7 @@ def _asks(value: Value, axis: str) -> bool:
 
 
 def _covers(axes: tuple[str, ...], axis: str) -> bool:
-    return any(one in (axis, axis.partition(":")[0]) for one in axes)
+    return any(one in (axis, _shardy.whole_of(axis)) for one in axes)
 
 
 def _returned(found: Propagation, i: int) -> Hop:
@@ -69,12 +106,15 @@ def _returned(found: Propagation, i: int) -> Hop:
 
 
 def _reached(found: Propagation, i: int, axis: str, before: float) -> tuple[float, Hop | None]:
-    """The latest step before another one by which the axis came to a value."""
+    """The latest step before another one by which the axis came to a value.
+
+    One of the axis itself goes before one of a part of it, or of the whole that it is a part of.
+    """
+    axis = _shardy.written(axis, found.names)
     steps = [
-        (move.axis == axis, move.step, Hop(k, move.source, i))
-        for k in found.values[i].links
-        for move in found.links[k].moves
-        if i in move.targets and move.step < before and _same(move.axis, axis)
+        (arrival.axis == axis, arrival.step, arrival.hop)
+        for arrival in _arrivals(found, i).get(_shardy.whole_of(axis), ())
+        if arrival.step < before
     ]
     if not steps:
         return 0, None
@@ -82,13 +122,32 @@ def _reached(found: Propagation, i: int, axis: str, before: float) -> tuple[floa
     return step, hop
 
 
-def _same(a: str, b: str) -> bool:
-    return a.partition(":")[0] == b.partition(":")[0]
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Arrival:
+    """An axis that came to a value."""
+
+    axis: str
+    step: int
+    hop: Hop
+
+
+def _arrivals(found: Propagation, i: int) -> dict[str, list[_Arrival]]:
+    """All axes that came to a value, by the name of the whole axis."""
+    arrivals = found.arrivals.get(i)
+    if arrivals is None:
+        arrivals = found.arrivals[i] = {}
+        for k in found.values[i].links:
+            for move in found.links[k].moves:
+                if i in move.targets:
+                    one = _Arrival(move.axis, move.step, Hop(k, move.source, i))
+                    arrivals.setdefault(_shardy.whole_of(move.axis), []).append(one)
+    return arrivals
 
 
 def _pinned(found: Propagation, i: int, axis: str, hops: list[Hop]) -> Route:
     """The rest of a route that began before propagation: an annotation was put on a neighbour."""
-    mark = found.marks.get(found.values[i].origins.get(axis.partition(":")[0], ""))
+    axis = _shardy.written(axis, found.names)
+    mark = found.marks.get(found.values[i].origins.get(_shardy.whole_of(axis), ""))
     if mark is None:
         mark = found.marks.get(found.values[i].origins.get(axis, ""))
     for k in found.values[i].links if mark else ():

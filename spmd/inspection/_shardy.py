@@ -154,11 +154,43 @@ def functions(module: Any) -> dict[str, Any]:
 
 
 def axis_sizes(module: Any) -> dict[str, int]:
-    """Sizes of the axes of all meshes of a module."""
+    """Sizes of the axes of all meshes of a module, by the names that `apart` gives them."""
+    names = apart(module)
+    return {
+        names.get((symbol, name), name): size
+        for symbol, sizes in _meshes(module).items()
+        for name, size in sizes.items()
+    }
+
+
+def _meshes(module: Any) -> dict[str, dict[str, int]]:
+    """Sizes of the axes of each mesh, by its symbol."""
     (body,) = blocks(module)
     meshes = (v.operation for v in body.operations if v.operation.name == "sdy.mesh")
-    text = " ".join(text_of(mesh, "mesh") for mesh in meshes)
-    return {_unquoted(name): int(size) for name, size in _SIZE.findall(text)}
+    return {
+        text_of(mesh, "sym_name").strip('"'): {
+            _unquoted(name): int(size) for name, size in _SIZE.findall(text_of(mesh, "mesh"))
+        }
+        for mesh in meshes
+    }
+
+
+Names = Mapping[tuple[str, str], str]
+"""By symbol of a mesh and name of an axis, what to call it, where that is not its name."""
+
+
+def apart(module: Any) -> Names:
+    """Names for axes that have another size in a mesh before: ``data@mesh_0``.
+
+    JAX lowers programs with such meshes, and axes do not propagate from one of them to another.
+    """
+    first: dict[str, int] = {}
+    names = {}
+    for symbol, sizes in _meshes(module).items():
+        for name, size in sizes.items():
+            if first.setdefault(name, size) != size:
+                names[symbol, name] = f"{name}@{symbol}"
+    return names
 
 
 def text_of(operation: Any, name: str) -> str:
@@ -191,6 +223,7 @@ def dims_of(kind: Any) -> tuple[tuple[int, ...], str]:
     return tuple(sizes), text.partition(",")[0]
 
 
+@functools.lru_cache(maxsize=1 << 8)
 def hlo_dtype(dtype: str) -> str:
     """XLA's name of an element type that MLIR writes otherwise."""
     if dtype == "i1":
@@ -209,10 +242,21 @@ _SIZE = re.compile(rf"({_QUOTED})=(\d+)")
 _AXIS = re.compile(rf"({_QUOTED})(:\(\d+\)\d+)?")
 _LIST = re.compile(rf"\{{((?:{_QUOTED}|[^{{}}\"])*)\}}(p\d+)?")
 _SHARDING = re.compile(rf"<@[^,]*, \[((?:{_QUOTED}|[^\]\"])*)\]")
+_MESH_OF = re.compile(rf"<@([^,]*), \[(?:{_QUOTED}|[^\]\"])*\]")
+
+
+_ESCAPED = re.compile(rb"\\(?:([0-9A-F]{2})|(.))")
 
 
 def _unquoted(name: str) -> str:
-    return re.sub(r"\\(.)", r"\1", name[1:-1])
+    """A string of MLIR, in which two digits stand for a byte that is not printable ASCII."""
+    inner = name[1:-1]
+    if "\\" not in inner:
+        return inner
+    raw = _ESCAPED.sub(
+        lambda one: bytes.fromhex(one[1].decode()) if one[1] else one[2], inner.encode()
+    )
+    return raw.decode("utf-8", "replace")
 
 
 def axes_in(text: str) -> tuple[str, ...]:
@@ -244,15 +288,52 @@ def shardings_in(text: str) -> tuple[Dimensions, ...]:
     )
 
 
+def shardings_of(text: str, names: Names) -> tuple[Dimensions, ...]:
+    """Every sharding that an attribute holds, with axes as `apart` calls them."""
+    found = shardings_in(text)
+    if not names:
+        return found
+    meshes = [symbol.strip('"') for symbol in _MESH_OF.findall(text)]
+    return tuple(
+        tuple(
+            dataclasses.replace(
+                dimension, axes=tuple(_renamed(axis, mesh, names) for axis in dimension.axes)
+            )
+            for dimension in dimensions
+        )
+        for mesh, dimensions in zip(meshes, found, strict=True)
+    )
+
+
+def _renamed(axis: str, mesh: str, names: Names) -> str:
+    whole = whole_of(axis)
+    return names.get((mesh, whole), whole) + axis.removeprefix(whole)
+
+
+def written(axis: str, names: Names) -> str:
+    """An axis, or a part of one, as the program calls it, whatever `apart` calls it."""
+    whole = whole_of(axis)
+    name = next((name for (_, name), own in names.items() if own == whole), whole)
+    return name + axis.removeprefix(whole)
+
+
 def open_sharding(rank: int) -> Dimensions:
     """What a value has that nothing was said about."""
     return (Dimension(),) * rank
 
 
+_PART = re.compile(r":\(\d+\)(\d+)$")
+
+
+def whole_of(axis: str) -> str:
+    """The axis that a part such as ``data:(1)2`` is one of; a whole one as it is."""
+    return _PART.sub("", axis) if ":(" in axis else axis
+
+
 def size_of(axis: str, sizes: Mapping[str, int]) -> int:
     """How many devices an axis, or a part of one, has."""
-    _name, mark, part = axis.rpartition(":(")
-    return int(part.partition(")")[2]) if mark and part[:1].isdigit() else sizes.get(axis, 1)
+    part = _PART.search(axis) if axis not in sizes else None
+    return int(part[1]) if part else sizes.get(axis, 1)
 
 
 # Places

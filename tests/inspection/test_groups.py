@@ -44,6 +44,44 @@ def test_every_spelling_expands_to_the_same_groups(text, groups):
     assert sorted(_groups.expand_replica_groups(text)) == sorted(groups)
 
 
+ODD_NAMES = [
+    "a{b",
+    "a}b",
+    'a"b',
+    "a[b",
+    "a]b",
+    "a,b",
+    "a\nb",
+    "a\rb",
+    "a->b",
+    "] {}",
+    "{0,1}",
+    "x=4",
+]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+@pytest.mark.parametrize("order", ["", ", device_ids=([8])"])
+def test_names_of_axes_that_look_like_syntax(name, order):
+    """Whatever an axis is called, an instruction is read with its groups and what it calls."""
+    line = (
+        f"  %sum = f32[2]{{0}} all-reduce(%x), channel_id=1, replica_groups=mesh['{name}'=4,"
+        f"'model'=2]{order} {{'{name}'}}, use_global_device_ids=true, to_apply=%add, "
+        "metadata={op_name=\"it's 'so'\"}"
+    )
+    head = "HloModule jit_f, num_partitions=8\n\n"
+    text = f"{head}ENTRY %main (x: f32[2]) -> f32[2] {{\n{line}\n  %y = f32[] constant(0)\n}}\n"
+    (computation,) = _hlo.parse_module(text).computations.values()
+    one, after = computation.instructions
+    assert (one.opcode, after.name, one.op_name) == ("all-reduce", "y", "it's 'so'")
+    assert one.callees() == {"to_apply": ("add",)}
+    assert one.attribute("use_global_device_ids") == "true"
+    assert _groups.expand_replica_groups(one.attribute("replica_groups")) == DATA
+    assert _groups.logical_groups(one, _hlo.parse_module(text)) == DATA
+    part = f"mesh['{name}'=4,'model'=2] {{'{name}':(2)2}}"
+    assert _groups.expand_replica_groups(part) == ((0, 2), (1, 3), (4, 6), (5, 7))
+
+
 def test_an_unknown_spelling_is_an_error():
     """A fifth spelling is not silently taken for no groups."""
     with pytest.raises(ValueError, match="unknown spelling: 'blob'"):

@@ -1,5 +1,6 @@
 """Where shardings come from: origins, routes and conflicts, by hand and against the compiler."""
 
+import html
 import io
 import json
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.console import Console
 import spmd
 from spmd import P
 from spmd._spec import UNSPECIFIED
-from spmd.inspection import Annotation, Conflict, _propagation, why
+from spmd.inspection import Annotation, Conflict, _propagation, _shardy, why
 
 FILE = "tests/inspection/test_why.py"
 
@@ -463,6 +464,98 @@ def test_a_file_is_told_by_whole_parts_of_its_path(named):
     """``y.py:3`` is no line of ``test_why.py``."""
     with pytest.raises(spmd.ReportError, match=r"y\.py:3 makes"):
         named.why("y.py:3")
+
+
+# JAX 0.10.2 ends the process over names with a backslash or beyond ASCII, and JAX 0.12 raises for a
+# single quote: neither is a matter of reports.
+@pytest.mark.parametrize("name", ["a{b", "]}", 'a"b', "a, b", "a\nb", "a->b", "a:b", "a:(1)"])
+def test_names_of_axes_that_look_like_syntax(name):
+    """Origins, preview, report and page call an axis what the user calls it."""
+    mesh = spmd.make_mesh({name: 4, "model": 2})
+    plain = jax.sharding.Mesh(mesh.devices, mesh.axis_names)
+
+    def f(x, w):
+        total = jax.shard_map(
+            lambda y: lax.psum(y, name), mesh=plain, in_specs=P(name), out_specs=P()
+        )
+        return total(jnp.sin(x @ w)), jnp.cos(x)
+
+    specs = {"in_axis_resources": (P(name, "model"), P("model")), "out_axis_resources": P()}
+    low = spmd.pjit(f, **specs, mesh=mesh).lower(f32(8, 6), f32(6, 4))
+    (origin,) = one(low.why("x")).origins[:1]
+    assert (origin.axis, origin.annotation.spec) == (name, ((name,), ("model",)))
+    assert low.why("x").mesh == {name: 4, "model": 2}
+    report = low.compile().report()
+    for found in (low.preview(), report):
+        assert {a for c in found.collectives for a in c.mesh_axes} == {name, "model"}
+        assert {c.kind for c in found.collectives} == {"all-gather", "all-reduce"}
+        assert all(c.wire_bytes for c in found.collectives)
+    assert str(report)
+    assert name.replace("\n", "") in html.unescape(report.to_html())
+
+
+def test_names_of_axes_that_are_escaped():
+    """MLIR writes quotes, backslashes and what is not printable ASCII in digits; they are read."""
+    text = r'#sdy.sharding<@mesh, [{"a\22b", "\\", "\C3\A9"}, {"\0A":(1)2, ?}]>'
+    ((first, second),) = _shardy.shardings_in(text)
+    assert first.axes == ('a"b', "\\", "é")
+    assert (second.axes, second.closed) == (("\n:(1)2",), False)
+
+
+def _turned(axes):
+    """A mesh of 8 devices with the axes of `grid` in other sizes."""
+    return jax.sharding.Mesh(axes.devices.reshape(2, 4), axes.axis_names)
+
+
+def test_meshes_that_give_an_axis_several_sizes(grid):
+    """An axis of another mesh is another axis: it is named after its mesh, and goes no further."""
+    plain = jax.sharding.Mesh(grid.devices, grid.axis_names)
+    other = NamedSharding(_turned(grid), P("data", "model"))
+
+    def f(x):
+        y = jax.lax.with_sharding_constraint(jnp.sin(x), other)  # the other mesh
+        return jnp.cos(y)
+
+    given_here = NamedSharding(plain, P("data", "model"))
+    low = jax.jit(f, in_shardings=given_here).lower(f32(16, 16))
+    result, x = one(why(low, "result")), one(why(low, "x"))
+    assert why(low, "x").mesh == {"data": 4, "model": 2, "data@mesh_0": 2, "model@mesh_0": 4}
+    assert x.spec == (("data",), ("model",))
+    assert result.spec == (("data@mesh_0",), ("model@mesh_0",))
+    for origin in result.origins:
+        assert origin.annotation.source.line == line_of("# the other mesh")
+        assert [step.operation for step in origin.steps] == ["cosine", "return"]
+    stops = {(stop.axis, stop.reason, stop.kept) for stop in result.conflicts}
+    assert stops == {
+        ("data", "split", ("data@mesh_0",)),
+        ("model", "split", ("model@mesh_0",)),
+    }
+    assert {stop.won.kind for stop in result.conflicts} == {"constraint"}
+    # The partitioner moves the values from one mesh to the other: only the compiled program has it.
+    with pytest.raises(spmd.ReportError) as error:
+        spmd.preview(low)
+    assert str(error.value) == (
+        "preview cannot say what is sent between meshes that give an axis several sizes.\n"
+        "  got       several sizes of 'data', 'model'\n"
+        "  fix       compile it, and see its report"
+    )
+    report = spmd.report(low.compile())
+    assert report.mesh == {"data": 4, "model": 2}
+    assert report.collectives
+    assert report.findings == ()
+
+
+def test_meshes_that_agree_share_their_axes(grid):
+    """An axis that two meshes have in one size has one name."""
+    plain = jax.sharding.Mesh(grid.devices, grid.axis_names)
+    other = jax.sharding.Mesh(grid.devices, ("data", "rest"))
+
+    def f(x):
+        return jax.lax.with_sharding_constraint(x * 2, NamedSharding(other, P("data", "rest")))
+
+    low = jax.jit(f, in_shardings=NamedSharding(plain, P("data"))).lower(f32(16, 16))
+    assert one(why(low, "result")).spec == (("data",), ("rest",))
+    assert why(low, "x").mesh == {"data": 4, "model": 2, "rest": 2}
 
 
 # What is accepted
