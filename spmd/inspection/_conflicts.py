@@ -14,8 +14,9 @@ import itertools
 from typing import NamedTuple
 
 from spmd.inspection import _shardy
-from spmd.inspection._propagation import Factors, Link, Mark, Propagation, Value
+from spmd.inspection._propagation import Link, Mark, Propagation, Value
 from spmd.inspection._routes import mark_of
+from spmd.inspection._rules import Factors
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
-import functools
 import re
 from typing import Any
 
@@ -12,6 +11,7 @@ from jax.extend.mlir import ir
 
 from spmd.inspection import _shardy
 from spmd.inspection._records import Source
+from spmd.inspection._rules import Factors, Rule, identity, nothing, parse_rule
 from spmd.inspection._shardy import Dimensions
 
 _EDGES = " debug-propagation-edge-sharding=true"
@@ -95,10 +95,6 @@ class Move:
     axis: str
     source: int
     targets: tuple[int, ...]
-
-
-Factors = tuple[tuple[str, ...], ...]
-"""For each dimension of a value, the factors of the operation that it consists of."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,7 +298,7 @@ class _Reader:
             )
             pair = (inner, len(self.found.values) - 1)
             # The pass writes the steps of all outputs to the first one: they cannot be told apart.
-            self._link("return", value.frames, pair, 1, _identity(pair, value.shape), "")
+            self._link("return", value.frames, pair, 1, identity(pair, value.shape), "")
 
     # Operations
 
@@ -388,14 +384,14 @@ class _Reader:
         frames = self._frames(operation)
         count = len(operation.operands)
         op_name = _op_name(operation)
-        self._link(_short(operation.name), frames, values, count, _parse_rule(rule), edges, op_name)
+        self._link(_short(operation.name), frames, values, count, parse_rule(rule), edges, op_name)
 
     def _constraint(self, operation: Any) -> None:
         values = (self._at(operation.operands[0]), self._at(operation.results[0]))
         edges = _shardy.text_of(operation, "sdy.propagation_edges")
         frames = self._frames(operation)
         shape = self.found.values[values[1]].shape
-        self._link(_short(operation.name), frames, values, 1, _identity(values, shape), edges)
+        self._link(_short(operation.name), frames, values, 1, identity(values, shape), edges)
 
     def _flow(self, edge: Any) -> None:
         raw = edge.operands[0]
@@ -403,7 +399,7 @@ class _Reader:
         edges = _shardy.text_of(edge, "sdy.propagation_edges")
         # Inside of a shard_map a value has another shape, and only some of the axes.
         shape = self.found.values[values[-1]].shape
-        rule = _identity(values, shape) if _manual_boundary(raw) is None else _nothing(values)
+        rule = identity(values, shape) if _manual_boundary(raw) is None else nothing(values)
         frames = self._frames(_owner(raw))
         op_name = _op_name(_owner(raw))
         self._link(_owner_name(raw), frames, values, len(values) - 1, rule, edges, op_name)
@@ -414,7 +410,7 @@ class _Reader:
         frames: tuple[Source, ...],
         values: tuple[int, ...],
         operands: int,
-        rule: _Rule,
+        rule: Rule,
         edges: str,
         op_name: str = "",
     ) -> None:
@@ -582,40 +578,3 @@ def _moves(text: str, values: Sequence[int], operands: int) -> Iterator[Move]:
         targets = tuple(at(place.strip()) for place in found["targets"].split(",") if place.strip())
         axis = _shardy.axes_in(found["axis"])[0]
         yield Move(step=step, axis=axis, source=at(found["source"]), targets=targets)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Rule:
-    factors: tuple[Factors, ...]
-    sizes: Mapping[str, int]
-    stops: frozenset[str] = frozenset()
-
-
-_FACTOR = re.compile(r"[a-z](?:_\d+)?")
-_SIZES = re.compile(r"([a-z](?:_\d+)?)=(\d+)")
-_STOPS = re.compile(r"blocked_propagation=\{([^}]*)\}")
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _parse_rule(text: str) -> _Rule:
-    """The factors of an operation, of the text of an ``sdy.op_sharding_rule``."""
-    mapping, _, rest = text.partition("<")[2].partition(") {")
-    factors = tuple(
-        tuple(tuple(_FACTOR.findall(dim)) for dim in inner.split(", ")) if inner else ()
-        for inner in re.findall(r"\[([^\]]*)\]", mapping)
-    )
-    sizes = {name: int(size) for name, size in _SIZES.findall(rest.partition("}")[0])}
-    stops = frozenset(name for found in _STOPS.findall(rest) for name in _FACTOR.findall(found))
-    return _Rule(factors, sizes, stops)
-
-
-def _identity(values: Sequence[int], shape: Sequence[int]) -> _Rule:
-    """A rule by which each dimension of all values is the same."""
-    names = [f"d{i}" for i in range(len(shape))]
-    own = tuple((name,) for name in names)
-    return _Rule((own,) * len(values), dict(zip(names, shape, strict=True)))
-
-
-def _nothing(values: Sequence[int]) -> _Rule:
-    """A rule that relates no dimensions."""
-    return _Rule(((),) * len(values), {})
