@@ -24,6 +24,14 @@ from spmd.inspection._hlo import (
 )
 from spmd.inspection._ledger import collectives as collectives, wire_bytes as wire_bytes
 from spmd.inspection._oom import explain_oom as explain_oom, oom_failure as oom_failure
+from spmd.inspection._origins import (
+    Annotation as Annotation,
+    Conflict as Conflict,
+    Origin as Origin,
+    Origins as Origins,
+    Step as Step,
+    ValueOrigins as ValueOrigins,
+)
 from spmd.inspection._pieces import Argument as Argument, Excerpt as Excerpt, Split as Split
 from spmd.inspection._records import (
     DIRECTIONS as DIRECTIONS,
@@ -57,15 +65,7 @@ if TYPE_CHECKING:
         is_stand_in as is_stand_in,
         topology as topology,
     )
-    from spmd.inspection._why import (
-        Annotation as Annotation,
-        Conflict as Conflict,
-        Origin as Origin,
-        Step as Step,
-        ValueOrigins as ValueOrigins,
-        Why as Why,
-        why as why,
-    )
+    from spmd.inspection._why import Why as Why, why as why
 
 _COMPILING = {
     "fits": "_fits",
@@ -78,9 +78,8 @@ _COMPILING = {
     "is_described": "_topology",
     "is_stand_in": "_topology",
     "preview": "_preview",
-    **dict.fromkeys(
-        ("Annotation", "Conflict", "Origin", "Step", "ValueOrigins", "Why", "why"), "_why"
-    ),
+    "Why": "_why",
+    "why": "_why",
 }
 
 

@@ -1,6 +1,7 @@
 """A report as JSON, and back: lossless, versioned, and told in `report.schema.json` beside it.
 
-The stack frames that collectives share stand once in a table, whose indices a collective holds.
+The stack frames that collectives share stand once in a table, whose indices a collective holds; so
+do the lines, annotations and steps that origins of shardings share.
 Derived figures are written for readers in other languages and ignored here.
 """
 
@@ -14,13 +15,15 @@ import os
 from pathlib import Path
 import re
 from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from spmd.errors import Failure, ReportError, explain
+from spmd.inspection._origins import Annotation, Later, Origins, Step, known
 from spmd.inspection._records import Collective, Report, Source, Total
 
 VERSION = 1
 SCHEMA = f"spmd-report/{VERSION}"
+_T = TypeVar("_T")
 _SCHEMA = re.compile(r"spmd-report/(\d+)")
 
 
@@ -29,10 +32,11 @@ _SCHEMA = re.compile(r"spmd-report/(\d+)")
 
 def encode(report: Report) -> dict[str, Any]:
     """A report as JSON values, as `Report.to_json` says."""
-    frames = _Table()
+    frames = _Table[Source]()
     data = {"schema": SCHEMA, **values(report)}
     data["mesh"] = [{"axis": name, "size": size} for name, size in report.mesh.items()]
     data["collectives"] = [_encode_collective(one, frames) for one in report.collectives]
+    data["origins"] = _encode_origins(report.origins, frames)
     data["frames"] = values(tuple(frames))
     data["totals"] = _encode_totals(report)
     return data
@@ -41,8 +45,8 @@ def encode(report: Report) -> dict[str, Any]:
 def values(value: Any) -> Any:
     """JSON values of a record, and of all that it holds."""
     if dataclasses.is_dataclass(value):
-        fields = dataclasses.fields(value)
-        return {field.name: values(getattr(value, field.name)) for field in fields}
+        names = (field.name for field in dataclasses.fields(value))
+        return {name: values(getattr(value, name)) for name in names if name[0] != "_"}
     if isinstance(value, Mapping):
         return {key: values(inner) for key, inner in value.items()}
     if hasattr(value, "_asdict"):
@@ -50,19 +54,46 @@ def values(value: Any) -> Any:
     return list(map(values, value)) if isinstance(value, tuple) else value
 
 
-class _Table(dict[Source, int]):
-    """The index of each frame, in the order in which they were asked for."""
+class _Table(dict[_T, int]):
+    """The index of each record, in the order in which they were asked for."""
 
-    def __missing__(self, key: Source) -> int:
+    def __missing__(self, key: _T) -> int:
         return self.setdefault(key, len(self))
 
 
-def _encode_collective(one: Collective, frames: _Table) -> dict[str, Any]:
+def _encode_collective(one: Collective, frames: _Table[Source]) -> dict[str, Any]:
     data = values(dataclasses.replace(one, frames=()))
     data["frames"] = [frames[frame] for frame in one.frames]
     data["total_payload_bytes"] = one.total_payload_bytes
     data["total_wire_bytes"] = one.total_wire_bytes
     return data
+
+
+#: Records of origins that stand in tables of their own: by table, in the order of reading.
+_SHARED = {"annotations": Annotation, "steps": Step}
+
+
+def _encode_origins(origins: Origins, frames: _Table[Source]) -> dict[str, Any]:
+    tables: dict[type, _Table[Any]] = {record: _Table() for record in _SHARED.values()}
+    tables[Source] = frames
+    data = _referred(origins, tables)
+    for name, record in _SHARED.items():
+        data[name] = [_fields(one, tables) for one in tables[record]]
+    return data
+
+
+def _referred(value: Any, tables: Mapping[type, _Table[Any]]) -> Any:
+    """JSON values of a record, with an index for each that stands in a table."""
+    if type(value) in tables:
+        return tables[type(value)][value]
+    if dataclasses.is_dataclass(value):
+        return _fields(value, tables)
+    return [_referred(one, tables) for one in value] if isinstance(value, tuple) else value
+
+
+def _fields(record: Any, tables: Mapping[type, _Table[Any]]) -> dict[str, Any]:
+    names = (field.name for field in dataclasses.fields(record))
+    return {name: _referred(getattr(record, name), tables) for name in names}
 
 
 def _encode_totals(report: Report) -> dict[str, Any]:
@@ -109,11 +140,17 @@ def save(report: Report, path: str | os.PathLike[str]) -> None:
 
 def _layout(data: Mapping[str, Any]) -> str:
     """One line for each element of a list: files compare well, and a line is one collective."""
-    entries = (f"{json.dumps(key)}: {_lines(value)}" for key, value in data.items())
-    return "{\n" + ",\n".join(entries) + "\n}\n"
+    return _entries(data, "{\n", "\n}\n")
+
+
+def _entries(data: Mapping[str, Any], start: str, end: str) -> str:
+    lines = (f"{json.dumps(key)}: {_lines(value)}" for key, value in data.items())
+    return start + ",\n".join(lines) + end
 
 
 def _lines(value: Any) -> str:
+    if isinstance(value, dict) and isinstance(value.get("values"), list):  # origins
+        return _entries(value, "{", "}")
     if not isinstance(value, list) or not value:
         return json.dumps(value)
     return "[\n " + ",\n ".join(map(json.dumps, value)) + "\n]"
@@ -244,10 +281,11 @@ class _Reader:
             return self._wrong(path, "an object", value)
         fields, complete = {}, True
         for name, hint in _hints(record).items():
-            place = f"{path}.{name}".lstrip(".")
-            if name in value:
-                read = self._SPECIAL.get((record, name), _Reader.read)
-                fields[name] = read(self, hint, value[name], place)
+            key = name.lstrip("_")
+            place = f"{path}.{key}".lstrip(".")
+            if key in value:
+                read = self._SPECIAL.get((record, key), _Reader.read)
+                fields[name] = read(self, hint, value[key], place)
             elif name not in _defaults(record):
                 complete = False
                 self.failures.append(Failure(what=f"misses the key {place}", error=ReportError))
@@ -268,6 +306,11 @@ class _Reader:
             return self._wrong(path, f"indices into the {len(self.frames)} frames", value)
         return tuple(self.frames[i] for i in known)
 
+    def _origins(self, hint: Any, value: Any, path: str) -> Later | None:
+        reader = _OriginsReader(self, value, path)
+        origins = reader.read(Origins, value, path)
+        return None if origins is None else known(origins)
+
     def _wrong(self, path: str, expected: str, value: Any) -> None:
         got = json.dumps(value, default=repr)
         got = got if len(got) <= 60 else f"{got[:57]}..."
@@ -276,8 +319,34 @@ class _Reader:
 
     _SPECIAL: Mapping[tuple[type, str], Callable[..., Any]] = {
         (Report, "mesh"): _mesh,
+        (Report, "origins"): _origins,
         (Collective, "frames"): _frames,
     }
+
+
+class _OriginsReader(_Reader):
+    """Reads origins, in which an index stands for each record that others share."""
+
+    def __init__(self, whole: _Reader, data: Any, path: str):
+        self.failures = whole.failures
+        self.tables: dict[Any, tuple[Any, ...]] = {Source: whole.frames}
+        for name, record in _SHARED.items():
+            rows = data.get(name, []) if isinstance(data, Mapping) else []
+            place = f"{path}.{name}"
+            if not isinstance(rows, list):
+                self._wrong(place, "an array", rows)
+                rows = []
+            # A row refers to those of the tables before its own.
+            read = (self._record(record, row, f"{place}[{i}]") for i, row in enumerate(rows))
+            self.tables[record] = tuple(read)
+
+    def read(self, hint: Any, value: Any, path: str) -> Any:
+        table = self.tables.get(hint)
+        if table is None:
+            return super().read(hint, value, path)
+        if type(value) is not int or not 0 <= value < len(table):
+            return self._wrong(path, f"an index below {len(table)}", value)
+        return table[value]
 
 
 _JSON_NAMES = {str: "a string", int: "an integer", bool: "true or false"}

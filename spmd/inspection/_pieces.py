@@ -96,3 +96,23 @@ class Excerpt:
     file: str
     first: int
     lines: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A place in Python code.
+
+    Args:
+        file: path as Python knows it.
+        line: counted from one.
+        column: counted from one; 0 where it is not known.
+        function: qualified name of the function that the line is in.
+    """
+
+    file: str
+    line: int
+    column: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"

@@ -11,6 +11,7 @@ from spmd.errors import Failure, ReportError, explain
 from spmd.inspection import _shardy
 from spmd.inspection._compiling import COMPILED, entered, lower
 from spmd.inspection._exchanges import exchanges
+from spmd.inspection._listing import origins_later
 from spmd.inspection._records import Cost, Report
 from spmd.inspection._report import versions
 from spmd.inspection._why import function_of
@@ -71,6 +72,7 @@ def _report_of(lowered: Any, subject: str) -> Report:
     with module.context:
         if names := _shardy.apart(done):
             raise explain(subject, [_several_sizes(names)])
+        found = exchanges(done)
         return Report(
             name=function_of(module),
             backend=platform,
@@ -79,10 +81,11 @@ def _report_of(lowered: Any, subject: str) -> Report:
             mesh=_shardy.axis_sizes(done),
             num_devices=_count_devices(module),
             versions=versions(),
-            collectives=exchanges(done),
+            collectives=found,
             cost=Cost.zeros(),
             memory=None,
             predicted=True,
+            _origins=origins_later(lowered, found, subject=subject),
         )
 
 

@@ -13,7 +13,8 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from spmd.inspection._bytes import show_bytes
-from spmd.inspection._pieces import Argument, Excerpt
+from spmd.inspection._origins import UNKNOWN, Later, Origins
+from spmd.inspection._pieces import Argument, Excerpt, Source as Source
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -76,26 +77,6 @@ class Shapes(NamedTuple):
 
     operands: tuple[Shape, ...]
     results: tuple[Shape, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """A place in Python code.
-
-    Args:
-        file: path as Python knows it.
-        line: counted from one.
-        column: counted from one; 0 where it is not known.
-        function: qualified name of the function that the line is in.
-    """
-
-    file: str
-    line: int
-    column: int
-    function: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -373,6 +354,8 @@ class Report:
         findings: what costs more than it has to, the most bytes first, whole arguments last.
         predicted: True where nothing was compiled: the collectives are those that the shardings
             demand, before the compiler changes them; `cost` is zero and `memory` None.
+
+    `origins` takes no part in comparisons.
     """
 
     name: str
@@ -391,6 +374,15 @@ class Report:
     excerpts: tuple[Excerpt, ...] = ()
     findings: tuple[Finding, ...] = ()
     predicted: bool = False
+    _origins: Later = dataclasses.field(default=UNKNOWN, repr=False, compare=False)
+
+    @property
+    def origins(self) -> Origins:
+        """Where the shardings of arguments, outputs and values on lines of collectives come from.
+
+        It is worked out when it is first asked for, which `to_json`, `to_html` and pickling do.
+        """
+        return self._origins.get()
 
     @property
     def total(self) -> Total:

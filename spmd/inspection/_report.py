@@ -31,6 +31,7 @@ from spmd.inspection._excerpts import excerpts
 from spmd.inspection._findings import Program, findings
 from spmd.inspection._hlo import Module, parse_modules
 from spmd.inspection._ledger import ledger
+from spmd.inspection._listing import origins_later
 from spmd.inspection._placing import arguments_of
 from spmd.inspection._propagation import Propagation, propagate
 from spmd.inspection._records import Cost, Report, Reshard
@@ -106,6 +107,7 @@ def _report_of(compiled: Any, mesh: Any, lowered: Any) -> Report:
         arguments=arguments_of(compiled, mesh, parameters),
         device_ids=tuple(device.id for device in devices),
         excerpts=excerpts(found, memory),
+        _origins=origins_later(lowered, found, subject="report"),
     )
     program = Program(
         report=report,

@@ -2,6 +2,16 @@
 
 from hypothesis import strategies as st
 
+from spmd.inspection._origins import (
+    REASONS,
+    Annotation,
+    Conflict,
+    Origin,
+    Origins,
+    Step,
+    ValueOrigins,
+    known,
+)
 from spmd.inspection._pieces import Argument, Excerpt, Split
 from spmd.inspection._records import (
     DIRECTIONS,
@@ -86,6 +96,65 @@ def many(count, **fields):
     )
     return report(collectives=found, **fields)
 
+
+_GIVEN = Annotation(kind="argument", name="batch['x']", source=None, spec=(("data",), ()))
+_ASKED = Annotation(kind="constraint", name="", source=source(40), spec=((), ("model",)))
+_STEP = Step(
+    operation="dot_general", source=source(42), way="forward", value="dot_general",
+    shape=(8, 4), dimension=0,
+)  # fmt: skip
+
+
+def value_origins(**fields):
+    """What a product makes, split over one axis that came forward, except for `fields`."""
+    given = {
+        "kind": "result",
+        "name": "dot_general",
+        "shape": (8, 4),
+        "dtype": "f32",
+        "spec": (("data",), ()),
+        "source": source(42),
+        "annotation": None,
+        "origins": (
+            Origin(axis="data", dimension=0, annotation=_GIVEN, priority=None, steps=(_STEP,)),
+        ),
+        "conflicts": (),
+    }
+    return ValueOrigins(**given | fields)
+
+
+def conflict(reason, **fields):
+    """An axis that stopped for a reason."""
+    given = {
+        "axis": "model", "dimension": 1, "operation": "add", "source": source(43), "at": "add",
+        "lost": _ASKED, "won": _GIVEN, "against": None, "kept": (), "distance": 0,
+    }  # fmt: skip
+    return Conflict(reason=reason, **given | fields)
+
+
+#: An argument, an output and two products of line 42, with conflicts for every reason.
+ORIGINS = Origins(
+    values=(
+        value_origins(
+            kind="argument", name="batch['x']", source=None, annotation=_GIVEN,
+            origins=(Origin(axis="data", dimension=0, annotation=_GIVEN, priority=1, steps=()),),
+        ),
+        value_origins(kind="output", name="result['loss']", shape=(), spec=(), origins=()),
+        value_origins(),
+        value_origins(
+            spec=((), ()),
+            origins=(),
+            conflicts=(
+                conflict("closed", distance=1),
+                conflict("split", kept=("data",), distance=1200),
+                conflict("taken", source=None),
+                conflict("tie", won=None, against=_GIVEN),
+                conflict("operation", won=None, lost=None),
+            ),
+        ),
+    ),
+    left_out=1234,
+)  # fmt: skip
 
 #: 12 * 24 MiB, an unknown number of times 48 KiB, 3 * 24 MiB, and nothing.
 SMALL = report(
@@ -184,6 +253,7 @@ SMALL = report(
             fix="use a mesh without it",
         ),
     ),
+    _origins=known(ORIGINS),
 )
 
 # Strategies
@@ -282,6 +352,60 @@ arguments = st.integers(0, 3).flatmap(
 excerpts = st.builds(
     Excerpt, file=files, first=st.integers(1, 10**6), lines=st.lists(names, max_size=3).map(tuple)
 )
+specs = st.lists(axes, max_size=2).map(tuple)
+annotations = st.builds(
+    Annotation,
+    kind=st.sampled_from(["argument", "constraint"]),
+    name=names,
+    source=st.none() | sources,
+    spec=specs,
+)
+steps = st.builds(
+    Step,
+    operation=names,
+    source=st.none() | sources,
+    way=st.sampled_from(["forward", "backward", "sideways", "later"]),
+    value=names,
+    shape=dims,
+    dimension=st.integers(0, 3),
+)
+some_origins = st.builds(
+    Origin,
+    axis=names,
+    dimension=st.integers(0, 3),
+    annotation=st.none() | annotations,
+    priority=st.none() | st.integers(0, 3),
+    steps=st.lists(steps, max_size=2).map(tuple),
+)
+conflicts = st.builds(
+    Conflict,
+    axis=names,
+    dimension=st.integers(0, 3),
+    operation=names,
+    source=st.none() | sources,
+    at=names,
+    reason=st.sampled_from([*REASONS, "later"]),
+    lost=st.none() | annotations,
+    won=st.none() | annotations,
+    against=st.none() | annotations,
+    kept=axes,
+    distance=counts,
+)
+value_records = st.builds(
+    ValueOrigins,
+    kind=st.sampled_from(["argument", "output", "result"]),
+    name=names,
+    shape=dims,
+    dtype=names,
+    spec=specs,
+    source=st.none() | sources,
+    annotation=st.none() | annotations,
+    origins=st.lists(some_origins, max_size=2).map(tuple),
+    conflicts=st.lists(conflicts, max_size=2).map(tuple),
+)
+origins = st.builds(
+    Origins, values=st.lists(value_records, max_size=3).map(tuple), left_out=counts, missing=names
+)
 meshes = st.sampled_from(
     [{}, {"data": 4}, {"data": 4, "model": 2}, {"model": 2, "data": 4, "層": 1}]
 )
@@ -303,4 +427,5 @@ reports = st.builds(
     device_ids=st.lists(st.integers(0, 8191), max_size=8).map(tuple),
     excerpts=st.lists(excerpts, max_size=2).map(tuple),
     findings=st.lists(findings, max_size=2).map(tuple),
+    _origins=origins.map(known),
 )

@@ -7,11 +7,12 @@ import re
 
 from hypothesis import given, settings
 import pytest
-from reports import MIB, SMALL, collective, report, reports, source
+from reports import MIB, SMALL, collective, report, reports, source, value_origins
 
 import spmd
 from spmd.errors import ReportError
 from spmd.inspection import _json
+from spmd.inspection._origins import Origins, known
 from spmd.inspection._records import Cost, Report, Shapes
 
 SCHEMA = json.loads(
@@ -160,6 +161,7 @@ def test_round_trip(one):
     text = json.dumps(one.to_json())
     back = Report.from_json(json.loads(text))
     assert back == one
+    assert back.origins == one.origins  # which takes no part in the comparison of reports
     assert list(back.mesh) == list(one.mesh)
     assert json.dumps(back.to_json()) == text
 
@@ -282,11 +284,61 @@ def test_frames_are_written_once():
     assert Report.from_json(data) == big
 
 
+def test_records_of_origins_are_written_once():
+    """Lines, annotations and steps that values share stand in the file once."""
+    big = dataclasses.replace(
+        SMALL, _origins=known(Origins(values=(value_origins(),) * 50, left_out=2))
+    )
+    data = big.to_json()
+    assert len(data["origins"]["steps"]) == len(data["origins"]["annotations"]) == 1
+    place = data["frames"][data["origins"]["steps"][0]["source"]]
+    assert (place["file"], place["line"]) == ("/w/model/transformer.py", 42)
+    assert [value["origins"][0]["steps"] for value in data["origins"]["values"]] == [[0]] * 50
+    assert Report.from_json(data).origins == big.origins
+
+
+def test_a_file_without_origins():
+    """A file of an earlier release is read, and its report says that it holds none."""
+    data = SMALL.to_json()
+    del data["origins"]
+    found = Report.from_json(data)
+    assert found == SMALL
+    assert found.origins == Origins(
+        missing="The report does not hold where its shardings come from."
+    )
+
+
+def test_wrong_origins_are_named():
+    """Indices of origins that lead nowhere are told with their place."""
+    data = json.loads(json.dumps(SMALL.to_json()))
+    data["origins"]["steps"][0]["dimension"] = "first"
+    data["origins"]["values"][2]["source"] = True
+    data["origins"]["annotations"][1]["source"] = -1
+    data["origins"]["values"][3]["conflicts"][0]["lost"] = {"kind": "constraint"}
+    del data["origins"]["values"][3]["name"]
+    assert error(Report.from_json, data).split("\n") == [
+        "argument of `Report.from_json` has a wrong value in origins.annotations[1].source.",
+        "  expected  an index below 4",
+        "  got       -1",
+        "argument of `Report.from_json` has a wrong value in origins.steps[0].dimension.",
+        "  expected  an integer",
+        '  got       "first"',
+        "argument of `Report.from_json` has a wrong value in origins.values[2].source.",
+        "  expected  an index below 4",
+        "  got       true",
+        "argument of `Report.from_json` misses the key origins.values[3].name.",
+        "argument of `Report.from_json` has a wrong value in origins.values[3].conflicts[0].lost.",
+        "  expected  an index below 2",
+        '  got       {"kind": "constraint"}',
+    ]
+
+
 def test_file_has_a_line_per_collective(tmp_path):
     """Files compare line by line: a collective is a line, and the end of the file a newline."""
     SMALL.save(tmp_path / "r.json")
     lines = (tmp_path / "r.json").read_text(encoding="utf-8").split("\n")
     assert sum(line.startswith(' {"kind": ') and '"groups"' in line for line in lines) == 4
+    assert sum(line.startswith(' {"kind": ') and '"conflicts"' in line for line in lines) == 4
     assert lines[-1] == ""
 
 
@@ -349,17 +401,17 @@ def test_wrong_types_are_named():
     data = json.loads(json.dumps(SMALL.to_json()))
     data["collectives"][1]["executions"] = True
     data["collectives"][2]["frames"] = [0, -1]
-    data["collectives"][3]["frames"] = [2]
+    data["collectives"][3]["frames"] = [4]
     assert error(Report.from_json, data).split("\n") == [
         "argument of `Report.from_json` has a wrong value in collectives[1].executions.",
         "  expected  an integer",
         "  got       true",
         "argument of `Report.from_json` has a wrong value in collectives[2].frames.",
-        "  expected  indices into the 2 frames",
+        "  expected  indices into the 4 frames",
         "  got       [0, -1]",
         "argument of `Report.from_json` has a wrong value in collectives[3].frames.",
-        "  expected  indices into the 2 frames",
-        "  got       [2]",
+        "  expected  indices into the 4 frames",
+        "  got       [4]",
     ]
 
 

@@ -289,7 +289,7 @@ def _origins_of(name):
     found = _propagation.propagate(lowered.compiler_ir(), subject="why")
     from spmd.inspection import _why
 
-    return [_why._describe(found, i) for i in range(len(found.values))]
+    return [_why.describe(found, i) for i in range(len(found.values))]
 
 
 @pytest.mark.parametrize(

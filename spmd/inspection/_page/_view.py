@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
 from typing import Any
 
 from spmd.inspection._bytes import show_bytes
+from spmd.inspection._page import _shardings
 from spmd.inspection._pieces import Argument, Excerpt
 from spmd.inspection._places import short_path
 from spmd.inspection._records import (
@@ -38,7 +40,8 @@ def view(report: Report) -> dict[str, Any]:
         "rows": [_row(i, report.collectives[i], report.mesh) for i in order],
         "kinds": sorted({one.kind for one in report.collectives}),
         "axes": sorted({axis for one in report.collectives for axis in one.axis_names}),
-        "arguments": [_argument(one, report.mesh) for one in report.arguments],
+        "shardings": _shardings.view(report.origins, _colors(report.mesh)),
+        "arguments": [*_arguments(report)],
         "memory": _memory(report.memory) if report.memory else None,
         "data": data(report),
     }
@@ -143,9 +146,13 @@ def _directions(report: Report) -> Iterator[tuple[str, str]]:
             yield name, bounded(sums[name], sums[name].wire_bytes)
 
 
+def _colors(mesh: Mapping[str, int]) -> dict[str, int]:
+    return {axis["name"]: axis["color"] for axis in axes_view(mesh)}
+
+
 def chips(axes: Sequence[str], mesh: Mapping[str, int]) -> list[dict[str, Any]]:
     """Mesh axes with the colours that they have everywhere on the page."""
-    colors = {axis["name"]: axis["color"] for axis in axes_view(mesh)}
+    colors = _colors(mesh)
     return [{"name": a, "color": colors.get(a.partition(":")[0], 0)} for a in axes]
 
 
@@ -167,7 +174,12 @@ def _files(report: Report) -> list[dict[str, Any]]:
     for excerpt in report.excerpts:
         files.setdefault(excerpt.file, Total.zeros())
     ranked = sorted(files.items(), key=lambda item: -item[1].wire_bytes)
-    return [_file(file, total, report, lines, most) for file, total in ranked]
+    _, made = _shardings.anchors(report.origins)
+    found = [_file(file, total, report, lines, most) for file, total in ranked]
+    for (file, _), shown in zip(ranked, found, strict=True):
+        for line in itertools.chain.from_iterable(shown["parts"]):
+            line["made"] = made.get((file, line["number"]), "")
+    return found
 
 
 def _by_line(found: Iterable[Collective]) -> dict[tuple[str, int], tuple[Total, list[str]]]:
@@ -278,14 +290,15 @@ def show_shapes(shapes: Shapes) -> str:
 # Mesh and memory
 
 
-def _argument(one: Argument, mesh: Mapping[str, int]) -> dict[str, Any]:
-    splits = one.splits or ()
-    return {
-        "one": one,
-        "shape": f"{one.dtype}[{','.join(map(str, one.shape))}]",
-        "nbytes": show_bytes(one.nbytes),
-        "axes": chips([axis for split in splits for axis in split.axes], mesh),
-    }
+def _arguments(report: Report) -> Iterator[dict[str, Any]]:
+    origins, _ = _shardings.anchors(report.origins)
+    for one in report.arguments:
+        yield {
+            "one": one,
+            "shape": f"{one.dtype}[{','.join(map(str, one.shape))}]",
+            "nbytes": show_bytes(one.nbytes),
+            "origin": origins.get(one.path, ""),
+        }
 
 
 def _placed(one: Argument) -> dict[str, Any]:

@@ -167,6 +167,55 @@
     });
   }
 
+  // Shardings: filter, and links to a value
+
+  const values = byId("values");
+  if (values) {
+    const text = byId("values-text");
+    const groups = [...values.querySelectorAll(".group")].map((group) => ({
+      group,
+      rows: [...group.querySelectorAll("details")].map((row) => ({
+        row,
+        text: `${group.firstElementChild.textContent}\n${row.textContent}`.toLowerCase(),
+      })),
+    }));
+    const apply = () => {
+      const words = text.value.toLowerCase().split(/\s+/).filter(Boolean);
+      let shown = 0, count = 0;
+      for (const { group, rows } of groups) {
+        let some = 0;
+        for (const one of rows) {
+          one.row.hidden = !words.every((word) => one.text.includes(word));
+          some += !one.row.hidden;
+        }
+        group.hidden = !some;
+        shown += some;
+        count += rows.length;
+      }
+      byId("values-shown").textContent = `${shown} of ${count} values`;
+    };
+    const clear = () => { text.value = ""; apply(); };
+    const form = byId("values-filters");
+    form.addEventListener("input", apply);
+    form.addEventListener("submit", (event) => event.preventDefault());
+    text.addEventListener("keydown", (event) => { if (event.key === "Escape") clear(); });
+    values.addEventListener("keydown", (event) => {
+      const row = event.key === "Escape" && event.target.closest("details");
+      if (!row) return;
+      row.open = false;
+      row.querySelector("summary").focus();
+    });
+    document.addEventListener("click", (event) => {
+      const link = event.target.closest('a[href^="#value-"], a[href^="#made-"]');
+      if (!link) return;
+      clear(); // what is hidden cannot be gone to
+      const row = byId(link.hash.slice(1)).closest("details");
+      if (!row) return;
+      row.open = true;
+      row.querySelector("summary").focus({ preventScroll: true });
+    });
+  }
+
   // Mesh: which shard of an argument lies on which device
 
   const grid = byId("devices");
