@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 import dataclasses
 import itertools
+import sys
 
 from spmd.inspection._origins import (
     REASONS,
@@ -47,13 +48,24 @@ class Sentence:
     quiet: bool = False
 
 
-def sentences(value: ValueOrigins) -> Iterator[Sentence]:
-    """Everything that is known of a value: origins, dimensions that are whole, conflicts."""
+def sentences(
+    value: ValueOrigins, *, steps: int = sys.maxsize, conflicts: int = sys.maxsize
+) -> Iterator[Sentence]:
+    """What is known of a value: origins, dimensions that are whole, conflicts.
+
+    Args:
+        value: the record.
+        steps: of each axis, the most to tell: the first and the last half of as many.
+        conflicts: the most to tell, the nearest. What is left out is counted.
+    """
     for origin in value.origins:
-        yield from _origin(value, origin)
+        yield _origin(value, origin)
+        yield from _steps(origin.steps, steps)
     yield from _whole(value)
-    for conflict in value.conflicts:
+    for conflict in value.conflicts[:conflicts]:
         yield from _conflict(conflict)
+    if more := len(value.conflicts[conflicts:]):
+        yield Sentence(words=(Word(f"and {more:,} more did not get through"),), quiet=True)
 
 
 def show_shape(value: ValueOrigins) -> str:
@@ -105,11 +117,11 @@ def annotation_words(one: Annotation | None) -> tuple[Word, ...]:
 _ARROWS = {"forward": "->", "backward": "<-", "sideways": "<>"}
 
 
-def _origin(value: ValueOrigins, origin: Origin) -> Iterator[Sentence]:
+def _origin(value: ValueOrigins, origin: Origin) -> Sentence:
     own = not origin.steps and origin.annotation == value.annotation
     said = "its own annotation, " if own else "from "
     priority = "" if origin.priority is None else f", priority {origin.priority}"
-    yield Sentence(
+    return Sentence(
         words=(
             Word(origin.axis, origin.axis),
             Word(f" on dimension {origin.dimension}: {said}"),
@@ -117,7 +129,17 @@ def _origin(value: ValueOrigins, origin: Origin) -> Iterator[Sentence]:
             Word(priority),
         )
     )
-    yield from map(_step, origin.steps)
+
+
+def _steps(steps: tuple[Step, ...], most: int) -> Iterator[Sentence]:
+    if len(steps) <= most:
+        yield from map(_step, steps)
+        return
+    half = most // 2
+    yield from map(_step, steps[:half])
+    between = f"and {len(steps) - 2 * half:,} operations in between"
+    yield Sentence(words=(Word(between),), depth=2, quiet=True)
+    yield from map(_step, steps[-half:])
 
 
 def _step(step: Step) -> Sentence:

@@ -175,6 +175,29 @@ def test_words(browser, tmp_path):
     )
 
 
+def test_what_is_long_is_cut(browser, tmp_path):
+    """Of a long route both ends are told, of many conflicts the nearest, and how many are not."""
+    steps = tuple(
+        Step(
+            operation=f"op_{i}", source=None, way="forward", value=f"op_{i}", shape=(), dimension=0
+        )
+        for i in range(1025)
+    )
+    origin = Origin(axis="data", dimension=0, annotation=None, priority=None, steps=steps)
+    stops = tuple(conflict("tie", operation=f"at_{i}") for i in range(11))
+    long = value_origins(origins=(origin,), conflicts=stops)
+    one = dataclasses.replace(SMALL, _origins=known(Origins(values=(long,))))
+    with opened(browser, saved(one, tmp_path)) as tab:
+        ((_, *lines),) = everything_said(tab)
+    told = [*range(12), *range(1013, 1025)]
+    assert [" ".join(line) for line in lines[1:26] if line[0] == "and"] == [
+        "and 1,001 operations in between"
+    ]
+    assert [line[1] for line in lines[1:26] if line[0] == "->"] == [f"op_{i}" for i in told]
+    assert [line[2] for line in lines if line[0] == "met"] == [f"at_{i}," for i in range(8)]
+    assert " ".join(lines[-1]) == "and 3 more did not get through"
+
+
 def test_axes_have_their_colours(browser, tmp_path):
     """An axis has the colour that it has everywhere on the page."""
     with opened(browser, saved(SMALL, tmp_path)) as tab:

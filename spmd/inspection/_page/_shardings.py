@@ -15,6 +15,8 @@ from spmd.inspection._why_words import (
     spec_words,
 )
 
+#: Of a value; a program with many layers has routes of hundreds of operations.
+_MOST = {"steps": 24, "conflicts": 8}
 _TITLES = {"argument": "Arguments", "output": "Outputs"}
 
 
@@ -72,7 +74,7 @@ def _row(i: int, value: ValueOrigins, colors: Mapping[str, int]) -> dict[str, An
         "spec": [*_pieces(spec_words(value.spec), colors)],
         "place": show_place(value.source) if value.kind == "output" else "",
         "kept_out": ", ".join(axes),
-        "said": [_line(sentence, colors) for sentence in sentences(value)],
+        "said": [_line(sentence, colors) for sentence in sentences(value, **_MOST)],
     }
 
 
