@@ -305,13 +305,14 @@ def test_without_script(browser, tmp_path):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_open_values_fit_and_can_be_read(scheme, demo, browser, tmp_path):
     """With values open nothing is wider than the window, and all text has contrast."""
-    long = value_origins(name="x" * 300, shape=(2,) * 60, spec=(("data",),) * 60)
+    stop = conflict("tie", operation="y" * 300)
+    long = value_origins(name="x" * 300, shape=(2,) * 60, spec=(("data",),) * 60, conflicts=(stop,))
     one = dataclasses.replace(
         demo[1], _origins=known(Origins(values=(*ORIGINS.values, long, *demo[1].origins.values)))
     )
     with opened(browser, saved(one, tmp_path), color_scheme=scheme) as tab:
         for i in (*range(7), 60, 100):
-            tab.locator("#values summary").nth(i).click()
+            tab.click(f"details:has(> #value-{i}) summary")
         assert tab.evaluate(_CONTRAST) == []
         for width in (400, 900, 1440):
             tab.set_viewport_size({"width": width, "height": 900})
