@@ -87,7 +87,8 @@ def _lines(found: Sequence[Collective]) -> dict[_Line, frozenset[str]]:
 
 
 def _listed(found: Propagation, lines: Mapping[_Line, frozenset[str]]) -> Origins:
-    arguments = [i for i, value in enumerate(found.values) if value.kind == "argument"]
+    # A constant that JAX passes as an argument has no name.
+    arguments = [i for i, one in enumerate(found.values) if one.kind == "argument" and one.name]
     outputs = [i for i, value in enumerate(found.values) if value.kind == "output"]
     groups = _by_line(found, lines)
     made = [i for line in lines for i in groups[line][:OF_A_LINE]]

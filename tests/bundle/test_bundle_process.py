@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import spmd
+from spmd.inspection import Report
 
 
 def run(role, path, **env):
@@ -40,5 +41,5 @@ def test_another_process(tmp_path, hoisted):
     assert saved["work"] == [1, 1, 1]
     assert loaded["work"] == [0, 0, 0]
     assert loaded["results"] == saved["results"]
-    assert loaded["report"] == saved["report"]
+    assert Report.from_json(loaded["report"]) == Report.from_json(saved["report"])
     assert saved["constants"] == loaded["constants"] == int(hoisted)
