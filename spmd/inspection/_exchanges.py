@@ -133,7 +133,9 @@ def _repeated(one: Collective, times: int | None) -> Collective:
 
 def _within(one: Collective, holder: Any) -> Collective:
     """A collective inside of another operation: its name stack goes on from there."""
-    frames = one.frames or _shardy.frames_of(holder.location)
+    frames = one.frames
+    if not frames or _shardy.takes_part_in_loops(holder):
+        frames = _shardy.frames_of(holder.location)
     op_name = _joined(_shardy.op_name_of(holder.location), one.op_name)
     return dataclasses.replace(
         one,

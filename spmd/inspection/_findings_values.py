@@ -74,27 +74,12 @@ class _Lines(dict[int, _Line]):
 
     def __missing__(self, i: int) -> _Line:
         value = self._values[i]
-        around = [*around_of(value)]
-        # In these, only the lines of the call are those of this program.
-        shared = [n for n, one in enumerate(around) if _function(one).startswith(_SHARED)]
-        calls = around[shared[-1] if shared else 0 :]
-        parts = (_shardy.frames_of(one.location) for one in calls)
-        frames = itertools.chain(() if shared else frames_at(value), *parts)
+        parts = (_shardy.frames_of(one.location) for one in around_of(value))
+        frames = itertools.chain(frames_at(value), *parts)
         inner = next(frames, None)
         own = next(filter(users_own, itertools.chain([inner], frames)), None)
         self[i] = _Line(own=own, inner=inner)
         return self[i]
-
-
-#: Functions that JAX calls where it lowers a loop. It traces them once, in a whole process, and
-#: their frames stay those of the loop that came first.
-_SHARED = ("dynamic_index_in_dim", "dynamic_update_index_in_dim")
-
-
-def _function(operation: Any) -> str:
-    """The function of which an operation of MLIR is a call; empty for other operations."""
-    is_call = operation.name == "sdy.named_computation"
-    return _shardy.text_of(operation, "name").strip('"') if is_call else ""
 
 
 def around_of(value: Value) -> Iterator[Any]:

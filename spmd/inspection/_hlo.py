@@ -10,7 +10,7 @@ the opcode's own place in the line: fusions, metadata and operands name collecti
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 import dataclasses
 import itertools
 import re
@@ -145,6 +145,8 @@ class Module:
         frames: the table of stack frames: by number, the place and the number of the caller's
             frame, which is 0 for the outermost.
         header: the first line, with properties of the whole module.
+        loops: the loop whose arrays an instruction takes apart or stacks, by name of that
+            instruction; also each loop by its name stack. See `loop_of`.
     """
 
     name: str
@@ -154,6 +156,16 @@ class Module:
     num_partitions: int
     frames: dict[int, tuple[Source, int]] = dataclasses.field(default_factory=dict)
     header: str = ""
+    loops: dict[str, Instruction] = dataclasses.field(default_factory=dict)
+
+    def loop_of(self, one: Instruction) -> Instruction | None:
+        """The loop whose arrays an instruction takes apart or stacks, if JAX made it do so.
+
+        The frames of such an instruction may be those of another program.
+        """
+        own = _LOOPS_OWN.match(one.op_name) if _INDEXING in one.attributes else None
+        # What the compiler moved out of the loop, or names in a warning, has the loop's name stack.
+        return (self.loops.get(one.name) or self.loops.get(own["loop"])) if own else None
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
@@ -220,7 +232,46 @@ def parse_module(text: str) -> Module:
         num_partitions=_header_count(header, "num_partitions"),
         frames=_frames(tables),
         header=header,
+        loops=_loops(computations) if _INDEXING in text else {},
     )
+
+
+# Functions of JAX's own take apart and stack what goes through a loop. It traces them once in a
+# process, so that their frames are those of the first loop, in whatever program that was.
+_INDEXING = "index_in_dim)/"
+_LOOPS_OWN = re.compile(r"(?P<loop>.*/while)/\w+/jit\(dynamic_(?:update_)?index_in_dim\)/")
+_CALLERS = ("while", "fusion", "call", "conditional", "async-start")
+
+
+def _loops(computations: Mapping[str, Computation]) -> dict[str, Instruction]:
+    """The loop of each instruction of JAX's own functions, by the name of the instruction."""
+    everything = [(one, home) for home in computations.values() for one in home.instructions]
+    calls = [(one, home) for one, home in everything if one.opcode in _CALLERS]
+    callers = {
+        callee: (one, home)
+        for one, home in calls
+        for names in one.callees().values()
+        for callee in names
+    }
+    found = {one.op_name: one for one, _ in calls if one.opcode == "while"}
+    for one, home in everything:
+        own = _LOOPS_OWN.match(one.op_name) if _INDEXING in one.attributes else None
+        if own and (loop := _around(home, own["loop"], callers)):
+            found[one.name] = loop
+    return found
+
+
+def _around(
+    computation: Computation, name: str, callers: Mapping[str, tuple[Instruction, Computation]]
+) -> Instruction | None:
+    """The loop of a name that a computation runs in; two loops of a function have one name."""
+    for _ in callers:  # a text that is not XLA's may have circles
+        if computation.name not in callers:
+            break
+        one, computation = callers[computation.name]
+        if one.opcode == "while" and one.op_name == name:
+            return one
+    return None
 
 
 def _lines(text: str) -> Iterator[str]:

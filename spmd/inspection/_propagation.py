@@ -459,11 +459,12 @@ def _owner(raw: Any) -> Any:
 
 def _frames(operation: Any) -> tuple[Source, ...]:
     """The frames of an operation, or of the call that it is part of: functions of JAX have none."""
+    frames: tuple[Source, ...] = ()
     while operation.name != "func.func":
-        if frames := _shardy.frames_of(operation.location):
-            return frames
+        if not frames or _shardy.takes_part_in_loops(operation):
+            frames = _shardy.frames_of(operation.location)
         operation = operation.parent.operation
-    return ()
+    return frames
 
 
 def _rule_of(operation: Any) -> str:

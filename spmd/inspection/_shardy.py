@@ -359,6 +359,21 @@ def frames_of(location: Any) -> tuple[Source, ...]:
     return tuple(found)
 
 
+#: MLIR numbers functions of one name.
+_LOOPS_OWN = re.compile(r"dynamic_(?:update_)?index_in_dim(?:_\d+)?")
+
+
+def takes_part_in_loops(operation: Any) -> bool:
+    """Whether an operation is a call of what JAX takes loops' arrays apart with, or stacks them.
+
+    JAX traces these functions once in a process. The frames inside are those of the loop that came
+    first, in whatever program; the call has those of this one.
+    """
+    if operation.name != "sdy.named_computation":
+        return False
+    return _LOOPS_OWN.fullmatch(text_of(operation, "name").strip('"')) is not None
+
+
 def op_name_of(location: Any) -> str:
     """The name stack that JAX gave an operation, or the name of an argument."""
     if isinstance(location, ir.NameLoc):

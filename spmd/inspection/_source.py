@@ -24,8 +24,11 @@ def frames_of(instruction: Instruction, module: Module) -> tuple[Source, ...]:
         module: the module, whose table of frames it refers to.
 
     Returns:
-        The frames, those of libraries included; none where the compiler gave none.
+        The frames, those of libraries included; none where the compiler gave none. What takes apart
+        or stacks the arrays of a loop has those of the loop: its own are of the first loop that JAX
+        has traced in the process, in whatever program that was.
     """
+    instruction = module.loop_of(instruction) or instruction
     number, frames = instruction.frame_id, {}
     while number in module.frames and number not in frames:
         frames[number], number = module.frames[number]

@@ -370,6 +370,46 @@ def test_exchanges_name_the_marked_lines(backend):
     assert clip.source in clip.frames
 
 
+def _elsewhere(weights, x):
+    return lax.scan(lambda c, w: (jnp.tanh(c @ w), c), x, weights)  # here: another program
+
+
+def _two_loops(weights, x):
+    def layer(c, w):
+        return jnp.tanh(c @ spmd.with_sharding_constraint(w, P(None, None))), c
+
+    x, outs = lax.scan(layer, x, weights)  # here: first loop
+    return outs, lax.scan(layer, x, weights)  # here: second loop
+
+
+def test_what_loops_take_apart_has_the_line_of_the_loop():
+    """JAX traces that part of a loop once in a process: its lines are those of another program.
+
+    Both loops of the function have one name stack.
+    """
+    mesh = programs.cpu_target().mesh
+    args = programs.array(6, 512, 512), programs.array(64, 512)
+    specs = {"in_axis_resources": (P(None, "data"), P("data")), "mesh": mesh}
+    # Traced before, whether or not another test has done so.
+    spmd.pjit(_elsewhere, **specs).lower(*args)
+    lowered = spmd.pjit(_two_loops, **specs).lower(*args)
+    found = spmd.report(lowered.compile())
+    assert {(c.kind, c.in_loop, _place(c.source)[1]) for c in found.collectives} == {
+        ("all-gather", True, "first loop"),
+        ("all-gather", True, "second loop"),
+    }
+    lines = {_place(b.source)[1] for b in found.memory.buffers if b.source}
+    assert "another program" not in lines
+    made = _elsewhere.__code__.co_firstlineno + 1
+    with pytest.raises(spmd.ReportError, match=f"knows no array that test_source.py:{made} makes"):
+        lowered.why(f"test_source.py:{made}")
+    start = _two_loops.__code__.co_firstlineno
+    assert {v.name for v in lowered.why(f"test_source.py:{start + 4}").values} >= {
+        "dynamic_slice",
+        "dynamic_update_slice",
+    }
+
+
 @pytest.fixture(name="short_locations")
 def _short_locations():
     name = "jax_include_full_tracebacks_in_locations"
