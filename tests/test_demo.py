@@ -129,6 +129,7 @@ def _trained(text):
     return trainer, losses, first, mesh
 
 
+@pytest.mark.slow
 def test_sharded_and_unsharded_training_agree(trained, text):
     """The loss curve on the mesh is that of plain `jax.jit` on one device."""
     _, losses, _, _ = trained

@@ -664,6 +664,7 @@ def test_dropped_functions_die_with_their_programs():
     assert [c.cache_info().currsize for c in caches] == [0] * len(caches)
 
 
+@pytest.mark.slow
 def test_ten_thousand_rounds_do_not_grow():
     """10,000 times create, evaluate, drop: functions die, caches and objects stay few."""
     from spmd import _api, _trace

@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [p for p in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if p.exists()]
 #: These compile for whole pods, and one program after another for tests that fail.
 LONG = {"budgets.md", "pods.md"}
+#: This one starts many processes.
+SLOW = {"distributed.md"}
 SOAKS = (pytest.mark.slow, pytest.mark.soak)
 #: A block, what stands after its language, its text, and the output below it. Executed are
 #: ``python`` (in one namespace per page), ``python file=NAME`` (written to a file instead) and
@@ -72,9 +74,15 @@ def _shell(text: str) -> str:
     return "\n".join(part for part in shown if part.strip("\n"))
 
 
+def _marks(name: str) -> tuple:
+    if name in LONG:
+        return SOAKS
+    return (pytest.mark.slow,) if name in SLOW else ()
+
+
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(p, marks=SOAKS if p.name in LONG else (), id=p.name) for p in PAGES],
+    [pytest.param(p, marks=_marks(p.name), id=p.name) for p in PAGES],
 )
 def test_page(page, monkeypatch, tmp_path):
     """Every block of a page runs, and prints the output below it to the letter."""
@@ -112,6 +120,7 @@ def test_links():
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.stem)
 def test_notebook_runs(notebook):
     """The script half of each notebook runs to its end in a process of its own."""

@@ -1,6 +1,6 @@
 """Two transformations of a sharded function, drawn at random, against the plain function.
 
-The sampler is in `transformations.py`. `pytest` draws about 100 cases; `pytest -m slow` about 1,000
+The sampler is in `transformations.py`. `pytest` draws about 50 cases; `pytest -m slow` about 1,000
 others, and with `--transformation-cases N` as many as one likes. Old and new releases of JAX draw
 slow cases of their own.
 """
@@ -20,7 +20,7 @@ from transformations import TRANSFORMATIONS, Case, T, cases, check
 
 from spmd import Counts, P, pjit, with_sharding_constraint
 
-PER_TEST = 6
+PER_TEST = 3
 PARTS = (1, 2) if jax.__version_info__ < (0, 11) else (3, 4)
 U = P.UNCONSTRAINED
 
@@ -159,6 +159,7 @@ def _rematerialized(x, w):
     return {"y": with_sharding_constraint(jnp.tanh(x * w), P("model")).sum(axis=0) ** 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fun", [_loss, _scanned, _branching, _rematerialized])
 def test_second_derivatives_by_finite_differences(fun, mesh):
     """First and second derivatives, forward and reverse, are limits of difference quotients."""

@@ -101,6 +101,7 @@ def test_every_dtype(mesh):
     assert {s.data.shape for v in got.values() for s in v[1].addressable_shards} == {(2, 2)}
 
 
+@pytest.mark.slow
 def test_dtypes_moved_and_mapped(mesh):
     """Values of few bits and many, placed right, placed otherwise, and mapped inside of jit."""
     tree = {dtype: values(dtype) for dtype in MOVED}

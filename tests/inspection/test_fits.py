@@ -286,7 +286,13 @@ def _brute_force(mesh, budget, sizes):
     return found
 
 
-@pytest.mark.parametrize(("budget", "start"), [(3_000, 4), (3_000, 96), (9_000, 28), (700, 64)])
+MORE_SEARCHES = ((3_000, 96), (9_000, 28), (700, 64))
+
+
+@pytest.mark.parametrize(
+    ("budget", "start"),
+    [(3_000, 4), *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE_SEARCHES)],
+)
 def test_the_largest_size_against_brute_force(mesh, budget, start):
     """The search finds what compiling every size finds, wherever it starts."""
     f = spmd.pjit(
@@ -364,6 +370,7 @@ def test_a_cap_on_compiles(mesh):
         fits(double, _spec(4, 16), mesh=mesh, budget=10**6, vary=("x", 0), max_compiles=0)
 
 
+@pytest.mark.slow
 def test_a_tolerance(mesh):
     """With a tolerance the search stops earlier, within it, and says that more may fit."""
     f = spmd.pjit(
@@ -636,6 +643,7 @@ def test_temporaries_that_do_not_fit(v5e):
     assert fit.needed is None or fit.needed > 15.75 * GIB
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_the_largest_batch_for_a_tpu(v5e):
     """The search ends within a page of what the chip holds, in steps of the mesh."""

@@ -170,6 +170,7 @@ def test_rings_are_those_of_real_slices(monkeypatch):
 # What compiles
 
 
+@pytest.mark.slow
 @needs_libtpu
 @pytest.mark.parametrize(
     ("name", "axes"),
@@ -517,7 +518,7 @@ def test_memory_of_kinds_that_are_not_known():
 
 
 @needs_libtpu
-@pytest.mark.parametrize("name", [*NAMES, "tpu7x:2x2x1"])
+@pytest.mark.parametrize("name", [*NAMES, pytest.param("tpu7x:2x2x1", marks=pytest.mark.slow)])
 def test_memory_is_what_the_compiler_says(name):
     """The capacity in the table is that of the compiler's own verdict, to 0.02 GiB.
 
