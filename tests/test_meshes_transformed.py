@@ -181,6 +181,7 @@ EXPLICIT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", EXPLICIT)
 @pytest.mark.parametrize("how", ["mesh=", "set_mesh"])
 def test_explicit_mesh(axes, how):

@@ -336,6 +336,7 @@ def test_optimized_rematerialization_of_a_custom_vjp(mesh):
     assert runs
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     "jax_remat3" not in jax.config.values, reason="this JAX has one implementation of checkpoint"
 )

@@ -28,7 +28,13 @@ def run(role, path, **env):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("hoisted", ["0", "1"], ids=["constants-inside", "constants-as-arguments"])
+@pytest.mark.parametrize(
+    "hoisted",
+    [
+        pytest.param("0", id="constants-inside"),
+        pytest.param("1", id="constants-as-arguments", marks=pytest.mark.slow),
+    ],
+)
 def test_another_process(tmp_path, hoisted):
     """Values and report are the same, and the other process traces, lowers and compiles nothing.
 

@@ -197,6 +197,7 @@ def test_order_does_not_matter(found, random):
     assert not ledgers(found, shuffled)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(reports, reports, few, few)
 def test_mirror(a, b, more_a, more_b):
@@ -305,6 +306,7 @@ def test_cost():
     assert rows["FLOPs"].split()[1:] == ["1.0", "GFLOP", "0", "FLOP", "-1.0", "GFLOP", "(-100.0%)"]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(reports, reports, st.integers(60, 200))
 def test_any_diff_fits_any_width(a, b, width):
