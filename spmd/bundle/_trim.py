@@ -1,8 +1,9 @@
 """Code of XLA's CPU backend without what is read and never used: the bodies of compiled fusions.
 
 A program in its written form has the machine code of each fusion and, in its HLO, the operations
-that the fusion was made of. Most of the time of loading goes into those. Here each such body
-becomes one call with its parameters, and the HLO as it was is kept beside the code.
+that the fusion was made of. Most of the time of loading goes into those. Here each such fusion
+becomes one opaque operation of the same name, operands and result, and the HLO as it was is kept
+beside the code.
 
 The form is protobuf's. The numbers of fields are those of XLA's ``hlo.proto`` and of the messages
 around it; where something is not as expected, the code is left as it is.
@@ -10,13 +11,12 @@ around it; where something is not as expected, the code is left as it is.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 import zlib
 
 from spmd.bundle._wire import (
     BYTES,
-    VARINT,
     Fields,
     WireError,
     build,
@@ -26,17 +26,18 @@ from spmd.bundle._wire import (
     parse,
     read_varint,
     replaced,
-    varint,
 )
 
 #: From what follows the runtime's own header to the HLO: executable, compilation result, module and
 #: its configuration.
 _WAY = (1, 1, 1)
-# HloModuleProto and HloComputationProto
+# HloModuleProto
 _COMPUTATIONS = 3
-_NAME, _INSTRUCTIONS, _COMPUTATION_ID, _ROOT = 1, 2, 5, 6
-# HloInstructionProto, whose name is field 1 too
-_OPCODE, _SHAPE, _FUSION_KIND, _TARGET, _ID, _OPERANDS, _CALLED = 2, 3, 11, 28, 35, 36, 38
+# HloComputationProto
+_INSTRUCTIONS, _COMPUTATION_ID = 2, 5
+# HloInstructionProto
+_OPCODE, _FUSION_KIND, _TARGET, _CALLED, _BACKEND_CONFIG = 2, 11, 28, 38, 43
+_OF_FUSIONS = (_OPCODE, _FUSION_KIND, _CALLED, _BACKEND_CONFIG)
 
 #: Kinds that become machine code. The runtime builds others when it reads them, from their bodies.
 _COMPILED = (b"kLoop", b"kInput", b"kOutput")
@@ -60,7 +61,7 @@ def trim(code: bytes) -> tuple[bytes, bytes] | None:
         if len(slim) >= len(module):
             return None
         return _with_module(code, slim), zlib.compress(module)
-    except (WireError, KeyError):
+    except WireError:
         return None
 
 
@@ -92,48 +93,63 @@ def _rest_of(code: bytes) -> tuple[bytes, bytes]:
 
 
 def _trim_module(module: bytes) -> bytes:
+    """A module whose compiled fusions are calls of something unknown, without their bodies.
+
+    Computations that such a body calls stay: the plan of memory has values of theirs. A body that
+    the runtime builds from stays too, whatever is in it.
+    """
     fields = parse(module)
-    bodies = [parse(v) for n, _, v in fields if n == _COMPUTATIONS and isinstance(v, bytes)]
-    compiled = _compiled(bodies)
-    trimmed = (
-        _trim_body(one) if number_of(one, _COMPUTATION_ID) in compiled else build(one)
-        for one in bodies
-    )
-    return build(
-        [(n, wire, next(trimmed) if n == _COMPUTATIONS else value) for n, wire, value in fields]
-    )
-
-
-def _compiled(bodies: Sequence[Fields]) -> set[int]:
-    """Computations that only fusions call which are compiled."""
-    calls, compiled = Counter[int](), Counter[int]()
+    bodies = [_body(v) for n, _, v in fields if n == _COMPUTATIONS and isinstance(v, bytes)]
+    compiled = _called(bodies, lambda kind: kind in _COMPILED)
+    built = _called(bodies, lambda kind: kind is not None and kind not in _COMPILED)
     for body in bodies:
-        for instruction in _instructions(body):
-            called = numbers_of(instruction, _CALLED)
-            calls.update(called)
-            if any(n == _FUSION_KIND and value in _COMPILED for n, _, value in instruction):
-                compiled.update(called)
-    return {one for one, count in compiled.items() if calls[one] == count}
+        if body.number not in built:
+            body.instructions = [*map(_opaque, body.instructions)]
+    gone = compiled - _called(bodies, lambda _: True)
+    rest = [field for field in fields if field[0] != _COMPUTATIONS]
+    left = [body.build() for body in bodies if body.number not in gone]
+    return build(rest + [(_COMPUTATIONS, BYTES, body) for body in left])
 
 
-def _trim_body(body: Fields) -> bytes:
-    """A computation with the same parameters and result, and nothing between but one call."""
-    instructions = {number_of(one, _ID): one for one in _instructions(body)}
-    parameters = {i: p for i, p in instructions.items() if bytes_of(p, _OPCODE) == b"parameter"}
-    root = number_of(body, _ROOT)
-    if root in parameters:
-        return build(body)
-    call: Fields = [
-        (_NAME, BYTES, bytes_of(instructions[root], _NAME)),
-        (_OPCODE, BYTES, b"custom-call"),
-        (_SHAPE, BYTES, bytes_of(instructions[root], _SHAPE)),
-        (_TARGET, BYTES, b"fusion"),
-        (_ID, VARINT, root),
-        (_OPERANDS, BYTES, b"".join(map(varint, parameters))),
-    ]
-    own: Fields = [(_INSTRUCTIONS, BYTES, build(one)) for one in [*parameters.values(), call]]
-    return build([field for field in body if field[0] != _INSTRUCTIONS] + own)
+@dataclass(slots=True)
+class _Body:
+    """A computation."""
+
+    number: int
+    instructions: list[Fields]
+    rest: Fields
+
+    def build(self) -> bytes:
+        own: Fields = [(_INSTRUCTIONS, BYTES, build(one)) for one in self.instructions]
+        return build(self.rest + own)
 
 
-def _instructions(body: Fields) -> Iterator[Fields]:
-    return (parse(v) for n, _, v in body if n == _INSTRUCTIONS and isinstance(v, bytes))
+def _body(message: bytes) -> _Body:
+    fields = parse(message)
+    own = [parse(v) for n, _, v in fields if n == _INSTRUCTIONS and isinstance(v, bytes)]
+    rest = [field for field in fields if field[0] != _INSTRUCTIONS]
+    return _Body(number_of(fields, _COMPUTATION_ID), own, rest)
+
+
+def _kind_of(instruction: Fields) -> int | bytes | None:
+    """The kind of a fusion, None of anything else."""
+    return next((value for n, _, value in instruction if n == _FUSION_KIND), None)
+
+
+def _called(bodies: list[_Body], by: Callable[[int | bytes | None], bool]) -> set[int]:
+    """The computations that instructions of some kinds call."""
+    return {
+        one
+        for body in bodies
+        for instruction in body.instructions
+        if by(_kind_of(instruction))
+        for one in numbers_of(instruction, _CALLED)
+    }
+
+
+def _opaque(instruction: Fields) -> Fields:
+    """All of a compiled fusion but what it is made of; of anything else, all."""
+    if _kind_of(instruction) not in _COMPILED:
+        return instruction
+    own: Fields = [(_OPCODE, BYTES, b"custom-call"), (_TARGET, BYTES, b"fusion")]
+    return [field for field in instruction if field[0] not in _OF_FUSIONS] + own

@@ -9,7 +9,7 @@ import pytest
 
 import spmd
 from spmd import P, _jax, pjit
-from spmd.bundle import _format, _trim, _wire
+from spmd.bundle import _api, _format, _trim, _wire
 
 
 def _many_fusions(x, w, n):
@@ -27,6 +27,11 @@ def _many_fusions(x, w, n):
     return h, table, sums, branch, jnp.argmax(h, axis=1), (h.T @ h)[:2].astype(jnp.bfloat16)
 
 
+_RNG = np.random.default_rng(0)
+X = _RNG.standard_normal((64, 32), np.float32)
+W = _RNG.standard_normal((32, 32), np.float32)
+
+
 @pytest.fixture(scope="module")
 def mesh():
     """Two axes over all devices."""
@@ -39,14 +44,11 @@ def made(mesh, tmp_path_factory):
 
     Both are written before it runs: XLA writes no sort that has run.
     """
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((64, 32), np.float32)
-    w = rng.standard_normal((32, 32), np.float32)
     f = pjit(_many_fusions, in_axis_resources=(P("data"), P(None, "model"), P()), mesh=mesh)
-    compiled = f.lower(x, w, np.int32(2)).compile()
+    compiled = f.lower(X, W, np.int32(2)).compile()
     path = tmp_path_factory.mktemp("trim") / "f.spmd"
     compiled.save(path)
-    return compiled, (x, w), _jax.serialized(compiled._executable), path
+    return compiled, (X, W), _jax.serialized(compiled._executable), path
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +70,117 @@ def test_it_runs_alike(made, loaded):
         assert same_bits(loaded(x, w, n), whole(x, w, n))
 
 
+def _loops(x, w):
+    """Loops in loops, of lengths that only the data tell, branches inside of them."""
+
+    def inner(state):
+        i, y = state
+        y = jax.lax.switch(i % 3, [jnp.sin, lambda v: v * 2 + 1, lambda v: v - v.mean()], y)
+        return i + 1, y
+
+    def outer(i, y):
+        return jax.lax.while_loop(lambda s: s[0] < i, inner, (0, y * w.sum()))[1]
+
+    return jax.lax.fori_loop(0, 5, outer, x @ w), jax.lax.associative_scan(jnp.add, x * 3)
+
+
+def _in_place(x, w):
+    """Updates of parts, in loops and by index, next to readers of what was there."""
+
+    def write(i, table):
+        row = jax.lax.dynamic_index_in_dim(table, i, keepdims=False)
+        table = table.at[(i * 5) % 64].add(row * 2 + 1)
+        return jax.lax.dynamic_update_slice(table, jnp.tanh(row)[None] + i, (i, 0))
+
+    table = jax.lax.fori_loop(0, 9, write, x)
+    return table.at[jnp.argsort(x[:, 0])[:7]].max(w[:7] * 4), table[jnp.argmax(x, 0)] - x[:32]
+
+
+def _trained(x, w):
+    """Two steps of a network with softmax, rematerialization and moments."""
+
+    @jax.checkpoint
+    def layer(h, w):
+        return h + jax.nn.softmax(jax.nn.gelu(h @ w) - h.max(-1, keepdims=True))
+
+    def loss(w):
+        return -jnp.log(1e-3 + jax.nn.sigmoid(layer(layer(x, w), w.T))).mean()
+
+    m = v = jnp.zeros_like(w)
+    for t in (1, 2):
+        value, g = jax.value_and_grad(loss)(w)
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+        w = w - 0.1 * (m / (1 - 0.9**t)) / (jnp.sqrt(v / (1 - 0.99**t)) + 1e-8)
+    return value, w, m, v
+
+
+def _collectives(x, w):
+    """The collectives of `shard_map`, with operations on elements around each."""
+
+    def local(x, w):
+        x = jnp.exp(-jnp.abs(x @ (w @ w.T))) * 2
+        x = jax.lax.ppermute(x * 3, "data", [(i, (i + 1) % 4) for i in range(4)]) + x
+        x = jax.lax.all_to_all(x - 1, "data", 0, 1, tiled=True) / 2
+        x = jax.lax.psum_scatter(x, "model", scatter_dimension=0, tiled=True) + w.sum()
+        return jax.lax.all_gather(jnp.sqrt(x * x + 1), "model", axis=0, tiled=True)
+
+    mesh = spmd.make_mesh({"data": 4, "model": 2})
+    specs = P("data", None), P(None, "model")
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=specs, out_specs=P(None, "data"), check_vma=False
+    )(x, w)
+
+
+def _sorts(x, w):
+    """Sorts by several keys, the largest of each row, sums along rows, windows."""
+    keys, values = jax.lax.sort((jnp.round(x), x * w[:1]), num_keys=2, dimension=1)
+    top, where = jax.lax.top_k(x * 2 + 1, 5)
+    pooled = jax.lax.reduce_window(x, 0.0, jax.lax.add, (3, 3), (2, 2), "SAME") * x[::2, ::2]
+    return keys, values - 1, top / 3, where, jnp.cumsum(x * x, 0), jnp.median(x, 1), pooled
+
+
+def _types(x, w):
+    """Elements of many types, complex and quantized, and their bits."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    z = jnp.fft.fft(jax.lax.complex(x * 3, x @ w), axis=1)
+    small = (x * 3).astype(jnp.float8_e4m3fn).astype(jnp.bfloat16) + x.astype(jnp.bfloat16)
+    packed = (jnp.clip(x, -1, 1) * 7).astype(jnp.int4)
+    return bits >> 3 ^ jax.lax.population_count(bits), z * z.conj(), small, packed, x > w.mean()
+
+
+def _drawn(x, w):
+    """Random numbers of several kinds, from a seed that depends on the data."""
+    key = jax.random.fold_in(jax.random.key(3), jnp.abs(x).sum().astype(jnp.int32))
+    a, b, c = jax.random.split(key, 3)
+    normal = jax.random.normal(a, x.shape) * x
+    return normal, jax.random.permutation(b, w, axis=0), jax.random.gamma(c, jnp.abs(w) + 1)
+
+
+def _algebra(x, w):
+    """Factors from LAPACK, convolutions, products of batches."""
+    square = w @ w.T + 40 * jnp.eye(32)
+    low = jnp.linalg.cholesky(square) * 2
+    image = x.reshape(2, 1, 32, 32) * 3
+    filtered = jax.lax.conv(image, w[:9].reshape(32, 1, 3, 3), (1, 1), "SAME") + 1
+    products = jnp.einsum("bik,bjk->bij", x.reshape(4, 16, 32) * 2, x.reshape(4, 16, 32) + 1)
+    return low, jnp.linalg.solve(square, w) - w, jnp.tanh(filtered), jax.nn.relu(products)
+
+
+@pytest.mark.slow  # a compile and a file of each
+@pytest.mark.parametrize(
+    "f", [_loops, _in_place, _trained, _collectives, _sorts, _types, _drawn, _algebra]
+)
+def test_programs_of_all_kinds_run_alike(f, mesh, tmp_path):
+    """Without what their fusions were made of, the results are the same to the bit."""
+    compiled = pjit(f, in_axis_resources=(P("data"), P("model")), mesh=mesh).lower(X, W).compile()
+    compiled.save(tmp_path / "f.spmd")
+    again = spmd.load(tmp_path / "f.spmd")
+    assert _format.unpack((tmp_path / "f.spmd").read_bytes()).sections[1]  # something is taken out
+    for x, w in ((X, W), (W[:1] - X, X[:32] * 2)):
+        assert same_bits(again(x, w), compiled(x, w))
+    assert _operations(again.as_text()) == _operations(compiled.as_text())
+
+
 def test_readers_see_all_of_it(made, loaded):
     """Text, costs, JAX's own stage and the runtime's executable are those of the program saved."""
     whole = made[0]
@@ -83,7 +196,7 @@ def test_what_was_taken_out_is_put_back(made):
     """Code and what was taken out of it are the code again, byte by byte, in the file too."""
     _, _, code, path = made
     slim, kept = _trim.trim(code)
-    assert len(slim) < len(code)
+    assert len(slim) < 0.9 * len(code)
     assert _trim.untrim(slim, kept) == code
     assert _format.unpack(path.read_bytes()).sections[:2] == (slim, kept)
     assert _trim.trim(slim) is None
@@ -100,6 +213,22 @@ def test_a_cheap_program_stays_whole(mesh, tmp_path):
         path = tmp_path / f"{size}.spmd"
         pjit(waves, in_axis_resources=P("data"), mesh=mesh).lower(x).compile().save(path)
         assert not _format.unpack(path.read_bytes()).sections[1]
+
+
+@pytest.mark.parametrize("wrong", ["refused by the runtime", "another program"])
+def test_what_differs_is_not_written(made, mesh, tmp_path, monkeypatch, wrong):
+    """If the runtime refuses what is left, or reads another plan in it, all of it is written."""
+    _, (x, w), code, _ = made
+    other = code if wrong == "another program" else _trim._with_module(code, b"")
+    monkeypatch.setattr(_api, "trim", lambda code: (other, b"taken out"))
+
+    def f(x, w):
+        return jnp.tanh(x @ w) * 2
+
+    compiled = pjit(f, in_axis_resources=P("data"), mesh=mesh).lower(x, w).compile()
+    compiled.save(tmp_path / "f.spmd")
+    assert not _format.unpack((tmp_path / "f.spmd").read_bytes()).sections[1]
+    assert same_bits(spmd.load(tmp_path / "f.spmd")(x, w), compiled(x, w))
 
 
 def test_every_cut_and_change_of_code_is_left_as_it_is(made):
@@ -128,48 +257,72 @@ def _instruction(name, opcode, own, **fields):
     return _wire.build([*found, (35, 0, own), *((38, 0, one) for one in called)])
 
 
-def _body(own, root, *instructions):
+def _body(own, *instructions):
     rows = [(2, 2, one) for one in instructions]
-    return (3, 2, _wire.build([(1, 2, b"body"), *rows, (5, 0, own), (6, 0, root)]))
+    return (3, 2, _wire.build([(1, 2, b"body"), *rows, (5, 0, own), (6, 0, 1)]))
 
 
-def _opcodes(module):
+def _bodies(module):
+    """Instructions of each computation by its number."""
     bodies = [_wire.parse(v) for n, _, v in _wire.parse(module) if n == 3]
-    return [
-        [_wire.bytes_of(_wire.parse(v), 2).decode() for n, _, v in body if n == 2]
-        for body in bodies
-    ]
+    return {
+        _wire.number_of(body, 5): [_wire.parse(v) for n, _, v in body if n == 2] for body in bodies
+    }
 
 
-def test_only_bodies_of_compiled_fusions_go():
-    """One that something else calls too, one that the runtime builds, and a bare parameter stay."""
+def test_only_compiled_fusions_become_calls():
+    """What something else calls too, what the runtime builds, and what both call stay."""
     inner = (_instruction(b"p", b"parameter", 0), _instruction(b"a", b"add", 1))
-    more = (*inner, _instruction(b"b", b"multiply", 2))
+    reducing = (*inner, _instruction(b"r", b"reduce", 2, called=[8]))
     calls = [
         _instruction(b"f", b"fusion", 30, kind=b"kLoop", called=[1]),
-        _instruction(b"g", b"fusion", 31, kind=b"kLoop", called=[2]),
+        _instruction(b"g", b"fusion", 31, kind=b"kInput", called=[2]),
         _instruction(b"h", b"call", 32, called=[2]),
         _instruction(b"i", b"fusion", 33, kind=b"kCustom", called=[3]),
-        _instruction(b"j", b"fusion", 34, kind=b"kLoop", called=[4]),
+        _instruction(b"j", b"while", 34, called=[4, 5]),
     ]
-    module = _wire.build(
-        [
-            _body(1, 2, *more),
-            _body(2, 2, *more),
-            _body(3, 2, *more),
-            _body(4, 0, *inner),
-            _body(5, 30, *calls),
-        ]
-    )
-    whole = ["parameter", "add", "multiply"]
-    main = ["fusion", "fusion", "call", "fusion", "fusion"]
-    stub = ["parameter", "custom-call"]
-    assert _opcodes(module) == [whole, whole, whole, whole[:2], main]
+    loop = _instruction(b"k", b"fusion", 40, kind=b"kOutput", called=[6])
+    bodies = {
+        1: reducing,
+        2: inner,
+        3: (_instruction(b"m", b"fusion", 3, kind=b"kLoop", called=[10]), *reducing),
+        4: inner,
+        5: (loop, *inner),
+        6: (
+            *inner,
+            _instruction(b"s", b"sort", 2, called=[9]),
+            _instruction(b"n", b"fusion", 3, kind=b"kLoop", called=[11]),
+        ),
+        7: calls,
+        8: inner,  # the library's fusion reduces with it too
+        9: inner,  # only a compiled fusion sorts by it, and memory is planned for it
+        10: inner,  # in what the runtime builds
+        11: inner,
+    }
+    rows = [_body(own, *instructions) for own, instructions in bodies.items()]
+    module = _wire.build([(1, 2, b"module"), *rows, (6, 0, 7), (7, 2, b"schedule")])
     slim = _trim._trim_module(module)
-    assert _opcodes(slim) == [stub, whole, whole, whole[:2], main]
-    (call,) = [_wire.parse(v) for n, _, v in _wire.parse(_wire.parse(slim)[0][2]) if n == 2][1:]
-    assert _wire.bytes_of(call, 3) == b"shape of b"
-    assert (_wire.number_of(call, 35), _wire.numbers_of(call, 36)) == (2, [0])
+    found = _bodies(slim)
+    assert [*found] == [2, 3, 4, 5, 7, 8, 9, 10]
+    opcodes = {
+        own: [_wire.bytes_of(i, 2).decode() for i in instructions]
+        for own, instructions in found.items()
+    }
+    assert opcodes[5] == ["custom-call", "parameter", "add"]
+    assert opcodes[7] == ["custom-call", "custom-call", "call", "fusion", "while"]
+    for own in (2, 3, 4, 8, 9, 10):
+        assert found[own] == [_wire.parse(i) for i in bodies[own]]
+    rest = [field for field in _wire.parse(slim) if field[0] != 3]
+    assert rest == [(1, 2, b"module"), (6, 0, 7), (7, 2, b"schedule")]
+
+
+def test_a_call_keeps_what_others_and_profiles_see():
+    """Name, result, metadata, number, operands, what has to come before; not how it is compiled."""
+    kept = [(1, 2, b"f"), (3, 2, b"shape"), (7, 2, b"op"), (35, 0, 5), (36, 0, 3), (37, 0, 4)]
+    own = [(2, 2, b"fusion"), (11, 2, b"kLoop"), (38, 0, 9), (43, 2, b"{}")]
+    call = _trim._opaque([*own, *kept])
+    assert call[: len(kept)] == kept
+    assert call[len(kept) :] == [(2, 2, b"custom-call"), (28, 2, b"fusion")]
 
 
 # Messages
