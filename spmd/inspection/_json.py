@@ -127,11 +127,12 @@ def save(report: Report, path: str | os.PathLike[str]) -> None:
         path.write_text(report.to_html(), encoding="utf-8")
         return
     if path.suffix.lower() != ".json":
+        near = ".html" if "htm" in path.suffix.lower() else ".json"
         failure = Failure(
             what=f"cannot be saved as `{path}`",
             expected="a file name that ends in .json or .html",
             got=f"the ending {path.suffix!r}" if path.suffix else "a name without an ending",
-            fix=f"report.save({str(path.with_suffix('.json'))!r})" if path.name else "",
+            fix=f"report.save({str(path.with_suffix(near))!r})" if path.name else "",
             error=ReportError,
         )
         raise explain(f"report of `{report.name}`", [failure])

@@ -440,6 +440,8 @@ def test_other_endings(tmp_path):
         "  got       the ending '.txt'\n"
         f"  fix       report.save('{tmp_path / 'r.json'}')"
     )
+    for name in ("r.htm", "r.XHTML"):
+        assert f"report.save('{tmp_path / 'r.html'}')" in error(SMALL.save, tmp_path / name)
     assert "a name without an ending" in error(SMALL.save, tmp_path / "r")
     assert list(tmp_path.iterdir()) == []
     SMALL.save(tmp_path / "R.JSON")
