@@ -12,6 +12,7 @@ import contextlib
 import importlib.util
 import os
 import sys
+import traceback
 
 import spmd
 from spmd.bundle import _cli as bundle_cli
@@ -53,6 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), _USAGE)
     except KeyboardInterrupt:
         return _fail("interrupted", _INTERRUPTED)
+    except Exception:
+        # The user's code, mostly. Python's own exit code for it would be that of a failed check.
+        traceback.print_exc()
+        return _USAGE
 
 
 def _parser() -> argparse.ArgumentParser:

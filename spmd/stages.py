@@ -59,7 +59,7 @@ class Types:
 class Stage:
     """Names, trees and avals, which every stage knows; `jaxpr` may be :class:`Types`."""
 
-    __slots__ = ("_call", "_jaxpr", "_placed", "_signature")
+    __slots__ = ("__weakref__", "_call", "_jaxpr", "_placed", "_signature")
 
     def __init__(self, jaxpr: Any, call: PjitCall, placed: tuple[Any, ...], sig: Origin):
         self._jaxpr = jaxpr

@@ -313,9 +313,19 @@ def test_compiled_refuses_other_statics(compiled):
     )
 
 
-def test_compiled_refuses_tracers(compiled):
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda compiled: jax.jit(lambda x: compiled({"a": x}, 2))(X),
+        lambda compiled: jax.jit(compiled, static_argnums=1)({"a": X}, 2),
+        lambda compiled: jax.checkpoint(compiled, static_argnums=1)({"a": X}, 2),
+        lambda compiled: jax.vmap(compiled, in_axes=(0, None))({"a": X[None]}, 2),
+    ],
+    ids=["jit of a caller", "jit", "checkpoint", "vmap"],
+)
+def test_compiled_refuses_tracers(compiled, transformed):
     """A compiled program cannot be transformed, and says what to do instead."""
-    text = refused(lambda: jax.jit(lambda x: compiled({"a": x}, 2))(X), TypeError)
+    text = refused(lambda: transformed(compiled), TypeError)
     assert "was compiled ahead of time and cannot be transformed" in text
     assert "call the pjit function instead" in text
 

@@ -22,6 +22,7 @@ import json
 import os
 from pathlib import Path
 import secrets
+import stat
 import struct
 from typing import Any, NoReturn
 
@@ -125,13 +126,21 @@ def read(path: Path) -> bytes:
 def write(path: Path, data: bytes) -> None:
     """Writes a file so that there is the old one or all of the new one, never a part.
 
+    A device or a named pipe is written to; it is no file that could be replaced.
+
     Raises:
         OSError: It cannot be written.
     """
     path = path.resolve()  # a link stays one
+    mode = path.stat().st_mode if path.exists() else None
+    if mode is not None and not stat.S_ISREG(mode):
+        path.write_bytes(data)
+        return
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), stat.S_IMODE(mode))
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

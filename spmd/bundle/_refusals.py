@@ -9,6 +9,7 @@ import jax
 
 from spmd import _jax
 from spmd._mesh import described_failure, show_mesh
+from spmd.bundle._trim import calls_functions
 from spmd.errors import BundleError, Failure
 from spmd.stages import Compiled, Types
 
@@ -41,11 +42,12 @@ def incomplete_failure(compiled: Compiled, code: bytes) -> Failure | None:
 
     It does so for a program that it has itself read, as JAX does from its persistent cache: such
     code loads, and fails when it runs. Code that never had functions, as that of one library call,
-    loses something else when it is read and written.
+    calls none, and loses something else when it is read and written.
     """
     if _platform(compiled) != "cpu" or _jax.OBJECT_FILE in code:
         return None
-    if _jax.rewritten_size(code, list(compiled.mesh.devices.flat)) != len(code):
+    rewritten = _jax.rewritten_size(code, list(compiled.mesh.devices.flat))
+    if rewritten != len(code) and not calls_functions(code):
         return None
     return Failure(
         what="cannot be saved: JAX took it from its persistent compilation cache, and XLA writes "

@@ -31,6 +31,8 @@ from spmd.bundle._wire import (
 #: From what follows the runtime's own header to the HLO: executable, compilation result, module and
 #: its configuration.
 _WAY = (1, 1, 1)
+#: To the operations that the runtime runs: executable, compilation result.
+_THUNKS = (1, 6)
 # HloModuleProto
 _COMPUTATIONS = 3
 # HloComputationProto
@@ -38,6 +40,9 @@ _INSTRUCTIONS, _COMPUTATION_ID = 2, 5
 # HloInstructionProto
 _OPCODE, _FUSION_KIND, _TARGET, _CALLED, _BACKEND_CONFIG = 2, 11, 28, 38, 43
 _OF_FUSIONS = (_OPCODE, _FUSION_KIND, _CALLED, _BACKEND_CONFIG)
+
+#: How an operation starts that calls a function of the program's own: its kind, which is field 1.
+_CALLING = (b"\n\x06kernel", b"\n\x04sort")
 
 #: Kinds that become machine code. The runtime builds others when it reads them, from their bodies.
 _COMPILED = (b"kLoop", b"kInput", b"kOutput")
@@ -79,6 +84,21 @@ def untrim(code: bytes, kept: bytes) -> bytes:
         return _with_module(code, zlib.decompress(kept))
     except zlib.error as error:
         raise WireError(str(error)) from None
+
+
+def calls_functions(code: bytes) -> bool:
+    """Whether what a program runs includes functions of its own, which its code has to have.
+
+    Args:
+        code: The program, as the runtime writes it; False where the form is not known.
+    """
+    try:
+        thunks = _rest_of(code)[1]
+        for number in _THUNKS:
+            thunks = bytes_of(parse(thunks), number)
+    except WireError:
+        return False
+    return any(kind in thunks for kind in _CALLING)
 
 
 def _with_module(code: bytes, module: bytes) -> bytes:

@@ -174,7 +174,7 @@ def read(path: str | os.PathLike[str]) -> Any:
     """
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as e:  # not UTF-8, or not JSON
+    except (ValueError, RecursionError) as e:  # not UTF-8, or not JSON, or no report's
         failure = Failure(
             what="holds no JSON",
             expected="a file that report.save() wrote",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 import math
+import operator
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from spmd import _jax, _mesh, _resolve
 from spmd._spec import ParsedPartitionSpec, show_spec
-from spmd.errors import Failure, OptionError, explain
+from spmd.errors import Failure, OptionError, explain, show_value
 from spmd.inspection._placing import splits_of_spec
 from spmd.inspection._visualize import (
     Picture,
@@ -40,13 +41,29 @@ def picture_of(given: Any, shape: Sequence[int] | None) -> Picture:
         if shape is None:
             raise no_shape(f"a {type(given).__name__}")
         # Only the dimensions count, so any element type does for the checks.
-        aval = jax.ShapeDtypeStruct(tuple(map(int, shape)), jax.numpy.float32)
+        aval = jax.ShapeDtypeStruct(_dims(shape), jax.numpy.float32)
         return _of_sharding(_with_mesh(given), aval, typed=False)
     sharding = getattr(given, "sharding", None)
     if not isinstance(sharding, Sharding):
         raise no_sharding(given)
     _refuse_shape(shape, "an array")
     return _of_sharding(sharding, given, typed=True)
+
+
+def _dims(shape: Any) -> tuple[int, ...]:
+    try:
+        dims = tuple(map(operator.index, shape))
+    except TypeError:
+        dims = None
+    if dims is None or any(n < 0 for n in dims):
+        failure = Failure(
+            what="takes the shape of the array",
+            expected="a tuple of whole numbers that are not negative, such as shape=(8, 16)",
+            got=f"shape={show_value(shape)}",
+            error=OptionError,
+        )
+        raise explain(_SUBJECT, [failure])
+    return dims
 
 
 def picture_on(mesh: Any, spec: PartitionSpec, shape: Sequence[int]) -> Picture:

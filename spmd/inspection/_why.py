@@ -13,7 +13,7 @@ from pathlib import PurePath
 import re
 from typing import TYPE_CHECKING, Any
 
-from spmd.errors import Failure, ReportError, did_you_mean, explain
+from spmd.errors import ArgumentError, Failure, ReportError, did_you_mean, explain, show_value
 from spmd.inspection import _conflicts, _shardy
 from spmd.inspection._compiling import COMPILED, entered, lower
 from spmd.inspection._origins import (
@@ -104,9 +104,11 @@ def why(f: Any, name: str, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Wh
 
     Raises:
         ReportError: nothing has that name, or this jaxlib lacks the passes of Shardy.
-        TypeError: `f` cannot be lowered, or is compiled already.
+        TypeError: `f` cannot be lowered, or is compiled already; `name` is no string.
     """
     subject = "why"
+    if not isinstance(name, str):
+        raise explain(subject, [_no_name(name)])
     if isinstance(f, COMPILED):
         raise explain(subject, [_compiled(f)])
     with entered(mesh):
@@ -118,6 +120,15 @@ def why(f: Any, name: str, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Wh
         function=function_of(module),
         mesh=found.axis_sizes,
         values=tuple(describe(found, i) for i in _named(found, name, subject)),
+    )
+
+
+def _no_name(name: Any) -> Failure:
+    return Failure(
+        what="takes the name of a value as a string",
+        expected="a path such as \"out['loss']\", or a line such as 'model.py:42'",
+        got=show_value(name),
+        error=ArgumentError,
     )
 
 
@@ -190,27 +201,28 @@ def _no_value(found: Propagation, name: str) -> Failure:
     shown = ", ".join(names[:_MOST_NAMES])
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     near = did_you_mean(_OUT.sub("result", name), names)
+    others = f", or one of {shown}{more}" if names else ""
     return Failure(
         what=f"knows no value {name!r}{near}",
-        expected=f"a line such as 'model.py:42', or one of {shown}{more}",
+        expected=f"a line such as 'model.py:42'{others}",
         error=ReportError,
     )
 
 
 def _no_line(found: Propagation, name: str, file: str) -> Failure:
-    sources = {
-        user_source(value.frames)
-        for value in found.values
-        if value.kind == "result" and value.shape
-    }
+    sources = {user_source(value.frames) for value in found.values if is_made(value)}
     known = sorted({(PurePath(s.file).name, s.line) for s in sources if s and _ends(s.file, file)})
     files = sorted({PurePath(s.file).name for s in sources if s})
     shown = [f"{where}:{line}" for where, line in known]
     more = " and more" if len(shown) > _MOST_NAMES else ""
-    listed = ", ".join(shown[:_MOST_NAMES]) + more
+    expected = f"a line of {', '.join(files[:_MOST_NAMES])}"
+    if shown:
+        expected = "one of " + ", ".join(shown[:_MOST_NAMES]) + more
+    elif not files:
+        expected = "the path of an argument or output: no line of this program makes an array"
     return Failure(
         what=f"knows no array that {name} makes",
-        expected=f"one of {listed}" if shown else f"a line of {', '.join(files[:_MOST_NAMES])}",
+        expected=expected,
         error=ReportError,
     )
 

@@ -1,6 +1,9 @@
 """`Compiled.save` and `spmd.load`: what comes back is the program that was saved."""
 
+import concurrent.futures
 import dataclasses
+import os
+import stat
 
 from bundles import State, everything, everything_args, same_bits
 import jax
@@ -199,6 +202,22 @@ def test_where_a_file_is_written(tmp_path, mesh):
         compiled.save(missing)
     assert error.value.filename == str(missing)
     assert not [*tmp_path.glob(".*")]
+
+
+def test_what_is_there_already(tmp_path, mesh):
+    """A new file can be read by those who could read the old one; a named pipe stays one."""
+    compiled = pjit(lambda x: x + 1, in_axis_resources=P("a"), mesh=mesh).lower(X).compile()
+    compiled.save(tmp_path / "file")
+    (tmp_path / "file").chmod(0o600)
+    compiled.save(tmp_path / "file")
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o600
+
+    os.mkfifo(tmp_path / "pipe")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        read = pool.submit((tmp_path / "pipe").read_bytes)
+        compiled.save(tmp_path / "pipe")
+        assert read.result() == (tmp_path / "file").read_bytes()
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_on_a_part_of_the_devices(tmp_path):

@@ -397,6 +397,21 @@ ERRORS = [
         "  given     shape=(3,)\n"
         "  fix       leave it out",
     ),
+    *(
+        (
+            lambda shape=shape: spmd.visualize(NamedSharding(MESH, P("data")), shape=shape),
+            OptionError,
+            "visualize takes the shape of the array.\n"
+            "  expected  a tuple of whole numbers that are not negative, such as shape=(8, 16)\n"
+            f"  got       shape={shown}",
+        )
+        for shape, shown in (
+            (8, "int: 8"),
+            ("88", "str: '88'"),
+            ((-4, 4), "tuple: (-4, 4)"),
+            ((4.9, 4), "tuple: (4.9, 4)"),
+        )
+    ),
     (
         lambda: spmd.visualize(NamedSharding(MESH, P("data", "model")), shape=(3,)),
         ShardingError,

@@ -460,6 +460,35 @@ def test_an_unknown_line(named):
     )
 
 
+def test_a_line_of_a_program_without_arrays_in_between():
+    """Where no line makes an array, the error leads to the paths, and has no empty list."""
+    mesh = spmd.make_mesh({"data": 8})
+    lowered = spmd.pjit(lambda x: x + 1, mesh=mesh).lower(jax.ShapeDtypeStruct((), jnp.float32))
+    with pytest.raises(spmd.ReportError) as error:
+        lowered.why("test_why.py:1")
+    assert str(error.value) == (
+        "why knows no array that test_why.py:1 makes.\n"
+        "  expected  the path of an argument or output: no line of this program makes an array"
+    )
+    nothing = spmd.pjit(lambda: None, mesh=mesh).lower()
+    with pytest.raises(spmd.ReportError) as error:
+        nothing.why("x")
+    assert str(error.value) == ("why knows no value 'x'.\n  expected  a line such as 'model.py:42'")
+
+
+@pytest.mark.parametrize("name", [None, 3, b"out", ["out"]])
+def test_names_are_strings(named, name):
+    """Anything else is refused with what a name is."""
+    for ask in (lambda: named.why(name), lambda: spmd.why(named, name)):
+        with pytest.raises(spmd.ArgumentError) as error:
+            ask()
+        assert str(error.value) == (
+            "why takes the name of a value as a string.\n"
+            "  expected  a path such as \"out['loss']\", or a line such as 'model.py:42'\n"
+            f"  got       {type(name).__name__}: {name!r}"
+        )
+
+
 def test_a_file_is_told_by_whole_parts_of_its_path(named):
     """``y.py:3`` is no line of ``test_why.py``."""
     with pytest.raises(spmd.ReportError, match=r"y\.py:3 makes"):
