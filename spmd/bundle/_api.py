@@ -61,12 +61,12 @@ def _slim(code: bytes, devices: Devices) -> tuple[bytes, bytes]:
     """Code that loads faster and runs alike, and what was taken out of it; empty if nothing was."""
     if devices.ordered[0].platform != "cpu" or (parts := trim(code)) is None:
         return code, b""
-    whole = _jax.planned(code, devices.ordered)[1]
     try:
         flops, plan = _jax.planned(parts[0], devices.ordered)
     except jax.errors.JaxRuntimeError:
         return code, b""
-    return parts if flops >= _CHEAP and plan == whole else (code, b"")
+    alike = flops >= _CHEAP and plan == _jax.planned(code, devices.ordered)[1]
+    return parts if alike else (code, b"")
 
 
 def _devices_of(compiled: Compiled) -> Devices:

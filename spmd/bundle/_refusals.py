@@ -46,8 +46,8 @@ def incomplete_failure(compiled: Compiled, code: bytes) -> Failure | None:
     """
     if _platform(compiled) != "cpu" or _jax.OBJECT_FILE in code:
         return None
-    rewritten = _jax.rewritten_size(code, list(compiled.mesh.devices.flat))
-    if rewritten != len(code) and not calls_functions(code):
+    devices = list(compiled.mesh.devices.flat)
+    if not calls_functions(code) and _jax.rewritten_size(code, devices) != len(code):
         return None
     return Failure(
         what="cannot be saved: JAX took it from its persistent compilation cache, and XLA writes "

@@ -3,7 +3,7 @@
 A program in its written form has the machine code of each fusion and, in its HLO, the operations
 that the fusion was made of. Most of the time of loading goes into those. Here each such fusion
 becomes one opaque operation of the same name, operands and result, and the HLO as it was is kept
-beside the code.
+beside the code. Whether code has the functions that it calls is read from the same form.
 
 The form is protobuf's. The numbers of fields are those of XLA's ``hlo.proto`` and of the messages
 around it; where something is not as expected, the code is left as it is.
@@ -59,9 +59,7 @@ def trim(code: bytes) -> tuple[bytes, bytes] | None:
         out, or the form is not known.
     """
     try:
-        module = _rest_of(code)[1]
-        for number in _WAY:
-            module = bytes_of(parse(module), number)
+        module = _message_at(code, _WAY)
         slim = _trim_module(module)
         if len(slim) >= len(module):
             return None
@@ -93,12 +91,17 @@ def calls_functions(code: bytes) -> bool:
         code: The program, as the runtime writes it; False where the form is not known.
     """
     try:
-        thunks = _rest_of(code)[1]
-        for number in _THUNKS:
-            thunks = bytes_of(parse(thunks), number)
+        thunks = _message_at(code, _THUNKS)
     except WireError:
         return False
     return any(kind in thunks for kind in _CALLING)
+
+
+def _message_at(code: bytes, way: tuple[int, ...]) -> bytes:
+    message = _rest_of(code)[1]
+    for number in way:
+        message = bytes_of(parse(message), number)
+    return message
 
 
 def _with_module(code: bytes, module: bytes) -> bytes:
