@@ -15,7 +15,9 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     if name == "__all__":
-        return __dir__()
+        from spmd import _public
+
+        return [n for n in __dir__() if n not in _public._MODULES]
     # The core's own `from spmd import _x` asks here first, before it imports the file.
     if not name.startswith("_"):
         from spmd import _public
@@ -24,6 +26,8 @@ def __getattr__(name: str) -> Any:
             module = importlib.import_module(_public._FEATURES[name])
             value = module if module.__name__ == f"spmd.{name}" else getattr(module, name)
             return globals().setdefault(name, value)
+        if name in _public._MODULES:
+            return importlib.import_module(f"spmd.{name}")
         for place in (vars(_public), globals()):
             if name in place:
                 return globals().setdefault(name, place[name])
@@ -34,4 +38,4 @@ def __dir__() -> list[str]:
     from spmd import _public
 
     core = (n for n in vars(_public) if not n.startswith("_"))
-    return ["__version__", *core, *_public._FEATURES]
+    return ["__version__", *core, *_public._FEATURES, *_public._MODULES]

@@ -16,7 +16,7 @@ from typing import Any
 import weakref
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 import jax.tree_util as jtu
 import numpy as np
 
@@ -41,12 +41,9 @@ from spmd._mesh import (
 )
 from spmd._pjit import clear_rule_caches, nested_mesh_failure, pjit_p
 from spmd._resolve import (
-    canonical_leaf,
     from_array_failure,
-    manual_failure,
     mesh_of_leaves,
     no_mesh,
-    spec_failure,
 )
 from spmd._spec import (
     FROM_ARRAY,
@@ -129,7 +126,7 @@ def pjit(
         in_axis_resources: Specs of the arguments: one for all, a tuple with one entry per
             argument that is not static (a list counts as one), or a dict by parameter name; each
             entry is a pytree prefix of its argument. A leaf is a PartitionSpec, None
-            (replicated), a NamedSharding, or :data:`FROM_ARRAY`. Left out: committed arrays stay
+            (replicated), a sharding, or :data:`FROM_ARRAY`. Left out: committed arrays stay
             as they are, everything else is replicated.
         out_axis_resources: Specs of the results, a pytree prefix; ``P.UNCONSTRAINED`` leaves a
             dimension to the partitioner. Left out: the partitioner chooses.
@@ -432,7 +429,7 @@ def find_mesh(options: PjitOptions, flat: Flat) -> Any:
         RuntimeError: There is none, or the shardings are of another one.
     """
     leaves = (*options.in_specs.leaves, *options.out_specs.leaves)
-    leaf_mesh = next((x.mesh for x in leaves if isinstance(x, NamedSharding)), None)
+    leaf_mesh = _dispatch.mesh_of([x for x in leaves if isinstance(x, Sharding)])
     mesh = options.mesh if options.mesh is not None else plain_mesh(current_mesh())
     if mesh is not None:
         clash = _mesh_clash("the context", mesh, (options.in_specs, options.out_specs))
@@ -470,22 +467,20 @@ def resolve_inputs(
     leaves, given = argument_specs(
         options.in_specs, options.params, signature.positions, signature.tree, options.subject
     )
-    leaves = tuple(canonical_leaf(x) for x in leaves)
     if "local" in semantics and mesh is not None:
         check_parts(mesh, options.subject)
-    failures, avals = [], []
+    failures, avals, resources = [], [], []
     rows = zip(leaves, given, signature.avals, signature.arg_names, semantics, strict=True)
-    for leaf, where, aval, name, kind in rows:
+    for raw, where, aval, name, kind in rows:
         on = mesh.local_mesh if kind == "local" and mesh is not None else mesh
         what = f"{'local ' if kind == 'local' else ''}argument {name}"
-        # What shard_map took away explains a shape that does not fit: it comes first.
-        failure = manual_failure(leaf, what, where)
-        failure = failure or spec_failure(leaf, aval, on, what, where, boundary=True)
+        leaf, failure = _dispatch.resolve_leaf(raw, aval, mesh, what, where, on=on)
+        resources.append(leaf)
         failures.append(failure)
         avals.append(aval if failure or kind == "global" else _global_aval(aval, leaf, mesh))
     if failures := [f for f in failures if f]:
         raise explain(options.subject, failures)
-    return leaves, given, tuple(avals)
+    return tuple(resources), given, tuple(avals)
 
 
 def _global_aval(aval: Any, leaf: Any, mesh: Any) -> Any:
@@ -548,16 +543,13 @@ def resolve_outputs(options: PjitOptions, traced: Trace, mesh: Any) -> tuple[Any
     found = broadcast_prefix(specs.indices(), traced.out_tree, specs.name, "result")
     if isinstance(found, Failure):
         raise explain(options.subject, [found])
-    leaves = [canonical_leaf(specs.leaves[i]) for i in found]
-    failures = []
-    avals = traced.jaxpr.out_avals
-    for leaf, i, aval, name in zip(leaves, found, avals, traced.out_names, strict=True):
-        where = specs.names[i]
-        failure = manual_failure(leaf, name, where)
-        failures.append(failure or spec_failure(leaf, aval, mesh, name, where, boundary=True))
-    if failures := [f for f in failures if f]:
+    rows = [
+        _dispatch.resolve_leaf(specs.leaves[i], aval, mesh, name, specs.names[i])
+        for i, aval, name in zip(found, traced.jaxpr.out_avals, traced.out_names, strict=True)
+    ]
+    if failures := [f for _, f in rows if f]:
         raise explain(options.subject, failures)
-    return tuple(leaves)
+    return tuple(leaf for leaf, _ in rows)
 
 
 def _constrain_outputs(jaxpr: Any, resources: Sequence[Any], mesh: Any) -> Any:
@@ -755,7 +747,7 @@ def call_planned(
     if "local" in flat.semantics:
         leaves = _to_global(leaves, flat, plan)
     values = [*plan.consts, *leaves]
-    repeatable = _dispatch.may_repeat(values, plan.call)
+    repeatable = _dispatch.may_repeat(values)
     try:
         outs = _bind(values, plan, line.options)
     except _jax.InternalFloatingPointError as e:

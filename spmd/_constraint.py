@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 import jax.tree_util as jtu
 
 from spmd import _jax
 from spmd._call import batch_resource
-from spmd._dispatch import gone_failure
+from spmd._dispatch import gone_failure, mesh_of, resolve_leaf
 from spmd._mesh import (
     auto_mesh,
     current_mesh,
@@ -28,9 +28,7 @@ from spmd._pjit import (
     spmd_axes,
 )
 from spmd._resolve import (
-    canonical_leaf,
     is_equivalent,
-    manual_failure,
     mesh_of_leaves,
     no_mesh,
     placed_sharding,
@@ -58,7 +56,7 @@ def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
     Args:
         x: Pytree of arrays.
         axis_resources: Pytree prefix of specs: a PartitionSpec, in which ``P.UNCONSTRAINED``
-            leaves a dimension to the partitioner, None (replicated) or a NamedSharding.
+            leaves a dimension to the partitioner, None (replicated) or a sharding.
 
     Returns:
         `x` with the constraint.
@@ -74,16 +72,18 @@ def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
     if isinstance(found, Failure):
         raise explain(_SUBJECT, [found])
     mesh, failures = mesh_of_leaves(specs.leaves, specs.names)
-    mesh = mesh if mesh is not None else current_mesh()
+    if mesh is None and (mesh := current_mesh()) is None:
+        mesh = mesh_of([x for x in specs.leaves if isinstance(x, Sharding)])
     if mesh is None:
         failures = [no_mesh(constraint=True)]
     if failures:
         raise explain(_SUBJECT, failures)
     mesh = auto_mesh(mesh)
-    leaves = [canonical_leaf(specs.leaves[i]) for i in found]
     names = ["x" + jtu.keystr(path) for path, _ in paths]
     values = [value for _, value in paths]
-    _check(values, leaves, mesh, names, [specs.names[i] for i in found])
+    leaves = _resolve(
+        values, [specs.leaves[i] for i in found], mesh, names, [specs.names[i] for i in found]
+    )
     out = [
         sharding_constraint_p.bind(v, axis_resources=leaf, mesh=mesh)
         for v, leaf in zip(values, leaves, strict=True)
@@ -91,8 +91,10 @@ def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
     return jtu.tree_unflatten(treedef, out)
 
 
-def _check(values: list, leaves: list, mesh: Any, names: list[str], given: list[str]) -> None:
-    failures = []
+def _resolve(
+    values: list, leaves: list, mesh: Any, names: list[str], given: list[str]
+) -> list[Any]:
+    failures, resources = [], []
     for value, leaf, name, where in zip(values, leaves, names, given, strict=True):
         try:
             aval = _jax.abstractify(value)
@@ -104,10 +106,12 @@ def _check(values: list, leaves: list, mesh: Any, names: list[str], given: list[
             continue
         eager = not isinstance(value, _jax.Tracer) and _jax.trace_state_clean()
         subject = f"argument {name}"
-        failure = manual_failure(leaf, subject, where)
-        failures.append(failure or spec_failure(leaf, aval, mesh, subject, where, boundary=eager))
+        resource, failure = resolve_leaf(leaf, aval, mesh, subject, where, boundary=eager)
+        resources.append(resource)
+        failures.append(failure)
     if failures := [f for f in failures if f]:
         raise explain(_SUBJECT, failures)
+    return resources
 
 
 def _no_array(value: Any, name: str) -> Failure:

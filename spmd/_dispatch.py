@@ -6,6 +6,7 @@ Everything here runs on a miss of the C++ dispatcher, or where that one must not
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import warnings
 import weakref
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 import jax.tree_util as jtu
 import numpy as np
 
@@ -33,8 +34,10 @@ from spmd._recover import parse_op_sharding
 from spmd._resolve import (
     canonical_leaf,
     device_failure,
+    devices_failure,
     input_sharding,
     is_equivalent,
+    manual_failure,
     placed_sharding,
     reshard_failure,
     spec_failure,
@@ -135,10 +138,10 @@ def _repeater(jaxpr: Any, call: PjitCall) -> _Repeater:
         return [*_run(args, body(), call)]
 
     if any(call.donated_invars) and not _jax.FAST_PATH_CHECKS_DELETED:
-        return _Repeater(once)  # see `may_repeat`
+        return _Repeater(once)  # halves of a derivative donate too seldom for `_with_deletions`
 
     def miss(*args: Any) -> tuple[list[Any], Any, bool]:
-        repeatable = may_repeat(args, call)
+        repeatable = may_repeat(args)
         outs = once(*args)
         tree = jtu.tree_structure(outs)
         data = fast_path_data(args, body(), call, tree, outs) if repeatable else None
@@ -302,6 +305,38 @@ def _program(jaxpr: Any, call: PjitCall, mesh: Any, in_key: Any) -> Program:
     executable = lowering.compile()
     consts = _jax.const_args(lowering.const_args, executable)
     return Program(lowering=lowering, executable=executable, consts=consts)
+
+
+def resolve_leaf(
+    leaf: Any,
+    aval: Any,
+    mesh: Any,
+    subject: str,
+    given: str,
+    *,
+    on: Any = None,
+    boundary: bool = True,
+) -> tuple[Any, Failure | None]:
+    """Returns what a leaf of a user's specs says of a value, and what is wrong with it.
+
+    Args:
+        leaf: A parsed spec or a sharding; the sharding itself comes back where no spec says it.
+        aval: What has a `shape` and a `dtype`.
+        mesh: The mesh of the call.
+        subject: The value, e.g. ``"argument x"``.
+        given: Where the leaf was given, e.g. ``"in_axis_resources"``.
+        on: The part of the mesh that the value is for, where it is not the whole.
+        boundary: Whether dimensions must divide evenly.
+    """
+    # What shard_map took away explains a shape that does not fit: it comes first.
+    failure = devices_failure(leaf, mesh, subject, given) or manual_failure(leaf, subject, given)
+    if failure:
+        return leaf, failure
+    leaf = canonical_leaf(leaf)
+    if isinstance(leaf, Sharding) and not isinstance(leaf, NamedSharding):
+        leaf = _recovered(leaf, aval.ndim, mesh)
+    on = mesh if on is None else on
+    return leaf, spec_failure(leaf, aval, on, subject, given, boundary=boundary)
 
 
 def resource_of(value: Any, mesh: Any) -> Any:
@@ -512,15 +547,13 @@ def mark_deleted(args: Sequence[Any], call: PjitCall) -> None:
 # The C++ fast path
 
 
-def may_repeat(args: Sequence[Any], call: PjitCall) -> bool:
+def may_repeat(args: Sequence[Any]) -> bool:
     """Whether the C++ dispatcher may be taught this call; asked before the call.
 
-    It does not see that an argument has its elements in another order, nor, in older releases,
-    that one was donated. After the call a donated array has no layout to ask for.
+    It does not see that an argument has its elements in another order. After the call a donated
+    array has no layout to ask for.
     """
-    if announce is not None or (any(call.donated_invars) and not _jax.FAST_PATH_CHECKS_DELETED):
-        return False
-    return not any(map(_jax.has_own_layout, args))
+    return announce is None and not any(map(_jax.has_own_layout, args))
 
 
 def fast_path_data(
@@ -571,7 +604,11 @@ def dispatcher(
     fast = _jax.make_dispatcher(fun, name, cache_miss, nums, names, key)
     if fast is None:
         return PythonDispatcher(cache_miss)
-    return _with_hash_errors(fast, cache_miss) if nums or names else fast
+    if nums or names:
+        fast = _with_hash_errors(fast, cache_miss)
+    if (params.donate_nums or params.donate_names) and not _jax.FAST_PATH_CHECKS_DELETED:
+        fast = _with_deletions(fast, cache_miss, params)
+    return fast
 
 
 def _with_hash_errors(fast: Any, cache_miss: Callable) -> Callable:
@@ -585,7 +622,39 @@ def _with_hash_errors(fast: Any, cache_miss: Callable) -> Callable:
                 raise
         return cache_miss(*args, **kwargs)[0]
 
-    call: Any = guarded
+    return _cleared_like(fast, guarded)
+
+
+def _with_deletions(fast: Any, cache_miss: Callable, params: Parameters) -> Callable:
+    """Keeps arrays that are gone from a C++ path that does not see it and ends the process.
+
+    It sees what `Array.delete` has marked, so that is called for each array that a call has taken.
+    """
+    nums, names, gone = params.donate_nums, params.donate_names, _jax.ArrayImpl.is_deleted
+
+    def twice(args: tuple, kwargs: dict[str, Any], arrays: list[Any]) -> bool:
+        """Whether a donated array is among the arguments more than once."""
+        given = [a for i, a in enumerate(args) if i in nums]
+        given += [a for k, a in kwargs.items() if k in names]
+        uses = collections.Counter(map(id, arrays))
+        return any(uses[id(a)] > 1 for a in _jax.arrays_of(given))
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        arrays = _jax.arrays_of((args, kwargs))
+        shared = len({*map(id, arrays)}) < len(arrays)
+        if any(map(gone, arrays)) or (shared and twice(args, kwargs, arrays)):
+            return cache_miss(*args, **kwargs)[0]  # which says what is wrong
+        try:
+            return fast(*args, **kwargs)
+        finally:
+            for taken in filter(gone, arrays):
+                taken.delete()
+
+    return _cleared_like(fast, guarded)
+
+
+def _cleared_like(fast: Any, call: Any) -> Any:
+    """Gives a function around a dispatcher what forgets all that the dispatcher has learned."""
     call._clear_cache = fast._clear_cache
     return call
 

@@ -1529,10 +1529,24 @@ partial_eval_custom_rules = pe.partial_eval_jaxpr_custom_rules
 # Moving arrays
 
 
+ArrayImpl = xla_client.ArrayImpl
+_ONLY_ARRAYS = frozenset((ArrayImpl,))
+_flatten = tree_util.default_registry.flatten  # a frame less than `tree_leaves`
+
+
+def arrays_of(tree: Any) -> list[Any]:
+    """The arrays on devices among the leaves of a tree, those behind PRNG keys too."""
+    leaves, _ = _flatten(tree, None)
+    if _ONLY_ARRAYS.issuperset(map(type, leaves)):
+        return leaves
+    bare = [x._base_array if isinstance(x, prng.PRNGKeyArray) else x for x in leaves]
+    return [x for x in bare if isinstance(x, ArrayImpl)]
+
+
 def has_own_layout(x: Any) -> bool:
     """Whether an array's elements lie in another order than programs read their arguments in."""
     # Asking a deleted array crashes JAX 0.10.
-    if not isinstance(x, xla_client.ArrayImpl) or x.is_deleted():
+    if not isinstance(x, ArrayImpl) or x.is_deleted():
         return False
     try:
         layout = x._pjrt_layout
@@ -1805,7 +1819,7 @@ def fast_path_data(executable: Any, consts: Sequence[Any], out_tree: Any, outs: 
     ):
         return None
     outs, out_tree = pxla.reflatten_outputs_for_dispatch(out_tree, outs)
-    if not all(isinstance(o, xla_client.ArrayImpl) for o in outs):
+    if not all(isinstance(o, ArrayImpl) for o in outs):
         return None
     return pxla.MeshExecutableFastpathData(
         executable.xla_executable,

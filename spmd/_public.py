@@ -79,6 +79,12 @@ _FEATURES = {
     ),
 }
 
+#: Modules that are attributes of `spmd`, and not what a star imports.
+_MODULES = (
+    *("errors", "inspection", "launch", "op_sharding", "partition_spec"),
+    *("primitives", "sharding_spec", "stages", "testing"),
+)
+
 _jax.hide_own_frames()
 
 P = PartitionSpec

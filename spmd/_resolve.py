@@ -186,6 +186,28 @@ def manual_failure(spec: Any, subject: str, given: str) -> Failure | None:
     )
 
 
+def devices_failure(sharding: Any, mesh: Any, subject: str, given: str) -> Failure | None:
+    """A sharding that was given for a value is on other devices than the mesh has.
+
+    Args:
+        sharding: A sharding other than a NamedSharding; anything else passes.
+        mesh: The mesh of the call.
+        subject: The value, e.g. ``"argument x"``.
+        given: Where the sharding was given, e.g. ``"in_shardings"``.
+    """
+    if not isinstance(sharding, Sharding) or isinstance(sharding, NamedSharding):
+        return None
+    if not _jax.is_abstract(mesh) and _jax.device_order(sharding) == [*mesh.devices.flat]:
+        return None
+    return Failure(
+        what=f"cannot place {subject}: its sharding and the mesh have other devices",
+        given=f"{given} = {show_sharding(sharding)}",
+        expected=f"{_devices_text(mesh)}, in the order of {show_mesh(mesh)}",
+        fix="write a PartitionSpec, or a NamedSharding on this mesh",
+        error=MeshError,
+    )
+
+
 # Shardings
 
 
@@ -306,12 +328,12 @@ def device_failure(placed: Sharding | None, mesh: Any, subject: str) -> Failure 
 def from_array_failure(arg: Any, mesh: Any, subject: str) -> Failure | None:
     """FROM_ARRAY was given for something that has no sharding, or one of another mesh."""
     placed = placed_sharding(arg)
+    if placed is None and isinstance(arg, jax.Array):
+        return None  # nobody has placed it: the program does
     if placed is None:
         kind, place = f"a {type(arg).__name__}", "jax.device_put the array first"
         if isinstance(arg, jax.ShapeDtypeStruct):
             kind, place = "a ShapeDtypeStruct without a sharding", "give the struct a sharding"
-        elif isinstance(arg, jax.Array):
-            kind = "an array that is not committed to devices"
         elif isinstance(arg, (np.ndarray, np.generic)):
             kind = "a host array"
         return Failure(

@@ -6,9 +6,10 @@ a mesh is decided in :mod:`spmd._resolve`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+import itertools
 from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
@@ -268,14 +269,12 @@ def _type_failure(entry: Any, arg_name: str) -> Failure:
         fix = f"write P({entry!r})"
     elif entry is UNCONSTRAINED:
         fix = "write P(P.UNCONSTRAINED), with one entry per dimension"
-    elif isinstance(entry, Sharding):
-        fix = "write the PartitionSpec, or a NamedSharding"
     elif isinstance(entry, Mesh):
         fix = "pass it as mesh=..., or enter it, and write a PartitionSpec here"
     return Failure(
         what=f"cannot read {arg_name}",
         given=f"{entry!r}"[:100],
-        expected="a PartitionSpec, None, a NamedSharding, or FROM_ARRAY for an input",
+        expected="a PartitionSpec, None, a sharding, or FROM_ARRAY for an input",
         got=type(entry).__qualname__,
         fix=fix,
         error=SpecTypeError,
@@ -291,7 +290,7 @@ class SpecTree:
 
     Attributes:
         name: The option it was given as, e.g. ``"in_axis_resources"``.
-        leaves: ParsedPartitionSpec, ``UNSPECIFIED``, ``FROM_ARRAY`` or a NamedSharding.
+        leaves: ParsedPartitionSpec, ``UNSPECIFIED``, ``FROM_ARRAY`` or a sharding.
         names: How each leaf is written, e.g. ``"in_axis_resources[0]['w']"``.
         treedef: The structure; None, specs and shardings are leaves.
     """
@@ -342,6 +341,8 @@ def _leaf_failure(entry: Any, leaf_name: str, role: str) -> Failure | None:
         return None
     if isinstance(entry, NamedSharding):
         return _spec_failure(entry.spec, leaf_name, allow_unconstrained=role != "input")
+    if isinstance(entry, Sharding):
+        return None  # what it says is known with the rank of a value
     if entry is FROM_ARRAY:
         if role == "input":
             return None
@@ -373,29 +374,47 @@ def broadcast_prefix(tree: Any, treedef: Any, name: str, value: str) -> list[Any
         value: What to call the values, e.g. ``"batch"``.
     """
     leaves, prefix = jtu.tree_flatten(tree)
-    if failure := _prefix_failure(prefix, treedef, name, value):
-        return failure
-    subtrees = prefix.flatten_up_to(jtu.tree_unflatten(treedef, range(treedef.num_leaves)))
-    counts = [jtu.tree_structure(s).num_leaves for s in subtrees]
-    return [leaf for leaf, n in zip(leaves, counts, strict=True) for _ in range(n)]
+    return _broadcast(prefix, leaves, treedef, name, value)
 
 
-def _prefix_failure(prefix: Any, full: Any, name: str, value: str) -> Failure | None:
-    """Walks both structures together and names the first place where they part."""
+def _broadcast(
+    prefix: Any, leaves: Sequence[Any], full: Any, name: str, value: str
+) -> list[Any] | Failure:
+    """Walks both structures together; a failure names the first place where they part."""
     if prefix.node_data() is None:
-        return None
-    spec_node, value_node = prefix.node_data(), full.node_data()
-    if value_node is None or spec_node[0] is not value_node[0]:
-        return _mismatch(name, value, _kind(prefix), _kind(full))
-    if spec_node[0] is dict and spec_node[1] != value_node[1]:
-        return _key_mismatch(name, value, set(spec_node[1]), set(value_node[1]))
+        return [*leaves] * full.num_leaves
+    spec_keys, value_keys = _mapping_keys(prefix), _mapping_keys(full)
     specs, values = prefix.children(), full.children()
-    if len(specs) != len(values) or spec_node != value_node:
+    if spec_keys is not None and value_keys is not None:
+        if {*spec_keys} != {*value_keys}:
+            return _key_mismatch(name, value, {*spec_keys}, {*value_keys})
+        order, keys = [spec_keys.index(k) for k in value_keys], [f"[{k!r}]" for k in value_keys]
+    elif prefix.node_data() != full.node_data() or len(specs) != len(values):
         return _mismatch(name, value, _kind(prefix), _kind(full))
-    for key, s, v in zip(_keys(prefix), specs, values, strict=True):
-        if failure := _prefix_failure(s, v, name + key, value + key):
-            return failure
-    return None
+    else:
+        order, keys = [*range(len(values))], _keys(prefix)
+    ends = [0, *itertools.accumulate(s.num_leaves for s in specs)]
+    out: list[Any] = []
+    for key, i, below in zip(keys, order, values, strict=True):
+        part = leaves[ends[i] : ends[i + 1]]
+        found = _broadcast(specs[i], part, below, name + key, value + key)
+        if isinstance(found, Failure):
+            return found
+        out += found
+    return out
+
+
+def _mapping_keys(treedef: Any) -> list[Any] | None:
+    """The keys of a mapping, of whatever class, in the order of its children; None for others."""
+    kind, data = treedef.node_data() or (None, None)
+    if kind is dict:
+        return data
+    if not (isinstance(kind, type) and issubclass(kind, Mapping)):
+        return None
+    dummy = jtu.tree_unflatten(treedef, range(treedef.num_leaves))
+    paths, _ = jtu.tree_flatten_with_path(dummy, is_leaf=lambda x: x is not dummy)
+    keys = [getattr(path[0], "key", None) for path, _ in paths]
+    return keys if {*keys} == {*dummy} else None  # a class may hide its keys
 
 
 def _mismatch(name: str, value: str, spec_kind: str, value_kind: str) -> Failure:

@@ -332,7 +332,7 @@ class Compiled(Stage):
         _dispatch.check_alive(values, self._call)
         if _dispatch.announce is not None:
             _dispatch.announce(values, self._call, None)
-        repeatable = _dispatch.may_repeat(values, self._call) and not self._signature.consts
+        repeatable = _dispatch.may_repeat(values) and not self._signature.consts
         places = [(values[i], self._shardings[i]) for i in self._refs]
         with _dispatch.references(places) if places else contextlib.nullcontext():
             outs = _dispatch.execute(self._executable, self._consts, values, self._call)

@@ -1,5 +1,7 @@
 """What `pjit` takes and what it gives back, written from its description."""
 
+import collections
+from collections.abc import Mapping
 import copy
 import dataclasses
 import functools
@@ -18,7 +20,7 @@ from oracle import assert_sharded, counted, put
 import pytest
 
 import spmd
-from spmd import FROM_ARRAY, Mesh, NamedSharding, P, pjit, with_sharding_constraint
+from spmd import FROM_ARRAY, Mesh, NamedSharding, P, _jax, pjit, with_sharding_constraint
 
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
 
@@ -251,6 +253,129 @@ def test_memory_kind_is_kept_and_checked(mesh):
         pjit(lambda v: v, in_axis_resources=pinned)(np.ones(6, np.float32))
 
 
+def test_sharding_of_one_device(in_mesh):
+    """`SingleDeviceSharding` is a spec on a mesh of its device: in, out and inside."""
+    device = jax.devices()[2]
+    single = jax.sharding.SingleDeviceSharding(device)
+
+    def fun(x, y):
+        return with_sharding_constraint(x + y["w"], single)
+
+    f = pjit(fun, in_shardings=(single, {"w": single}), out_shardings=single)
+    one = spmd.make_mesh({"data": 1}, devices=[device])
+    with pytest.raises(spmd.MeshError, match="its sharding and the mesh have other devices"):
+        f(X, {"w": X})
+    with one:
+        found = [f(X, {"w": X}) for _ in range(3)]
+    inside = jax.vmap(pjit(fun, mesh=one), (0, None))(np.stack([X, X]), {"w": X})
+    np.testing.assert_array_equal(inside, np.stack([2 * X] * 2))
+    for out in found:
+        np.testing.assert_array_equal(out, 2 * X)
+        assert out.devices() == {device}
+
+
+def test_sharding_needs_no_mesh():
+    """Where a sharding says the devices, no mesh has to be active, and arrays lie as it says."""
+    device = jax.devices()[2]
+    single = jax.sharding.SingleDeviceSharding(device)
+    f = pjit(lambda x: x * 2, in_shardings=single, out_shardings=single)
+    for x in (X, jax.device_put(X, single), X):
+        out = f(x)
+        np.testing.assert_array_equal(out, 2 * X)
+        assert out.devices() == {device}
+    np.testing.assert_array_equal(jax.grad(lambda x: f(x).sum())(X), np.full_like(X, 2))
+    np.testing.assert_array_equal(with_sharding_constraint(X, single), X)
+    assert f.lower(X).compile().in_specs == ((P(),), {})
+
+
+#: Tiles of a dimension each, the rest of the devices last; and the devices in that order.
+TILINGS = {
+    P("data"): ([4, 1, 2], range(8)),
+    P(None, "model"): ([1, 2, 4], [0, 2, 4, 6, 1, 3, 5, 7]),
+    P(("data", "model")): ([8, 1, 1], range(8)),
+    P(): ([1, 1, 8], range(8)),
+}
+
+
+@pytest.mark.parametrize("spec", TILINGS, ids=str)
+def test_sharding_that_names_no_axes(mesh, spec):
+    """A sharding of tiles and devices is the spec that says the same."""
+    tiles, order = TILINGS[spec]
+    opaque = _jax.tiled_sharding([*mesh.devices.flat], tiles, order, True, None)
+    f = pjit(lambda x: x * 2, in_shardings=opaque, out_shardings=opaque, mesh=mesh)
+    for _ in range(3):
+        assert_sharded(f(X), 2 * X, spec, mesh)
+    bad = np.zeros((6, 7), np.float32)
+    if spec != P():
+        with pytest.raises(spmd.ShardingError, match="to be divisible by"):
+            f(bad)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Mapping):
+    """A mapping of another class than dict, as flax's FrozenDict."""
+
+    data: dict
+
+    def __getitem__(self, key):
+        return self.data[key]
+
+    def __iter__(self):
+        return iter(self.data)
+
+    def __len__(self):
+        return len(self.data)
+
+
+jax.tree_util.register_pytree_with_keys(
+    Frozen,
+    # The order of its children is not that of a dict's.
+    lambda f: (
+        [(jax.tree_util.DictKey(k), f.data[k]) for k in sorted(f.data, reverse=True)],
+        tuple(sorted(f.data, reverse=True)),
+    ),
+    lambda keys, values: Frozen(dict(zip(keys, values, strict=True))),
+)
+
+
+@pytest.mark.parametrize("specs_in", [dict, Frozen])
+@pytest.mark.parametrize("values_in", [dict, Frozen, collections.OrderedDict])
+def test_mappings_of_other_classes_match(mesh, specs_in, values_in):
+    """A dict of specs is for the keys of whatever mapping the argument or result is."""
+    spec = specs_in({"a": P("data"), "b": specs_in({"c": P(), "d": P("model")})})
+    value = values_in({"b": values_in({"d": X + 1, "c": [X + 2, X + 3]}), "a": X})
+    f = pjit(lambda s: jax.tree.map(lambda x: x * 2, s), (spec,), spec, mesh=mesh)
+    out = f(value)
+    assert type(out) is values_in
+    assert_sharded(out["a"], 2 * X, P("data"), mesh)
+    assert_sharded(out["b"]["d"], 2 * (X + 1), P("model"), mesh)
+    for i, x in enumerate(out["b"]["c"]):
+        assert_sharded(x, 2 * (X + 2 + i), P(), mesh)
+    with pytest.raises(spmd.ShardingError, match=r"no spec for 'e'"):
+        f(values_in({"a": X, "b": X, "e": X}))
+    with mesh:
+        held = with_sharding_constraint(value, spec)
+    assert_sharded(held["b"]["d"], X + 1, P("model"), mesh)
+
+
+def test_modules_are_attributes():
+    """After `import spmd` each public module is an attribute, and a star does not import it."""
+    code = """
+import spmd
+names = [n for n in dir(spmd) if type(getattr(spmd, n)).__name__ == "module"]
+print(*names)
+from spmd import *
+print(*(n for n in names if n in globals()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    features = ["bundle", "colocated_python", "distributed", "host_callback"]
+    modules = ["errors", "inspection", "launch", "op_sharding", "partition_spec", "primitives"]
+    modules += ["sharding_spec", "stages", "testing"]
+    names, starred = (line.split() for line in done.stdout.splitlines())
+    assert names == sorted([*features, *modules])
+    assert starred == features
+
+
 def test_star_import():
     """`from spmd import *` brings the public names, in a process that used none before."""
     code = "from spmd import *; print(pjit.__module__, P.__name__, FROM_ARRAY)"
@@ -433,6 +558,16 @@ def test_from_array_in_a_tree(mesh):
     assert compiled.in_specs == (({"a": P(None, "data"), "b": P("model")},), {})
 
 
+def test_from_array_of_what_nobody_placed(mesh):
+    """An uncommitted array under FROM_ARRAY is replicated, as it is without a spec."""
+    f = pjit(lambda s: s["w"] * s["count"], in_axis_resources=FROM_ARRAY, mesh=mesh)
+    state = {"w": put(X, mesh, P("data")), "count": jnp.ones((), np.float32) * 3}
+    for _ in range(3):
+        np.testing.assert_array_equal(f(state), 3 * X)
+    compiled = f.lower(state).compile()
+    assert compiled.in_specs == (({"count": P(), "w": P("data")},), {})
+
+
 def test_from_array_is_a_singleton():
     """There is one FROM_ARRAY, also after pickling and copying, and it prints as its name."""
     for other in (
@@ -452,7 +587,7 @@ def test_from_array_where_it_cannot_be(mesh):
         with_sharding_constraint(X, FROM_ARRAY)
     f = pjit(lambda x: x, in_axis_resources=FROM_ARRAY, mesh=mesh)
     struct = jax.ShapeDtypeStruct(X.shape, X.dtype)
-    for call in (lambda: f(X), lambda: f(jnp.asarray(X)), lambda: f.lower(struct)):
+    for call in (lambda: f(X), lambda: f.lower(struct)):
         with pytest.raises(ValueError, match="cannot take the sharding of argument x"):
             call()
     other = spmd.make_mesh({"x": 8})

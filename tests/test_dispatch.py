@@ -23,7 +23,7 @@ from oracle import assert_sharded, counted, mesh_of, put
 import pytest
 
 import spmd
-from spmd import NamedSharding, P, pjit
+from spmd import NamedSharding, P, _dispatch, pjit
 from spmd._pmap import _starts
 
 NOTHING = spmd.Counts()
@@ -523,6 +523,57 @@ def test_threads_with_different_signatures_work_at_the_same_time():
     np.testing.assert_array_equal(b, X[:4] + 1)
 
 
+class _Announced:
+    """A lock that says who comes to take it."""
+
+    def __init__(self, lock):
+        self.lock, self.coming = lock, threading.Event()
+
+    def __enter__(self):
+        self.coming.set()
+        self.lock.acquire()
+
+    def __exit__(self, *exc):
+        self.lock.release()
+
+
+STARTS = {
+    "a call": lambda f, x: f(x),
+    "a compiled call": lambda f, x: f.lower(x).compile()(x),
+    "both halves of a gradient": lambda f, x: jax.grad(lambda x: f(x).sum())(x),
+}
+
+
+@pytest.mark.parametrize("case", STARTS)
+@pytest.mark.parametrize("devices", [1, 8])
+def test_programs_whose_devices_meet_start_one_after_the_other(monkeypatch, case, devices):
+    """A program on several devices waits for the thread that starts one; others do not."""
+    lock = _Announced(threading.RLock())
+    monkeypatch.setattr(_dispatch, "starting", lock)
+    mesh = mesh_of({"data": devices})
+    f = pjit(lambda x: jnp.sin(x), in_shardings=P("data"), out_shardings=P("data"), mesh=mesh)
+    x = put(X, mesh, P("data"))
+    results, done = [], threading.Event()
+
+    def work():
+        try:
+            results.append(jax.block_until_ready(STARTS[case](f, x)))
+        finally:
+            done.set()
+
+    with lock:
+        lock.coming.clear()
+        other = threading.Thread(target=work)
+        other.start()
+        either = done if devices == 1 else lock.coming
+        assert either.wait(100)
+        assert lock.coming.is_set() == (devices > 1)
+        assert done.is_set() == (devices == 1)
+    other.join(100)
+    want = np.cos(X) if "gradient" in case else np.sin(X)
+    np.testing.assert_allclose(results[0], want, rtol=1e-5, atol=1e-6)
+
+
 def test_threads_have_their_own_mesh():
     """A mesh entered in one thread is not seen by another, and is part of the lookup."""
     f = pjit(weigh, in_axis_resources=P("x"), out_axis_resources=P("x"))
@@ -848,7 +899,144 @@ def test_same_array_donated_and_read_is_an_error(mesh):
     assert_sharded(f(put(X, mesh, P("data")), put(X, mesh, P("data"))), 2 * X, P("data"), mesh)
 
 
+def test_donating_hit_runs_almost_no_python():
+    """A repeated call that donates runs in C++; older releases need two frames to stay alive."""
+    mesh = mesh_of({"data": 8})
+    f = pjit(
+        lambda state, x: jax.tree.map(lambda s: s + x, state),
+        in_shardings=P("data"),
+        out_shardings=P("data"),
+        donate_argnums=0,
+        mesh=mesh,
+    )
+    x = put(X, mesh, P("data"))
+    guards = ["_dispatch.py:guarded", "_jax.py:arrays_of"] * (jax.__version_info__ < (0, 12))
+    state = f(f(leaves(3, mesh, P("data")), x), x)
+    ran = python_calls(lambda: f(state, x))
+    assert [r.rpartition("/")[2] for r in ran] == guards
+    by_name = f(state=f(state=leaves(3, mesh, P("data")), x=x), x=x)
+    ran = python_calls(lambda: f(state=by_name, x=x))
+    assert [r.rpartition("/")[2] for r in ran] == guards
+    assert all(s.is_deleted() for s in (*state, *by_name))
+
+
+def test_what_a_donating_hit_leaves(mesh):
+    """Only what the program took is gone, not what it reads, cannot use or gets from the host."""
+    f = pjit(
+        lambda a, b, c: (a + c, b.sum()),
+        in_shardings=P("data"),
+        out_shardings=(P("data"), P()),
+        donate_argnames=("a", "b"),
+        mesh=mesh,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of `b`, at the compile
+        for i in range(4):
+            host = X.copy()
+            a, b, c = (put(X + i, mesh, P("data")) for _ in range(3))
+            (total, _), by_host = f(a, c=c, b=b), f(host, b, c)
+            assert [x.is_deleted() for x in (a, b, c)] == [True, False, False]
+            np.testing.assert_array_equal(total, 2 * (X + i))
+            np.testing.assert_array_equal(by_host[0], host + X + i)
+            np.testing.assert_array_equal(host, X)
+
+
+def test_donated_keys_on_repeated_calls(mesh):
+    """Keys of random numbers are donated and refused as arrays are."""
+    every = NamedSharding(mesh, P())
+    f = pjit(lambda k: jax.random.fold_in(k, 1), out_shardings=P(), donate_argnums=0, mesh=mesh)
+    for seed in range(5):
+        key = jax.device_put(jax.random.key(seed), every)
+        want = jax.random.key_data(jax.random.fold_in(jax.random.key(seed), 1))
+        np.testing.assert_array_equal(jax.random.key_data(f(key)), want)
+        assert key.is_deleted()
+        with pytest.raises(spmd.DonatedArrayError):
+            f(key)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, lambda f: f.lower(X, X).compile()])
+def test_donated_array_is_refused_after_many_calls(mesh, transform):
+    """The tenth call refuses as the first does: an array that is gone, and one that is read too."""
+    f = transform(donating(mesh))
+    for _ in range(9):
+        f(put(X, mesh, P("data")), put(X, mesh, P("data")))
+    x, y = put(X, mesh, P("data")), put(X, mesh, P("data"))
+    for _ in range(2):
+        with pytest.raises((RuntimeError, ValueError)) as e:  # 0.12 answers by itself
+            f(x, x)
+        assert isinstance(e.value, spmd.DonatedArrayError) or jax.__version_info__ >= (0, 12)
+    x = put(X, mesh, P("data"))
+    f(x, y)
+    for _ in range(2):
+        with pytest.raises(spmd.DonatedArrayError, match="cannot use argument x: its buffers"):
+            f(x, y)
+    f(y, put(X, mesh, P("data")))
+    # Two arguments that are only read may be one array.
+    g = pjit(lambda x, y, z: x + y * z, in_shardings=P("data"), donate_argnums=0, mesh=mesh)
+    y = put(X, mesh, P("data"))
+    for _ in range(4):
+        np.testing.assert_array_equal(g(put(X, mesh, P("data")), y, y), X + X * X)
+
+
 RISKY = {
+    "donated after many calls, then to the same function": """
+        f = pjit(lambda x: x + 1, in_axis_resources=P("data"), out_axis_resources=P("data"),
+                 donate_argnums=0, mesh=mesh)
+        for _ in range(5):
+            f(jax.device_put(X, S))
+        x = jax.device_put(X, S); f(x)
+        use = lambda: f(x)
+    """,
+    "donated after many calls, then to another function": """
+        f = pjit(lambda x: x + 1, in_axis_resources=P("data"), out_axis_resources=P("data"),
+                 donate_argnums=0, mesh=mesh)
+        g = pjit(lambda x: x * 2, in_axis_resources=P("data"), mesh=mesh)
+        for _ in range(5):
+            f(jax.device_put(X, S)); g(jax.device_put(X, S))
+        x = jax.device_put(X, S); f(x)
+        use = lambda: g(x)
+    """,
+    "donated by keyword, beside a static argument": """
+        f = pjit(lambda x, n: x + n, in_axis_resources=P("data"), out_axis_resources=P("data"),
+                 static_argnums=1, donate_argnames="x", mesh=mesh)
+        for _ in range(5):
+            f(x=jax.device_put(X, S), n=3)
+        x = jax.device_put(X, S); f(x=x, n=3)
+        use = lambda: f(x=x, n=3)
+    """,
+    "donated and read at once, after many calls": """
+        f = pjit(lambda x, y: x + y, in_axis_resources=P("data"), out_axis_resources=P("data"),
+                 donate_argnums=0, mesh=mesh)
+        for _ in range(5):
+            f(jax.device_put(X, S), jax.device_put(X, S))
+        x = jax.device_put(X, S)
+        use = lambda: f(x, x)
+    """,
+    "twice in one donated tree, after many calls": """
+        f = pjit(lambda xs: [x + 1 for x in xs], in_axis_resources=P("data"),
+                 out_axis_resources=P("data"), donate_argnums=0, mesh=mesh)
+        for _ in range(5):
+            f([jax.device_put(X, S), jax.device_put(X, S)])
+        x = jax.device_put(X, S)
+        use = lambda: f([x, x])
+    """,
+    "donated by jax.jit, then donated": """
+        f = jax.jit(lambda x: x + 1, donate_argnums=0)
+        g = pjit(lambda x: x * 2, in_axis_resources=P("data"), out_axis_resources=P("data"),
+                 donate_argnums=0, mesh=mesh)
+        for _ in range(5):
+            g(jax.device_put(X, S)); f(jax.device_put(X, S))
+        x = jax.device_put(X, S); f(x)
+        use = lambda: g(x)
+    """,
+    "donated to a compiled call after many, then used": """
+        f = pjit(lambda x: x + 1, in_axis_resources=P("data"), out_axis_resources=P("data"),
+                 donate_argnums=0, mesh=mesh).lower(X).compile()
+        for _ in range(5):
+            f(jax.device_put(X, S))
+        x = jax.device_put(X, S); f(x)
+        use = lambda: f(x)
+    """,
     "donated twice to the same function": """
         f = pjit(lambda x: x + 1, in_axis_resources=P("data"), out_axis_resources=P("data"),
                  donate_argnums=0, mesh=mesh)

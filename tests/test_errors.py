@@ -493,7 +493,7 @@ def test_leaf_is_no_spec(leaf, given, got, fix):
         f"""
         pjit of `step` cannot read in_axis_resources[0]['y'].
           given     {given}
-          expected  a PartitionSpec, None, a NamedSharding, or FROM_ARRAY for an input
+          expected  a PartitionSpec, None, a sharding, or FROM_ARRAY for an input
           got       {got}
           fix       {fix}
         """,
@@ -508,25 +508,37 @@ def test_leaves_are_no_specs():
         """
         pjit of `step` cannot read out_axis_resources[0].
           given     'data'
-          expected  a PartitionSpec, None, a NamedSharding, or FROM_ARRAY for an input
+          expected  a PartitionSpec, None, a sharding, or FROM_ARRAY for an input
           got       str
           fix       write P('data')
         pjit of `step` cannot read out_axis_resources[1].
           given     'model'
-          expected  a PartitionSpec, None, a NamedSharding, or FROM_ARRAY for an input
+          expected  a PartitionSpec, None, a sharding, or FROM_ARRAY for an input
           got       str
           fix       write P('model')
         """,
     )
 
 
-def test_mesh_or_other_sharding_is_no_spec(mesh):
-    """A mesh and a sharding without a spec get their own advice."""
+def test_mesh_is_no_spec(mesh):
+    """A mesh in place of a spec gets its own advice."""
     with pytest.raises(spmd.SpecTypeError, match=r"fix       pass it as mesh=\.\.\., or enter it"):
         pjit(step, mesh)
-    single = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    with pytest.raises(spmd.SpecTypeError, match="fix       write the PartitionSpec, or a Named"):
-        pjit(step, single)
+
+
+def test_sharding_on_other_devices(in_mesh):
+    """A sharding without a mesh has to be on the devices of the call, in their order."""
+    single = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    told(
+        lambda: pjit(step, ({"w": single},))({"w": X}),
+        spmd.MeshError,
+        """
+        pjit of `step` cannot place argument batch['w']: its sharding and the mesh have other devices.
+          given     in_axis_resources[0]['w'] = SingleDeviceSharding on cpu device 3
+          expected  cpu devices 0-7, in the order of mesh data=4, model=2
+          fix       write a PartitionSpec, or a NamedSharding on this mesh
+        """,
+    )
 
 
 def test_unconstrained_input():
@@ -1180,7 +1192,7 @@ def test_axes_of_one_name(mesh):
 
 
 def test_from_array_of_host_values(in_mesh):
-    """A host array, a number and an uncommitted array have no sharding to take."""
+    """A host array and a number have no sharding to take; an uncommitted array may."""
     told(
         lambda: pjit(step, FROM_ARRAY)({"a": X, "b": 1.0, "c": jnp.ones(3)}),
         spmd.ShardingError,
@@ -1194,11 +1206,6 @@ def test_from_array_of_host_values(in_mesh):
           given     FROM_ARRAY
           expected  a jax.Array (or struct) with a sharding
           got       a float
-          fix       write a PartitionSpec, or jax.device_put the array first
-        pjit of `step` cannot take the sharding of argument batch['c'] from the array.
-          given     FROM_ARRAY
-          expected  a jax.Array (or struct) with a sharding
-          got       an array that is not committed to devices
           fix       write a PartitionSpec, or jax.device_put the array first
         """,
     )

@@ -292,7 +292,8 @@ def test_public_names_are_those_of_public():
     """`spmd` has exactly the public names of `spmd._public`, and an unknown one is an error."""
     core = {n for n in vars(spmd._public) if not n.startswith("_")}
     features = spmd._public._FEATURES
-    assert set(dir(spmd)) == core | set(features) | {"__version__"}
+    modules = spmd._public._MODULES
+    assert set(dir(spmd)) == core | set(features) | {"__version__", *modules}
     assert all(getattr(spmd, n) is getattr(spmd._public, n) for n in core)
     for name, module in features.items():
         module = importlib.import_module(module)

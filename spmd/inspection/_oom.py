@@ -113,7 +113,7 @@ def oom_failure(error: object, given: str = "") -> Failure | None:
     return Failure(
         what=f"does not fit: it {shortage(verdict)}",
         given=given,
-        got="\n            ".join(line.strip() for line in buffer_lines(verdict.buffers)),
+        got="\n".join(line.strip() for line in buffer_lines(verdict.buffers)),
         fix="spmd.fits(f, *args, vary=(argument, dimension)) finds the largest size that fits",
         error=OutOfMemoryError,
     )

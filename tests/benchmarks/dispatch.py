@@ -62,9 +62,9 @@ def _versus_pmap(name: str, values: tuple, turns: int, calls: int) -> Result:
     )
 
 
-def _donating(name: str, values: tuple, turns: int, calls: int) -> Result:
+def _donating(name: str, devices: int, values: tuple, turns: int, calls: int) -> Result:
     """A state that is donated and fed back, as in a training loop."""
-    sharding = NamedSharding(mesh(8), P("x"))
+    sharding = NamedSharding(mesh(devices), P("x"))
     options = {"in_shardings": sharding, "out_shardings": sharding, "donate_argnums": 0}
 
     def loop(f: Callable) -> Callable[[int], None]:
@@ -85,7 +85,7 @@ def _donating(name: str, values: tuple, turns: int, calls: int) -> Result:
         f"call, donated {name}, vs jax.jit",
         loop(pjit(step, **options)),
         loop(jax.jit(step, **options)),
-        target=None,
+        target=1.10,
         turns=turns,
         calls=calls,
     )
@@ -125,8 +125,9 @@ def run(turns: int) -> Iterator[Result]:
     yield _versus_jit("1 argument on 8 devices", 8, (x,), turns, 100)
     yield _versus_jit("100 arguments on 8 devices", 8, hundred, turns, 10)
     yield _versus_jit("1,000 leaves on 8 devices", 8, tree, turns, 2)
-    yield _donating("1 leaf", (x,), turns, 100)
-    yield _donating("100 leaves", hundred, turns, 10)
+    yield _donating("1 leaf on 1 device", 1, (x,), turns, 500)
+    yield _donating("1 leaf on 8 devices", 8, (x,), turns, 100)
+    yield _donating("100 leaves on 8 devices", 8, hundred, turns, 10)
     yield _gradient("1 argument on 1 device", 1, 1, turns, 20)
     yield _gradient("20 arguments on 1 device", 1, 20, turns, 5)
     yield _gradient("1 argument on 8 devices", 8, 1, turns, 10)

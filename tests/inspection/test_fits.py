@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import spmd
+from spmd.errors import explain
 from spmd.inspection._fits import fits
-from spmd.inspection._oom import explain_oom, out_of_memory
+from spmd.inspection._oom import explain_oom, oom_failure, out_of_memory
 from spmd.inspection._search import MOST, IndivisibleSizeError, Trial, search
 
 F32 = jnp.float32
@@ -552,6 +553,22 @@ def test_the_late_verdict():
     )
     # 4095 columns take 32 tiles of 128.
     assert [b.nbytes for b in verdict.buffers] == [49 * 8192 * 8192 * 2, 49 * 4096 * 4096 * 4]
+
+
+def test_the_late_verdict_as_an_error():
+    """Every row of an error stands below the first: nothing is indented twice."""
+    failure = oom_failure(RuntimeError(LATE), given="mesh data=4")
+    assert failure is not None
+    assert str(explain("f", [failure])) == (
+        "f does not fit: it needs 15.8 GiB of 15.8 GiB on each device: 181.5 KiB too much.\n"
+        "  given     mesh data=4\n"
+        "  got       largest\n"
+        "            6.1 GiB  argument   bf16[49,8192,8192]  Argument 0 index {}\n"
+        "            3.1 GiB  temporary  f32[49,4096,4095]  train.py:12  "
+        "jit(f)/transpose/dot_general\n"
+        "  fix       "
+        "spmd.fits(f, *args, vary=(argument, dimension)) finds the largest size that fits"
+    )
 
 
 def test_a_verdict_that_rounding_hides():
