@@ -608,7 +608,7 @@ def make_plan(
 ) -> Plan:
     """Resolves and traces a call: everything that depends on its signature only."""
     resources, given, avals = resolve_inputs(options, signature, semantics, mesh)
-    traced = trace(fun, replace(signature, avals=avals), auto_mesh(mesh), options.subject)
+    traced = _traced(fun, replace(signature, avals=avals), resources, mesh, options.subject)
     outs = resolve_outputs(options, traced, mesh)
     donated = donated_leaves(options.params, signature.positions, signature.tree)
     call = PjitCall(
@@ -634,6 +634,38 @@ def make_plan(
         out_names=traced.out_names,
         from_array=tuple(i for i, r in enumerate(resources) if r is FROM_ARRAY),
         refs=_jax.ref_indices(traced.jaxpr),
+    )
+
+
+def _traced(
+    fun: Callable, signature: Signature, resources: Sequence[Any], mesh: Any, subject: str
+) -> Trace:
+    """Traces with Auto axes, or as an Explicit mesh has them where the body is written for that.
+
+    Code for Auto axes is the rule, and most of it does not run with sharded types; `reshard` and
+    `out_sharding=` in the body are errors of JAX under Auto axes.
+    """
+    try:
+        return trace(fun, signature, auto_mesh(mesh), subject)
+    except ValueError as e:
+        if not (_jax.has_explicit_axes(mesh) and _jax.needs_explicit_axes(e)):
+            raise
+    rows = [*zip(signature.arg_names, signature.avals, resources, strict=True)]
+    vague = [n for n, a, r in rows if a.ndim and not isinstance(r, ParsedPartitionSpec)]
+    if vague:
+        raise explain(subject, [_vague_input(n) for n in vague])
+    specs = [r.to_partition_spec() if a.ndim else jax.P() for _, a, r in rows]
+    types = tuple(_jax.explicit_part(s, mesh) for s in specs)
+    typed = replace(signature, explicit=tuple(mesh.explicit_axes), types=types)
+    return trace(fun, typed, auto_mesh(mesh), subject)
+
+
+def _vague_input(name: str) -> Failure:
+    return Failure(
+        what=f"cannot tell the type of argument {name}",
+        given="a body for Explicit axes (reshard, out_sharding=), where a type has a sharding",
+        expected="a spec of every argument in in_axis_resources",
+        fix="give in_axis_resources, or in_shardings: P() for what is not split",
     )
 
 

@@ -84,11 +84,16 @@ def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
     leaves = _resolve(
         values, [specs.leaves[i] for i in found], mesh, names, [specs.names[i] for i in found]
     )
-    out = [
-        sharding_constraint_p.bind(v, axis_resources=leaf, mesh=mesh)
-        for v, leaf in zip(values, leaves, strict=True)
-    ]
+    out = [_constrain(v, leaf, mesh) for v, leaf in zip(values, leaves, strict=True)]
     return jtu.tree_unflatten(treedef, out)
+
+
+def _constrain(value: Any, resource: Any, mesh: Any) -> Any:
+    typed = isinstance(value, _jax.Tracer) and _jax.has_explicit_type(value)
+    if typed and isinstance(resource, ParsedPartitionSpec):
+        # A type that says something else would win over the constraint at the next operation.
+        value = _jax.retyped(value, resource.to_partition_spec())
+    return sharding_constraint_p.bind(value, axis_resources=resource, mesh=mesh)
 
 
 def _resolve(

@@ -319,16 +319,33 @@ def has_explicit_type(x: Any) -> bool:
     return sharding is not None and sharding.mesh._any_axis_explicit
 
 
-def explicit_part(spec: Any) -> Any:
-    """What of a spec is part of a type under `jax.set_mesh`: its Explicit axes."""
-    typed = set(mesh_lib.get_abstract_mesh().explicit_axes)
+def explicit_part(spec: Any, mesh: Any = None) -> Any:
+    """What of a spec is part of a type on a mesh, or under `jax.set_mesh`: its Explicit axes."""
+    typed = set((mesh_lib.get_abstract_mesh() if mesh is None else mesh).explicit_axes)
     entries = [() if e is None else e if isinstance(e, tuple) else (e,) for e in spec]
     return jax.P(*(tuple(a for a in e if a in typed) or None for e in entries))
+
+
+def retyped(x: Any, spec: Any) -> Any:
+    """Reshards a value whose type has a sharding, so that its type says what `spec` does."""
+    have = core.typeof(x).sharding
+    entries = [*spec, *[None] * (x.ndim - len(spec))]
+    kept = [h if e is jax.P.UNCONSTRAINED else e for e, h in zip(entries, have.spec, strict=True)]
+    return jax.sharding.reshard(x, explicit_part(kept, have.mesh))
 
 
 def explicit_axes() -> bool:
     """Whether `jax.set_mesh` is active with axes whose shardings are part of types."""
     return mesh_lib.get_abstract_mesh()._any_axis_explicit
+
+
+#: What JAX answers, under Auto axes, to code that is written for Explicit ones.
+_NOT_EXPLICIT = ("axis names that are of type Auto", "non-None and have a non-empty mesh")
+
+
+def needs_explicit_axes(error: ValueError) -> bool:
+    """Whether JAX refused `reshard` or `out_sharding=` since no axis is Explicit."""
+    return any(text in str(error) for text in _NOT_EXPLICIT)
 
 
 def bind_inputs(jaxpr: Any, values: Sequence[Any]) -> Any:

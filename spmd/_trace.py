@@ -8,6 +8,7 @@ import logging
 from typing import Any
 import weakref
 
+import jax
 import jax.tree_util as jtu
 
 from spmd import _jax
@@ -29,6 +30,8 @@ class Signature:
         positions: Original position of each positional argument.
         statics: Static arguments by position or name.
         arg_names: What the user calls each leaf.
+        explicit: The mesh axes that are part of the types of values inside.
+        types: Of each leaf the spec of its type; empty where no axis is explicit.
     """
 
     tree: Any
@@ -36,6 +39,8 @@ class Signature:
     positions: tuple[int, ...]
     statics: tuple[Any, ...]
     arg_names: tuple[str, ...]
+    explicit: tuple[Any, ...] = ()
+    types: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -97,11 +102,15 @@ def _trace(
             raise explain(subject, failures)
         return values
 
+    body: Callable = flat_fun
+    if signature.explicit:
+        axes, types = signature.explicit, signature.types
+        body = jax.sharding.explicit_axes(flat_fun, axes=axes, in_sharding=types)
     info = _jax.debug_info(fun, signature.arg_names, lambda: out_names)
     kind, name = subject.split(" of `")[0], _jax.fun_name(fun)
     said = f"Finished tracing {{fun_name}} for {kind} in {{elapsed_time:.9f}} sec"
     with _jax.log_elapsed(said, name):
-        jaxpr = _jax.trace_to_jaxpr(flat_fun, signature.avals, info)
+        jaxpr = _jax.trace_to_jaxpr(body, signature.avals, info)
     count("traces")
     _jax.result_paths(jaxpr, out_names or ())
     jaxpr, consts = _jax.separate_live_consts(jaxpr)
