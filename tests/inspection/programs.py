@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental import pallas
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import numpy as np
@@ -677,6 +678,44 @@ def ragged_exchange(on: Target) -> Counted:
         at=("ragged",),
     )
     return lowered, [sent]
+
+
+# Kernels
+
+
+@program("tpu")
+def kernel_with_metadata(on: Target) -> Counted:
+    """Layers with a Pallas kernel whose metadata the compiler prints over several lines."""
+    layers, batch, d, h = 8, 64, 128, 256
+    # Brackets in a string, and a number that looks like that of a stack frame.
+    notes = {"block": '{"q": 128}', "note": "}}, stack_frame_id=1 ({["}
+
+    def double(x_ref, out_ref):
+        out_ref[...] = x_ref[...] * 2.0
+
+    def layer(x, w):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        doubled = pallas.pallas_call(double, out_shape=shape, metadata=notes)(x)
+        return jax.lax.psum(doubled @ w @ w.T, "model"), None  # here: kernel sum
+
+    def run(x, weights):
+        return jax.lax.scan(layer, x, weights)[0]
+
+    specs = P("data"), P(None, None, "model")
+    args = array(batch, d), array(layers, d, h)
+    lowered = on.manual(run, specs, P("data"), *args, check_vma=False)
+    shape = f32(batch // DATA, d)
+    summed = Row(
+        kind="all-reduce",
+        axes=("model",),
+        operands=(shape,),
+        results=(shape,),
+        payload=batch // DATA * d * 4,
+        n=MODEL,
+        times=layers,
+        at=("kernel sum",),
+    )
+    return lowered, [summed]
 
 
 # Control flow
