@@ -155,7 +155,8 @@ class Module:
         header: the first line, with properties of the whole module.
         loops: the loop whose arrays an instruction takes apart or stacks, by name of that
             instruction; also each loop by its name stack. See `loop_of`.
-        unread: the lines that were not understood; what they do is missing in `computations`.
+        unread: the lines that were not understood, and those that start an exchange between hosts,
+            which nothing here reads. What they do is missing in all that is worked out.
     """
 
     name: str
@@ -246,8 +247,19 @@ def parse_module(text: str) -> Module:
         frames=_frames(tables),
         header=header,
         loops=_loops(computations) if _INDEXING in text else {},
-        unread=tuple(unread),
+        unread=(*unread, *_between_hosts(text)),
     )
+
+
+# An array in the memory of hosts that a program needs otherwise split: hosts exchange it in calls
+# of libtpu's own, whose groups are numbers of devices and not of partitions.
+_HOST_EXCHANGE = 'custom_call_target="MegaScaleCollectiveInputStart"'
+
+
+def _between_hosts(text: str) -> list[str]:
+    if _HOST_EXCHANGE not in text:
+        return []
+    return [line for line in text.splitlines() if _HOST_EXCHANGE in line]
 
 
 # Functions of JAX's own take apart and stack what goes through a loop. It traces them once in a

@@ -35,7 +35,7 @@ def _leaves(compiled: Any, names: Sequence[str]) -> Iterator[tuple[str, Any, Any
         yield from compiled._taken_arguments()
         return
     infos = jax.tree_util.tree_leaves_with_path(compiled.args_info)
-    shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda s: s is None)
+    shardings, _ = _jax.shardings_of(compiled)
     if len(infos) != len(shardings):
         return  # what the program does not use has no sharding, and nothing says which it is
     if len(names) != len(infos):

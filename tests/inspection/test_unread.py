@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from hardware import require_libtpu
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -91,3 +92,21 @@ def test_a_ledger_of_a_text_warns(program):
     with pytest.warns(UserWarning, match="collectives: 2 lines not understood; first: %new = f32"):
         found = inspection.collectives(text, {"x": 8})
     assert [one.kind for one in found] == ["all-reduce"]
+
+
+def test_what_hosts_exchange_is_not_read_and_said():
+    """Weights that are gathered in the memory of hosts are no silent program without exchanges."""
+    require_libtpu()
+    mesh = spmd.topology("v5e:2x4", {"data": 8})
+    mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names)
+
+    def first(weights):
+        return jax.device_put(weights, NamedSharding(mesh, P(), memory_kind="device")) * 2
+
+    host = NamedSharding(mesh, P("data"), memory_kind="pinned_host")
+    found = spmd.report(jax.jit(first), jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=host))
+    assert found.collectives == ()
+    assert found.unread.lines == 1
+    assert 'custom_call_target="MegaScaleCollectiveInputStart"' in found.unread.first
+    with pytest.raises(AssertionError, match="all limits: not known to be kept, 1 line of"):
+        assert_collectives(found, none=["*"])
