@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import contextlib
-import functools
 import types
 from typing import Any
 
@@ -94,6 +93,10 @@ def refuse_arguments(
         raise explain(subject, [_stage_with_arguments(f, verb)])
 
 
+#: Of `functools.partial`, and of the class of Equinox that stands for it.
+_PARTIAL = ("func", "args", "keywords")
+
+
 def unbound(
     f: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
@@ -101,7 +104,7 @@ def unbound(
     while True:
         if isinstance(f, types.MethodType):
             f, args = f.__func__, (f.__self__, *args)
-        elif isinstance(f, functools.partial):
+        elif all(hasattr(f, name) for name in _PARTIAL):
             f, args, kwargs = f.func, (*f.args, *args), {**f.keywords, **kwargs}
         else:
             return f, args, kwargs

@@ -31,11 +31,7 @@ def collectives(hlo_text: str, axis_sizes: Mapping[str, int]) -> tuple[Collectiv
     if unread := [line for module in modules for line in module.unread]:
         text = f"collectives: {len(unread)} lines not understood; first: {unread[0].strip()[:200]}"
         warnings.warn(text, stacklevel=2)
-    return tuple(
-        one
-        for module in modules
-        for one in ledger(module, visits(module), axis_sizes)
-    )
+    return tuple(one for module in modules for one in ledger(module, visits(module), axis_sizes))
 
 
 def ledger(

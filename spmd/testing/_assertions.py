@@ -51,8 +51,8 @@ def assert_collectives(
     that axis, one within groups of one device for none: it is no exchange. Both branches of a
     conditional count as if they ran. A limit on a collective whose number of executions is unknown
     is broken: unknown is not taken for one. So is every limit on a program with text that was not
-    understood (`Report.unread`), since what it exchanges is not known. What the compiler combined into one exchange is in
-    every place whose name it kept: all on CPU, one on TPU.
+    understood (`Report.unread`), since what it exchanges is not known. What the compiler combined
+    into one exchange is in every place whose name it kept: all on CPU, one on TPU.
 
     Args:
         f: what `spmd.report` takes (a `pjit` or `jax.jit` function, or a lowered or compiled one),

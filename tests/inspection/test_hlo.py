@@ -278,7 +278,7 @@ def test_a_text_that_stops_early_says_so():
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_lines_of_metadata_take_linear_time(count, monkeypatch):
-    """However many lines an instruction has, and whether it ends, each is looked at once or twice."""
+    """However many lines an instruction has, and whether it ends, each is seen once or twice."""
     looked = []
     real = _hlo._COMPUTATION
 
