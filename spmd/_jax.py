@@ -1671,6 +1671,15 @@ def executable_of(compiled: Any) -> Any:
     return compiled._executable
 
 
+def shardings_of(compiled: Any) -> tuple[list[Any], list[Any]]:
+    """How what a program of `jax.jit` takes and gives lies on its devices, in order.
+
+    What it does not use has None. The lists and not the trees that JAX makes of them: a program
+    that writes to references gives their values besides what its function returns.
+    """
+    return [*compiled._input_shardings_flat()], [*compiled._executable._out_shardings]
+
+
 def placement_key(shardings: Sequence[Any], avals: Sequence[Any]) -> Any:
     """A key under which shardings that mean the same on these avals are equal."""
     return pxla.SemanticallyEqualShardings(tuple(shardings), tuple(avals))

@@ -46,6 +46,7 @@ from spmd.inspection._records import (
     Shapes as Shapes,
     Source as Source,
     Total as Total,
+    Unread as Unread,
     totals as totals,
 )
 from spmd.inspection._visualize import (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import contextlib
-import functools
 import types
 from typing import Any
 
@@ -46,6 +45,14 @@ def _no_mesh(mesh: Any) -> Failure:
     )
 
 
+def stage_of(f: Any) -> Any:
+    """The stage that another library's stage keeps, as those of Flax and Equinox do; else `f`."""
+    if isinstance(f, STAGES):
+        return f
+    kept = (getattr(f, name, None) for name in ("traced", "lowered", "compiled"))
+    return next((one for one in kept if isinstance(one, STAGES)), f)
+
+
 def lower(
     f: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, subject: str, verb: str
 ) -> Any:
@@ -61,13 +68,14 @@ def lower(
     Raises:
         TypeError: `f` is nothing that can be compiled, or a stage is given arguments.
     """
+    f = stage_of(f)
     if isinstance(f, STAGES):
         refuse_arguments(f, args, kwargs, subject=subject, verb=verb)
         return f.lower() if isinstance(f, _TRACED) else f
     function, args, kwargs = unbound(f, args, kwargs)
     method: Any = getattr(function, "lower", None)
-    # Strings have a `lower`, too, and other libraries' wrappers one that gives something else.
-    lowered: Any = method(*args, **kwargs) if callable(function) and callable(method) else None
+    # Strings have a `lower`, too, and other libraries' objects one that gives something else.
+    lowered = stage_of(method(*args, **kwargs) if callable(function) and callable(method) else None)
     if not isinstance(lowered, _LOWERED):
         raise explain(subject, [_nothing_to_compile(f, verb)])
     return lowered
@@ -85,6 +93,10 @@ def refuse_arguments(
         raise explain(subject, [_stage_with_arguments(f, verb)])
 
 
+#: Of `functools.partial`, and of the class of Equinox that stands for it.
+_PARTIAL = ("func", "args", "keywords")
+
+
 def unbound(
     f: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
@@ -92,7 +104,7 @@ def unbound(
     while True:
         if isinstance(f, types.MethodType):
             f, args = f.__func__, (f.__self__, *args)
-        elif isinstance(f, functools.partial):
+        elif all(hasattr(f, name) for name in _PARTIAL):
             f, args, kwargs = f.func, (*f.args, *args), {**f.keywords, **kwargs}
         else:
             return f, args, kwargs
@@ -171,7 +183,7 @@ def _current(compiled: Any) -> Any:
 
 
 def _shardings(compiled: Any) -> list[Any]:
-    return jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    return jax.tree.leaves(_jax.shardings_of(compiled))
 
 
 def lowered_of(compiled: Any) -> Any:
@@ -192,7 +204,10 @@ def shape_of(leaf: Any, sharding: Any = None) -> Any:
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         return leaf
     weak = bool(getattr(leaf, "weak_type", False))
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
+    is_ref = isinstance(leaf, jax.Ref) or getattr(leaf, "is_ref", False)
+    return jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak, is_ref=is_ref
+    )
 
 
 def text_of(compiled: Any) -> str:

@@ -270,6 +270,7 @@ def _header(a: Report, b: Report) -> Iterator[Difference]:
         "device kind": lambda report: report.device_kind,
         "stand-in": lambda report: "yes" if report.stand_in else "no",
         "predicted": lambda report: "yes" if report.predicted else "no",
+        "not understood": lambda report: report.unread or "none",
         "mesh": lambda report: ", ".join(f"{k}={n}" for k, n in report.mesh.items()) or "none",
         "devices": lambda report: report.num_devices,
     }

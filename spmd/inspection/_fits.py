@@ -29,6 +29,7 @@ from spmd.inspection._compiling import (
     memory_plan,
     mesh_of,
     shape_of,
+    stage_of,
     text_of,
     unbound,
 )
@@ -93,7 +94,7 @@ def fits(
         fit = spmd.fits(step, state, batch, topology="v5e:4x4", vary=("batch['x']", 0))
         print(fit.largest)
     """
-    f, given, named = unbound(f, specs, kwargs)
+    f, given, named = unbound(stage_of(f), specs, kwargs)
     subject = f"fits of `{_name(f)}`"
     on = _mesh_for(topology, mesh, subject)
     question = _Question(
@@ -198,7 +199,10 @@ class _Question:
 
     def lower(self, specs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Everything up to the compile."""
-        specs, kwargs = jtu.tree_map(functools.partial(_described_leaf, self.mesh), (specs, kwargs))
+        # Without another mesh arrays stay: not all that lowers takes their shapes.
+        if self.mesh is not None:
+            describe = functools.partial(_described_leaf, self.mesh)
+            specs, kwargs = jtu.tree_map(describe, (specs, kwargs))
         with entered(self.mesh):
             return lower(self.f, specs, kwargs, subject=self.subject, verb="fits")
 

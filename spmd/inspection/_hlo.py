@@ -4,8 +4,9 @@ This is syntax only: which computations there are, which instructions they hold,
 calls which, and the table of Python frames at the head of the module. What a collective costs,
 which mesh axis it crosses and how often a loop runs is worked out in the files beside this one.
 
-XLA prints one instruction a line, so the reader goes line by line, and every match is anchored at
-the opcode's own place in the line: fusions, metadata and operands name collectives too.
+An instruction ends where its brackets and strings are closed: most take one line, that of a Pallas
+kernel with metadata several. Every match is anchored at the opcode's own place: fusions, metadata
+and operands name collectives too. What is not understood is kept, in `Module.unread`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ _CALLEE = re.compile(
     r"\b(calls|to_apply|body|condition|branch_computations|true_computation|false_computation)="
     r"(\{[^}]*\}|%?[\w.\-]+)"
 )
+_METADATA = re.compile(r"(?:^|, )metadata=\{")
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _FRAME_ID = re.compile(r"\bstack_frame_id=(\d+)")
 _TABLE_ROW = re.compile(r"(\d+) (.*)")
@@ -76,14 +78,20 @@ class Instruction(NamedTuple):
     @property
     def op_name(self) -> str:
         """The name stack that JAX gave the operation, or an empty string."""
-        found = _OP_NAME.search(self.attributes)
+        found = _OP_NAME.search(self.attributes, self._metadata)
         return unescape(found[1]) if found else ""
 
     @property
     def frame_id(self) -> int:
         """Its row in the module's table of stack frames; 0 where it has none."""
-        found = _FRAME_ID.search(self.attributes)
+        found = _FRAME_ID.search(self.attributes, self._metadata)
         return int(found[1]) if found else 0
+
+    @property
+    def _metadata(self) -> int:
+        """Where its metadata starts: what a user wrote before may hold the same words."""
+        found = _METADATA.search(self.attributes)
+        return found.start() if found else 0
 
     @property
     def trip_count(self) -> int | None:
@@ -147,6 +155,8 @@ class Module:
         header: the first line, with properties of the whole module.
         loops: the loop whose arrays an instruction takes apart or stacks, by name of that
             instruction; also each loop by its name stack. See `loop_of`.
+        unread: the lines that were not understood, and those that start an exchange between hosts,
+            which nothing here reads. What they do is missing in all that is worked out.
     """
 
     name: str
@@ -157,6 +167,7 @@ class Module:
     frames: dict[int, tuple[Source, int]] = dataclasses.field(default_factory=dict)
     header: str = ""
     loops: dict[str, Instruction] = dataclasses.field(default_factory=dict)
+    unread: tuple[str, ...] = ()
 
     def loop_of(self, one: Instruction) -> Instruction | None:
         """The loop whose arrays an instruction takes apart or stacks, if JAX made it do so.
@@ -202,8 +213,10 @@ def parse_modules(text: str) -> tuple[Module, ...]:
     Returns:
         The modules in order; none for an empty text.
     """
+    if not text.strip():
+        return ()
     starts = [found.start() for found in re.finditer(r"^HloModule ", text, re.MULTILINE)]
-    edges = [*starts, len(text)]
+    edges = [0, *starts[1:], len(text)]  # what stands before the first is read, too
     return tuple(parse_module(text[a:b]) for a, b in itertools.pairwise(edges))
 
 
@@ -216,12 +229,13 @@ def parse_module(text: str) -> Module:
     Returns:
         The module; one without computations for an empty text.
     """
+    unread: list[str] = []
     lines = _lines(text)
-    header = next((line for line in lines if line.startswith("HloModule ")), "")
+    header = _header(lines, unread)
     found = _HEADER.match(header)
     entry, computations = "", {}
     tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
-    for name, is_entry, body in _computations(lines, tables):
+    for name, is_entry, body in _computations(lines, tables, unread):
         computations[name] = Computation(name=name, instructions=tuple(body))
         entry = name if is_entry else entry
     return Module(
@@ -233,7 +247,19 @@ def parse_module(text: str) -> Module:
         frames=_frames(tables),
         header=header,
         loops=_loops(computations) if _INDEXING in text else {},
+        unread=(*unread, *_between_hosts(text)),
     )
+
+
+# An array in the memory of hosts that a program needs otherwise split: hosts exchange it in calls
+# of libtpu's own, whose groups are numbers of devices and not of partitions.
+_HOST_EXCHANGE = 'custom_call_target="MegaScaleCollectiveInputStart"'
+
+
+def _between_hosts(text: str) -> list[str]:
+    if _HOST_EXCHANGE not in text:
+        return []
+    return [line for line in text.splitlines() if _HOST_EXCHANGE in line]
 
 
 # Functions of JAX's own take apart and stack what goes through a loop. It traces them once in a
@@ -274,37 +300,48 @@ def _around(
     return None
 
 
-def _lines(text: str) -> Iterator[str]:
-    """The lines of a module; those that a name of a mesh axis ends are put together again."""
-    lines = iter(text.replace("\r\n", "\n").split("\n"))
-    for line in lines:
-        # The name of the first axis may be what ends the line.
-        while "mesh['" in line and "'" in re.sub(_QUOTED, "", line):
-            if (more := next(lines, None)) is None:
-                break
-            line += "\n" + more
-        yield line
+def _lines(text: str) -> list[str]:
+    """The lines of a module that are still to be read, the next one last."""
+    return text.replace("\r\n", "\n").split("\n")[::-1]
+
+
+def _header(lines: list[str], unread: list[str]) -> str:
+    while lines:
+        if (line := lines.pop()).startswith("HloModule "):
+            return _whole(line, lines) if _end_of_line(line) is None else line
+        _keep(line, unread)
+    return ""
+
+
+def _keep(line: str, unread: list[str]) -> None:
+    """Keeps a line that nothing understands; empty ones and comments say nothing."""
+    if line and not line.isspace() and not line.lstrip().startswith("//"):
+        unread.append(line)
 
 
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 
 def _computations(
-    lines: Iterator[str], tables: dict[str, dict[int, str]]
+    lines: list[str], tables: dict[str, dict[int, str]], unread: list[str]
 ) -> Iterator[tuple[str, bool, list[Instruction]]]:
     """Give every computation; on the way, fill the tables at the head of the module."""
-    for line in lines:
+    while lines:
+        line = lines.pop()
         if line in tables:
-            tables[line].update(_table(lines))
+            tables[line].update(_table(lines, unread))
         # A row of a table may end in "}", too.
         elif found := _COMPUTATION.match(line):
-            yield found["name"], bool(found["entry"]), list(_instructions(lines))
+            yield found["name"], bool(found["entry"]), _instructions(lines, unread)
+        else:
+            _keep(line, unread)
 
 
-def _table(lines: Iterator[str]) -> Iterator[tuple[int, str]]:
-    for line in lines:
-        found = _TABLE_ROW.match(line)
+def _table(lines: list[str], unread: list[str]) -> Iterator[tuple[int, str]]:
+    while lines:
+        found = _TABLE_ROW.match(line := lines.pop())
         if not found:
+            _keep(line, unread)
             return
         yield int(found[1]), found[2]
 
@@ -349,12 +386,55 @@ def _unquoted(text: str) -> str:
     return unescape(text[1:-1] if text.startswith('"') else text)
 
 
-def _instructions(lines: Iterator[str]) -> Iterator[Instruction]:
-    for line in lines:
-        if line.startswith("}"):
-            return
+def _instructions(lines: list[str], unread: list[str]) -> list[Instruction]:
+    """The instructions up to the end of a computation."""
+    found: list[Instruction] = []
+    last = ""
+    while lines:
+        line = lines.pop()
         if one := parse_instruction(line):
-            yield one
+            found.append(one)
+            last = line
+        elif line == "}" and last.count("{") == last.count("}"):  # as nearly all are
+            return found
+        elif _end_of_line(last) is None:
+            lines.append(line)
+            whole = _whole(last, lines)
+            found[-1] = parse_instruction(whole) or found[-1]
+            unread += [last] * (whole == last)
+            last = ""
+        elif line.startswith("}"):
+            return found
+        elif _COMPUTATION.match(line):
+            lines.append(line)
+            break
+        else:
+            _keep(line, unread)
+    unread.append("the end of a computation")
+    return found
+
+
+def _whole(line: str, lines: list[str]) -> str:
+    """A line with those that its open brackets and strings go on in; alone if it has no end."""
+    stop = len(lines)
+    while stop and not (_INSTRUCTION.match(lines[stop - 1]) or _COMPUTATION.match(lines[stop - 1])):
+        stop -= 1
+    text = "\n".join([line, *reversed(lines[stop:])])
+    end = _end_of_line(text)
+    if end is None:
+        return line
+    del lines[len(lines) - text.count("\n", 0, end) :]
+    return text[:end]
+
+
+def _end_of_line(text: str) -> int | None:
+    """Where the first line ends that leaves no bracket and no string open; None if none does."""
+    depth = 0
+    for token in _STRUCTURE.finditer(text):
+        if token[0] in "\"'" or (token[0] == "\n" and depth <= 0):
+            return token.start() if token[0] == "\n" else None
+        depth += (token[0] in "([{") - (token[0] in ")]}")
+    return len(text) if depth <= 0 else None
 
 
 def parse_instruction(line: str) -> Instruction | None:
@@ -380,6 +460,8 @@ def _header_count(header: str, name: str) -> int:
 
 
 _BRACKET_OR_QUOTE = re.compile(rf"[()\[\]{{}},]|{_QUOTED}")
+# A quote that stands alone opens a string that has no end.
+_STRUCTURE = re.compile(rf"[()\[\]{{}}\n]|{_QUOTED}|[\"']")
 
 
 def _closing(text: str, start: int) -> int:

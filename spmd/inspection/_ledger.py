@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import heapq
 import itertools
+import warnings
 
 from spmd.inspection import _groups, _hlo, _source
 from spmd.inspection._hlo import Computation, Instruction, Module
@@ -23,13 +24,14 @@ def collectives(hlo_text: str, axis_sizes: Mapping[str, int]) -> tuple[Collectiv
             ``mesh.shape`` gives them.
 
     Returns:
-        One record per place in the program, in the order in which the program reaches them.
+        One record per place in the program, in the order in which the program reaches them. Lines
+        that were not understood are in the `unread` of `parse_modules`, and a warning says so.
     """
-    return tuple(
-        one
-        for module in _hlo.parse_modules(hlo_text)
-        for one in ledger(module, visits(module), axis_sizes)
-    )
+    modules = _hlo.parse_modules(hlo_text)
+    if unread := [line for module in modules for line in module.unread]:
+        text = f"collectives: {len(unread)} lines not understood; first: {unread[0].strip()[:200]}"
+        warnings.warn(text, stacklevel=2)
+    return tuple(one for module in modules for one in ledger(module, visits(module), axis_sizes))
 
 
 def ledger(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 import math
+import re
 from typing import Any
 
 import jax
@@ -14,6 +15,8 @@ from spmd._recover import parse_op_sharding
 from spmd._spec import show_spec
 from spmd.errors import RecoveryError
 from spmd.inspection._pieces import Argument, Split
+
+_NO_NAME = re.compile(r"(Arg_\d+\.\d+)?")
 
 
 def arguments_of(compiled: Any, mesh: Any, names: Sequence[str]) -> tuple[Argument, ...]:
@@ -35,10 +38,11 @@ def _leaves(compiled: Any, names: Sequence[str]) -> Iterator[tuple[str, Any, Any
         yield from compiled._taken_arguments()
         return
     infos = jax.tree_util.tree_leaves_with_path(compiled.args_info)
-    shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda s: s is None)
+    shardings, _ = _jax.shardings_of(compiled)
     if len(infos) != len(shardings):
         return  # what the program does not use has no sharding, and nothing says which it is
-    if len(names) != len(infos):
+    # JAX names no argument where one is a reference.
+    if len(names) != len(infos) or all(map(_NO_NAME.fullmatch, names)):
         names = [_call_path(path) for path, _ in infos]
     for name, (_, info), sharding in zip(names, infos, shardings, strict=True):
         yield name, jax.ShapeDtypeStruct(info.shape, info.dtype), sharding

@@ -9,7 +9,7 @@ import jax
 from spmd import _jax, stages
 from spmd.errors import Failure, ReportError, explain
 from spmd.inspection import _shardy
-from spmd.inspection._compiling import COMPILED, entered, lower
+from spmd.inspection._compiling import COMPILED, entered, lower, stage_of
 from spmd.inspection._exchanges import exchanges
 from spmd.inspection._listing import origins_later
 from spmd.inspection._records import Cost, Report
@@ -49,6 +49,7 @@ def preview(f: Any, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
         print(spmd.preview(step, state, batch))
     """
     subject = "preview"
+    f = stage_of(f)
     if isinstance(f, COMPILED):
         raise explain(subject, [_compiled(f)])
     with entered(mesh):

@@ -253,8 +253,10 @@ class _Reader:
         (body,) = _shardy.blocks(self.main)
         now = _shardy.entries_of(self.main, "arg_attrs")
         given = _shardy.entries_of(self.before, "arg_attrs")
-        for i, argument in enumerate(body.arguments):
-            name = _shardy.op_name_of(argument.location)
+        names = [_shardy.op_name_of(argument.location) for argument in body.arguments]
+        if not any(names):  # JAX names none where one is a reference
+            names = [f"argument {i}" for i in range(len(names))]
+        for i, (name, argument) in enumerate(zip(names, body.arguments, strict=True)):
             shape, dtype = self._type(argument)
             entry = now[i] if i < len(now) else {}
             self._add(

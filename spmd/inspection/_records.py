@@ -292,6 +292,23 @@ class Reshard:
     nbytes: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Unread:
+    """Text of a compiled program that the reader did not understand.
+
+    Args:
+        lines: how many there are; whatever they do is missing in the report.
+        first: the first of them, cut short where it is long.
+    """
+
+    lines: int
+    first: str
+
+    def __str__(self) -> str:
+        noun = "1 line" if self.lines == 1 else f"{self.lines:,} lines"
+        return f"{noun} of the compiled program not understood; first: {self.first}"
+
+
 FINDINGS = {
     "moved-argument": "an argument is moved before the program starts",
     "replicated-argument": "large arguments are whole on every device",
@@ -354,6 +371,8 @@ class Report:
         findings: what costs more than it has to, the most bytes first, whole arguments last.
         predicted: True where nothing was compiled: the collectives are those that the shardings
             demand, before the compiler changes them; `cost` is zero and `memory` None.
+        unread: text of the program that was not understood, so that collectives, cost and
+            findings may lack what it does; None where all was.
 
     `origins` takes no part in comparisons.
     """
@@ -374,6 +393,7 @@ class Report:
     excerpts: tuple[Excerpt, ...] = ()
     findings: tuple[Finding, ...] = ()
     predicted: bool = False
+    unread: Unread | None = None
     _origins: Later = dataclasses.field(default=UNKNOWN, repr=False, compare=False)
 
     @property
@@ -558,6 +578,8 @@ class Report:
             - ``collectives/total/`` followed by ``sites``, ``executions``, ``payload_bytes`` or
               ``wire_bytes``; the same under ``collectives/[kind]/[axes]/``, for the kinds and axes
               that occur, and under ``collectives/forward/``, ``backward`` and ``other``.
+            - ``collectives/unread_lines``: lines of the program that were not understood; if it is
+              not 0, collectives may be missing.
             - ``collectives/unknown_sites``: places that run an unknown number of times; if it is
               not 0, sums of the collectives are lower bounds.
             - ``cost/flops``, ``cost/hbm_bytes``, ``cost/unknown_loops``, ``cost/opaque_calls``;

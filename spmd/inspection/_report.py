@@ -34,7 +34,7 @@ from spmd.inspection._ledger import ledger
 from spmd.inspection._listing import origins_later
 from spmd.inspection._placing import arguments_of
 from spmd.inspection._propagation import Propagation, propagate
-from spmd.inspection._records import Cost, Report, Reshard
+from spmd.inspection._records import Cost, Report, Reshard, Unread
 from spmd.inspection._rematerialization import (
     compile_and_catch,
     rematerializations,
@@ -107,6 +107,7 @@ def _report_of(compiled: Any, mesh: Any, lowered: Any) -> Report:
         arguments=arguments_of(compiled, mesh, parameters),
         device_ids=tuple(device.id for device in devices),
         excerpts=excerpts(found, memory),
+        unread=_unread(modules),
         _origins=origins_later(lowered, found, subject="report"),
     )
     program = Program(
@@ -120,6 +121,11 @@ def _report_of(compiled: Any, mesh: Any, lowered: Any) -> Report:
         else (),
     )
     return dataclasses.replace(report, findings=findings(program))
+
+
+def _unread(modules: tuple[Module, ...]) -> Unread | None:
+    lines = [line for module in modules for line in module.unread]
+    return Unread(lines=len(lines), first=lines[0].strip()[:200]) if lines else None
 
 
 def _propagation(lowered: Any) -> Propagation | None:

@@ -11,7 +11,10 @@ from spmd.inspection._records import DIRECTIONS, Report, Total
 def scalars(report: Report) -> dict[str, float | int]:
     """Figures by name, as `Report.scalars` documents them."""
     total, by_direction = report.total, report.totals("direction")
-    found: dict[str, float | int] = {"collectives/unknown_sites": total.unknown}
+    found: dict[str, float | int] = {
+        "collectives/unread_lines": report.unread.lines if report.unread else 0,
+        "collectives/unknown_sites": total.unknown,
+    }
     found |= _sums("total", total)
     for direction in DIRECTIONS:
         found |= _sums(direction, by_direction.get(direction, Total.zeros()))

@@ -107,6 +107,7 @@ def render_header(report: Report) -> RenderableType:
         Flow(Text.assemble(name, " on ", clean(backend)), where),
         Flow(Text(_STAND_IN, style="yellow")) if report.stand_in else None,
         Flow(Text(_PREDICTED, style="yellow")) if report.predicted else None,
+        Flow(Text(clean(str(report.unread)), style="bold red")) if report.unread else None,
         Flow(Text(clean(versions), style="dim")) if versions else None,
     ]
     return Group(*(line for line in lines if line))
@@ -256,6 +257,8 @@ def ranking(one: Collective) -> int:
 def _why_none(report: Report) -> str:
     if report.num_devices == 1:
         return "no collectives: the program runs on one device"
+    if report.unread:
+        return "no collectives in the text that was understood"
     return "no collectives: the devices exchange nothing while the program runs"
 
 

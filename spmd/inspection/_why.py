@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from spmd.errors import ArgumentError, Failure, ReportError, did_you_mean, explain, show_value
 from spmd.inspection import _conflicts, _shardy
-from spmd.inspection._compiling import COMPILED, entered, lower
+from spmd.inspection._compiling import COMPILED, entered, lower, stage_of
 from spmd.inspection._origins import (
     Annotation,
     Conflict,
@@ -109,6 +109,7 @@ def why(f: Any, name: str, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Wh
     subject = "why"
     if not isinstance(name, str):
         raise explain(subject, [_no_name(name)])
+    f = stage_of(f)
     if isinstance(f, COMPILED):
         raise explain(subject, [_compiled(f)])
     with entered(mesh):

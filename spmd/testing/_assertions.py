@@ -50,8 +50,9 @@ def assert_collectives(
     (``"*"``). A collective over two axes counts for each of them, one over a part of an axis for
     that axis, one within groups of one device for none: it is no exchange. Both branches of a
     conditional count as if they ran. A limit on a collective whose number of executions is unknown
-    is broken: unknown is not taken for one. What the compiler combined into one exchange is in
-    every place whose name it kept: all on CPU, one on TPU.
+    is broken: unknown is not taken for one. So is every limit on a program with text that was not
+    understood (`Report.unread`), since what it exchanges is not known. What the compiler combined
+    into one exchange is in every place whose name it kept: all on CPU, one on TPU.
 
     Args:
         f: what `spmd.report` takes (a `pjit` or `jax.jit` function, or a lowered or compiled one),
@@ -95,7 +96,7 @@ def assert_collectives(
         raise explain(SUBJECT, [_no_limit()])
     report = as_report(f, args, mesh, kwargs, subject=SUBJECT)
     check_axes(budgets.values(), report.mesh)
-    broken = list(_broken(report, budgets))
+    broken = [*_unread(report), *_broken(report, budgets)]
     if broken:
         raise AssertionError(_tell(report, broken))
     return report
@@ -149,6 +150,12 @@ def _read_within(within: Any) -> dict[str | None, Budget]:
         )
         raise explain(SUBJECT, [failure])
     return {place: read_budget(given, f"within[{place!r}] ") for place, given in within.items()}
+
+
+def _unread(report: Report) -> Iterator[tuple[None, Violation]]:
+    if report.unread:
+        text = f"all limits: not known to be kept, {report.unread}"
+        yield None, Violation(text=text, collectives=())
 
 
 def _broken(report: Report, budgets: Mapping[str | None, Budget]) -> Iterator[tuple]:

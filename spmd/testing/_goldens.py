@@ -93,6 +93,7 @@ def assert_golden(
 
     Raises:
         AssertionError: the program differs, or there is no such file; the message shows the rows.
+            Also where text of the program was not understood (`Report.unread`).
         ValueError: the file is no golden, or another test has just written it otherwise.
 
     Example:
@@ -116,9 +117,11 @@ def hold(report: Report, path: Path, update: bool) -> None:
     """Compares a report with a golden file, or writes the file.
 
     Raises:
-        AssertionError: they differ, or there is no such file.
+        AssertionError: they differ, there is no such file, or the report has unread text.
         ValueError: the file is no golden, or another test has just written it otherwise.
     """
+    if report.unread:  # neither a golden nor a comparison would tell what the program exchanges
+        raise AssertionError(f"The exchanges of `{report.name}` are not known: {report.unread}")
     if update:
         _write(path, golden_text(report))
     elif not path.is_file():

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental import pallas
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import numpy as np
@@ -677,6 +678,124 @@ def ragged_exchange(on: Target) -> Counted:
         at=("ragged",),
     )
     return lowered, [sent]
+
+
+@program("tpu")
+def ragged_exchange_and_back(on: Target) -> Counted:
+    """The gradient of two layers: each exchanges in both passes; JAX's rule moves two offsets, too.
+
+    The offsets are those of all layers, so the compiler moves them before the loop. All have one
+    channel: who counts by channels finds one exchange of each kind.
+    """
+    layers, rows, columns = 2, 96, 128
+
+    def layer(x, sizes):
+        room = jnp.zeros_like(x)
+        return x + jax.lax.ragged_all_to_all(x, room, *sizes, axis_name="data")  # here: trip
+
+    def run(x, *sizes):
+        return jax.lax.fori_loop(0, layers, lambda i, x: layer(jnp.sin(x), sizes), x)
+
+    def loss(x, *sizes):
+        specs = (P("data"),) * 5
+        mapped = jax.shard_map(run, mesh=on.mesh, in_specs=specs, out_specs=P("data"))
+        return jnp.sum(mapped(x, *sizes) ** 2)
+
+    sizes = (array(DATA * DATA, dtype=jnp.int32),) * 4
+    lowered = on.jit(jax.grad(loss), (P("data"),) * 5, P("data"), array(rows, columns), *sizes)
+    shape = f32(rows // DATA, columns)
+    there = Row(
+        kind="ragged-all-to-all",
+        axes=("data",),
+        operands=(shape,),
+        results=(shape,),
+        payload=rows // DATA * columns * 4,
+        n=DATA,
+        times=layers,
+        way="forward",
+        at=("trip",),
+    )
+    offsets = Row(
+        kind="all-to-all",
+        axes=("data",),
+        operands=(f"s32[{DATA}]",),
+        results=(f"s32[{DATA}]",),
+        payload=DATA * 4,
+        n=DATA,
+        times=2,
+        way="backward",
+        at=("trip",),
+    )
+    return lowered, [there, dataclasses.replace(there, way="backward"), offsets]
+
+
+@program("tpu")
+def weights_from_the_host(on: Target) -> Counted:
+    """Layers whose weights come from the memory of the host: a copy from there is no exchange.
+
+    The compiler takes one round out of the loop, so that one channel stands in two places.
+    """
+    layers, batch, d = 8, 32, 256
+
+    def layer(x, w):
+        here = jax.device_put(w, NamedSharding(on.mesh, P("data"), memory_kind="device"))
+        return jnp.tanh(x @ here), None  # here: streamed
+
+    def run(x, weights):
+        return jax.lax.scan(layer, x, weights)[0]
+
+    host = NamedSharding(on.mesh, P(None, "data"), memory_kind="pinned_host")
+    x = jax.ShapeDtypeStruct((batch, d), jnp.bfloat16, sharding=NamedSharding(on.mesh, P("data")))
+    weights = jax.ShapeDtypeStruct((layers, d, d), jnp.bfloat16, sharding=host)
+    gathered = Row(
+        kind="all-gather",
+        axes=("data",),
+        operands=(bf16(d // DATA, d),),
+        results=(bf16(d, d),),
+        payload=d * d * 2,
+        n=DATA,
+        times=layers,
+        at=("streamed",),
+    )
+    return jax.jit(run).lower(x, weights), [gathered]
+
+
+# Kernels
+
+
+@program("tpu")
+def kernel_with_metadata(on: Target) -> Counted:
+    """Layers with a Pallas kernel whose metadata the compiler prints over several lines."""
+    layers, batch, d, h = 8, 64, 128, 256
+    # Brackets in a string, and a number that looks like that of a stack frame.
+    notes = {"block": '{"q": 128}', "note": "}}, stack_frame_id=1 ({["}
+
+    def double(x_ref, out_ref):
+        out_ref[...] = x_ref[...] * 2.0
+
+    def layer(x, w):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        doubled = pallas.pallas_call(double, out_shape=shape, metadata=notes)(x)
+        return jax.lax.psum(doubled @ w @ w.T, "model"), None  # here: kernel sum
+
+    def run(x, weights):
+        return jax.lax.scan(layer, x, weights)[0]
+
+    specs = P("data"), P(None, None, "model")
+    args = array(batch, d), array(layers, d, h)
+    lowered = on.manual(run, specs, P("data"), *args, check_vma=False)
+    shape = f32(batch // DATA, d)
+    summed = Row(
+        kind="all-reduce",
+        axes=("model",),
+        operands=(shape,),
+        results=(shape,),
+        payload=batch // DATA * d * 4,
+        n=MODEL,
+        times=layers,
+        at=("kernel sum",),
+    )
+    return lowered, [summed]
 
 
 # Control flow

@@ -27,6 +27,7 @@ from spmd.inspection._records import (
     Shape,
     Shapes,
     Source,
+    Unread,
 )
 
 MIB = 2**20
@@ -416,6 +417,7 @@ reports = st.builds(
     device_kind=names,
     stand_in=st.booleans(),
     predicted=st.booleans(),
+    unread=st.none() | st.builds(Unread, lines=counts, first=names),
     mesh=meshes,
     num_devices=st.integers(1, 8192),
     versions=st.dictionaries(st.sampled_from(["spmd", "jax", "jaxlib"]), names),

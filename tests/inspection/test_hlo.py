@@ -184,3 +184,114 @@ def test_trip_count_is_read_where_it_is_printed():
     known, unknown = _hlo.parse_module(LOOPS).computations["e"].instructions
     assert (known.trip_count, unknown.trip_count) == (12, None)
     assert known.callees() == {"condition": ("c",), "body": ("b",)}
+
+
+# Where a line ends, and what is not understood
+
+KERNEL = """\
+HloModule kernels, frontend_attributes={about={
+}}
+
+%double (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %kernel = f32[8]{0} custom-call(%p), custom_call_target="tpu_custom_call", \
+frontend_attributes={kernel_metadata={
+"a":"}} \\"{[(",
+"stack_frame_id=9":"op_name=, (it's"
+},op_name="mine",nested={
+{
+}
+}}, metadata={op_name="jit(f)/pallas_call" stack_frame_id=2}, backend_config="{"
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %named = f32[8]{0} all-reduce(%x), replica_groups=mesh['a
+}b'=8] {'a
+}b'}, to_apply=%add
+  ROOT %call = f32[8]{0} call(%named), to_apply=%double
+}
+"""
+
+
+def test_an_instruction_ends_where_its_brackets_and_strings_do():
+    """Lines of a kernel's metadata, and of an axis' name, belong to the instruction before."""
+    module = _hlo.parse_module(KERNEL)
+    assert module.unread == ()
+    kernel = module.computations["double"].root
+    assert (kernel.name, kernel.op_name, kernel.frame_id) == ("kernel", "jit(f)/pallas_call", 2)
+    assert kernel.attribute("backend_config") == '"{"'
+    names = [one.name for one in module.computations["main"].instructions]
+    assert names == ["x", "named", "call"]
+    groups = module.computations["main"].instructions[1].attribute("replica_groups")
+    assert groups == "mesh['a\n}b'=8] {'a\n}b'}"
+
+
+BROKEN = """\
+HloModule broken
+a line of no table
+
+FileNames
+1 "a.py"
+and one behind a table
+
+%inner (p: f32[]) -> f32[] {
+  %p = f32[] parameter(0)
+  a line of no instruction
+  ROOT %open = f32[] custom-call(%p), frontend_attributes={never={closed}
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  // a comment says nothing
+  %y = f32[8]{0} all-reduce(%x), channel_id=1, replica_groups={}, attribute={ "open
+ "which ends in no later line
+  ROOT %z = f32[8]{0} all-gather(%y), channel_id=2
+}
+}
+"""
+
+
+def test_lines_that_are_not_understood_are_kept():
+    """What is not read is told, in order, and takes nothing of what follows with it."""
+    module = _hlo.parse_module(BROKEN)
+    lines = [line.strip() for line in BROKEN.splitlines()]
+    before, after = ("a line", "and one"), ("%y", '"which')
+    assert [line.strip() for line in module.unread] == [
+        *(line for line in lines if line.startswith(before)),
+        "the end of a computation",  # which a bracket took that nothing else closes
+        *(line for line in lines if line.startswith(after)),
+        "}",
+    ]
+    names = {c.name: [i.name for i in c.instructions] for c in module.computations.values()}
+    assert names == {"inner": ["p", "open"], "main": ["x", "y", "z"]}
+
+
+def test_a_text_that_stops_early_says_so():
+    """A computation without its end is read as far as it goes; no module at all is all unread."""
+    cut = BROKEN.rpartition("}\n}")[0]
+    (module,) = _hlo.parse_modules("// a comment\n" + cut)
+    assert module.unread[-1] == "the end of a computation"
+    assert [one.name for one in module.computations["main"].instructions] == ["x", "y", "z"]
+    assert _hlo.parse_modules("no module\nat all")[0].unread == ("no module", "at all")
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_lines_of_metadata_take_linear_time(count, monkeypatch):
+    """However many lines an instruction has, and whether it ends, each is seen once or twice."""
+    looked = []
+    real = _hlo._COMPUTATION
+
+    class Counting:
+        def match(self, line):
+            looked.append(line)
+            return real.match(line)
+
+    rows = "\n".join(f'"k{i}":"v"' for i in range(1000 * count))
+    head = "HloModule m\n\nENTRY %e () -> f32[] {\n  ROOT %c = f32[] constant(0), x={\n"
+    monkeypatch.setattr(_hlo, "_COMPUTATION", Counting())
+    assert _hlo.parse_module(f"{head}{rows}\n}}\n}}\n").unread == ()
+    assert len(looked) <= 1000 * count + 10
+    del looked[:]
+    assert len(_hlo.parse_module(f"{head}{rows}\n}}\n").unread) == 1
+    assert len(looked) <= 1000 * count + 10

@@ -24,8 +24,20 @@ HERE = Path(__file__).parent
 NAMED = {
     "cpu-0.10": ["moe_dispatch", "megatron_block", "swapped_axes", "until_the_data_say_so"],
     "cpu-0.12": ["fsdp_scan", "swapped_axes", "either_branch", "gathered_argument"],
-    "tpu-0.10": ["data_parallel_mlp", "psum_scatter", "swapped_axes", "counted_loops"],
-    "tpu-0.12": ["fsdp_scan", "windowed_einsum", "ragged_exchange", "branches_in_a_loop"],
+    "tpu-0.10": [
+        "data_parallel_mlp",
+        "psum_scatter",
+        "swapped_axes",
+        "counted_loops",
+        "kernel_with_metadata",
+    ],
+    "tpu-0.12": [
+        "fsdp_scan",
+        "windowed_einsum",
+        "ragged_exchange",
+        "branches_in_a_loop",
+        "kernel_with_metadata",
+    ],
 }
 TWO, THREE = {"data": 4, "model": 2}, {"a": 2, "b": 2, "c": 2}
 RESHARDS = {
