@@ -40,14 +40,15 @@ from spmd.inspection._records import (
     Collective as Collective,
     Cost as Cost,
     Memory as Memory,
+    Part as Part,
     Report as Report,
     Reshard as Reshard,
     Shape as Shape,
     Shapes as Shapes,
     Source as Source,
     Total as Total,
-    totals as totals,
 )
+from spmd.inspection._sums import totals as totals
 from spmd.inspection._visualize import (
     Picture as Picture,
     Shard as Shard,

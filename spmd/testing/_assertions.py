@@ -19,7 +19,7 @@ from spmd.testing._budgets import (
     read_budget,
     violations,
 )
-from spmd.testing._paths import components, stacks
+from spmd.inspection._names import components, stacks
 
 # pytest shows the user's line and the message, and no frame of this file.
 __tracebackhide__ = True

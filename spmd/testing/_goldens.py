@@ -23,7 +23,7 @@ from spmd.inspection._bytes import show_bytes
 from spmd.inspection._records import Collective, Report, Shape
 from spmd.inspection._source import direction_of
 from spmd.testing._assertions import as_report, show_backend
-from spmd.testing._paths import place, stacks
+from spmd.inspection._names import place, stacks
 
 # pytest shows the user's line and the message, and no frame of this file.
 __tracebackhide__ = True

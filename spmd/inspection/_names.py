@@ -56,12 +56,19 @@ def _split(path: str, separator: str = "/") -> Iterator[str]:
 
 
 def stacks(one: Collective) -> list[str]:
-    """The name stacks of all exchanges that were combined into one collective, in their order.
+    """The name stacks of all exchanges that were combined into one collective, in their order."""
+    if one.parts:
+        return [part.op_name for part in one.parts]
+    return joined(one.op_name) if one.combined > 1 else [one.op_name]
+
+
+def joined(op_name: str) -> list[str]:
+    """The name stacks in the name of a combined collective.
 
     On CPU, XLA joins them by colons and takes out what they have in common, as in
     ``jit(step)/(jvp(a)/add:jvp(b)/add)``; on TPU it keeps the first alone.
     """
-    return list(_expand(one.op_name)) if one.combined > 1 else [one.op_name]
+    return list(_expand(op_name))
 
 
 def _expand(path: str) -> Iterator[str]:
@@ -90,3 +97,12 @@ def place(op_name: str) -> str:
     *scopes, leaf = components(op_name[own.end() :] if own else op_name) or ("-",)
     kept = [_NUMBER.sub("*", s) for s in scopes if not _STRUCTURE.fullmatch(s)]
     return "/".join([*kept, _INDEX.sub("*", leaf)])
+
+
+def module(op_name: str) -> str:
+    """The scopes in which an operation stands, numbers of layers folded.
+
+    ``jit(step)/transpose(jvp(T5))/encoder/layers_3/mlp/wo/dot_general`` gives
+    ``T5/encoder/layers_*/mlp/wo``. It is empty for what stands in no scope.
+    """
+    return place(op_name).rpartition("/")[0]
