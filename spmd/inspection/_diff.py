@@ -189,8 +189,8 @@ class Diff:
 
 def _without_frames(one: Pair | Collective) -> Pair | Collective:
     if isinstance(one, Collective):
-        return dataclasses.replace(one, frames=())
-    return Pair(a=dataclasses.replace(one.a, frames=()), b=dataclasses.replace(one.b, frames=()))
+        return _json.without_frames(one)
+    return Pair(a=_json.without_frames(one.a), b=_json.without_frames(one.b))
 
 
 def diff(a: Reportlike, b: Reportlike) -> Diff:

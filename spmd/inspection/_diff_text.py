@@ -17,11 +17,11 @@ from spmd.inspection._text import (
     Flow,
     axes_cell,
     axis_styles,
+    line_cell,
     plural,
     ranking,
     show_count,
     show_total,
-    source_cell,
 )
 
 _MARKS = {"+": "green", "-": "red", "~": "yellow"}
@@ -118,7 +118,7 @@ def _row(mark: str, sides: _Sides, styles: Mapping[str, str]) -> Row:
             _both(sides, "executions", lambda count: f"{count:,}"),
             _both(sides, "total_wire_bytes", show_bytes),
             cell(one.direction),
-            source_cell(one.source, prefix="for " if one.source_is_consumer else ""),
+            line_cell(one),
         ),
         notes=tuple(Text(clean(note), style="dim") for note in _notes(sides)),
     )

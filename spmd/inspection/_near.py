@@ -1,4 +1,4 @@
-"""What stands near an instruction: who uses its result, who makes its data, and where it is from."""
+"""What stands near an instruction: who uses its result, and who makes its data."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ makes their operands, or by what uses their results.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
 import itertools
-import re
 from typing import NamedTuple
 
 from spmd.inspection import _source
@@ -48,11 +48,6 @@ _PASSES_ON = {
     "transpose": 0,
 }  # fmt: skip
 _CALLS = {"fusion": "calls", "call": "to_apply", "async-start": "calls", "while": "body"}
-#: The last part of the name of an exchange that the user wrote.
-_WRITTEN = re.compile(
-    r"(?:^|/)(?:psum|pmax|pmin|ppermute|pbroadcast|all_gather|reduce_scatter|psum_scatter)"
-    r"(?:_invariant|_reduced)?\d*$"
-)
 
 
 def divided(total: int, weights: Sequence[int]) -> list[int]:
@@ -111,46 +106,39 @@ class Divider:
         names = joined(whole.origin.op_name)
         names = names if len(names) == count else [names[0], *[""] * (count - 1)]
         for i, name in enumerate(names):
-            # The compiler kept the line of the first alone: that of all which are called the same.
-            if _WRITTEN.search(name or names[0]) and name in ("", names[0]):
-                direction = _source.direction_of(names[0])
-                yield Origin(whole.origin.frames, names[0], direction, whole.origin.is_consumer)
-            elif len(operands) != count:  # not XLA's own text
+            if len(operands) != count:  # not XLA's own text
                 yield Origin((), name, _source.direction_of(name))
-            else:
-                found = self._origin(whole, places, i, name)
-                yield (
-                    found
-                    if found.frames or i
-                    else Origin(
-                        whole.origin.frames,
-                        found.op_name,
-                        found.direction,
-                        whole.origin.is_consumer,
-                    )
-                )
+                continue
+            found = self._origin(whole, places, i, name)
+            if not found.frames and i == 0:  # the compiler kept what it knew of the first
+                own = whole.origin
+                found = dataclasses.replace(found, frames=own.frames, is_consumer=own.is_consumer)
+            yield found
 
     def _origin(self, whole: Whole, places: Sequence[_Place], i: int, name: str) -> Origin:
-        """Where a part comes from.
-
-        It is what makes the operand, or else who uses the result, or else the last with a line of
-        all that the operand is made from. An array that is only summed has its line before it; one
-        that is gathered may be an argument.
-        """
+        """Where a part comes from: its line, its name and its direction."""
         made = [*self._made_by(_Value(whole.one.operand_names[i], whole.computation.name))]
-        own = next((one.op_name for one, _ in made if one.op_name and not self._is_loops(one)), "")
+        own = (one.op_name for one, _ in made if not self._is_loops(one))
+        stack = name or next(filter(None, own), "")
+        for one, is_consumer in self._candidates(made, places, i, name):
+            if not self._is_loops(one) and (frames := _source.frames_of(one, self.module)):
+                direction = _source.direction_of(name or one.op_name)
+                return Origin(frames, stack or one.op_name, direction, is_consumer)
+        return Origin((), stack, _source.direction_of(stack))
+
+    def _candidates(
+        self, made: Sequence[_Place], places: Sequence[_Place], i: int, name: str
+    ) -> Iterator[tuple[Instruction, bool]]:
+        """Instructions that may have the line of a part, and whether they use its result.
+
+        These are what makes the operand, by its name if it has one, and then all that this is made
+        from. An argument is made by nothing: its line is that of the first to use it.
+        """
+        yield from ((one, False) for one, _ in sorted(made, key=lambda p: p[0].op_name != name))
         behind = ((one, True) for one in self._users(places, i))
         before = ((one, False) for one in self._makers(made))
-        sums = whole.kind in ("all-reduce", "reduce-scatter")
-        near = ((one, False) for one, _ in sorted(made, key=lambda place: place[0].op_name != name))
-        for one, is_consumer in itertools.chain(
-            near, *([before, behind] if sums else [behind, before])
-        ):
-            if not self._is_loops(one) and (frames := _source.frames_of(one, self.module)):
-                stack = name or own or one.op_name
-                direction = _source.direction_of(name or one.op_name)
-                return Origin(frames, stack, direction, is_consumer)
-        return Origin((), name or own, _source.direction_of(name or own))
+        is_argument = any(one.opcode == "parameter" for one, _ in made[-1:])
+        yield from itertools.chain(*([behind, before] if is_argument else [before, behind]))
 
     def _is_loops(self, one: Instruction) -> bool:
         # It has the line of the loop, which is that of everything in it.
@@ -159,17 +147,25 @@ class Divider:
     # What makes an operand
 
     def _made_by(self, value: _Value | None) -> Iterator[_Place]:
-        """What makes a value, from what only hands it on to what makes it."""
+        """What makes a value, from what only hands it on to what makes it.
+
+        Operations with several results come last: their line is that of one of the results.
+        """
         seen: set[_Value] = set()
+        several: list[_Place] = []
         while value and value not in seen:
             seen.add(value)
             computation = self.module.computations[value.computation]
             around = self.around(computation)
             if (place := around.places.get(value.name)) is None:
-                return
+                break
             one = around.instructions[place]
-            yield one, computation
+            if value.element or one.opcode == "get-tuple-element":
+                several.append((one, computation))
+            else:
+                yield one, computation
             value = self._before(one, value, seen)
+        yield from several
 
     def _before(self, one: Instruction, value: _Value, seen: set[_Value]) -> _Value | None:
         """The value that an instruction hands on; None for one that makes its own."""

@@ -88,8 +88,7 @@ class Part:
         payload_bytes: its share of the payload. The shares of all parts add up to the whole.
         wire_bytes: its share of the bytes that each device sends; these add up likewise.
         source: the user's line that makes what is sent, or else the one that uses what comes back;
-            for an exchange that the user wrote, its own line. None where the compiler left nothing
-            that tells: the part is not attributed.
+            None where the compiler left nothing that tells: the part is not attributed.
         source_is_consumer: True where `source` is the line that uses it.
         frames: all frames, innermost first, libraries included.
         direction: one of `DIRECTIONS`, as the name stack of the part tells.

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from spmd.inspection._names import module
-from spmd.inspection._records import Collective, Part, Shapes, Total
+from spmd.inspection._records import Collective, Part, Shapes, Source, Total
 
 KEYS: dict[str, Callable[[Collective], Any]] = {
     "kind": lambda one: one.kind,
@@ -17,6 +17,9 @@ KEYS: dict[str, Callable[[Collective], Any]] = {
     "direction": lambda one: one.direction,
 }
 """What sums can be by."""
+
+#: What a table says of collectives in no scope.
+NO_MODULE = "no module"
 
 
 def shares(one: Collective, key: Callable[[Collective], Any]) -> dict[Any, Collective]:
@@ -70,7 +73,17 @@ def grouped(
     return groups
 
 
-def total(found: Iterable[Collective]) -> Total:
+def by_line(one: Collective) -> list[Collective]:
+    """The shares of a collective by line, the most bytes first."""
+    return sorted(shares(one, line_of).values(), key=lambda share: -share.wire_bytes)
+
+
+def line_of(one: Collective) -> Source | None:
+    """The line of a collective; several operations of one line differ in their columns."""
+    return one.source and dataclasses.replace(one.source, column=0)
+
+
+def sum_of(found: Iterable[Collective]) -> Total:
     """The sum over collectives."""
     return sum(map(Total.of, found), Total.zeros())
 
@@ -86,5 +99,5 @@ def totals(found: Iterable[Collective], *by: str) -> dict[Any, Total]:
     def key(one: Collective) -> Any:
         return keys[0](one) if len(keys) == 1 else tuple(read(one) for read in keys)
 
-    sums = {value: total(shares) for value, shares in grouped(found, key).items()}
+    sums = {value: sum_of(shares) for value, shares in grouped(found, key).items()}
     return dict(sorted(sums.items(), key=lambda item: -item[1].wire_bytes))

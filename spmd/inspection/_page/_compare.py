@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from spmd.inspection._bytes import show_bytes
 from spmd.inspection._page import _view
-from spmd.inspection._places import short_path
 from spmd.inspection._records import Collective, Total
 
 if TYPE_CHECKING:
@@ -52,8 +51,8 @@ def _row(
 ) -> dict[str, Any]:
     one = b or a
     assert one  # a row has at least one side
-    change, source = _change(a, b), one.source
-    place = f"{short_path(source.file)}:{source.line}" if source else one.op_name
+    change = _change(a, b)
+    place = "\n".join(_view.places(one)) or one.op_name
     return {
         "mark": mark,
         "class": _MARKS[mark],
@@ -65,7 +64,7 @@ def _row(
         "change": "unknown" if change is None else signed(change),
         "rank": change or 0,
         "place": place,
-        "name": place.rpartition("/")[2] if source else place,
+        "name": _view.place_name(one) or place,
     }
 
 
