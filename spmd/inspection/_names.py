@@ -25,6 +25,17 @@ _NUMBER = re.compile(r"\d+(?![A-Za-z0-9])")
 # An operation's own name keeps its digits (`exp2`), but not the compiler's or an index (`add.7`).
 _INDEX = re.compile(r"(?<=[.\[_])\d+(?![A-Za-z0-9])")
 
+# The operation's own name is that of an exchange in JAX.
+_WRITTEN = re.compile(
+    r"(?:^|/)(?:psum|pmax|pmin|ppermute|pbroadcast|all_gather|reduce_scatter|all_to_all)"
+    r"(?:_invariant|_reduced)?\d*$"
+)
+
+
+def is_written(op_name: str) -> bool:
+    """Whether a name stack is that of an exchange which the user wrote, such as a ``psum``."""
+    return _WRITTEN.search(op_name) is not None
+
 
 def components(op_name: str) -> tuple[str, ...]:
     """The parts of a name stack without the transformations around them.

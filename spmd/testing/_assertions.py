@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, explain
 from spmd.inspection._bytes import show_bytes
-from spmd.inspection._names import components, stacks
+from spmd.inspection._names import components, is_written, stacks
 from spmd.inspection._places import short_path
 from spmd.inspection._records import DIRECTIONS, Collective, Report, Source
 from spmd.inspection._source import direction_of
@@ -180,8 +181,12 @@ def _shares_in(one: Collective, place: str) -> list[Collective]:
     """What of a collective is in a place: of what was combined, those parts that are."""
     if place == "loop":
         return [one] * one.in_loop
-    found = shares(one, lambda part: _is_in(part, place)).get(True)
-    return [found] if found else []
+    if found := shares(one, lambda part: _is_in(part, place)).get(True):
+        return [found]
+    # A psum that the user wrote is in its own place, too, and its parts where their data come from.
+    as_written = dataclasses.replace(one, parts=())
+    written = all(map(is_written, stacks(as_written)))
+    return [one] * (bool(one.parts) and written and _is_in(as_written, place))
 
 
 def _is_in(one: Collective, place: str) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from spmd.inspection._bytes import show_bytes
 from spmd.inspection._page import _view
 from spmd.inspection._records import Collective, Total
+from spmd.inspection._sums import NO_MODULE
 
 if TYPE_CHECKING:
     from spmd.inspection._diff import Delta, Diff
@@ -24,6 +25,7 @@ def view(diff: Diff) -> dict[str, Any]:
         "diff": diff,
         "rows": [_row(*row, axes) for row in rows],
         "totals": [_total(d.kind, d.mesh_axes, d.a, d.b, axes) for d in diff.totals],
+        "modules": [*_modules(diff)],
         "all": _total("all", (), *diff.total, axes),
         "figures": [*_figures(diff)],
         "reshards": [
@@ -94,6 +96,14 @@ def _total(
         "b": _view.bounded(b, b.wire_bytes),
         "change": signed(b.wire_bytes - a.wire_bytes) if known else "unknown",
     }
+
+
+def _modules(diff: Diff) -> Iterator[dict[str, Any]]:
+    """Sums that differ by module; nothing where no collective is in one."""
+    differing = [delta for delta in diff.modules if delta.a != delta.b]
+    if any(delta.module for delta in differing):
+        for one in differing:
+            yield {"name": one.module or NO_MODULE, **_total("", (), one.a, one.b, {})}
 
 
 _NAMES = {"flops": "FLOPs", "hbm_bytes": "main memory traffic", "peak": "memory, all together"}
