@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from spmd.inspection import _source
 from spmd.inspection._hlo import Computation, Instruction, Module
-from spmd.inspection._names import joined
+from spmd.inspection._names import is_written, joined
 from spmd.inspection._near import Around, Origin
 from spmd.inspection._records import Part, Shapes
 from spmd.inspection._walk import Visit
@@ -103,14 +103,15 @@ class Divider:
 
     def _origins(self, whole: Whole, places: Sequence[_Place]) -> Iterator[Origin]:
         count, operands = len(whole.shapes.operands), whole.one.operand_names
-        names = joined(whole.origin.op_name)
+        names = joined(next((one.op_name for one, _ in places if one.op_name), ""))
         names = names if len(names) == count else [names[0], *[""] * (count - 1)]
         for i, name in enumerate(names):
             if len(operands) != count:  # not XLA's own text
                 yield Origin((), name, _source.direction_of(name))
                 continue
             found = self._origin(whole, places, i, name)
-            if not found.frames and i == 0:  # the compiler kept what it knew of the first
+            # The compiler kept what it knew of the first. A psum of a tree is all of one line.
+            if not found.frames and (i == 0 or is_written(name or names[0])):
                 own = whole.origin
                 found = dataclasses.replace(found, frames=own.frames, is_consumer=own.is_consumer)
             yield found

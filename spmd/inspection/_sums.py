@@ -83,6 +83,15 @@ def line_of(one: Collective) -> Source | None:
     return one.source and dataclasses.replace(one.source, column=0)
 
 
+def spread(one: Collective) -> str:
+    """How many lines have a part in a collective, in words; empty where its own line says all."""
+    places = [line_of(share) for share in by_line(one)]
+    if len(places) < 2 or line_of(one) not in places:
+        return ""
+    known = sum(place is not None for place in places)
+    return f"{known} line{'s' * (known != 1)}" + " + no line" * (known < len(places))
+
+
 def sum_of(found: Iterable[Collective]) -> Total:
     """The sum over collectives."""
     return sum(map(Total.of, found), Total.zeros())

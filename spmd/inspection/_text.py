@@ -37,7 +37,7 @@ from spmd.inspection._records import (
     Source,
     Total,
 )
-from spmd.inspection._sums import KEYS, NO_MODULE, by_line, grouped, line_of, sum_of
+from spmd.inspection._sums import KEYS, NO_MODULE, by_line, grouped, line_of, spread, sum_of
 
 #: Rows of the ledger that are drawn where nothing else is asked for.
 LIMIT = 40
@@ -293,10 +293,9 @@ def _ledger_row(one: Collective, styles: Mapping[str, str], all_frames: bool) ->
 
 def line_cell(one: Collective) -> Cell:
     """The line of a collective, or how many lines have a part in it."""
-    own, of_parts = line_of(one), [line_of(share) for share in by_line(one)]
-    if len(of_parts) > 1 and own in of_parts:
-        return cell(f"{len(of_parts)} lines")
-    return source_cell(own, prefix="for " if one.source_is_consumer else "")
+    if several := spread(one):
+        return cell(several)
+    return source_cell(one.source, prefix="for " if one.source_is_consumer else "")
 
 
 def _parts(one: Collective, all_lines: bool) -> Iterator[Text]:

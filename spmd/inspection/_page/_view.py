@@ -20,7 +20,7 @@ from spmd.inspection._records import (
     Source,
     Total,
 )
-from spmd.inspection._sums import NO_MODULE, by_line, grouped, line_of, shares, sum_of
+from spmd.inspection._sums import NO_MODULE, by_line, grouped, line_of, spread, sum_of
 
 _COLORS = 6
 _LEVELS = 9
@@ -286,9 +286,7 @@ def places(one: Collective) -> list[str]:
 
 def place_name(one: Collective) -> str:
     """The line of a collective, or how many lines have a part in it."""
-    own, count = _place(one.source), len(shares(one, line_of))
-    several = count > 1 and line_of(one) in shares(one, line_of)
-    return f"{count} lines" if several else own.rpartition("/")[2]
+    return spread(one) or _place(one.source).rpartition("/")[2]
 
 
 def marks(one: Collective) -> Iterator[str]:
