@@ -52,8 +52,8 @@ def assert_collectives(
     (``"*"``). A collective over two axes counts for each of them, one over a part of an axis for
     that axis, one within groups of one device for none: it is no exchange. Both branches of a
     conditional count as if they ran. A limit on a collective whose number of executions is unknown
-    is broken: unknown is not taken for one. What the compiler combined into one exchange is in
-    every place whose name it kept: all on CPU, one on TPU.
+    is broken: unknown is not taken for one. What the compiler combined into one exchange is in the
+    place of each of its parts, with the bytes of the parts that are there.
 
     Args:
         f: what `spmd.report` takes (a `pjit` or `jax.jit` function, or a lowered or compiled one),

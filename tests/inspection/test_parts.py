@@ -13,6 +13,7 @@ from reports import SMALL, collective, part, report, reports
 
 import spmd
 from spmd import inspection
+from spmd.inspection._names import module
 from spmd.inspection._page import _view
 from spmd.inspection._parts import divided
 from spmd.inspection._sums import KEYS, by_line, shares
@@ -164,6 +165,58 @@ def test_the_diff_has_modules(step):
     assert "layers_*/mlp" in str(difference)
     assert "layers_*/mlp" in difference.to_html()
     assert difference.to_json()["modules"][0]["module"] == "layers_*/mlp"
+
+
+def test_a_dense_layer_of_flax_is_told_apart_by_its_module():
+    """Two layers of one line of Flax have their own sums by module, numbers of layers folded."""
+    flax = pytest.importorskip("flax.linen")
+
+    class Mlp(flax.Module):
+        @flax.compact
+        def __call__(self, x):
+            for name, size in (("wi", H), ("wo", D)):
+                x = flax.Dense(size, use_bias=False, name=name)(x)
+            return x
+
+    class Model(flax.Module):
+        @flax.compact
+        def __call__(self, x):
+            for i in range(2):
+                x = Mlp(name=f"layers_{i}")(x)
+            return x
+
+    model = Model()
+    weights = jax.eval_shape(model.init, jax.random.key(0), _struct(16, D))
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), tuple(AXES))
+    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    gradient = jax.grad(lambda w, x: jnp.sum(model.apply(w, x)))
+    f = jax.jit(gradient, in_shardings=(whole, rows), out_shardings=whole)
+    found = spmd.report(f, weights, _struct(16, D))
+    assert {name: total.wire_bytes for name, total in found.totals("module").items()} == {
+        "Model/layers_*/wi": 2 * 6 * D * H,
+        "Model/layers_*/wo": 2 * 6 * D * H,
+    }
+    assert len([line for line in found.totals("line") if line]) == 1
+
+
+@pytest.mark.parametrize(
+    ("op_name", "expected"),
+    [
+        ("jit(step)/transpose(jvp(T5))/encoder/layers_3/mlp/wo/dot_general",
+         "T5/encoder/layers_*/mlp/wo"),
+        ("pjit(step)/jvp(Model)/h.12/ln2/while/body/closed_call/fc1/add", "Model/h.*/ln2/fc1"),
+        ("jit(f)/transpose(jvp(M))/rematted_computation/mlp/checkpoint(wo)/mul", "M/mlp/wo"),
+        ("jit(f)/jvp(jit(_take))/gather", ""),
+        ("jit(f)/layer/bsd,dhte->tbshe/dot_general", "layer"),
+        ("jit(f)/layer/jit(silu)/mul", "layer"),
+        ("jit(f)/shard_map/psum", ""),
+        ("params['layers_0']['wo']", ""),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_modules(op_name, expected):
+    """A module is the scopes: no transformation, no called function, no operation, no number."""
+    assert module(op_name) == expected
 
 
 # Sums
