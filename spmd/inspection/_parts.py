@@ -197,8 +197,10 @@ class Divider:
             names = caller.operand_names
             return _Value(names[number], visit.home, value.element) if number < len(names) else None
         root = self.module.computations[value.computation].root
-        if root and (again := _Value(root.name, value.computation, value.element)) not in seen:
+        again = self._before(root, value, seen) if root and root.opcode == "tuple" else None
+        if again and again not in seen:
             return again
+        # What the loop hands on as it is comes from before it.
         return _Value(caller.operand_names[0], visit.home, value.element)
 
     def _makers(self, made: Sequence[_Place]) -> Iterator[Instruction]:

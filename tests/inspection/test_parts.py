@@ -397,6 +397,66 @@ def test_arguments_have_the_lines_that_use_them():
     ]
 
 
+PADDED_ARGUMENTS = f"""
+ENTRY %main (a: f32[2], b: f32[2]) -> (f32[8], f32[8]) {{
+  %a = f32[2]{{0}} parameter(0), metadata={{op_name="w['a']"}}
+  %b = f32[2]{{0}} parameter(1), metadata={{op_name="w['b']"}}
+  %zeros = f32[8]{{0}} constant({{0, 0, 0, 0, 0, 0, 0, 0}})
+  %at = s32[] constant(0), metadata={{op_name="jit(f)/at" stack_frame_id=1}}
+  %wide.a = f32[8]{{0}} dynamic-update-slice(%zeros, %a, %at)
+  %wide.b = f32[8]{{0}} dynamic-update-slice(%zeros, %b, %at)
+  %all = (f32[8]{{0}}, f32[8]{{0}}) all-reduce(%wide.a, %wide.b), {GROUPS}, to_apply=%add
+  %one = f32[8]{{0}} get-tuple-element(%all), index=0
+  %two = f32[8]{{0}} get-tuple-element(%all), index=1
+  %use = f32[8]{{0}} negate(%one), metadata={{op_name="jit(f)/jvp()/neg" stack_frame_id=2}}
+  %used = f32[8]{{0}} cosine(%two), metadata={{op_name="jit(f)/jvp()/cos" stack_frame_id=3}}
+  ROOT %out = (f32[8]{{0}}, f32[8]{{0}}) tuple(%use, %used)
+}}
+"""
+
+
+def test_gathers_written_as_sums_have_the_lines_that_use_them():
+    """An argument that is padded and summed is an argument still, whatever says where it goes."""
+    assert _parts(PADDED_ARGUMENTS) == [
+        ("f32[8]", 48, 12, True, "w['a']"),
+        ("f32[8]", 48, 13, True, "w['b']"),
+    ]
+
+
+CARRIED = f"""
+%body (p: (f32[8], f32[4])) -> (f32[8], f32[4]) {{
+  %p = (f32[8]{{0}}, f32[4]{{0}}) parameter(0)
+  %x = f32[8]{{0}} get-tuple-element(%p), index=0
+  %y = f32[4]{{0}} get-tuple-element(%p), index=1
+  %all = (f32[8]{{0}}, f32[4]{{0}}) all-reduce(%x, %y), {GROUPS}, to_apply=%add
+  %old = f32[8]{{0}} get-tuple-element(%all), index=0
+  %new = f32[8]{{0}} sine(%old), metadata={{op_name="jit(f)/while/body/sin" stack_frame_id=2}}
+  ROOT %next = (f32[8]{{0}}, f32[4]{{0}}) tuple(%new, %y)
+}}
+
+%test (p: (f32[8], f32[4])) -> pred[] {{
+  %p = (f32[8]{{0}}, f32[4]{{0}}) parameter(0)
+  ROOT %no = pred[] constant(false)
+}}
+
+ENTRY %main (a: f32[8], b: f32[4]) -> (f32[8], f32[4]) {{
+  %a = f32[8]{{0}} parameter(0), metadata={{op_name="a"}}
+  %b = f32[4]{{0}} parameter(1), metadata={{op_name="b"}}
+  %before = f32[4]{{0}} negate(%b), metadata={{op_name="jit(f)/neg" stack_frame_id=3}}
+  %start = (f32[8]{{0}}, f32[4]{{0}}) tuple(%a, %before)
+  ROOT %loop = (f32[8]{{0}}, f32[4]{{0}}) while(%start), condition=%test, body=%body
+}}
+"""
+
+
+def test_what_a_loop_carries_is_what_the_last_turn_made():
+    """A part that a loop hands on is of the turn before, or of what goes into the loop."""
+    assert _parts(CARRIED) == [
+        ("f32[8]", 48, 12, False, "jit(f)/while/body/sin"),
+        ("f32[4]", 24, 13, False, "jit(f)/neg"),
+    ]
+
+
 def test_what_has_no_line_is_said():
     """A part that nothing tells of is in sums, text and page, as what has no line."""
     (one,) = inspection.collectives(HEAD + ARGUMENTS, AXES)
