@@ -40,6 +40,7 @@ from spmd.inspection._records import (
     Collective as Collective,
     Cost as Cost,
     Memory as Memory,
+    Part as Part,
     Report as Report,
     Reshard as Reshard,
     Shape as Shape,
@@ -47,8 +48,8 @@ from spmd.inspection._records import (
     Source as Source,
     Total as Total,
     Unread as Unread,
-    totals as totals,
 )
+from spmd.inspection._sums import totals as totals
 from spmd.inspection._visualize import (
     Picture as Picture,
     Shard as Shard,

@@ -103,6 +103,21 @@ class TotalDelta:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleDelta:
+    """The same sum over what a module of two reports exchanges.
+
+    Args:
+        module: scopes of the name stack, numbers of layers as ``*``; empty for what is in no scope.
+        a: in the first report.
+        b: in the second.
+    """
+
+    module: str
+    a: Total
+    b: Total
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Diff:
     """How two reports differ; true where their collectives do.
 
@@ -120,6 +135,7 @@ class Diff:
         memory: by class; empty where neither report has it.
         reshards_added: arguments that only the second moves first, or moves otherwise.
         reshards_removed: the same of the first.
+        modules: sums by module, the largest difference in wire bytes first.
     """
 
     names: tuple[str, str]
@@ -135,6 +151,7 @@ class Diff:
     memory: tuple[Delta, ...]
     reshards_added: tuple[Reshard, ...]
     reshards_removed: tuple[Reshard, ...]
+    modules: tuple[ModuleDelta, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.changed or self.added or self.removed)
@@ -189,8 +206,8 @@ class Diff:
 
 def _without_frames(one: Pair | Collective) -> Pair | Collective:
     if isinstance(one, Collective):
-        return dataclasses.replace(one, frames=())
-    return Pair(a=dataclasses.replace(one.a, frames=()), b=dataclasses.replace(one.b, frames=()))
+        return _json.without_frames(one)
+    return Pair(a=_json.without_frames(one.a), b=_json.without_frames(one.b))
 
 
 def diff(a: Reportlike, b: Reportlike) -> Diff:
@@ -232,6 +249,7 @@ def diff(a: Reportlike, b: Reportlike) -> Diff:
         memory=_memory(first.memory, second.memory),
         reshards_added=tuple(r for r in second.reshards if r not in moved_a),
         reshards_removed=tuple(r for r in first.reshards if r not in moved_b),
+        modules=_modules(first, second),
     )
 
 
@@ -287,6 +305,16 @@ def _totals(a: Report, b: Report) -> tuple[TotalDelta, ...]:
     deltas = (
         TotalDelta(kind=k[0], mesh_axes=k[1], a=sums_a.get(k, zero), b=sums_b.get(k, zero))
         for k in sorted(sums_a.keys() | sums_b.keys())
+    )
+    return tuple(sorted(deltas, key=lambda d: -abs(d.b.wire_bytes - d.a.wire_bytes)))
+
+
+def _modules(a: Report, b: Report) -> tuple[ModuleDelta, ...]:
+    sums_a, sums_b = a.totals("module"), b.totals("module")
+    zero = Total.zeros()
+    deltas = (
+        ModuleDelta(module=name, a=sums_a.get(name, zero), b=sums_b.get(name, zero))
+        for name in sorted(sums_a.keys() | sums_b.keys())
     )
     return tuple(sorted(deltas, key=lambda d: -abs(d.b.wire_bytes - d.a.wire_bytes)))
 

@@ -12,16 +12,17 @@ from spmd.inspection._bytes import show_bytes
 from spmd.inspection._diff import Delta, Diff, Pair, TotalDelta
 from spmd.inspection._layout import Cell, Column, Grid, Indented, Row, cell, clean
 from spmd.inspection._records import Collective, Total
+from spmd.inspection._sums import NO_MODULE
 from spmd.inspection._text import (
     LIMIT,
     Flow,
     axes_cell,
     axis_styles,
+    line_cell,
     plural,
     ranking,
     show_count,
     show_total,
-    source_cell,
 )
 
 _MARKS = {"+": "green", "-": "red", "~": "yellow"}
@@ -45,6 +46,7 @@ def render_diff(diff: Diff, *, limit: int | None = LIMIT) -> RenderableType:
         ("Differences of the whole", _header(diff) if diff.header else None),
         ("Collectives", _collectives(diff, limit)),
         ("Totals, per device and call", _totals(diff)),
+        ("Bytes on the wire, by module", _modules(diff)),
         ("Cost and memory, per device", _figures(diff)),
         ("Arguments moved before the program", _reshards(diff)),
     ]
@@ -118,7 +120,7 @@ def _row(mark: str, sides: _Sides, styles: Mapping[str, str]) -> Row:
             _both(sides, "executions", lambda count: f"{count:,}"),
             _both(sides, "total_wire_bytes", show_bytes),
             cell(one.direction),
-            source_cell(one.source, prefix="for " if one.source_is_consumer else ""),
+            line_cell(one),
         ),
         notes=tuple(Text(clean(note), style="dim") for note in _notes(sides)),
     )
@@ -177,6 +179,19 @@ def _totals(diff: Diff) -> RenderableType | None:
     note = [Flow(Text(f"{plural(same, 'more sum')} of kind and axes without a change"))]
     table = Grid((Column(title="kind"), Column(title="mesh axes"), *_SUMS, *_DELTAS), rows)
     return Group(table, *note * bool(same))
+
+
+def _modules(diff: Diff) -> RenderableType | None:
+    differing = [delta for delta in diff.modules if delta.a != delta.b]
+    if not any(delta.module for delta in differing):
+        return None
+    shown = differing[:LIMIT]
+    rows = (
+        Row(cells=(cell(one.module or NO_MODULE), *_total_cells(one.a, one.b))) for one in shown
+    )
+    hidden = len(differing) - len(shown)
+    note = [Flow(Text(f"{plural(hidden, 'more module')}, not shown", style="dim"))] * bool(hidden)
+    return Group(Grid((Column(title="module"), *_SUMS, *_DELTAS), rows), *note)
 
 
 _SUMS = (Column(title="sites", right=True, rank=2, label="sites"),)

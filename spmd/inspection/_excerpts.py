@@ -39,9 +39,10 @@ def excerpts(found: Iterable[Collective], memory: Memory | None) -> tuple[Excerp
 
 def _pointed_at(found: Iterable[Collective], memory: Memory | None) -> Iterator[Source]:
     for one in found:
-        yield from one.frames
-        if one.source:
-            yield one.source
+        for place in (one, *one.parts):
+            yield from place.frames
+            if place.source:
+                yield place.source
     for buffer in memory.buffers if memory else ():
         if buffer.source:
             yield buffer.source

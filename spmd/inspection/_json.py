@@ -19,7 +19,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from spmd.errors import Failure, ReportError, explain
 from spmd.inspection._origins import Annotation, Later, Origins, Step, known
-from spmd.inspection._records import Collective, Report, Source, Total
+from spmd.inspection._records import Collective, Part, Report, Source, Total
 
 VERSION = 1
 SCHEMA = f"spmd-report/{VERSION}"
@@ -61,9 +61,17 @@ class _Table(dict[_T, int]):
         return self.setdefault(key, len(self))
 
 
+def without_frames(one: Collective) -> Collective:
+    """A collective whose stacks, and those of its parts, are left out."""
+    parts = tuple(dataclasses.replace(part, frames=()) for part in one.parts)
+    return dataclasses.replace(one, frames=(), parts=parts)
+
+
 def _encode_collective(one: Collective, frames: _Table[Source]) -> dict[str, Any]:
-    data = values(dataclasses.replace(one, frames=()))
+    data = values(without_frames(one))
     data["frames"] = [frames[frame] for frame in one.frames]
+    for part, encoded in zip(one.parts, data["parts"], strict=True):
+        encoded["frames"] = [frames[frame] for frame in part.frames]
     data["total_payload_bytes"] = one.total_payload_bytes
     data["total_wire_bytes"] = one.total_wire_bytes
     return data
@@ -102,6 +110,7 @@ def _encode_totals(report: Report) -> dict[str, Any]:
         "mesh_axes": ("axis",),
         "kind_and_mesh_axes": ("kind", "axis"),
         "line": ("line",),
+        "module": ("module",),
         "direction": ("direction",),
     }
     data: dict[str, Any] = {"all": values(report.total)}
@@ -322,6 +331,7 @@ class _Reader:
         (Report, "mesh"): _mesh,
         (Report, "origins"): _origins,
         (Collective, "frames"): _frames,
+        (Part, "frames"): _frames,
     }
 
 

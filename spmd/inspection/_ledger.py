@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
-import functools
-import heapq
 import itertools
 import warnings
 
 from spmd.inspection import _groups, _hlo, _source
 from spmd.inspection._hlo import Computation, Instruction, Module
+from spmd.inspection._near import Around, Origin
+from spmd.inspection._parts import Divider, Whole
 from spmd.inspection._records import KINDS, Collective, Shape, Shapes, Source
 from spmd.inspection._walk import Visit, calls_of, visits
 
@@ -137,9 +137,10 @@ class _Reader:
         self.visited = visited
         self.axis_sizes = axis_sizes
         self.crossed: dict[object, tuple[tuple[str, ...], int]] = {}
-        self.around: dict[str, _Around] = {}
+        self.around: dict[str, Around] = {}
         self.starts = _channels(module, "AsyncCollectiveStart")
         self.waits = _channels(module, "AsyncCollectiveDone") if self.starts else {}
+        self.divider = Divider(module, visited, self._around)
 
     def goes_on(self, one: Instruction, computation: Computation) -> bool:
         """Whether this is a later part of a collective that another fusion starts."""
@@ -155,13 +156,20 @@ class _Reader:
         mesh_axes, group_size = self._crossing(one)
         origin = self._origin(one, computation, visit)
         operand, result = map(_nbytes, shapes)
+        payload, wire = max(operand, result), wire_bytes(kind, operand, result, group_size)
+        # One all-to-all takes its operand in pieces, one for each member of a group.
+        combined = 1 if kind == "all-to-all" else max(1, len(shapes.operands))
+        parts = ()
+        if combined > 1:
+            whole = Whole(one, computation, kind, shapes, payload, wire, origin)
+            parts = self.divider.parts(whole, [*self._holder(one, computation, visit)])
         return Collective(
             kind=kind,
             mesh_axes=mesh_axes,
             shapes=shapes,
             dtype=", ".join(dict.fromkeys(shape.dtype for shape in shapes.operands)),
-            payload_bytes=max(operand, result),
-            wire_bytes=wire_bytes(kind, operand, result, group_size),
+            payload_bytes=payload,
+            wire_bytes=wire,
             group_size=group_size,
             executions=visit.executions,
             source=_source.user_source(origin.frames),
@@ -172,17 +180,17 @@ class _Reader:
             is_async=one.opcode.endswith("-start")
             or visit.is_async
             or self._starts(one, computation),
-            # One all-to-all takes its operand in pieces, one for each member of a group.
-            combined=1 if kind == "all-to-all" else max(1, len(shapes.operands)),
+            combined=combined,
             conditional=visit.conditional,
             in_loop=visit.in_loop,
             name=one.name,
             groups=_groups.written_groups(one),
+            parts=parts,
         )
 
-    def _around(self, computation: Computation) -> _Around:
+    def _around(self, computation: Computation) -> Around:
         if computation.name not in self.around:
-            self.around[computation.name] = _Around(computation)
+            self.around[computation.name] = Around(computation)
         return self.around[computation.name]
 
     def _crossing(self, one: Instruction) -> tuple[tuple[str, ...], int]:
@@ -193,7 +201,7 @@ class _Reader:
             self.crossed[key] = axes, max(map(len, groups), default=1)
         return self.crossed[key]
 
-    def _origin(self, one: Instruction, computation: Computation, visit: Visit) -> _Origin:
+    def _origin(self, one: Instruction, computation: Computation, visit: Visit) -> Origin:
         """The frames and the name of a collective.
 
         What has no frames takes those of the operation around it, of its reduction, of the first
@@ -203,21 +211,21 @@ class _Reader:
         op_name = next((place.op_name for place, _ in places if place.op_name), "")
         for place, _ in places:
             if frames := _source.frames_of(place, self.module):
-                return _Origin(frames, op_name, _source.direction_of(place.op_name))
+                return Origin(frames, op_name, _source.direction_of(place.op_name))
         near = self._nearest(places, op_name)
         # A reduction that the user wrote has its line in the function that adds two elements.
         frames = self._reduction_frames(one)
         return dataclasses.replace(near, frames=frames, is_consumer=False) if frames else near
 
-    def _nearest(self, places: Sequence[tuple[Instruction, Computation]], op_name: str) -> _Origin:
-        for others, uses in ((_Around.users, True), (_Around.makers, False)):
+    def _nearest(self, places: Sequence[tuple[Instruction, Computation]], op_name: str) -> Origin:
+        for others, uses in ((Around.users, True), (Around.makers, False)):
             near = (others(self._around(computation), one) for one, computation in places)
             for other in itertools.chain.from_iterable(near):
                 op_name = op_name or other.op_name
                 if frames := _source.frames_of(other, self.module):
                     direction = _source.direction_of(other.op_name)
-                    return _Origin(frames, op_name, direction, is_consumer=uses)
-        return _Origin((), op_name, _source.direction_of(op_name))
+                    return Origin(frames, op_name, direction, is_consumer=uses)
+        return Origin((), op_name, _source.direction_of(op_name))
 
     def _reduction_frames(self, one: Instruction) -> tuple[Source, ...]:
         function = self.module.computations.get(one.callees().get("to_apply", ("",))[0])
@@ -280,56 +288,3 @@ def _result_shapes(one: Instruction) -> tuple[Shape, ...]:
     elements = _hlo.tuple_elements(one.type)
     text = elements[1] if started and len(elements) > 1 else one.type
     return _hlo.parse_shapes(text)
-
-
-# Where it comes from
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Origin:
-    frames: tuple[Source, ...]
-    op_name: str
-    direction: str
-    is_consumer: bool = False
-
-
-class _Around:
-    """What is near an instruction: the types, users and makers in one computation."""
-
-    def __init__(self, computation: Computation):
-        self.instructions = computation.instructions
-        self.types = {one.name: one.type for one in computation.instructions}
-        self.places = {one.name: i for i, one in enumerate(computation.instructions)}
-
-    @functools.cached_property
-    def _used_by(self) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
-        for i, one in enumerate(self.instructions):
-            for name in dict.fromkeys(one.operand_names):
-                found.setdefault(name, []).append(i)
-        return found
-
-    def users(self, one: Instruction) -> Iterator[Instruction]:
-        """The instructions that use a result, and those that use theirs, in program order."""
-        return self._reached(one, lambda other: self._used_by.get(other.name, ()), 1)
-
-    def makers(self, one: Instruction) -> Iterator[Instruction]:
-        """The instructions that make the operands, and theirs, the nearest first."""
-        places = self.places
-        return self._reached(
-            one, lambda other: (places[n] for n in other.operand_names if n in places), -1
-        )
-
-    def _reached(
-        self, one: Instruction, after: Callable[[Instruction], Iterable[int]], way: int
-    ) -> Iterator[Instruction]:
-        pending = [way * i for i in after(one)]
-        heapq.heapify(pending)
-        seen: set[int] = set()
-        while pending:
-            i = way * heapq.heappop(pending)
-            if i not in seen:
-                seen.add(i)
-                yield self.instructions[i]
-                for j in after(self.instructions[i]):
-                    heapq.heappush(pending, way * j)

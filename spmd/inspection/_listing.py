@@ -18,8 +18,9 @@ from spmd.errors import ReportError
 from spmd.inspection import _shardy
 from spmd.inspection._origins import Later, Origins, known
 from spmd.inspection._propagation import Propagation, Value, propagate
-from spmd.inspection._records import Collective, totals
+from spmd.inspection._records import Collective
 from spmd.inspection._source import user_source
+from spmd.inspection._sums import shares, totals
 from spmd.inspection._why import describe, is_made
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,8 @@ def _unknown(error: Exception) -> Origins:
 def _lines(found: Sequence[Collective]) -> dict[_Line, frozenset[str]]:
     """The lines of collectives, most bytes first, with the operations that exchange there."""
     words: dict[str | None, tuple[_Line, set[str]]] = {}
-    for one in found:
+    parts = (shares(one, lambda part: (part.source, part.op_name)) for one in found)
+    for one in itertools.chain.from_iterable(share.values() for share in parts):
         if one.source:
             place = (one.source.file, one.source.line)
             _, names = words.setdefault(str(one.source), (place, set()))

@@ -85,7 +85,10 @@ def _arguments(one: Collective) -> dict[str, Any]:
         "total_payload_bytes": one.total_payload_bytes,
         "total_wire_bytes": one.total_wire_bytes,
     }
-    texts = {"shapes": shapes, "source": place, "frames": frames}
+    parts = [
+        f"{part.wire_bytes} B: {part.source or part.op_name or 'no line'}" for part in one.parts
+    ]
+    texts = {"shapes": shapes, "source": place, "frames": frames, "parts": parts}
     return values(one) | texts | derived
 
 

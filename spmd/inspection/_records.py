@@ -5,7 +5,7 @@ All bytes are per device. Nothing here reads HLO, knows JAX or prints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 import dataclasses
 import math
 import os
@@ -80,6 +80,32 @@ class Shapes(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one exchange of the program has in a collective that the compiler combined.
+
+    Args:
+        shapes: of its operand and its result, per device.
+        payload_bytes: its share of the payload. The shares of all parts add up to the whole.
+        wire_bytes: its share of the bytes that each device sends; these add up likewise.
+        source: the user's line that makes what is sent, or else the one that uses what comes back;
+            None where the compiler left nothing that tells: the part is not attributed.
+        source_is_consumer: True where `source` is the line that uses it.
+        frames: all frames, innermost first, libraries included.
+        direction: one of `DIRECTIONS`, as the name stack of the part tells.
+        op_name: its name-stack path; for an argument, the argument's path.
+    """
+
+    shapes: Shapes
+    payload_bytes: int
+    wire_bytes: int
+    source: Source | None
+    direction: str
+    op_name: str
+    source_is_consumer: bool = False
+    frames: tuple[Source, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
     """One place in a compiled program where devices exchange data.
 
@@ -111,6 +137,9 @@ class Collective:
         name: the instruction's name in the HLO text.
         groups: which devices exchange with each other, or send to each other, as XLA prints it;
             `spmd.inspection.expand_replica_groups` reads it.
+        parts: the exchanges that were combined, one for each operand; none for what is one
+            exchange. `source`, `frames` and `op_name` of the whole are what the compiler kept;
+            sums by line, module and direction go by the parts.
     """
 
     kind: str
@@ -132,6 +161,7 @@ class Collective:
     in_loop: bool = False
     name: str = ""
     groups: str = ""
+    parts: tuple[Part, ...] = ()
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -412,12 +442,18 @@ class Report:
     def totals(self, *by: str) -> dict[Any, Total]:
         """Sums the collectives by one or several of their properties.
 
+        Bytes of what the compiler combined are divided among its parts, so that they add up to
+        those of `total` whatever they are summed by. A collective of several lines is a site, with
+        all its executions, of each of them.
+
         Args:
-            by: of ``kind``, ``axis`` (the mesh axes), ``line`` (the source) and ``direction``.
+            by: of ``kind``, ``axis`` (the mesh axes), ``line`` (the source), ``module`` (the scopes
+                of the name stack, numbers of layers as ``*``) and ``direction``.
 
         Returns:
             A `Total` by the value of the property, or by a tuple of the values of several; the
-            most wire bytes first.
+            most wire bytes first. What has no line is under None, what is in no scope under an
+            empty string.
 
         Raises:
             ValueError: there is no such property.
@@ -425,7 +461,9 @@ class Report:
         Example:
             report.totals("kind", "axis")["all-reduce", ("data",)].wire_bytes
         """
-        return totals(self.collectives, *by)
+        from spmd.inspection import _sums
+
+        return _sums.totals(self.collectives, *by)
 
     # What a report opens is imported when it is used: records stay free of those who read them.
 
@@ -592,25 +630,3 @@ class Report:
         from spmd.inspection import _scalars
 
         return _scalars.scalars(self)
-
-
-_KEYS: dict[str, Callable[[Collective], object]] = {
-    "kind": lambda one: one.kind,
-    "axis": lambda one: one.mesh_axes,
-    "line": lambda one: one.source and str(one.source),
-    "direction": lambda one: one.direction,
-}
-
-
-def totals(found: Iterable[Collective], *by: str) -> dict[Any, Total]:
-    """Sums collectives by one or several properties, as `Report.totals` does."""
-    unknown = [key for key in by if key not in _KEYS]
-    if unknown or not by:
-        got = ", ".join(map(repr, unknown)) or "nothing"
-        raise ValueError(f"totals are by {', '.join(_KEYS)}, or several of them; not by {got}")
-    sums: dict[Any, Total] = {}
-    for one in found:
-        values = tuple(_KEYS[name](one) for name in by)
-        key = values[0] if len(by) == 1 else values
-        sums[key] = sums.get(key, Total.zeros()) + Total.of(one)
-    return dict(sorted(sums.items(), key=lambda item: -item[1].wire_bytes))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import itertools
 from pathlib import PurePath
 from typing import Any
@@ -38,9 +37,13 @@ from spmd.inspection._records import (
     Source,
     Total,
 )
+from spmd.inspection._sums import KEYS, NO_MODULE, by_line, grouped, line_of, spread, sum_of
 
 #: Rows of the ledger that are drawn where nothing else is asked for.
 LIMIT = 40
+#: Lines that are listed below a row that was combined from exchanges of several.
+LINES_OF_ONE = 8
+_WIDE = 60
 # Pairs that stay apart for most colour-blind readers; the names say the same without colour.
 _AXIS_STYLES = ("cyan", "yellow", "magenta", "green", "blue", "red")
 _STAND_IN = "CPU stand-in: another backend fuses and combines differently"
@@ -67,6 +70,8 @@ def render_report(
     ]
     if not report.collectives:
         del sections[1:3]
+    elif any(module for module in report.totals("module")):
+        sections.append(("Bytes on the wire, by module", render_modules(report, limit)))
     if not report.predicted:
         title = "Communication and computation, per device and call"
         sections.append((title, render_cost(report)))
@@ -264,7 +269,9 @@ def _why_none(report: Report) -> str:
 
 def _hidden(rest: Sequence[Collective]) -> Iterator[RenderableType]:
     if rest:
-        text = f"{plural(len(rest), 'more row')} ({show_total(_sum(rest))} on the wire), not shown"
+        text = (
+            f"{plural(len(rest), 'more row')} ({show_total(sum_of(rest))} on the wire), not shown"
+        )
         yield Flow(Text(text, style="dim"))
 
 
@@ -280,11 +287,36 @@ def _ledger_row(one: Collective, styles: Mapping[str, str], all_frames: bool) ->
             runs_cell(one.executions),
             unknown_cell() if total is None else cell(show_bytes(total), style="bold"),
             cell(one.direction),
-            source_cell(one.source, prefix="for " if one.source_is_consumer else ""),
+            line_cell(one),
         ),
         notes=tuple(_marks(one)),
-        lines=tuple(_frames(one)) if all_frames else (),
+        lines=(*_parts(one, all_frames), *(_frames(one) if all_frames else ())),
     )
+
+
+def line_cell(one: Collective) -> Cell:
+    """The line of a collective, or how many lines have a part in it."""
+    if several := spread(one):
+        return cell(several)
+    return source_cell(one.source, prefix="for " if one.source_is_consumer else "")
+
+
+def _parts(one: Collective, all_lines: bool) -> Iterator[Text]:
+    """What each line has in a combined collective."""
+    found = by_line(one)
+    if not one.parts or [line_of(share) for share in found] == [line_of(one)]:
+        return
+    figures = [show_bytes(ranking(share)) for share in found]
+    width = max(map(len, figures))
+    most = len(found) if all_lines else LINES_OF_ONE
+    for figure, share in list(zip(figures, found, strict=True))[:most]:
+        place = source_cell(share.source, prefix="for " if share.source_is_consumer else "")[0]
+        shapes = shapes_cell(share.shapes)
+        shown = shapes[0] if len(shapes[0]) < _WIDE else shapes[-1]
+        yield Text.assemble(f"{figure:>{width}}  ", place, "  ", (str(shown), "dim"))
+    if rest := found[most:]:
+        figure = show_bytes(sum(map(ranking, rest)))
+        yield Text(f"{figure:>{width}}  {plural(len(rest), 'more line')}", style="dim")
 
 
 def runs_cell(executions: int | None) -> Cell:
@@ -382,12 +414,9 @@ def render_sources(report: Report, limit: int | None = LIMIT) -> RenderableType:
         report: what is drawn.
         limit: the most lines over all files; None for all.
     """
-    # Several operations of one line differ in their columns.
-    lines = _grouped(
-        report.collectives, lambda one: one.source and dataclasses.replace(one.source, column=0)
-    )
-    files = _grouped(report.collectives, lambda one: one.source and one.source.file)
-    kept = dict(list(lines.items())[:limit])
+    of_lines = _ranked(grouped(report.collectives, line_of))
+    files = _ranked(grouped(report.collectives, lambda one: one.source and one.source.file))
+    kept = dict(list(of_lines.items())[:limit])
     below: dict[str | None, dict[Source, list[Collective]]] = {}
     for source, found in kept.items():
         below.setdefault(source and source.file, {}).update({source: found} if source else {})
@@ -397,25 +426,41 @@ def render_sources(report: Report, limit: int | None = LIMIT) -> RenderableType:
         if file in below:
             rows.append(_file_row(file, found))
             rows += _line_rows(below[file], styles)
-    hidden = len(lines) - len(kept)
+    hidden = len(of_lines) - len(kept)
     note = [Flow(Text(f"{plural(hidden, 'more line')}, not shown", style="dim"))] * bool(hidden)
     return Indented(Group(Grid(_SOURCES, rows), *note), by=0)
 
 
-def _grouped(
-    found: Iterable[Collective], key: Callable[[Collective], Any]
-) -> dict[Any, list[Collective]]:
-    """Collectives by what they have in common, the most bytes on the wire first."""
-    groups: dict[Any, list[Collective]] = {}
-    for one in found:
-        groups.setdefault(key(one), []).append(one)
+def _ranked(groups: Mapping[Any, list[Collective]]) -> dict[Any, list[Collective]]:
+    """Groups of collectives, the most bytes on the wire first."""
     return dict(sorted(groups.items(), key=lambda item: -sum(map(ranking, item[1]))))
+
+
+_MODULES = (Column(title="module"), *_SOURCES[1:])
+
+
+def render_modules(report: Report, limit: int | None = LIMIT) -> RenderableType:
+    """The bytes that each scope of the name stack puts on the wire, layers of a kind as one.
+
+    Args:
+        report: what is drawn.
+        limit: the most modules; None for all.
+    """
+    modules = _ranked(grouped(report.collectives, KEYS["module"]))
+    styles = axis_styles(report.mesh)
+    rows = [
+        Row(cells=(cell(name or NO_MODULE), cell(show_total(sum_of(found))), _what(found, styles)))
+        for name, found in list(modules.items())[:limit]
+    ]
+    hidden = len(modules) - len(rows)
+    note = [Flow(Text(f"{plural(hidden, 'more module')}, not shown", style="dim"))] * bool(hidden)
+    return Indented(Group(Grid(_MODULES, rows), *note), by=0)
 
 
 def _file_row(file: str | None, found: Iterable[Collective]) -> Row:
     path = "no line" if file is None else short_path(file)
     name = cell(path, PurePath(path).name or path)
-    return Row(cells=(name, cell(show_total(_sum(found))), cell("")), style="bold")
+    return Row(cells=(name, cell(show_total(sum_of(found))), cell("")), style="bold")
 
 
 def _line_rows(lines: Mapping[Source, list[Collective]], styles: Mapping[str, str]) -> list[Row]:
@@ -423,7 +468,7 @@ def _line_rows(lines: Mapping[Source, list[Collective]], styles: Mapping[str, st
     for place, (source, found) in enumerate(lines.items(), 1):
         branch = f"{'└' if place == len(lines) else '├'}─ {source.line}"
         name = cell(f"{branch} {source.function}".rstrip(), branch)
-        rows.append(Row(cells=(name, cell(show_total(_sum(found))), _what(found, styles))))
+        rows.append(Row(cells=(name, cell(show_total(sum_of(found))), _what(found, styles))))
     return rows
 
 
@@ -432,10 +477,6 @@ def _what(found: Iterable[Collective], styles: Mapping[str, str]) -> Cell:
     parts = [Text.assemble(clean(k), " ", axes_cell(axes, styles)[0]) for k, axes in kinds]
     short = [] if len(parts) < 2 else [Text.assemble(parts[0], f" + {len(parts) - 1} more")]
     return Text("; ").join(parts), *short
-
-
-def _sum(found: Iterable[Collective]) -> Total:
-    return sum(map(Total.of, found), Total.zeros())
 
 
 # Cost

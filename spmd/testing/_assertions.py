@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, explain
 from spmd.inspection._bytes import show_bytes
+from spmd.inspection._names import components, is_written, stacks
 from spmd.inspection._places import short_path
 from spmd.inspection._records import DIRECTIONS, Collective, Report, Source
 from spmd.inspection._source import direction_of
+from spmd.inspection._sums import line_of, shares
 from spmd.testing._budgets import (
     SUBJECT,
     Budget,
@@ -19,7 +22,6 @@ from spmd.testing._budgets import (
     read_budget,
     violations,
 )
-from spmd.testing._paths import components, stacks
 
 # pytest shows the user's line and the message, and no frame of this file.
 __tracebackhide__ = True
@@ -52,7 +54,8 @@ def assert_collectives(
     conditional count as if they ran. A limit on a collective whose number of executions is unknown
     is broken: unknown is not taken for one. So is every limit on a program with text that was not
     understood (`Report.unread`), since what it exchanges is not known. What the compiler combined
-    into one exchange is in every place whose name it kept: all on CPU, one on TPU.
+    into one exchange is in the place of each of its parts, with the bytes of the parts that are
+    there.
 
     Args:
         f: what `spmd.report` takes (a `pjit` or `jax.jit` function, or a lowered or compiled one),
@@ -168,7 +171,7 @@ def _broken(report: Report, budgets: Mapping[str | None, Budget]) -> Iterator[tu
 
 
 def _part(report: Report, place: str, budget: Budget) -> tuple[Collective, ...]:
-    part = tuple(one for one in report.collectives if _is_in(one, place))
+    part = tuple(share for one in report.collectives for share in _shares_in(one, place))
     if part or place in _PLACES or budget.empty_ok:
         return part
     known = sorted({name for one in report.collectives for name in _places(one)})
@@ -182,9 +185,21 @@ def _part(report: Report, place: str, budget: Budget) -> tuple[Collective, ...]:
     raise explain(SUBJECT, [failure])
 
 
+def _shares_in(one: Collective, place: str) -> list[Collective]:
+    """What of a collective is in a place: of what was combined, those parts that are."""
+    if place == "loop":
+        return [one] * one.in_loop
+    if found := shares(one, lambda part: _is_in(part, place)).get(True):
+        return [found]
+    # A psum that the user wrote is in its own place, too, and its parts where their data come from.
+    as_written = dataclasses.replace(one, parts=())
+    written = all(map(is_written, stacks(as_written)))
+    return [one] * (bool(one.parts) and written and _is_in(as_written, place))
+
+
 def _is_in(one: Collective, place: str) -> bool:
     if place in _PLACES:
-        return one.in_loop if place == "loop" else place in _directions(one)
+        return place in _directions(one)
     return (
         _in_file(one.source, place)
         or any(_is_function(frame.function, place) for frame in _frames(one))
@@ -216,9 +231,9 @@ def _is_function(name: str, place: str) -> bool:
 
 
 def _places(one: Collective) -> Iterator[str]:
-    if one.source:
-        yield Path(one.source.file.replace("\\", "/")).name
-        yield one.source.function.rpartition(".")[2]
+    for source in filter(None, (part.source for part in one.parts or (one,))):
+        yield Path(source.file.replace("\\", "/")).name
+        yield source.function.rpartition(".")[2]
     for stack in stacks(one):
         yield from components(stack)
 
@@ -293,4 +308,6 @@ def _where(one: Collective) -> str:
         return f"at an unknown line ({one.op_name or one.name or 'no name'})"
     function = f" ({one.source.function})" if one.source.function else ""
     used = "used " if one.source_is_consumer else ""
-    return f"{used}at {short_path(one.source.file)}:{one.source.line}{function}"
+    more = len(shares(one, line_of)) - 1
+    others = f" and {more} more line{'s' * (more > 1)}" if more else ""
+    return f"{used}at {short_path(one.source.file)}:{one.source.line}{function}{others}"

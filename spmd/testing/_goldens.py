@@ -20,10 +20,10 @@ from typing import Any
 
 from spmd.errors import Failure, OptionError, explain
 from spmd.inspection._bytes import show_bytes
+from spmd.inspection._names import joined, place, stacks
 from spmd.inspection._records import Collective, Report, Shape
 from spmd.inspection._source import direction_of
 from spmd.testing._assertions import as_report, show_backend
-from spmd.testing._paths import place, stacks
 
 # pytest shows the user's line and the message, and no frame of this file.
 __tracebackhide__ = True
@@ -193,9 +193,8 @@ def rows_of(report: Report) -> Counter[Row]:
 
 def _rows(one: Collective) -> Iterator[Row]:
     parts, names = list(_arrays(one)), stacks(one)
-    # With a name for each array there is a place for each; else the first name is that of some.
-    each_named = len(parts) == len(names) and (len(names) > 1 or one.combined == 1)
-    if not each_named:
+    each_named = _has_every_name(one, len(parts))
+    if len(names) != len(parts):
         names = [names[0]] * len(parts)
     for (operands, results), name in zip(parts, names, strict=True):
         yield Row(
@@ -208,6 +207,14 @@ def _rows(one: Collective) -> Iterator[Row]:
             place=_cell(place(name)),
             combined=not each_named,
         )
+
+
+def _has_every_name(one: Collective, count: int) -> bool:
+    """Whether the compiler named every array; else it kept a name of some, and others are found."""
+    if one.combined == 1:
+        return count == 1
+    same = bool(one.parts) and {*stacks(one)} == {one.op_name}
+    return count > 1 and (len(joined(one.op_name)) == count or same)
 
 
 def _arrays(one: Collective) -> Iterator[tuple[tuple[Shape, ...], tuple[Shape, ...]]]:

@@ -22,6 +22,7 @@ from spmd.inspection._records import (
     Cost,
     Finding,
     Memory,
+    Part,
     Report,
     Reshard,
     Shape,
@@ -62,6 +63,20 @@ def collective(**fields):
         "combined": 1,
     }
     return Collective(**given | fields)
+
+
+def part(*dims, line=42, **fields):
+    """A part of 8 MiB in a combined all-reduce, of one line or of none."""
+    both = (shape(*dims),)
+    given = {
+        "shapes": Shapes(both, both),
+        "payload_bytes": 8 * MIB,
+        "wire_bytes": 12 * MIB,
+        "source": line and source(line),
+        "direction": "backward",
+        "op_name": "jit(step)/transpose(jvp(Model))/layers_1/mlp/dot_general",
+    }
+    return Part(**given | fields)
 
 
 def report(**fields):
@@ -180,6 +195,7 @@ SMALL = report(
             shapes=Shapes((shape(2048, 1024),) * 2, (shape(2048, 1024),) * 2),
             executions=12,
             combined=2,
+            parts=(part(2048, 1024, line=None, op_name=""), part(2048, 1024, frames=(source(42),))),
             is_async=True,
             frames=(source(42), source(90, "main", "/w/train.py")),
         ),
@@ -276,8 +292,20 @@ sources = st.builds(
 )
 axes = st.sampled_from([(), ("data",), ("model",), ("data", "model"), ("data:(2)2",), ("層",)])
 paths = st.sampled_from(["", "jit(f)/add", "jit(f)/jit(g)/add_2", "jit(f)/add_1", "x['w']"])
+parts = st.builds(
+    Part,
+    shapes=st.builds(Shapes, some_shapes, some_shapes),
+    payload_bytes=counts,
+    wire_bytes=counts,
+    source=st.none() | sources,
+    direction=st.sampled_from(DIRECTIONS),
+    op_name=paths | names,
+    source_is_consumer=st.booleans(),
+    frames=st.lists(sources, max_size=2).map(tuple),
+)
 collectives = st.builds(
     Collective,
+    parts=st.lists(parts, max_size=2).map(tuple),
     kind=st.sampled_from(KINDS),
     mesh_axes=axes,
     shapes=st.builds(Shapes, some_shapes, some_shapes),

@@ -41,7 +41,17 @@ def _line(one):
         place = f"{one.source}:{one.source.column} in {one.source.function or '?'}"
         parts.append(used + place)
     parts += ["async"] * one.is_async + [f"{one.combined} combined"] * (one.combined > 1)
-    return ", ".join(parts + ["conditional"] * one.conditional)
+    whole = ", ".join(parts + ["conditional"] * one.conditional)
+    return "\n".join([whole, *map(_part, one.parts)])
+
+
+def _part(part):
+    """What one exchange has in a combined one, as a line below it."""
+    operand, result = (" + ".join(map(str, shapes)) for shapes in part.shapes)
+    used = "used by " if part.source_is_consumer else ""
+    place = f"{used}{part.source} in {part.source.function}" if part.source else "no line"
+    about = f"{part.payload_bytes} bytes, {part.wire_bytes} sent, {part.direction}, {place}"
+    return f"    {operand} -> {result}: {about}"
 
 
 def _golden(text):
@@ -55,7 +65,8 @@ def _golden(text):
 def test_a_kept_text_has_the_ledger_beside_it(text):
     """Every record of every text is the line that was counted for it, in program order."""
     mesh, lines = _golden(text)
-    assert [_line(one) for one in inspection.collectives(text.read_text(), mesh)] == lines
+    found = [_line(one) for one in inspection.collectives(text.read_text(), mesh)]
+    assert "\n".join(found).splitlines() == lines
 
 
 def test_every_spelling_and_backend_is_kept():

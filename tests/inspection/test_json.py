@@ -7,7 +7,7 @@ import re
 
 from hypothesis import given, settings
 import pytest
-from reports import MIB, SMALL, collective, report, reports, source, value_origins
+from reports import MIB, SMALL, collective, part, report, reports, source, value_origins
 
 import spmd
 from spmd.errors import ReportError
@@ -255,9 +255,10 @@ def test_derived_figures():
     # 12 * 24 MiB, 3 * 24 MiB, one unknown and one that sends nothing.
     assert data["totals"]["all"]["wire_bytes"] == 15 * 24 * MIB
     assert data["totals"]["all"]["unknown"] == 1
-    assert [row["line"] for row in data["totals"]["line"]][:2] == [
-        "/w/model/transformer.py:42",
-        "/w/ops.py:9",
+    assert [(row["line"], row["wire_bytes"]) for row in data["totals"]["line"]][:3] == [
+        (None, 6 * 24 * MIB),
+        ("/w/model/transformer.py:42", 6 * 24 * MIB),
+        ("/w/ops.py:9", 3 * 24 * MIB),
     ]
     assert data["totals"]["kind_and_mesh_axes"][1] == {
         "kind": "collective-permute",
@@ -455,6 +456,7 @@ def test_every_field_comes_back_changed():
         wire_bytes=2, group_size=3, executions=5, source=None, direction="other", op_name="x",
         is_async=False, combined=7, source_is_consumer=True, frames=(), conditional=True,
         in_loop=True, name="send.1", groups="{{0}}",
+        parts=(part(8, source_is_consumer=True, frames=(source(1), source(42))),),
     )  # fmt: skip
     for field in dataclasses.fields(one):
         changed = dataclasses.replace(one, **{field.name: getattr(other, field.name)})

@@ -246,7 +246,7 @@ def test_an_empty_module_has_no_collectives():
 @pytest.mark.parametrize("by", [(), ("kinds",)])
 def test_totals_by_nothing_known(by):
     """A property that collectives do not have is an error that lists those they have."""
-    with pytest.raises(ValueError, match="by kind, axis, line, direction"):
+    with pytest.raises(ValueError, match="by kind, axis, line, module, direction"):
         inspection.totals((), *by)
 
 

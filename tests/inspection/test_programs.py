@@ -83,11 +83,23 @@ def _assert_ledger(found, rows, backend):
     """Each record belongs to one row, and the executions of its records sum up to the row's."""
     times = [[] for _ in rows]
     for one in found:
-        times[_row_of(one, rows, backend)].append(one.executions)
+        index = _row_of(one, rows, backend)
+        times[index].append(one.executions)
+        _assert_parts(one, rows[index])
     for row, counts in zip(rows, times, strict=True):
         assert counts, f"missing: {row}"
         # Loops may be unrolled, so one exchange may stand in several places.
         assert (counts if None in counts else [sum(counts)]) == [row.times], row
+
+
+def _assert_parts(one, row):
+    """What was combined has a part for each operand: their bytes are all, their lines the row's."""
+    assert len(one.parts) == (one.combined if one.combined > 1 else 0)
+    for name in ("payload_bytes", "wire_bytes") if one.parts else ():
+        assert sum(getattr(part, name) for part in one.parts) == getattr(one, name)
+    for part in one.parts:
+        assert part.payload_bytes == max(sum(s.nbytes for s in side) for side in part.shapes)
+    assert {_place(part.source) for part in one.parts} == (set(row.at) if one.parts else set())
 
 
 @pytest.mark.parametrize(

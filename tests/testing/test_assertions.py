@@ -15,8 +15,8 @@ import pytest
 import spmd
 from spmd import PartitionSpec as P, testing
 from spmd.inspection import Source
+from spmd.inspection._names import components, place, stacks
 from spmd.testing import assert_collectives
-from spmd.testing._paths import components, place, stacks
 
 MIB = 2**20
 

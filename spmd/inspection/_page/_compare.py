@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from spmd.inspection._bytes import show_bytes
 from spmd.inspection._page import _view
-from spmd.inspection._places import short_path
 from spmd.inspection._records import Collective, Total
+from spmd.inspection._sums import NO_MODULE
 
 if TYPE_CHECKING:
     from spmd.inspection._diff import Delta, Diff
@@ -25,6 +25,7 @@ def view(diff: Diff) -> dict[str, Any]:
         "diff": diff,
         "rows": [_row(*row, axes) for row in rows],
         "totals": [_total(d.kind, d.mesh_axes, d.a, d.b, axes) for d in diff.totals],
+        "modules": [*_modules(diff)],
         "all": _total("all", (), *diff.total, axes),
         "figures": [*_figures(diff)],
         "reshards": [
@@ -52,8 +53,8 @@ def _row(
 ) -> dict[str, Any]:
     one = b or a
     assert one  # a row has at least one side
-    change, source = _change(a, b), one.source
-    place = f"{short_path(source.file)}:{source.line}" if source else one.op_name
+    change = _change(a, b)
+    place = "\n".join(_view.places(one)) or one.op_name
     return {
         "mark": mark,
         "class": _MARKS[mark],
@@ -65,7 +66,7 @@ def _row(
         "change": "unknown" if change is None else signed(change),
         "rank": change or 0,
         "place": place,
-        "name": place.rpartition("/")[2] if source else place,
+        "name": _view.place_name(one) or place,
     }
 
 
@@ -95,6 +96,14 @@ def _total(
         "b": _view.bounded(b, b.wire_bytes),
         "change": signed(b.wire_bytes - a.wire_bytes) if known else "unknown",
     }
+
+
+def _modules(diff: Diff) -> Iterator[dict[str, Any]]:
+    """Sums that differ by module; nothing where no collective is in one."""
+    differing = [delta for delta in diff.modules if delta.a != delta.b]
+    if any(delta.module for delta in differing):
+        for one in differing:
+            yield {"name": one.module or NO_MODULE, **_total("", (), one.a, one.b, {})}
 
 
 _NAMES = {"flops": "FLOPs", "hbm_bytes": "main memory traffic", "peak": "memory, all together"}

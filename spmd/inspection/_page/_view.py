@@ -20,6 +20,7 @@ from spmd.inspection._records import (
     Source,
     Total,
 )
+from spmd.inspection._sums import NO_MODULE, by_line, grouped, line_of, spread, sum_of
 
 _COLORS = 6
 _LEVELS = 9
@@ -36,7 +37,9 @@ def view(report: Report) -> dict[str, Any]:
         "findings": findings(report),
         "totals": [*_totals(report)],
         "directions": [*_directions(report)],
+        "modules": [*_modules(report)],
         "files": _files(report),
+        "lost": _lost(report),
         "rows": [_row(i, report.collectives[i], report.mesh) for i in order],
         "kinds": sorted({one.kind for one in report.collectives}),
         "axes": sorted({axis for one in report.collectives for axis in one.axis_names}),
@@ -139,6 +142,19 @@ def _totals(report: Report) -> Iterator[dict[str, Any]]:
         }
 
 
+def _modules(report: Report) -> Iterator[dict[str, Any]]:
+    """Sums by module; nothing where no collective is in one."""
+    sums = report.totals("module")
+    most = max((total.wire_bytes for total in sums.values()), default=0)
+    for name, total in sums.items() if any(sums) else ():
+        yield {
+            "name": name or NO_MODULE,
+            "wire": bounded(total, total.wire_bytes),
+            "sites": total.sites,
+            "share": percent(total.wire_bytes, most),
+        }
+
+
 def _directions(report: Report) -> Iterator[tuple[str, str]]:
     sums = report.totals("direction")
     for name in DIRECTIONS:
@@ -166,36 +182,36 @@ def percent(part: int, whole: int) -> float:
 
 def _files(report: Report) -> list[dict[str, Any]]:
     lines = _by_line(report.collectives)
-    most = max((total.wire_bytes for total, _ in lines.values()), default=0)
+    most = max((sent.wire_bytes for sent, _ in lines.values()), default=0)
     files: dict[str, Total] = {}
-    for one in report.collectives:
-        if one.source:
-            files[one.source.file] = files.get(one.source.file, Total.zeros()) + Total.of(one)
+    by_file = grouped(report.collectives, lambda one: one.source and one.source.file)
+    files |= {file: sum_of(found) for file, found in by_file.items() if file is not None}
     for excerpt in report.excerpts:
         files.setdefault(excerpt.file, Total.zeros())
     ranked = sorted(files.items(), key=lambda item: -item[1].wire_bytes)
     _, made = _shardings.anchors(report.origins)
-    found = [_file(file, total, report, lines, most) for file, total in ranked]
+    found = [_file(file, whole, report, lines, most) for file, whole in ranked]
     for (file, _), shown in zip(ranked, found, strict=True):
         for line in itertools.chain.from_iterable(shown["parts"]):
             line["made"] = made.get((file, line["number"]), "")
     return found
 
 
+def _lost(report: Report) -> str:
+    """Bytes of what has no line, in words; empty where all have one."""
+    lost = grouped(report.collectives, line_of).get(None, [])
+    return bounded(sum_of(lost), sum_of(lost).wire_bytes) if lost else ""
+
+
 def _by_line(found: Iterable[Collective]) -> dict[tuple[str, int], tuple[Total, list[str]]]:
     """Sums by file and line, with what runs there in words."""
-    sums: dict[tuple[str, int], Total] = {}
-    words: dict[tuple[str, int], list[str]] = {}
-    for one in found:
-        if one.source:
-            key = (one.source.file, one.source.line)
-            sums[key] = sums.get(key, Total.zeros()) + Total.of(one)
-            words.setdefault(key, []).append(_what(one))
-    return {key: (total, [*dict.fromkeys(words[key])]) for key, total in sums.items()}
+    shares = grouped(found, lambda one: one.source and (one.source.file, one.source.line))
+    shares.pop(None, None)
+    return {key: (sum_of(ones), [*dict.fromkeys(map(_what, ones))]) for key, ones in shares.items()}
 
 
 def _file(
-    file: str, total: Total, report: Report, lines: Mapping[Any, Any], most: int
+    file: str, whole: Total, report: Report, lines: Mapping[Any, Any], most: int
 ) -> dict[str, Any]:
     parts = [one for one in report.excerpts if one.file == file]
     shown = {n for part in parts for n in range(part.first, part.first + len(part.lines))}
@@ -204,8 +220,8 @@ def _file(
     parts += [Excerpt(file=file, first=n, lines=("",)) for n in bare]
     return {
         "path": short_path(file),
-        "wire": bounded(total, total.wire_bytes) if total.sites else "",
-        "sites": total.sites,
+        "wire": bounded(whole, whole.wire_bytes) if whole.sites else "",
+        "sites": whole.sites,
         "parts": [
             [_line(file, part.first + i, text, lines, most) for i, text in enumerate(part.lines)]
             for part in sorted(parts, key=lambda part: part.first)
@@ -214,15 +230,15 @@ def _file(
 
 
 def _line(file: str, number: int, text: str, lines: Mapping[Any, Any], most: int) -> dict[str, Any]:
-    total, words = lines.get((file, number), (None, []))
-    share = percent(total.wire_bytes, most) if total else 0.0
+    whole, words = lines.get((file, number), (None, []))
+    share = percent(whole.wire_bytes, most) if whole else 0.0
     return {
         "number": number,
         "text": text,
-        "wire": bounded(total, total.wire_bytes) if total else "",
+        "wire": bounded(whole, whole.wire_bytes) if whole else "",
         "share": share,
         # Levels start at 1, so that a line that sends anything is seen.
-        "level": min(_LEVELS, 1 + int(share * _LEVELS / 100)) if total else 0,
+        "level": min(_LEVELS, 1 + int(share * _LEVELS / 100)) if whole else 0,
         "what": ", ".join(words),
         "key": f"{short_path(file)}:{number}",
     }
@@ -236,8 +252,8 @@ def _what(one: Collective) -> str:
 
 
 def _row(index: int, one: Collective, mesh: Mapping[str, int]) -> dict[str, Any]:
-    source, total = one.source, one.total_wire_bytes
-    place = f"{short_path(source.file)}:{source.line}" if source else ""
+    source, sent = one.source, one.total_wire_bytes
+    named = place_name(one)
     return {
         "index": index,
         "one": one,
@@ -246,13 +262,31 @@ def _row(index: int, one: Collective, mesh: Mapping[str, int]) -> dict[str, Any]
         "payload": show_bytes(one.payload_bytes),
         "wire": show_bytes(one.wire_bytes),
         "runs": "unknown" if one.executions is None else f"{one.executions:,}",
-        "total": "unknown" if total is None else show_bytes(total),
+        "total": "unknown" if sent is None else show_bytes(sent),
         "rank": _rank(one),
-        "place": place,
-        "name": place.rpartition("/")[2],
-        "function": source.function.rpartition(".<locals>.")[2] if source else "",
+        "place": _place(source),
+        "places": "\n".join(places(one)),
+        "name": named,
+        "function": source.function.rpartition(".<locals>.")[2]
+        if source and _place(source).endswith(named)
+        else "",
         "marks": [*marks(one)],
     }
+
+
+def _place(source: Source | None) -> str:
+    return f"{short_path(source.file)}:{source.line}" if source else ""
+
+
+def places(one: Collective) -> list[str]:
+    """The lines that have a part in a collective, and its own."""
+    found = [_place(share.source) for share in (*by_line(one), one)]
+    return [*dict.fromkeys(filter(None, found))]
+
+
+def place_name(one: Collective) -> str:
+    """The line of a collective, or how many lines have a part in it."""
+    return spread(one) or _place(one.source).rpartition("/")[2]
 
 
 def marks(one: Collective) -> Iterator[str]:
@@ -277,8 +311,17 @@ def _detail(one: Collective, frames: dict[Source, int]) -> dict[str, Any]:
         "groups": one.groups,
         "group_size": one.group_size,
         "marks": [*marks(one)],
+        "parts": [*_parts(one)],
         "frames": [frames.setdefault(frame, len(frames)) for frame in one.frames],
     }
+
+
+def _parts(one: Collective) -> Iterator[str]:
+    """What each line has in a combined collective, in words."""
+    for share in by_line(one) if one.parts else ():
+        place = f"{_place(share.source)} {share.source.function}" if share.source else "no line"
+        used = "for " if share.source_is_consumer else ""
+        yield f"{show_bytes(_rank(share))} {used}{place}: {show_shapes(share.shapes)}"
 
 
 def show_shapes(shapes: Shapes) -> str:

@@ -90,6 +90,7 @@
     add("name stack", one.op);
     add("groups", one.groups && `${one.groups}, at most ${one.group_size} devices`);
     add("instruction", one.hlo);
+    if (one.parts.length) add("parts", make("ol", {}, ...one.parts.map((textContent) => make("li", { textContent }))));
     const frames = one.frames.map((i) => data.frames[i]);
     if (frames.length) {
       add("stack", make("ol", {}, ...frames.map(([file, line, name]) => make("li", { textContent: `${file}:${line} ${name}` }))));
@@ -131,7 +132,7 @@
   if (filters) {
     const rows = [...table.tBodies[0].rows].map((row) => ({
       row,
-      text: [row.textContent, row.dataset.line, ...["shapes", "op", "hlo"].map((name) => (data.details[row.dataset.i] || {})[name] || "")].join("\n").toLowerCase(),
+      text: [row.textContent, row.dataset.line, ...["shapes", "op", "hlo", "parts"].map((name) => (data.details[row.dataset.i] || {})[name] || "")].join("\n").toLowerCase(),
       axes: row.dataset.axes.split(" "),
     }));
     const text = byId("filter-text"), kind = byId("filter-kind"), axis = byId("filter-axis"), direction = byId("filter-direction");

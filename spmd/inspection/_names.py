@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 import re
 
 from spmd.inspection._records import Collective
@@ -12,6 +12,7 @@ _WRAPPERS = {
     "jit", "pjit", "jvp", "transpose", "vmap", "pmap", "remat", "checkpoint", "custom_jvp",
     "custom_vjp", "shard_map",
 }  # fmt: skip
+_FUNCTIONS = frozenset({"jit", "pjit"})
 _WRAPPED = re.compile(r"(\w+)\((.*)\)$", re.DOTALL)
 
 # Steps into a sub-program, which say how a function is built and not where in the model it is.
@@ -20,10 +21,22 @@ _STRUCTURE = re.compile(
     r"while|body|cond|scan|closed_call|eval_jaxpr|call|core_call|core_closed_call|pjit|shard_map"
     r"|checkpoint|remat2?|rematted_computation|custom_(?:jvp|vjp)_call(?:_jaxpr)?|branch_\d+_fun"
 )
+_NO_MODULE = re.compile(rf"{_STRUCTURE.pattern}|p?jit\(.*\)|[^/]*->[^/]*", re.DOTALL)
 # A layer's number: `layer_3`, `h.3`, `blocks[3]`, `fc1`; but not the digit of `conv2d`.
 _NUMBER = re.compile(r"\d+(?![A-Za-z0-9])")
 # An operation's own name keeps its digits (`exp2`), but not the compiler's or an index (`add.7`).
 _INDEX = re.compile(r"(?<=[.\[_])\d+(?![A-Za-z0-9])")
+
+# The operation's own name is that of an exchange in JAX.
+_WRITTEN = re.compile(
+    r"(?:^|/)(?:psum|pmax|pmin|ppermute|pbroadcast|all_gather|reduce_scatter|all_to_all)"
+    r"(?:_invariant|_reduced)?\d*$"
+)
+
+
+def is_written(op_name: str) -> bool:
+    """Whether a name stack is that of an exchange which the user wrote, such as a ``psum``."""
+    return _WRITTEN.search(op_name) is not None
 
 
 def components(op_name: str) -> tuple[str, ...]:
@@ -32,14 +45,14 @@ def components(op_name: str) -> tuple[str, ...]:
     ``jit(step)/transpose(jvp(attention))/dot_general`` gives ``step``, ``attention`` and
     ``dot_general``.
     """
-    return tuple(_components(op_name))
+    return tuple(_components(op_name, _WRAPPERS))
 
 
-def _components(path: str) -> Iterator[str]:
+def _components(path: str, wrappers: Set[str]) -> Iterator[str]:
     for part in _split(path):
         wrapped = _WRAPPED.match(part)
-        if wrapped and wrapped[1] in _WRAPPERS:
-            yield from _components(wrapped[2])
+        if wrapped and wrapped[1] in wrappers:
+            yield from _components(wrapped[2], wrappers)
         elif part:
             yield part
 
@@ -56,12 +69,19 @@ def _split(path: str, separator: str = "/") -> Iterator[str]:
 
 
 def stacks(one: Collective) -> list[str]:
-    """The name stacks of all exchanges that were combined into one collective, in their order.
+    """The name stacks of all exchanges that were combined into one collective, in their order."""
+    if one.parts:
+        return [part.op_name for part in one.parts]
+    return joined(one.op_name) if one.combined > 1 else [one.op_name]
+
+
+def joined(op_name: str) -> list[str]:
+    """The name stacks in the name of a combined collective.
 
     On CPU, XLA joins them by colons and takes out what they have in common, as in
     ``jit(step)/(jvp(a)/add:jvp(b)/add)``; on TPU it keeps the first alone.
     """
-    return list(_expand(one.op_name)) if one.combined > 1 else [one.op_name]
+    return list(_expand(op_name))
 
 
 def _expand(path: str) -> Iterator[str]:
@@ -90,3 +110,14 @@ def place(op_name: str) -> str:
     *scopes, leaf = components(op_name[own.end() :] if own else op_name) or ("-",)
     kept = [_NUMBER.sub("*", s) for s in scopes if not _STRUCTURE.fullmatch(s)]
     return "/".join([*kept, _INDEX.sub("*", leaf)])
+
+
+def module(op_name: str) -> str:
+    """The scopes in which an operation stands, numbers of layers folded.
+
+    ``jit(step)/transpose(jvp(T5))/encoder/layers_3/mlp/wo/dot_general`` gives
+    ``T5/encoder/layers_*/mlp/wo``. It is empty for what stands in no scope. Functions that are
+    called are none, nor are the formulas that `jax.numpy.einsum` writes.
+    """
+    scopes = [*_components(op_name, _WRAPPERS - _FUNCTIONS)][:-1]
+    return "/".join(_INDEX.sub("*", scope) for scope in scopes if not _NO_MODULE.fullmatch(scope))
