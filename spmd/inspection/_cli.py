@@ -181,9 +181,7 @@ def _add_program(
         action="store_true",
         help="use the devices of this machine instead of virtual CPU devices",
     )
-    parser.add_argument(
-        "--no-progress", action="store_true", help="say nothing while it compiles"
-    )
+    parser.add_argument("--no-progress", action="store_true", help="say nothing while it compiles")
     parser.set_defaults(set_device_count=set_device_count)
 
 

@@ -109,7 +109,11 @@ def fits(
         return question.answer(given, named)
     options = {"max_trials": max_compiles, "tolerance": tolerance}
     seen = progress if callable(progress) else _unseen
-    shown = quiet() if callable(progress) or progress is False else showing(subject, lines=bool(progress))
+    shown = (
+        quiet()
+        if callable(progress) or progress is False
+        else showing(subject, lines=bool(progress))
+    )
     with shown as say:
         return _largest(question, given, named, vary, options, seen, say)
 

@@ -8,12 +8,12 @@ import re
 
 from benchmarks.fitting import PROGRAMS, bracket
 from hardware import needs_libtpu
-from reports import pretty
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 import pytest
+from reports import pretty
 
 import spmd
 from spmd.errors import explain
