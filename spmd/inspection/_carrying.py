@@ -58,7 +58,7 @@ def carried(
 
 
 def _carried(leaf: Any, mesh: Any) -> Any:
-    sharding = placed_sharding(leaf)
+    sharding: Any = placed_sharding(leaf)
     if sharding is None or sharding.device_set == {*mesh.devices.flat}:
         return leaf
     carries = isinstance(sharding, NamedSharding) and _axes(sharding) <= {*mesh.axis_names}
@@ -82,7 +82,7 @@ def _names(f: Any, args: Sequence[Any], kwargs: Mapping[str, Any], subject: str)
 
 
 def _no_axes(name: str, leaf: Any, missing: Iterable[str], mesh: Any) -> Failure:
-    own = placed_sharding(leaf)
+    own: Any = placed_sharding(leaf)
     sizes = {**dict(mesh.shape), **dict.fromkeys(sorted(missing), 1)}
     return Failure(
         what=f"cannot split argument {name} there as it is here",

@@ -302,7 +302,7 @@ def _checked(made: Any, subject: str) -> tuple[Any, ...]:
     raise explain(subject, [failure])
 
 
-def _row(f: Any, args: tuple, kwargs: Any, label: str, mesh: Any, subject: str) -> SweepRow:
+def _row(f: Any, args: Any, kwargs: Any, label: str, mesh: Any, subject: str) -> SweepRow:
     from spmd.inspection._carrying import carried
     from spmd.inspection._compiling import unbound
     from spmd.inspection._report import report

@@ -770,7 +770,7 @@ def test_jit_with_shardings_of_described_chips(v5e):
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
-        # Arguments, results and temporaries as the compiler counts them are 2.2 GiB more.
+        # The compiler's own temporaries, with all else, would be above the memory.
         ("scan", 1_540_096),
         ("scan, forward", 22_000_640),
         ("fori_loop, forward", 10_600_448),
