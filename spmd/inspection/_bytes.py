@@ -10,6 +10,7 @@ _UNITS = {
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
+_SHOWN = ("KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB")
 _SIZE = re.compile(r"\s*(\d+(?:_\d+)*(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*$")
 
 
@@ -31,9 +32,20 @@ def parse_bytes(size: int | float | str) -> int:
             raise ValueError(f"a number of bytes is at least 0 and finite, not {size}")
         return int(size)
     found = _SIZE.match(size) if isinstance(size, str) else None
-    if not found or found[2].upper() not in _UNITS:
+    if not found:
         raise ValueError(f"{size!r} is no number of bytes: write 4096, '16GB' or '15.75GiB'")
+    if found[2].upper() not in _UNITS:
+        raise ValueError(_unknown_unit(*found.groups()))
     return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def _unknown_unit(number: str, unit: str) -> str:
+    """What to write for a unit such as ``Megs``, of which either of two may be meant."""
+    text, letter = f"{unit!r} is no unit of bytes: write ", unit[0].upper()
+    if letter not in "KMGT":
+        return text + f"{number}B, or one of {', '.join(_SHOWN)}"
+    both = (f"{number}{letter}{end}" for end in ("B", "iB"))
+    return text + " or ".join(f"{size} ({parse_bytes(size):,} bytes)" for size in both)
 
 
 def show_bytes(count: int) -> str:

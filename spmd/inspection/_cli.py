@@ -13,7 +13,6 @@ import json
 import math
 from pathlib import Path
 import sys
-import time
 from typing import Any
 
 from spmd.inspection import _show
@@ -182,6 +181,7 @@ def _add_program(
         action="store_true",
         help="use the devices of this machine instead of virtual CPU devices",
     )
+    parser.add_argument("--no-progress", action="store_true", help="say nothing while it compiles")
     parser.set_defaults(set_device_count=set_device_count)
 
 
@@ -270,20 +270,11 @@ def _call(args: argparse.Namespace, function: Any, mesh: Any) -> tuple[tuple, di
     return values, keywords
 
 
-@contextlib.contextmanager
-def _progress(what: str) -> Iterator[Callable[[str], None]]:
+def _progress(args: argparse.Namespace, what: str) -> Any:
     """Shows on the standard error that something is going on; gives a function to say more."""
-    from rich.console import Console
+    from spmd.inspection._progress import quiet, showing
 
-    console = Console(stderr=True, highlight=False, emoji=False)
-    start = time.monotonic()
-    if not console.is_terminal:
-        console.print(f"{what} ...", markup=False)
-        yield lambda text: console.print(text, markup=False)
-        console.print(f"{what}: {time.monotonic() - start:.1f} s", markup=False)
-        return
-    with console.status(what) as status:
-        yield status.update
+    return quiet() if args.no_progress else showing(what, lines=True)
 
 
 @contextlib.contextmanager
@@ -323,7 +314,7 @@ def _report(args: argparse.Namespace) -> int:
     if mesh is not None:
         check_axes([budget], dict(mesh.shape))
     doing, make = ("lowering", spmd.preview) if args.preview else ("compiling", spmd.report)
-    with _progress(f"{doing} {args.function}"), _mesh_needed(args):
+    with _progress(args, f"{doing} {args.function}"), _mesh_needed(args):
         report = make(function, *values, mesh=mesh, **keywords)
     if not args.quiet:
         report.show(all_frames=args.all_frames, limit=None if args.all else 40)
@@ -343,7 +334,7 @@ def _why(args: argparse.Namespace) -> int:
     values, keywords = _call(args, function, mesh)
     import spmd
 
-    with _progress(f"lowering {args.function}"), _mesh_needed(args):
+    with _progress(args, f"lowering {args.function}"), _mesh_needed(args):
         found = spmd.why(function, args.value, *values, mesh=mesh, **keywords)
     _print(found)
     if args.json:
@@ -376,7 +367,7 @@ def _fits(args: argparse.Namespace) -> int:
     values, keywords = _call(args, function, mesh)
     import spmd
 
-    with _progress(f"compiling {args.function}") as say, _mesh_needed(args):
+    with _progress(args, f"compiling {args.function}") as say, _mesh_needed(args):
         fit = spmd.fits(
             function,
             *values,
@@ -403,7 +394,7 @@ def _sweep(args: argparse.Namespace) -> int:
         values, keywords = _shapes(args.args, mesh)
         return inspect.signature(function).bind(*values, **keywords).args
 
-    with _progress(f"compiling {args.function} for {len(places)} meshes"):
+    with _progress(args, f"compiling {args.function} for {len(places)} meshes"):
         sweep = spmd.sweep(function, meshes=places, args_of=args_of)
     _print(sweep)
     return _OK

@@ -15,6 +15,7 @@ from spmd.errors import ArgumentError, Failure, MeshError, ReportError, explain
 from spmd.inspection._hlo import Module
 from spmd.inspection._memory import memory_of
 from spmd.inspection._records import Memory
+from spmd.inspection._topology import hbm_bytes
 
 _TRACED = (stages.Traced, jax.stages.Traced)
 _LOWERED = (stages.Lowered, jax.stages.Lowered)
@@ -233,4 +234,7 @@ def text_of(compiled: Any) -> str:
 def memory_plan(compiled: Any, modules: Sequence[Module]) -> Memory | None:
     """What the compiler planned; None where it tells nothing."""
     # Of several modules the compiler gives one plan, and the last one holds the program.
-    return memory_of(modules[-1], compiled.memory_analysis()) if modules else None
+    if not modules:
+        return None
+    capacity = hbm_bytes(devices_of(compiled)[0].device_kind)
+    return memory_of(modules[-1], compiled.memory_analysis(), capacity=capacity)

@@ -117,7 +117,7 @@ class ModuleDelta:
     b: Total
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Diff:
     """How two reports differ; true where their collectives do.
 
@@ -155,6 +155,21 @@ class Diff:
 
     def __bool__(self) -> bool:
         return bool(self.changed or self.added or self.removed)
+
+    def __repr__(self) -> str:
+        counts = (f"{len(self.changed)} changed", f"{len(self.added)} added")
+        return (
+            f"<Diff of {self.names[0]} and {self.names[1]}: {', '.join(counts)}, "
+            f"{len(self.removed)} removed collectives>"
+        )
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))  # the last value of a notebook's cell
+
+    def _repr_html_(self) -> str | None:
+        from spmd.inspection import _page
+
+        return _page.in_notebook(self)
 
     def __str__(self) -> str:
         from spmd.inspection import _diff_text, _layout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 import dataclasses
+from typing import Any
 
 from spmd.inspection._bytes import show_bytes
 from spmd.inspection._oom import OutOfMemory, buffer_lines, shortage
@@ -11,7 +12,7 @@ from spmd.inspection._records import Buffer, Memory
 from spmd.inspection._search import MOST, Trial
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Fit:
     """Whether a program fits the memory of its devices; true in a condition if it does.
 
@@ -68,8 +69,14 @@ class Fit:
     def __bool__(self) -> bool:
         return self.fits
 
+    def __repr__(self) -> str:
+        return f"<Fit: {self.verdict}>"
+
     def __str__(self) -> str:
         return "\n".join(_lines(self))
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))  # the last value of a notebook's cell
 
 
 # Words

@@ -21,6 +21,7 @@ from spmd._arguments import argument_names, parse_parameters
 from spmd._resolve import placed_sharding
 from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, explain
 from spmd.inspection._bytes import parse_bytes
+from spmd.inspection._carrying import carried, mesh_of_arguments
 from spmd.inspection._compiling import (
     STAGES,
     devices_of,
@@ -36,6 +37,7 @@ from spmd.inspection._compiling import (
 from spmd.inspection._fit import Fit, size_verdict_of, verdict_of
 from spmd.inspection._hlo import parse_modules
 from spmd.inspection._oom import OutOfMemory, out_of_memory
+from spmd.inspection._progress import quiet, showing
 from spmd.inspection._records import Buffer, Memory
 from spmd.inspection._search import IndivisibleSizeError, Trial, search
 from spmd.inspection._topology import hbm_bytes, topology as describe
@@ -51,7 +53,7 @@ def fits(
     vary: Any = None,
     max_compiles: int = 24,
     tolerance: float = 0.0,
-    progress: Callable[[int, Fit], None] | None = None,
+    progress: Callable[[int, Fit], None] | bool | None = None,
     **kwargs: Any,
 ) -> Fit:
     """Says whether a function fits the memory of its devices, by how much, or up to which size.
@@ -68,10 +70,11 @@ def fits(
 
     Args:
         f: a function of `spmd.pjit` or `jax.jit`; without `vary`, also a stage of one.
-        *specs: what `f` is called with: arrays or `jax.ShapeDtypeStruct`s, in any pytrees.
+        *specs: what `f` is called with: arrays or `jax.ShapeDtypeStruct`s, in any pytrees. Those
+            that lie on other devices are split over the axes of the same names.
         topology: the name of described hardware, such as ``"v5e:4x4"``, or a mesh.
-        mesh: sizes by axis name, or a mesh. By default the axes are those of the current mesh, of
-            which the first one grows or shrinks to the size of the topology.
+        mesh: sizes by axis name, or a mesh. By default the axes are those of the current mesh, else
+            of the arguments' own, of which the first grows or shrinks to the size of the topology.
         budget: memory of one device, such as ``"16GB"``; by default what the hardware has.
         vary: an argument's path and a dimension of it, ``("batch['x']", 0)``, or several such
             pairs that all get the same size.
@@ -79,7 +82,9 @@ def fits(
         tolerance: how far below the largest size the search may stop, as a part of the size: with
             0.01 the next one that is known not to fit is at most 1 % larger. Most compiles of an
             exact search are spent on the last percent.
-        progress: called with each size and its answer.
+        progress: called with each size and its answer. Or whether the standard error shows what is
+            tried: True for a line each time, False for nothing; None for one that moves in a
+            terminal, and nothing elsewhere.
         **kwargs: keyword arguments of the call.
 
     Returns:
@@ -96,7 +101,7 @@ def fits(
     """
     f, given, named = unbound(stage_of(f), specs, kwargs)
     subject = f"fits of `{_name(f)}`"
-    on = _mesh_for(topology, mesh, subject)
+    on = _mesh_for(topology, mesh, (given, named), subject)
     question = _Question(
         f=f, mesh=on, budget=_read_budget(budget, subject), subject=subject, name=_name(f)
     )
@@ -104,7 +109,18 @@ def fits(
     if vary is None:
         return question.answer(given, named)
     options = {"max_trials": max_compiles, "tolerance": tolerance}
-    return _largest(question, given, named, vary, options, progress)
+    seen = progress if callable(progress) else _unseen
+    shown = (
+        quiet()
+        if callable(progress) or progress is False
+        else showing(subject, lines=bool(progress))
+    )
+    with shown as say:
+        return _largest(question, given, named, vary, options, seen, say)
+
+
+def _unseen(size: int, fit: Fit) -> None:
+    """In the place of a `progress` that nobody gave."""
 
 
 # The question
@@ -125,10 +141,10 @@ def _read_budget(budget: Any, subject: str) -> int | None:
         raise explain(subject, [failure]) from None
 
 
-def _mesh_for(topology: Any, mesh: Any, subject: str) -> Any:
+def _mesh_for(topology: Any, mesh: Any, arguments: Any, subject: str) -> Any:
     """The mesh to compile for, or None for that of the function."""
     if isinstance(topology, str):
-        return _described(topology, mesh)
+        return _described(topology, mesh, arguments)
     if topology is not None and mesh is not None:
         failure = Failure(
             what="got a mesh twice",
@@ -151,10 +167,11 @@ def _mesh_for(topology: Any, mesh: Any, subject: str) -> Any:
     return found
 
 
-def _described(name: str, mesh: Any) -> Any:
+def _described(name: str, mesh: Any, arguments: Any) -> Any:
     if isinstance(mesh, Mapping):
         return describe(name, mesh)
     found, current = describe(name), mesh if mesh is not None else _mesh.current_mesh()
+    current = mesh_of_arguments(arguments) if current is None else current
     if current is None:
         return found
     first, *others = current.shape.items()
@@ -199,10 +216,10 @@ class _Question:
 
     def lower(self, specs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Everything up to the compile."""
+        specs, kwargs = carried(self.f, specs, kwargs, self.mesh, subject=self.subject)
         # Without another mesh arrays stay: not all that lowers takes their shapes.
         if self.mesh is not None:
-            describe = functools.partial(_described_leaf, self.mesh)
-            specs, kwargs = jtu.tree_map(describe, (specs, kwargs))
+            specs, kwargs = jtu.tree_map(_shape, (specs, kwargs))
         with entered(self.mesh):
             return lower(self.f, specs, kwargs, subject=self.subject, verb="fits")
 
@@ -279,12 +296,9 @@ class _Question:
         return dataclasses.replace(fit, verdict=verdict_of(fit))
 
 
-def _described_leaf(mesh: Any, leaf: Any) -> Any:
-    """An array as its shape, without the devices where it lies if the mesh has others."""
-    sharding = placed_sharding(leaf)
-    if mesh is not None and sharding is not None:
-        sharding = sharding if sharding.device_set == {*mesh.devices.flat} else None
-    return shape_of(leaf, sharding)
+def _shape(leaf: Any) -> Any:
+    """An array as its shape, on its devices."""
+    return shape_of(leaf, placed_sharding(leaf))
 
 
 def _own_limit(device: Any) -> int | None:
@@ -322,7 +336,8 @@ def _largest(
     kwargs: Mapping[str, Any],
     vary: Any,
     options: Mapping[str, Any],
-    progress: Callable[[int, Fit], None] | None,
+    progress: Callable[[int, Fit], None],
+    say: Callable[[str], None],
 ) -> Fit:
     if isinstance(question.f, STAGES):
         raise explain(question.subject, [_stage_with_vary(question.f)])
@@ -332,10 +347,10 @@ def _largest(
     answers: dict[int, Fit] = {}
 
     def trial(size: int) -> Trial:
+        say(f"compiling size {size:,}, after {len(answers)} others")
         fit = call.answer(size, first=not answers)
         answers[size] = fit
-        if progress is not None:
-            progress(size, fit)
+        progress(size, fit)
         return Trial(size, fit.needed, fit.fits)
 
     def budget() -> int | None:
@@ -436,7 +451,7 @@ class _Call:
     def _resized(self, size: int) -> tuple[Any, Any]:
         leaves = list(self.leaves)
         for index, dim in self.places:
-            leaf = _described_leaf(None, leaves[index])
+            leaf = _shape(leaves[index])
             shape = (*leaf.shape[:dim], size, *leaf.shape[dim + 1 :])
             leaves[index] = leaf.update(shape=shape)
         return jtu.tree_unflatten(self.tree, leaves)

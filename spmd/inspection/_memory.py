@@ -43,15 +43,21 @@ def memory_of(
     *,
     arg_names: Sequence[str] = (),
     largest: int = LARGEST,
+    capacity: int | None = None,
 ) -> Memory | None:
     """Reads the compiler's memory plan.
 
-    Arguments, outputs, temporaries, the aliased part and code are the compiler's figures. The peak
-    is ``arguments + outputs - aliased + temporaries + code``, on every backend. XLA's own
-    ``peak_memory_in_bytes`` is something else: on CPU it leaves temporaries out, and on TPU it
-    counts arrays in on-chip VMEM and leaves code out. Measured with libtpu for v5e, where a program
-    is refused exactly when the sum above exceeds 16,909,334,528 bytes (16 GiB less 258 MiB and
-    2 KiB that the runtime reserves), to the 3 KiB by which one program was told to be too large.
+    Arguments, outputs, the aliased part and code are the compiler's figures, and so are temporaries
+    but on TPU. The peak is ``arguments + outputs - aliased + temporaries + code``.
+
+    A TPU's compiler refuses a program by what it keeps in main memory, fragmentation included, and
+    gives no such figure for a program that it accepts. Its ``temp_size_in_bytes`` counts what
+    fragmentation leaves free twice: 17.15 GiB for a scanned program whose heap took 15.46, of which
+    1.70 were free. Its ``peak_memory_in_bytes`` counts that once, but also arrays that lie in
+    on-chip VMEM, and leaves code out. So neither is too small, and the smaller one is taken; nor is
+    there more than the device has, since the program was accepted. ``docs/pods.md`` has how far
+    this is from what the compiler refuses. On CPU and GPU ``peak_memory_in_bytes`` is something
+    else, and is not read.
 
     Temporaries that live at the peak sum up to ``temporaries`` within 25 % for programs whose
     temporaries matter; what is missing is fragmentation, alignment and the sharing of memory that
@@ -63,16 +69,20 @@ def memory_of(
         arg_names: paths of the program's parameters; where their number differs, the names that
             the module itself has are used.
         largest: how many arrays to name.
+        capacity: bytes that a device leaves to a program; None where that is not known.
 
     Returns:
         The plan of one device, or None without an analysis.
     """
     if analysis is None:
         return None
-    sizes = _sizes(analysis)
-    aliased = int(analysis.alias_size_in_bytes)
-    peak = sum(sizes.values()) - aliased
+    sizes, aliased = _sizes(analysis), int(analysis.alias_size_in_bytes)
     schedule = _planned(module)
+    if schedule is not None and schedule.tiled:
+        rest = sum(sizes.values()) - sizes["temporaries"] - aliased
+        most = _most_temporaries(analysis, rest, capacity)
+        sizes["temporaries"] = min(sizes["temporaries"], most)
+    peak = sum(sizes.values()) - aliased
     if schedule is None:
         return Memory(**sizes, aliased=aliased, peak=peak, buffers=(), places=0, live=())
     use = _in_use(schedule.arrays, schedule.now)
@@ -93,6 +103,12 @@ def _sizes(analysis: Any) -> dict[str, int]:
         "temporaries": int(analysis.temp_size_in_bytes),
         "code": int(analysis.generated_code_size_in_bytes),
     }
+
+
+def _most_temporaries(analysis: Any, rest: int, capacity: int | None) -> int:
+    """What temporaries can take at most, given what all else takes."""
+    in_peak = int(analysis.peak_memory_in_bytes) + int(analysis.generated_code_size_in_bytes)
+    return max(min(in_peak, in_peak if capacity is None else capacity) - rest, 0)
 
 
 def largest_buffers(

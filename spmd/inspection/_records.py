@@ -283,11 +283,11 @@ class Memory:
     Args:
         arguments: what is passed in.
         outputs: what comes back.
-        temporaries: what is allocated in between.
+        temporaries: what is allocated in between, on TPU with what fragmentation leaves free.
         aliased: the part of the outputs that lies in donated arguments.
         code: the program itself.
-        peak: all of it together: arguments, outputs that are not aliased, temporaries and code. It
-            is what a TPU's compiler holds against the memory of the device.
+        peak: all of it together: arguments, outputs that are not aliased, temporaries and code. A
+            TPU's compiler accepts a program where it is no more than the memory of the device.
         buffers: the largest arrays, largest first.
         places: in program order; `Buffer.first` and `last` are below it.
         live: bytes of temporaries that are alive, as the schedule tells: the most in each of as

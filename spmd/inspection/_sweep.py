@@ -133,7 +133,7 @@ class SweepRow:
         }
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Sweep:
     """One function on several meshes.
 
@@ -171,6 +171,12 @@ class Sweep:
         """
         return [row.record() for row in self.rows]
 
+    def __repr__(self) -> str:
+        return f"<Sweep of {self.name}: {', '.join(row.label for row in self.rows)}>"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))  # the last value of a notebook's cell
+
     def __str__(self) -> str:
         from spmd.inspection import _sweep_text
 
@@ -206,7 +212,8 @@ def sweep(
     Args:
         f: a function of `spmd.pjit` that is bound to no mesh, or one of `jax.jit` whose arguments
             have shardings; see `report`.
-        *args: what it is called with; arrays or `jax.ShapeDtypeStruct`s.
+        *args: what it is called with; arrays or `jax.ShapeDtypeStruct`s. Those that lie on other
+            devices are split over the axes of the same names.
         meshes: of each row a mesh, the name of a topology, or a name and the sizes of its axes:
             ``("v5e:4x4", {"data": 8, "model": 2})``.
         args_of: instead of `args`: makes them, as a tuple, for each mesh, such as a batch that
@@ -295,11 +302,15 @@ def _checked(made: Any, subject: str) -> tuple[Any, ...]:
     raise explain(subject, [failure])
 
 
-def _row(f: Any, args: tuple, kwargs: Any, label: str, mesh: Any, subject: str) -> SweepRow:
+def _row(f: Any, args: Any, kwargs: Any, label: str, mesh: Any, subject: str) -> SweepRow:
+    from spmd.inspection._carrying import carried
+    from spmd.inspection._compiling import unbound
     from spmd.inspection._report import report
     from spmd.inspection._topology import hbm_bytes, is_stand_in
 
     kind = mesh.devices.flat[0].device_kind
+    f, args, kwargs = unbound(f, args, kwargs)
+    args, kwargs = carried(f, args, kwargs, mesh, subject=subject)
     start = time.perf_counter()
     try:
         found = report(f, *args, mesh=mesh, **kwargs)

@@ -24,7 +24,7 @@ import spmd.colocated_python  # it asks for threads, which has to be before JAX 
 
 PARTS = (
     *("calls", "compile", "import", "report", "preview", "grad"),
-    *("taps", "pmap", "colocated", "bundle", "page"),
+    *("taps", "pmap", "colocated", "bundle", "page", "fits"),
 )
 
 
@@ -62,6 +62,7 @@ def _lines(part: str, turns: int) -> tuple[str | None, Iterable[Any]]:
         compiling,
         differentiating,
         dispatch,
+        fitting,
         importing,
         inspecting,
         mapping,
@@ -84,6 +85,7 @@ def _lines(part: str, turns: int) -> tuple[str | None, Iterable[Any]]:
         "colocated": lambda: (HEADER, colocating.run(turns)),
         "bundle": lambda: (HEADER, bundling.run(some)),
         "page": lambda: (paging.HEADER, paging.run(max(1, turns // 10))),
+        "fits": lambda: (fitting.HEADER, fitting.run()),
     }
     return parts[part]()
 

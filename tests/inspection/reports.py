@@ -459,3 +459,14 @@ reports = st.builds(
     findings=st.lists(findings, max_size=2).map(tuple),
     _origins=origins.map(known),
 )
+
+
+def pretty(shown):
+    """What a notebook's text output has for a value."""
+    written = []
+
+    class Printer:
+        text = staticmethod(written.append)
+
+    shown._repr_pretty_(Printer, False)
+    return "".join(written)

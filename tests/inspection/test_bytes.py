@@ -35,6 +35,32 @@ def test_what_is_no_size(text):
 
 
 @pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "4 Megs",
+            "'Megs' is no unit of bytes: write 4MB (4,000,000 bytes) or 4MiB (4,194,304 bytes)",
+        ),
+        (
+            "1.5g",
+            "'g' is no unit of bytes: write 1.5GB (1,500,000,000 bytes) or 1.5GiB "
+            "(1,610,612,736 bytes)",
+        ),
+        (
+            "16 XB",
+            "'XB' is no unit of bytes: write 16B, or one of KB, MB, GB, TB, KiB, MiB, GiB, TiB",
+        ),
+        ("lots", "'lots' is no number of bytes: write 4096, '16GB' or '15.75GiB'"),
+    ],
+)
+def test_a_unit_that_is_not_known(text, words):
+    """A slip in the unit is answered with what it may mean, in bytes."""
+    with pytest.raises(ValueError, match="bytes") as e:
+        parse_bytes(text)
+    assert str(e.value) == words
+
+
+@pytest.mark.parametrize(
     ("count", "text"),
     [
         (0, "0 B"),

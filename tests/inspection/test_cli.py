@@ -324,6 +324,9 @@ def test_fits_is_an_exit_code(capsys):
     out = capsys.readouterr().out
     assert "does not fit" in out
     assert cli.main(["fits", *function, "--budget", "100KB", "--vary", "x:0"]) == 0
+    assert "compiling a_train:forward" in capsys.readouterr().err
+    assert cli.main(["fits", *function, "--budget", "1MB", "--no-progress"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("command", ["report", "fits", "sweep", "diff", "show"])

@@ -2,18 +2,19 @@
 
 from collections import Counter
 import dataclasses
+import html
 import io
 import json
 from pathlib import Path
 
 from hypothesis import given, settings, strategies as st
 import pytest
-from reports import MIB, SMALL, collective, collectives, report, reports, shape, source
+from reports import MIB, SMALL, collective, collectives, pretty, report, reports, shape, source
 from rich.cells import cell_len
 from rich.console import Console
 
 from spmd.errors import ArgumentError, ReportError
-from spmd.inspection import _diff_text
+from spmd.inspection import _diff_text, _page
 from spmd.inspection._bytes import show_bytes
 from spmd.inspection._diff import COMPARED, Delta, Difference, Pair, diff, match, plain_path
 from spmd.inspection._layout import plain
@@ -48,6 +49,19 @@ def test_golden():
     """The differences of two small reports look as in the file, to the letter."""
     golden = (GOLDENS / "diff_100.txt").read_text(encoding="utf-8")
     assert str(diff(SMALL, OTHER)) + "\n" == golden
+
+
+def test_in_a_notebook(monkeypatch):
+    """A notebook shows the page in a frame, without Jinja2 the text, and in lists a sentence."""
+    found = diff(SMALL, OTHER)
+    sentence = f"Diff of {found.names[0]} and {found.names[1]}"
+    assert repr(found) == f"<{sentence}: 1 changed, 1 added, 1 removed collectives>"
+    assert pretty(found) == str(found)
+    shown = found._repr_html_()
+    assert html.escape(found.to_html()) in shown
+    assert f'title="{html.escape(sentence)}"' in shown
+    monkeypatch.setattr(_page, "LARGEST_CELL", 1000)
+    assert found._repr_html_() is None
 
 
 def test_parts():

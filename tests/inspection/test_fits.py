@@ -1,16 +1,19 @@
 """Whether programs fit: against sizes counted by hand, brute force, and the compiler's verdicts."""
 
 import bisect
+import dataclasses
 import gc
 import random
 import re
 
+from benchmarks.fitting import PROGRAMS, bracket
 from hardware import needs_libtpu
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 import pytest
+from reports import pretty
 
 import spmd
 from spmd.errors import explain
@@ -142,6 +145,56 @@ def test_ways_to_give_a_mesh(mesh, how):
     else:
         fit = fits(double, _spec(64, 16), budget="1MB", **options)
     assert (fit.mesh, fit.needed) == (sizes, needed_by_double(64))
+
+
+# Arguments that lie elsewhere
+
+PLACED = jax.jit(lambda w, x: (x @ w, x * 2.0))
+
+
+def _placed(mesh, rows=64):
+    """A weight split over both axes and a batch over one, on the devices of a mesh."""
+    w = jax.device_put(np.ones((32, 32), np.float32), NamedSharding(mesh, P("model", "data")))
+    return w, jax.device_put(np.ones((rows, 32), np.float32), NamedSharding(mesh, P("data")))
+
+
+@pytest.mark.parametrize("mesh_given", [{"data": 8, "model": 2}, None])
+def test_shardings_of_arguments_are_carried_over(mesh, mesh_given):
+    """Arrays for a described topology are split over the axes of the same names, or their mesh."""
+    fit = fits(PLACED, *_placed(mesh), topology="cpu:16", mesh=mesh_given, budget="1MB")
+    assert (fit.mesh, fit.num_devices) == ({"data": 8, "model": 2}, 16)
+    assert fit.memory is not None
+    # A sixteenth of the weight and an eighth of the batch.
+    assert fit.memory.arguments == 32 * 32 * 4 // 16 + 64 * 32 * 4 // 8
+
+
+def test_sizes_of_carried_arguments_go_in_the_steps_of_their_sharding(mesh):
+    """A batch that is split by its own sharding varies in multiples of what splits it."""
+    f = jax.jit(lambda w, x: x * 2.0)
+    fit = fits(f, *_placed(mesh), topology="cpu:16", budget=6 * 2 * 32 * 4, vary=("x", 0))
+    # Six rows in and six rows out on each of the devices, beside nothing: w is not used.
+    assert (fit.largest, fit.step, fit.is_exact) == (6 * 8, 8, True)
+
+
+def test_axes_that_the_other_mesh_lacks(mesh):
+    """Without its axes an argument has no place, which is an error and no replicated array."""
+    w, x = _placed(mesh)
+    with pytest.raises(spmd.ShardingError) as e:
+        fits(PLACED, w, x, topology="cpu:16", mesh={"data": 16}, budget="1MB")
+    assert str(e.value) == (
+        "fits of `<lambda>` cannot split argument w there as it is here.\n"
+        "  given     P('model', 'data') over mesh data=4, model=2\n"
+        "  expected  axes of mesh data=16\n"
+        "  fix       mesh={'data': 16, 'model': 1}, or the sizes that you want with all of these "
+        "axes"
+    )
+
+
+def test_specs_of_pjit_need_no_axes_of_arguments(mesh):
+    """A pjit function says itself how its arguments are split: where they lie does not matter."""
+    x = jax.device_put(np.ones((64, 16), np.float32), NamedSharding(mesh, P("data", "model")))
+    fit = fits(double, x, topology="cpu:16", mesh={"data": 16}, budget="1MB")
+    assert fit.needed == 2 * (64 // 16) * 16 * 4
 
 
 def test_other_errors_pass_through(mesh):
@@ -395,6 +448,30 @@ def test_text_with_sizes(mesh):
         "               64     2.0 KiB  fits",
         "              128     4.0 KiB  does not fit",
     ]
+
+
+def test_a_search_shows_what_it_tries(mesh, capsys, monkeypatch):
+    """The standard error has each size in a terminal or where asked for, else nothing."""
+
+    def shown(progress):
+        fits(double, _spec(64, 16), mesh=mesh, budget=2048, vary=("x", 0), progress=progress)
+        return capsys.readouterr().err
+
+    assert (shown(None), shown(False)) == ("", "")
+    first, *tried, last = shown(True).splitlines()
+    assert first == "fits of `double` ..."
+    assert tried[:2] == ["compiling size 64, after 0 others", "compiling size 128, after 1 others"]
+    assert re.fullmatch(r"fits of `double`: \d+\.\d s", last)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes any stream for a terminal
+    assert "compiling size 64" in shown(None)
+    assert shown(False) == ""
+
+
+def test_a_fit_in_a_notebook(mesh):
+    """The last value of a notebook's cell is shown as `print` shows it, in lists as a sentence."""
+    fit = fits(double, _spec(64, 16), mesh=mesh, budget="1MiB")
+    assert repr(fit) == f"<Fit: {fit.verdict}>"
+    assert pretty(fit) == str(fit)
 
 
 def test_a_function_that_reshapes_its_argument(mesh):
@@ -686,6 +763,29 @@ def test_jit_with_shardings_of_described_chips(v5e):
     assert refused.verdict == (
         "does not fit: <lambda> needs 16.0 GiB of 15.8 GiB on each device: 256.0 MiB too much"
     )
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        # The compiler's own temporaries, with all else, would be above the memory.
+        ("scan", 1_540_096),
+        ("scan, forward", 22_000_640),
+        ("fori_loop, forward", 10_600_448),
+    ],
+)
+def test_what_the_tpu_compiler_accepts_and_refuses(name, rows):
+    """The figure is within the memory where the compiler accepts, near it, and above where not."""
+    program = dataclasses.replace(PROGRAMS[name], rows=rows)
+    (accepted, fit), (refused, verdict) = bracket(program, within=0.02)
+    assert fit
+    assert fit.needed <= fit.budget == 15.75 * GIB
+    assert fit.needed * refused / accepted >= 0.97 * fit.budget
+    assert not verdict
+    # The compiler rounds to 10 MiB, and where that hides the difference there is no figure.
+    assert verdict.needed is None or fit.budget < verdict.needed <= 1.02 * fit.budget
 
 
 def test_the_current_mesh_grows_to_the_topology():

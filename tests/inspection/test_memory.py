@@ -72,6 +72,34 @@ def test_the_peak_is_what_has_to_be_there_at_once():
     assert memory.buffers == ()
 
 
+@pytest.mark.parametrize(
+    ("temp", "in_peak", "capacity", "expected"),
+    [
+        # Fragmentation of 30 is in the first figure twice, and in the second once.
+        (700, 1770, None, 670),
+        # The second counts arrays in on-chip memory too.
+        (600, 1770, None, 600),
+        # Accepted is what the device holds, whatever the figures say.
+        (700, 1770, 1765, 660),
+    ],
+)
+def test_temporaries_of_a_tpu_program(temp, in_peak, capacity, expected):
+    """Of two figures that are never too small the smaller one counts, and no more than there is."""
+    analysis = SimpleNamespace(
+        argument_size_in_bytes=1000,
+        output_size_in_bytes=300,
+        temp_size_in_bytes=temp,
+        alias_size_in_bytes=200,
+        generated_code_size_in_bytes=5,
+        peak_memory_in_bytes=in_peak,
+    )
+    module = parse_module(_hlo("  ROOT %p = f32[8,128]{1,0:T(8,128)} parameter(0)"))
+    memory = memory_of(module, analysis, capacity=capacity)
+    assert memory is not None
+    assert (memory.temporaries, memory.peak) == (expected, 1000 + 300 - 200 + expected + 5)
+    assert memory_of(parse_module(""), analysis, capacity=capacity).temporaries == temp
+
+
 def test_no_analysis_is_no_memory():
     """A backend that tells nothing gives None, not zeros."""
     assert memory_of(parse_module(""), None) is None

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 import pytest
+from reports import pretty
 from rich.console import Console
 
 import spmd
@@ -326,3 +327,20 @@ def test_an_error_says_at_which_mesh():
     with pytest.raises(spmd.ShardingError) as caught:
         sweep(step(), W, x, meshes=[("cpu:2", {"data": 2}), ("cpu:4", {"data": 4})])
     assert "sweep of `weighted` was at cpu:4, {'data': 4}." in caught.value.__notes__
+
+
+def test_shardings_of_arguments_are_carried_over(mesh):
+    """Arrays on one mesh are split on each mesh of a sweep over the axes of the same names."""
+    x = jax.device_put(np.ones((64, 16), np.float32), NamedSharding(mesh, P("data", "model")))
+    meshes = [("cpu:4", {"data": 2, "model": 2}), ("cpu:16", {"data": 4, "model": 4})]
+    found = sweep(jax.jit(lambda x: x * 2.0), x, meshes=meshes)
+    assert [row.report.memory.arguments for row in found] == [64 * 16 * 4 // n for n in (4, 16)]
+    with pytest.raises(spmd.ShardingError, match="cannot split argument x there as it is here"):
+        sweep(jax.jit(lambda x: x * 2.0), x, meshes=["cpu:4"])
+
+
+def test_a_sweep_in_a_notebook():
+    """The last value of a notebook's cell is the table, in lists a sweep is a sentence."""
+    found = sweep_by_hand()
+    assert repr(found).startswith(f"<Sweep of {found.name}: {found[0].label}, ")
+    assert pretty(found) == str(found)

@@ -54,7 +54,7 @@ def picture_fragment(picture: Picture) -> str | None:
     return template.render(**view, picture_style=_text("picture.css"))
 
 
-def in_notebook(report: Report) -> str | None:
+def in_notebook(shown: Report | Diff) -> str | None:
     """The page in a frame of its own; None where it is too large, or Jinja2 is missing.
 
     The frame is sandboxed: the page's script runs and reaches nothing of the notebook. A notebook
@@ -62,15 +62,19 @@ def in_notebook(report: Report) -> str | None:
     """
     if importlib.util.find_spec("jinja2") is None:
         return None
-    page = report_page(report)
+    page = shown.to_html()
     if len(page) > LARGEST_CELL:
         return None
     return (
-        f"<p>{html.escape(repr(report)[1:-1])}</p>"
-        f'<iframe sandbox="allow-scripts" title="Report of {html.escape(report.name)}" '
-        'width="100%" height="720" frameborder="0" '
+        f"<p>{html.escape(repr(shown)[1:-1])}</p>"
+        f'<iframe sandbox="allow-scripts" title="{type(shown).__name__} of '
+        f'{html.escape(_name(shown))}" width="100%" height="720" frameborder="0" '
         f'srcdoc="{html.escape(page)}"></iframe>'
     )
+
+
+def _name(shown: Report | Diff) -> str:
+    return " and ".join(getattr(shown, "names", ())) or getattr(shown, "name", "")
 
 
 def embed(data: Any) -> str:
