@@ -33,8 +33,9 @@ _DEVICES = 8
 _ABOUT_FUNCTION = """\
 FUNCTION is module:name or file.py:name: a function of spmd.pjit or jax.jit. ARGS, written the
 same way, is what it is called with: a tuple of arguments, a dict of keyword arguments, or a
-function that returns one of them and is called within the mesh. Only shapes matter: nothing is
-run, so jax.ShapeDtypeStruct does.
+function that returns one of them and is called within the mesh. Only shapes and shardings matter:
+nothing is run, so jax.ShapeDtypeStruct does. With --mesh or --topology, shardings go over to that
+mesh by the names of its axes.
 """
 
 _REPORT = """\
@@ -240,15 +241,17 @@ def _mesh(topology: str | None, axes: dict[str, int] | None) -> Any:
 
 
 def _shapes(path: str | None, mesh: Any) -> tuple[tuple, dict[str, Any]]:
-    """What the function is called with, arrays replaced by their shapes."""
+    """What the function is called with, arrays replaced by their shapes and shardings."""
     import jax
 
-    from spmd.inspection._compiling import shape_of
+    from spmd.inspection._compiling import shape_on
 
     given = () if path is None else load(path, "--args")
     with mesh if mesh is not None else contextlib.nullcontext():
         given = given() if callable(given) else given
-    given = jax.tree.map(shape_of, given)
+    given = jax.tree_util.tree_map_with_path(
+        lambda at, leaf: shape_on(leaf, mesh, f"--args {path}{jax.tree_util.keystr(at)}"), given
+    )
     if isinstance(given, dict):
         return (), given
     return tuple(given) if isinstance(given, (tuple, list)) else (given,), {}

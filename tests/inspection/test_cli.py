@@ -84,6 +84,135 @@ def test_ways_to_name_things(args, here):
     assert Report.load(here / "r.json").total.payload_bytes == 16 // 4 * 64 * 4
 
 
+SPLIT_ARGS = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "model"))
+on = lambda *spec: NamedSharding(mesh, P(*spec))
+struct = jax.ShapeDtypeStruct
+
+@jax.jit
+def forward(w, x):
+    return jnp.tanh(x @ w) @ w.T
+
+args = (
+    struct((64, 32), jnp.float32, sharding=on(None, "model")),
+    struct((16, 64), jnp.float32, sharding=on("data")),
+)
+bare = [struct(a.shape, a.dtype) for a in args]
+
+def arrays():
+    return [jax.device_put(np.zeros(a.shape, a.dtype), a.sharding) for a in args]
+
+def uncommitted():
+    return [jnp.zeros(a.shape, a.dtype) for a in args]
+
+def first():
+    return jax.device_put(uncommitted(), jax.devices()[0])
+"""
+
+
+@pytest.fixture(name="split_args")
+def _split_args(here):
+    """A module of a `jax.jit` function whose arguments alone say how it is split."""
+    (here / "a_split.py").write_text(SPLIT_ARGS)
+    yield
+    sys.modules.pop("a_split", None)
+
+
+def _of_split(command, given, *options):
+    return cli.main([*command, "--args", f"a_split:{given}", *options])
+
+
+@pytest.mark.parametrize("given", ["args", "arrays"])
+@pytest.mark.parametrize("preview", [(), ("--preview",)], ids=["report", "preview"])
+@pytest.mark.usefixtures("split_args")
+def test_arguments_keep_their_shardings(given, preview, here, capsys):
+    """Shardings of structs and arrays alone split a `jax.jit` function: its limits are on that."""
+    limit = ("--none", "all-reduce", "--json", "r.json", *preview)
+    assert _of_split(["report", "a_split:forward"], given, *limit) == 1
+    assert "none, all-reduce: allowed 0, found 1" in capsys.readouterr().err
+    report = Report.load(here / "r.json")
+    assert dict(report.mesh) == {"data": 4, "model": 2}
+    # Hand count: 16 / 4 rows of 64 floats on each device are partial sums over `model`.
+    assert report.total.payload_bytes == 16 // 4 * 64 * 4
+
+
+@pytest.mark.usefixtures("split_args")
+def test_why_knows_the_shardings_of_arguments(capsys):
+    """`spmd why` follows an axis to the argument that is split over it."""
+    assert _of_split(["why", "a_split:forward", "out"], "arrays") == 0
+    out, _ = capsys.readouterr()
+    assert out.startswith("out in forward; mesh data=4, model=2\n")
+    assert "data on dimension 0: from argument x P('data', None)" in out
+
+
+@pytest.mark.usefixtures("split_args")
+def test_arguments_go_over_to_another_mesh_by_axis_names(here):
+    """The axes of `--mesh` and of `--topology` take the place of those that arguments are on."""
+    command = ["report", "a_split:forward"]
+    other = ("--mesh", "data=2,model=4", "--quiet", "--json", "r.json")
+    for more, devices in (((), 8), (("--topology", "cpu:8"), 8)):
+        assert _of_split(command, "arrays", *other, *more) == 0
+        report = Report.load(here / "r.json")
+        assert (dict(report.mesh), report.num_devices) == ({"data": 2, "model": 4}, devices)
+        assert [one.mesh_axes for one in report.collectives] == [("model",)]
+        assert report.total.payload_bytes == 16 // 2 * 64 * 4
+    sixteen = ("--mesh", "model=4,data=4", "--topology", "cpu:16", "--quiet", "--json", "r.json")
+    assert _of_split(command, "arrays", *sixteen) == 0
+    assert Report.load(here / "r.json").total.payload_bytes == 16 // 4 * 64 * 4
+
+
+@pytest.mark.usefixtures("split_args")
+def test_an_axis_that_the_other_mesh_lacks(capsys):
+    """A sharding that has no counterpart on the mesh is told, and nothing is compiled."""
+    assert _of_split(["report", "a_split:forward"], "args", "--mesh", "data=8") == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == (
+        "",
+        "spmd: --args a_split:args[0] cannot be placed on the mesh by the names of its axes.\n"
+        "  given     P(None, 'model') on mesh data=4, model=2\n"
+        "  expected  axes that mesh data=8 has, for which it is compiled\n"
+        "  got       no axis 'model'\n"
+        "  fix       name these axes in --mesh, or give shapes without shardings\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "first"),
+    [
+        (("report", "a_split:forward"), "report"),
+        (("report", "a_split:forward", "--preview"), "preview"),
+        (("why", "a_split:forward", "out"), "why"),
+    ],
+    ids=["report", "preview", "why"],
+)
+@pytest.mark.usefixtures("split_args")
+def test_a_program_on_one_device_is_no_program_of_the_mesh(command, first, capsys):
+    """Where a mesh is given, a program that uses one device is an error and keeps no limit."""
+    limits = ("--none", "*") if command[0] == "report" else ()
+    for given in ("bare", "uncommitted"):
+        assert _of_split(command, given, *MESH, *limits) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert f"spmd: {first} cannot match the program with this mesh.\n" in err
+        assert "  given     mesh data=4, model=2\n" in err
+        assert "  got       a program for " in err
+
+
+@pytest.mark.usefixtures("split_args")
+def test_what_lies_on_one_device_is_placed_nowhere_on_described_ones(here, capsys):
+    """An array of device 0 stays there on this machine, and is a shape for other devices."""
+    (here / "a_split.py").write_text(SPLIT_ARGS + TRAIN.partition("class")[0])
+    command = ["report", "a_split:forward"]
+    assert _of_split(command, "first", *MESH) == 2
+    assert "spmd: pjit of `predict` cannot take argument w from other" in capsys.readouterr().err
+    elsewhere = ("--topology", "cpu:16", "--mesh", "data=8,model=2", "--json", "r.json")
+    assert _of_split(command, "first", *elsewhere) == 0
+    assert Report.load(here / "r.json").total.payload_bytes == 16 // 8 * 64 * 4
+
+
 def test_stand_ins_and_other_topologies(here):
     """A topology takes the place of the devices of this machine."""
     assert _report("--mesh", "data=-1,model=2", "--topology", "cpu:16", "--json", "r.json") == 0
