@@ -621,7 +621,7 @@ def test_a_program_on_one_device_of_an_active_mesh(mesh):
     with mesh:
         for given, args in ((f, (x,)), (f.lower(x), ()), (alone, ())):
             told(ONE_DEVICE, AssertionError, assert_collectives, given, *args, none=["*"])
-        with pytest.raises(AssertionError, match="^assert_golden finds that `<lambda>` uses one"):
+        with pytest.raises(AssertionError, match=r"^assert_golden finds that `<lambda>` uses one"):
             testing.assert_golden(f, "never_written", x, update=True)
         sharded = jax.ShapeDtypeStruct(
             (32, 64), jnp.float32, sharding=spmd.NamedSharding(mesh, P("data"))
