@@ -221,6 +221,12 @@ def _start(args: argparse.Namespace) -> dict[str, int] | None:
         raise CommandError("--topology needs --mesh, such as --mesh data=-1,model=4.")
     if args.devices is not None and args.devices < 1:
         raise CommandError(f"--devices {args.devices} is too few: it has to be at least 1.")
+    needed = _device_count(args, axes)
+    if args.devices is not None and not args.topology and axes and args.devices < needed:
+        raise CommandError(
+            f"--mesh {args.mesh} needs {needed} devices, and --devices {args.devices} starts "
+            f"{args.devices}: leave --devices out."
+        )
     if not args.real:
         args.set_device_count(args.devices or _device_count(args, axes))
     return axes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import contextlib
 import functools
+import inspect
 import itertools
 import types
 from typing import Any
@@ -68,10 +69,51 @@ def lower(
     function, args, kwargs = unbound(f, args, kwargs)
     method: Any = getattr(function, "lower", None)
     # Strings have a `lower`, too, and other libraries' wrappers one that gives something else.
-    lowered: Any = method(*args, **kwargs) if callable(function) and callable(method) else None
+    lowered: Any = None
+    if callable(function) and callable(method):
+        try:
+            lowered = method(*args, **kwargs)
+        except TypeError:
+            if failure := _call_failure(function, args, kwargs, verb):
+                raise explain(subject, [failure]) from None
+            raise
     if not isinstance(lowered, _LOWERED):
         raise explain(subject, [_nothing_to_compile(f, verb)])
     return lowered
+
+
+def _call_failure(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], verb: str
+) -> Failure | None:
+    """Says that all arguments were given as one tuple, where that is why a call failed."""
+    signature = _signature(function)
+    if signature is None or kwargs or len(args) != 1 or not isinstance(args[0], (tuple, list)):
+        return None
+    if _binds(signature, args) or not _binds(signature, args[0]):
+        return None
+    name = getattr(function, "__name__", "f")
+    return Failure(
+        what=f"cannot call `{name}` with these arguments",
+        expected=f"arguments for its parameters {signature}"[:200],
+        got=f"one {type(args[0]).__name__} of {len(args[0])}",
+        fix=f"{_written(verb, name)}: the arguments follow one by one",
+        error=ArgumentError,
+    )
+
+
+def _signature(function: Any) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None  # some callables have none
+
+
+def _binds(signature: inspect.Signature, args: Sequence[Any]) -> bool:
+    try:
+        signature.bind(*args)
+    except TypeError:
+        return False
+    return True
 
 
 def refuse_arguments(
@@ -108,12 +150,17 @@ def _stage_with_arguments(f: Any, verb: str) -> Failure:
     )
 
 
+def _written(verb: str, function: str) -> str:
+    return f"{verb}({function}, {'name, ' * (verb == 'why')}*args)"
+
+
 def _nothing_to_compile(f: Any, verb: str) -> Failure:
+    pjit = "spmd.pjit(f, in_axis_resources=...)"
     return Failure(
         what="cannot compile this",
         expected="a function of spmd.pjit or jax.jit, or a stage of one",
         got=f"{getattr(f, '__name__', '')} {type(f)}".strip(),
-        fix=f"{verb}(spmd.pjit(f, in_axis_resources=...), *args)" if callable(f) else "",
+        fix=f"{_written(verb, 'jax.jit(f)')}, or {_written(verb, pjit)}" if callable(f) else "",
         error=ArgumentError,
     )
 

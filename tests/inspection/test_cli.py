@@ -295,6 +295,16 @@ BAD = [
     (("show", "no.json", "w"), "no.json cannot be read: No such file or directory."),
     (("show", "no.npy", "--spec", "P()", "--mesh", "x=2"), "no.npy cannot be read: No such file"),
     (("show", "no.npy"), "show needs --spec for a .npy file"),
+    (
+        ("show", "a_train:forward", *MESH),
+        "spmd: a_train:forward is a function of arguments, and show draws arrays: missing a "
+        "required argument: 'w'. For how it is split, write spmd report a_train:forward "
+        "--args ... --json r.json, then spmd show r.json.\n",
+    ),
+    (
+        ("report", "a_train:forward", "--mesh", "data=16", "--devices", "8"),
+        "spmd: --mesh data=16 needs 16 devices, and --devices 8 starts 8: leave --devices out.\n",
+    ),
 ]
 
 
