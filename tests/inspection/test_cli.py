@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 
+import jax
 import numpy as np
 import pytest
 
@@ -511,3 +512,71 @@ def test_readers_of_options():
         parse_limits("--x", ["a=1", "a=2"])
     with pytest.raises(CommandError, match="names no object"):
         load(":x", "FUNCTION")
+
+
+ENDED = """
+import os
+import jax, jax.numpy as jnp
+from spmd import P, pjit, with_sharding_constraint
+
+def resplit(x):
+    x = with_sharding_constraint(x, P(("a", "b"))) * 2
+    if "SPMD_COMPILER_ENDED" not in os.environ:
+        HOW
+    return with_sharding_constraint(x, P("b", "a")) * 3  # here
+
+step = pjit(resplit)
+args = (jax.ShapeDtypeStruct((12, 12), jnp.float32),)
+"""
+
+
+def _ended(here, end, *more):
+    """Runs a report in processes of its own; gives its exit code, output and errors."""
+    (here / "a_ended.py").write_text(ENDED.replace("HOW", end))
+    command = [sys.executable, "-m", "spmd", "report", "a_ended:step", "--args", "a_ended:args"]
+    command += ["--mesh", "a=2,b=3", *more]
+    done = subprocess.run(
+        command, cwd=here, capture_output=True, text=True, timeout=180, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def _told(signal_name):
+    return f"spmd: the compiler ended its process with {signal_name}; its last words are above.\n"
+
+
+def test_a_command_survives_the_end_of_its_compiler(here):
+    """A process that is aborted takes no command with it: exit code 2, the line, and a way out."""
+    line = 1 + next(i for i, s in enumerate(ENDED.splitlines()) if s.endswith("# here"))
+    code, out, err = _ended(here, 'os.write(2, b"last words\\n"); os.abort()')
+    assert (code, out) == (2, "")
+    assert "last words\n" in err
+    said = err.partition(_told("SIGABRT"))[2]
+    assert "  here      lines where an array is split anew, as a preview says:\n" in said
+    assert f"all-to-all over a: payload 96 B, wire 48 B, 1 run, at a_ended.py:{line}" in said
+    assert "  fix       constrain the value to P() in between, or split dimensions" in said
+
+
+def test_a_command_tells_the_signal_that_ended_its_compiler(here):
+    """What the system killed, for its memory say, is told; nothing is compiled again for it."""
+    code, out, err = _ended(here, "os.kill(os.getpid(), 9)")
+    assert (code, out) == (2, "")
+    assert err.endswith(_told("SIGKILL"))
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="this compiler splits it")
+def test_a_mesh_on_which_the_compiler_ends_its_process(here):
+    """XLA of JAX 0.12 cannot take axes of 2 and 3 apart in the other order, and aborts."""
+    code, out, err = _ended(here, "pass")
+    assert (code, out) == (2, "")
+    assert "Could not slice dimension 0 with size 3" in err
+    assert _told("SIGABRT") in err
+    assert "all-to-all over a: payload 96 B, wire 48 B, 1 run, at a_ended.py:" in err
+
+
+def test_an_answer_goes_through_the_child(here):
+    """Exit codes, the standard output and limits are those of the child."""
+    code, out, err = _ended(here, "return x", "--quiet", "--none", "*", "--json", "r.json")
+    assert (code, out) == (0, "")
+    assert "lowering" not in err
+    assert dict(Report.load(here / "r.json").mesh) == {"a": 2, "b": 3}
