@@ -520,10 +520,10 @@ import jax, jax.numpy as jnp
 from spmd import P, pjit, with_sharding_constraint
 
 def resplit(x):
-    x = with_sharding_constraint(x, P(("a", "b"))) * 2
+    x = with_sharding_constraint(x, P(("a", "b"))) * 2  # here
     if "SPMD_COMPILER_ENDED" not in os.environ:
         HOW
-    return with_sharding_constraint(x, P("b", "a")) * 3  # here
+    return with_sharding_constraint(x, P("b", "a")) * 3
 
 step = pjit(resplit)
 args = (jax.ShapeDtypeStruct((12, 12), jnp.float32),)
