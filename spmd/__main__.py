@@ -18,7 +18,7 @@ import spmd
 from spmd.bundle import _cli as bundle_cli
 from spmd.demo.options import Options, add_arguments, options_from
 from spmd.errors import SpmdError
-from spmd.inspection import _cli
+from spmd.inspection import _cli, _supervised
 from spmd.inspection._options import CommandError
 from spmd.launch import _cli as launch_cli
 
@@ -48,6 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments or an error.
     """
     args = _parser().parse_args(argv)
+    # A program that calls this keeps all in its own process.
+    if argv is None and getattr(args, "compiles", False) and os.name == "posix":
+        if not _supervised.is_child():
+            return _supervised.run(sys.argv[1:])
+        _supervised.follow_parent()
     try:
         return args.command(args)
     except (CommandError, SpmdError) as error:

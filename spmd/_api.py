@@ -392,7 +392,8 @@ def _avals(leaves: Sequence[Any], names: Sequence[str], options: PjitOptions) ->
         return tuple([_jax.abstractify(x) for x in leaves])
     except (TypeError, ValueError, OverflowError):
         found = [_no_array(x, n) for x, n in zip(leaves, names, strict=True)]
-        bad = [replace(f, fix=f.fix.format(static=options.static_option)) for f in found if f]
+        words = {"static": options.static_option, "function": options.name}
+        bad = [replace(f, fix=f.fix.format(**words)) for f in found if f]
         if not bad:
             raise
         raise explain(options.subject, bad) from None
@@ -406,6 +407,8 @@ def _no_array(value: Any, name: str) -> Failure | None:
         expected = "arrays, numbers, and containers of them"
         got = f"{type(value).__name__}: {value!r}"
         fix = "declare it static with {static}, or convert it with jnp.asarray"
+        if name == "self":
+            what, fix = f"{what}, but the object of a method", _METHOD
         if isinstance(e, OverflowError):
             what = f"cannot take argument {name}: the number is too large"
             expected = f"a number that fits into {jax.dtypes.canonicalize_dtype(int)}"
@@ -417,6 +420,13 @@ def _no_array(value: Any, name: str) -> Failure | None:
             fix = "convert it with astype, or declare it static with {static}"
         return Failure(what=what, expected=expected, got=got[:100], fix=fix, error=ArgumentError)
     return None
+
+
+_METHOD = (
+    "take it off the class and apply it to obj.{function}, which closes over the object;\n"
+    "or declare self static with {static}, where the object has a hash;\n"
+    "or register its class as a pytree"
+)
 
 
 # Resolve inputs

@@ -50,7 +50,8 @@ class Parameters:
         Raises:
             TypeError: The arguments do not fit the signature.
         """
-        if not kwargs or self.own is None:
+        few = self.variadic is not None or len(args) <= len(self.names)
+        if self.own is None or (not kwargs and few):
             return args, dict(kwargs)
         bound = self.own.bind(*args, **kwargs)
         return bound.args, bound.kwargs
@@ -293,7 +294,7 @@ def split_arguments(params: Parameters, args: tuple, kwargs: Mapping, subject: s
     try:
         args, kwargs = params.bind(args, kwargs)
     except TypeError as e:
-        raise explain(subject, [_unbindable(params, e)]) from None
+        raise explain(subject, [_unbindable(params, e, len(args))]) from None
     _check_positions(params, len(args), subject)
     if not params.static_nums and not params.static_names:
         return Split(dynamic=(args, kwargs), positions=tuple(range(len(args))), statics=())
@@ -312,11 +313,12 @@ def split_arguments(params: Parameters, args: tuple, kwargs: Mapping, subject: s
     )
 
 
-def _unbindable(params: Parameters, error: TypeError) -> Failure:
+def _unbindable(params: Parameters, error: TypeError, count: int) -> Failure:
+    many = str(error).startswith("too many positional")
     return Failure(
         what="cannot be called like this",
         expected=f"arguments for the parameters {params.signature}"[:200],
-        got=str(error),
+        got=f"{error}: {count}" if many else str(error),
         error=ArgumentError,
     )
 

@@ -153,11 +153,15 @@ def auto_mesh(mesh: Any) -> Any:
     return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
-def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(
+    axes: Mapping[str, int], axis_names: None = None, *, devices: Sequence[Any] | None = None
+) -> Mesh:
     """Builds a mesh whose axes suit the interconnect.
 
     Args:
         axes: Size per axis name, in order from major to minor; one size may be -1: what is left.
+        axis_names: Not taken: names given apart from sizes, as to `jax.make_mesh`, are answered
+            with what to write.
         devices: Devices to use; by default all, or the first ones if fewer are asked for.
 
     Returns:
@@ -171,14 +175,14 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) 
         >>> make_mesh({"data": 4, "model": 2})
     """
     pool = list(jax.devices() if devices is None else devices)
-    if failure := _axes_failure(axes):
+    if failure := _axes_failure(axes, axis_names):
         raise explain("Mesh", [failure])
     names, sizes = tuple(axes), [*axes.values()]
     if -1 in sizes:
         sizes[sizes.index(-1)] = len(pool) // -math.prod(sizes)
     size = math.prod(sizes)
     if not 0 < size <= len(pool) or (-1 in axes.values() and size != len(pool)):
-        raise explain("Mesh", [_size_failure(axes, len(pool))])
+        raise explain("Mesh", [_size_failure(axes, pool, chosen=devices is not None)])
     return Mesh(_grid(tuple(sizes), names, pool[:size]), names)
 
 
@@ -197,27 +201,53 @@ def _grid(sizes: tuple[int, ...], names: tuple[str, ...], pool: Sequence[Any]) -
         return np.array(pool).reshape(sizes)
 
 
-def _axes_failure(axes: Any) -> Failure | None:
+def _axes_failure(axes: Any, names: Any) -> Failure | None:
     """What is wrong with the axes whatever the devices are."""
     expected, error = "a dict of sizes by name, such as {'data': 4, 'model': 2}", ArgumentError
-    if isinstance(axes, Mapping) and all(isinstance(s, (int, np.integer)) for s in axes.values()):
+    given = f"{axes!r}" if names is None else f"{axes!r}, {names!r}"
+    if names is None and _is_sized(axes):
         sizes = list(axes.values())
         if sizes and sizes.count(-1) < 2 and all(s > 0 or s == -1 for s in sizes):
             return None
         expected, error = "one axis or more of positive sizes, of which one may be -1", MeshError
-    return Failure(what="cannot be built", given=f"{axes!r}", expected=expected, error=error)
+    fix = _as_one_dict(axes, names)
+    return Failure(what="cannot be built", given=given, expected=expected, fix=fix, error=error)
 
 
-def _size_failure(axes: Mapping[str, int], available: int) -> Failure:
+def _is_sized(axes: Any) -> bool:
+    sizes = axes.values() if isinstance(axes, Mapping) else [None]
+    return all(isinstance(s, (int, np.integer)) for s in sizes)
+
+
+def _as_one_dict(axes: Any, names: Any) -> str:
+    """What to write for sizes and names that `jax.make_mesh` takes, or for pairs of both."""
+    if isinstance(axes, Mapping):
+        return f"spmd.make_mesh({dict(axes)!r})" if names is not None else ""
+    try:
+        names = (names,) if isinstance(names, str) else names
+        pairs = axes if names is None else zip(names, axes, strict=True)
+        meant = {str(name): int(size) for name, size in pairs}
+    except (TypeError, ValueError):
+        return ""
+    return f"spmd.make_mesh({meant!r})"
+
+
+def _size_failure(axes: Mapping[str, int], pool: Sequence[Any], *, chosen: bool) -> Failure:
     fixed = [s for s in axes.values() if s != -1]
     product = "*".join(map(str, fixed)) + (f" = {math.prod(fixed)}" if len(fixed) > 1 else "")
     fits = "divides" if -1 in axes.values() else "is at most"
+    available, fix = len(pool), "choose other sizes, or pass other devices"
+    if not chosen and pool[0].platform == "cpu" and math.prod(fixed) > available:
+        fix = (
+            "choose other sizes, or have JAX start on more virtual devices:\n"
+            f"JAX_NUM_CPU_DEVICES={math.prod(fixed)} in the environment"
+        )
     return Failure(
         what="cannot be built",
         given=", ".join(f"{n}={s}" for n, s in axes.items()),
         expected=f"sizes whose product {fits} the number of devices",
         got=f"{product} on {available} device{'s' * (available != 1)}",
-        fix="choose other sizes, or pass other devices",
+        fix=fix,
         error=MeshError,
     )
 

@@ -245,11 +245,12 @@ def _spec_failure(entry: Any, arg_name: str, allow_unconstrained: bool) -> Failu
         )
     parts = _partitions(entry)
     if UNCONSTRAINED in parts and not allow_unconstrained:
+        results = "out_shardings" if arg_name.startswith("in_shard") else "out_axis_resources"
         return Failure(
             what=f"cannot leave a dimension of {arg_name} unconstrained",
             given=show_spec(entry),
             expected="mesh axes or None: the layout of an input is decided before the call",
-            fix="use P.UNCONSTRAINED in with_sharding_constraint or out_axis_resources",
+            fix=f"use P.UNCONSTRAINED in with_sharding_constraint or {results}",
         )
     axes = [a for part in parts if part is not UNCONSTRAINED for a in part]
     if twice := sorted({repr(a) for a in axes if axes.count(a) > 1}):
@@ -390,7 +391,7 @@ def _broadcast(
             return _key_mismatch(name, value, {*spec_keys}, {*value_keys})
         order, keys = [spec_keys.index(k) for k in value_keys], [f"[{k!r}]" for k in value_keys]
     elif prefix.node_data() != full.node_data() or len(specs) != len(values):
-        return _mismatch(name, value, _kind(prefix), _kind(full))
+        return _mismatch(name, value, prefix, full)
     else:
         order, keys = [*range(len(values))], _keys(prefix)
     ends = [0, *itertools.accumulate(s.num_leaves for s in specs)]
@@ -417,13 +418,19 @@ def _mapping_keys(treedef: Any) -> list[Any] | None:
     return keys if {*keys} == {*dummy} else None  # a class may hide its keys
 
 
-def _mismatch(name: str, value: str, spec_kind: str, value_kind: str) -> Failure:
+def _mismatch(name: str, value: str, prefix: Any, full: Any) -> Failure:
+    spec_node, value_node = prefix.node_data(), full.node_data()
     fix = "give one spec per leaf, or one spec for a whole subtree"
+    # A list for a tuple: all of it is there, in another container.
+    alike = len(prefix.children()) == len(full.children()) > 0
+    if spec_node and value_node and alike and spec_node[0] is not value_node[0]:
+        kind = value_node[0].__name__
+        fix = f"write {name} as a {kind} of specs, or give one spec for all of {value}"
     return Failure(
         what=f"cannot match {name} with {value}: it is not a pytree prefix",
-        given=f"{name} is {spec_kind}",
+        given=f"{name} is {_kind(prefix)}",
         expected=f"the structure of {value}, or one spec for all of it",
-        got=f"{value} is {value_kind}",
+        got=f"{value} is {_kind(full)}",
         fix=fix,
     )
 

@@ -595,6 +595,21 @@ def test_structure_below_a_leaf(in_mesh):
     )
 
 
+def test_structure_in_another_container(in_mesh):
+    """Specs in a list for a tuple are told what they have to be."""
+    told(
+        lambda: pjit(step, ([P(), P()],))((X, X)),
+        spmd.ShardingError,
+        """
+        pjit of `step` cannot match in_axis_resources[0] with batch: it is not a pytree prefix.
+          given     in_axis_resources[0] is a list of 2 elements
+          expected  the structure of batch, or one spec for all of it
+          got       batch is a tuple of 2 elements
+          fix       write in_axis_resources[0] as a tuple of specs, or give one spec for all of batch
+        """,
+    )
+
+
 @pytest.mark.parametrize("specs", [(P(), P()), [P(), P()]], ids=["tuple", "list"])
 def test_tuple_for_one_tuple_argument(in_mesh, specs):
     """Specs of the one tuple argument itself need a tuple around them: the classic mistake."""
@@ -642,6 +657,55 @@ def test_wrong_number_of_entries(in_mesh, specs, entries):
           fix       give one entry per argument that is not static, or one spec for all of them
         """,
     )
+
+
+@pytest.mark.parametrize("specs", [None, (P(), P())], ids=["without", "with"])
+def test_one_argument_too_many(in_mesh, specs):
+    """More arguments than parameters are told as such, not as a mismatch of specs."""
+    told(
+        lambda: pjit(add, specs)(X, X, X),
+        spmd.ArgumentError,
+        """
+        pjit of `add` cannot be called like this.
+          expected  arguments for the parameters (x, y)
+          got       too many positional arguments: 3
+        """,
+    )
+
+
+def test_a_method_under_pjit(in_mesh):
+    """`@pjit` on a method gets the object as an array: three ways out are told."""
+
+    class Model:
+        @pjit
+        def step(self, x):
+            return x
+
+        def __repr__(self):
+            return "Model()"
+
+    told(
+        lambda: Model().step(X),
+        spmd.ArgumentError,
+        """
+        pjit of `step` cannot take argument self: it is no array, but the object of a method.
+          expected  arrays, numbers, and containers of them
+          got       Model: Model()
+          fix       take it off the class and apply it to obj.step, which closes over the object;
+                    or declare self static with static_argnames, where the object has a hash;
+                    or register its class as a pytree
+        """,
+    )
+
+
+def test_an_unconstrained_input_by_either_name():
+    """The option for results has the style of the option that was given."""
+    for name, other in (
+        ("in_axis_resources", "out_axis_resources"),
+        ("in_shardings", "out_shardings"),
+    ):
+        with pytest.raises(spmd.ShardingError, match=f"with_sharding_constraint or {other}$"):
+            pjit(step, **{name: P(P.UNCONSTRAINED)})
 
 
 def test_output_is_no_prefix(in_mesh):
@@ -1117,16 +1181,20 @@ def test_ambiguous_contexts(mesh):
 
 
 @pytest.mark.parametrize(
-    ("axes", "given", "expected", "got"),
+    ("axes", "given", "expected", "got", "needed"),
     [
-        ({"data": 16}, "data=16", "is at most", "16 on 8 devices"),
-        ({"data": 3, "model": 3}, "data=3, model=3", "is at most", "3*3 = 9 on 8 devices"),
-        ({"data": -1, "model": 3}, "data=-1, model=3", "divides", "3 on 8 devices"),
-        ({"a": 4, "b": -1, "c": 4}, "a=4, b=-1, c=4", "divides", "4*4 = 16 on 8 devices"),
+        ({"data": 16}, "data=16", "is at most", "16 on 8 devices", 16),
+        ({"data": 3, "model": 3}, "data=3, model=3", "is at most", "3*3 = 9 on 8 devices", 9),
+        ({"data": -1, "model": 3}, "data=-1, model=3", "divides", "3 on 8 devices", 0),
+        ({"a": 4, "b": -1, "c": 4}, "a=4, b=-1, c=4", "divides", "4*4 = 16 on 8 devices", 16),
     ],
 )
-def test_sizes_that_do_not_fit(axes, given, expected, got):
-    """Sizes that the devices do not give are told with their product."""
+def test_sizes_that_do_not_fit(axes, given, expected, got, needed):
+    """Sizes that the devices do not give are told with their product; too few, with the flag."""
+    fix = "choose other sizes, or pass other devices"
+    if needed:
+        fix = "choose other sizes, or have JAX start on more virtual devices:"
+        fix += f"\n                    JAX_NUM_CPU_DEVICES={needed} in the environment"
     told(
         lambda: spmd.make_mesh(axes),
         spmd.MeshError,
@@ -1135,14 +1203,14 @@ def test_sizes_that_do_not_fit(axes, given, expected, got):
           given     {given}
           expected  sizes whose product {expected} the number of devices
           got       {got}
-          fix       choose other sizes, or pass other devices
+          fix       {fix}
         """,
     )
 
 
 def test_sizes_that_do_not_fit_the_devices_given():
-    """The devices that are passed count, not those that exist."""
-    with pytest.raises(RuntimeError, match="got       4 on 1 device\n"):
+    """The devices that are passed count, not those that exist: no flag makes them more."""
+    with pytest.raises(RuntimeError, match=r"got       4 on 1 device\n.*, or pass other devices$"):
         spmd.make_mesh({"data": 4}, devices=jax.devices()[:1])
 
 
@@ -1160,7 +1228,7 @@ def test_sizes_that_are_none(axes):
     )
 
 
-@pytest.mark.parametrize("axes", [{"a": 2.0}, {"a": "2"}, [("a", 2)], (4, 2)], ids=str)
+@pytest.mark.parametrize("axes", [{"a": 2.0}, {"a": "2"}, (4, 2)], ids=str)
 def test_axes_of_another_type(axes):
     """Axes are a dict of whole numbers."""
     told(
@@ -1170,6 +1238,30 @@ def test_axes_of_another_type(axes):
         Mesh cannot be built.
           given     {axes}
           expected  a dict of sizes by name, such as {{'data': 4, 'model': 2}}
+        """,
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "given"),
+    [
+        (((4, 2), ("data", "model")), "(4, 2), ('data', 'model')"),
+        (([4, 2], ["data", "model"]), "[4, 2], ['data', 'model']"),
+        (([("data", 4), ("model", 2)],), "[('data', 4), ('model', 2)]"),
+        (({"data": 4, "model": 2}, ("x", "y")), "{'data': 4, 'model': 2}, ('x', 'y')"),
+    ],
+    ids=str,
+)
+def test_sizes_and_names_as_elsewhere(args, given):
+    """What `jax.make_mesh` takes, and pairs, are answered with what to write."""
+    told(
+        lambda: spmd.make_mesh(*args),
+        spmd.ArgumentError,
+        f"""
+        Mesh cannot be built.
+          given     {given}
+          expected  a dict of sizes by name, such as {{'data': 4, 'model': 2}}
+          fix       spmd.make_mesh({{'data': 4, 'model': 2}})
         """,
     )
 

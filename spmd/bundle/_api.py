@@ -28,7 +28,13 @@ from spmd.stages import Compiled
 
 
 def save(compiled: Compiled, path: str | os.PathLike[str]) -> None:
-    """Writes a program to a file, as `Compiled.save` says."""
+    """Writes a program to a file, as `Compiled.save` says.
+
+    Raises:
+        TypeError: `compiled` is nothing that `spmd.pjit` compiled.
+    """
+    if not isinstance(compiled, Compiled):
+        raise explain("bundle", [_no_program(compiled)])
     subject = compiled._call.subject
     if failures := refusals(compiled):
         raise explain(subject, failures)
@@ -51,6 +57,23 @@ def save(compiled: Compiled, path: str | os.PathLike[str]) -> None:
     except jax.errors.JaxRuntimeError as error:
         raise explain(subject, [_unserializable(error)]) from None
     _format.write(Path(path), data)
+
+
+def _no_program(given: Any) -> Failure:
+    of_jit = (jax.stages.Traced, jax.stages.Lowered, jax.stages.Compiled, type(jax.jit(_slim)))
+    got, fix = show_value(given), ""
+    if isinstance(given, of_jit):
+        got = f"{type(given).__name__} of jax.jit"
+        fix = "spmd.pjit in the place of jax.jit, which takes the same options"
+    elif isinstance(given, (str, os.PathLike)):
+        fix = "bundle.save(compiled, path): the program comes first"
+    return Failure(
+        what="is made of what spmd.pjit compiled, and of nothing else",
+        expected="spmd.pjit(f, ...).lower(*args).compile()",
+        got=got,
+        fix=fix,
+        error=ArgumentError,
+    )
 
 
 #: A program of fewer FLOPs runs in the thread that calls it, by XLA's own count.

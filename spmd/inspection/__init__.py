@@ -32,6 +32,7 @@ from spmd.inspection._origins import (
     Step as Step,
     ValueOrigins as ValueOrigins,
 )
+from spmd.inspection._pictures import Pictures as Pictures
 from spmd.inspection._pieces import Argument as Argument, Excerpt as Excerpt, Split as Split
 from spmd.inspection._records import (
     DIRECTIONS as DIRECTIONS,

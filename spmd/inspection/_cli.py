@@ -15,7 +15,7 @@ from pathlib import Path
 import sys
 from typing import Any
 
-from spmd.inspection import _show
+from spmd.inspection import _show, _supervised
 from spmd.inspection._options import (
     CommandError,
     load,
@@ -32,8 +32,9 @@ _DEVICES = 8
 _ABOUT_FUNCTION = """\
 FUNCTION is module:name or file.py:name: a function of spmd.pjit or jax.jit. ARGS, written the
 same way, is what it is called with: a tuple of arguments, a dict of keyword arguments, or a
-function that returns one of them and is called within the mesh. Only shapes matter: nothing is
-run, so jax.ShapeDtypeStruct does.
+function that returns one of them and is called within the mesh. Only shapes and shardings matter:
+nothing is run, so jax.ShapeDtypeStruct does. With --mesh or --topology, shardings go over to that
+mesh by the names of its axes.
 """
 
 _REPORT = """\
@@ -182,7 +183,7 @@ def _add_program(
         help="use the devices of this machine instead of virtual CPU devices",
     )
     parser.add_argument("--no-progress", action="store_true", help="say nothing while it compiles")
-    parser.set_defaults(set_device_count=set_device_count)
+    parser.set_defaults(set_device_count=set_device_count, compiles=True)
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
@@ -220,6 +221,12 @@ def _start(args: argparse.Namespace) -> dict[str, int] | None:
         raise CommandError("--topology needs --mesh, such as --mesh data=-1,model=4.")
     if args.devices is not None and args.devices < 1:
         raise CommandError(f"--devices {args.devices} is too few: it has to be at least 1.")
+    needed = _device_count(args, axes)
+    if args.devices is not None and not args.topology and axes and args.devices < needed:
+        raise CommandError(
+            f"--mesh {args.mesh} needs {needed} devices, and --devices {args.devices} starts "
+            f"{args.devices}: leave --devices out."
+        )
     if not args.real:
         args.set_device_count(args.devices or _device_count(args, axes))
     return axes
@@ -240,15 +247,17 @@ def _mesh(topology: str | None, axes: dict[str, int] | None) -> Any:
 
 
 def _shapes(path: str | None, mesh: Any) -> tuple[tuple, dict[str, Any]]:
-    """What the function is called with, arrays replaced by their shapes."""
+    """What the function is called with, arrays replaced by their shapes and shardings."""
     import jax
 
-    from spmd.inspection._compiling import shape_of
+    from spmd.inspection._compiling import shape_on
 
     given = () if path is None else load(path, "--args")
     with mesh if mesh is not None else contextlib.nullcontext():
         given = given() if callable(given) else given
-    given = jax.tree.map(shape_of, given)
+    given = jax.tree_util.tree_map_with_path(
+        lambda at, leaf: shape_on(leaf, mesh, f"--args {path}{jax.tree_util.keystr(at)}"), given
+    )
     if isinstance(given, dict):
         return (), given
     return tuple(given) if isinstance(given, (tuple, list)) else (given,), {}
@@ -313,6 +322,8 @@ def _report(args: argparse.Namespace) -> int:
 
     if mesh is not None:
         check_axes([budget], dict(mesh.shape))
+    if _supervised.asked_for_lines():
+        return _suspects(function, values, keywords, mesh)
     doing, make = ("lowering", spmd.preview) if args.preview else ("compiling", spmd.report)
     with _progress(args, f"{doing} {args.function}"), _mesh_needed(args):
         report = make(function, *values, mesh=mesh, **keywords)
@@ -325,6 +336,30 @@ def _report(args: argparse.Namespace) -> int:
     if args.trace:
         report.save_trace(args.trace)
     return _hold(report, limits) if limits else _OK
+
+
+def _suspects(function: Any, values: tuple, keywords: dict[str, Any], mesh: Any) -> int:
+    """Prints the lines for which XLA may have ended the process that compiled.
+
+    Its check fails where an array is split anew and it takes several mesh axes apart in another
+    order than they are in, which works for powers of two alone. The prediction has these exchanges
+    without a compile.
+    """
+    import spmd
+    from spmd.testing._assertions import show
+
+    found = spmd.preview(function, *values, mesh=mesh, **keywords).collectives
+    moved = [one for one in found if one.kind in ("all-to-all", "collective-permute")]
+    if moved:
+        lines = dict.fromkeys(f"            {show(one)}\n" for one in moved)
+        text = (
+            "  here      lines where an array is split anew, as a preview says:\n"
+            f"{''.join(lines)}"
+            "  fix       constrain the value to P() in between, or split dimensions over mesh\n"
+            "            axes in the same order before and after"
+        )
+        print(text, file=sys.stderr)
+    return _FAILED
 
 
 def _why(args: argparse.Namespace) -> int:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import contextlib
+import inspect
+import itertools
 import types
 from typing import Any
 
 import jax
 
 import spmd
-from spmd import _jax, _mesh, stages
+from spmd import _jax, _mesh, _resolve, stages
 from spmd.errors import ArgumentError, Failure, MeshError, ReportError, explain
 from spmd.inspection._hlo import Module
 from spmd.inspection._memory import memory_of
@@ -76,10 +78,51 @@ def lower(
     function, args, kwargs = unbound(f, args, kwargs)
     method: Any = getattr(function, "lower", None)
     # Strings have a `lower`, too, and other libraries' objects one that gives something else.
-    lowered = stage_of(method(*args, **kwargs) if callable(function) and callable(method) else None)
+    lowered: Any = None
+    if callable(function) and callable(method):
+        try:
+            lowered = stage_of(method(*args, **kwargs))
+        except TypeError:
+            if failure := _call_failure(function, args, kwargs, verb):
+                raise explain(subject, [failure]) from None
+            raise
     if not isinstance(lowered, _LOWERED):
         raise explain(subject, [_nothing_to_compile(f, verb)])
     return lowered
+
+
+def _call_failure(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], verb: str
+) -> Failure | None:
+    """Says that all arguments were given as one tuple, where that is why a call failed."""
+    signature = _signature(function)
+    if signature is None or kwargs or len(args) != 1 or not isinstance(args[0], (tuple, list)):
+        return None
+    if _binds(signature, args) or not _binds(signature, args[0]):
+        return None
+    name = getattr(function, "__name__", "f")
+    return Failure(
+        what=f"cannot call `{name}` with these arguments",
+        expected=f"arguments for its parameters {signature}"[:200],
+        got=f"one {type(args[0]).__name__} of {len(args[0])}",
+        fix=f"{_written(verb, name)}: the arguments follow one by one",
+        error=ArgumentError,
+    )
+
+
+def _signature(function: Any) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None  # some callables have none
+
+
+def _binds(signature: inspect.Signature, args: Sequence[Any]) -> bool:
+    try:
+        signature.bind(*args)
+    except TypeError:
+        return False
+    return True
 
 
 def refuse_arguments(
@@ -120,12 +163,17 @@ def _stage_with_arguments(f: Any, verb: str) -> Failure:
     )
 
 
+def _written(verb: str, function: str) -> str:
+    return f"{verb}({function}, {'name, ' * (verb == 'why')}*args)"
+
+
 def _nothing_to_compile(f: Any, verb: str) -> Failure:
+    pjit = "spmd.pjit(f, in_axis_resources=...)"
     return Failure(
         what="cannot compile this",
         expected="a function of spmd.pjit or jax.jit, or a stage of one",
         got=f"{getattr(f, '__name__', '')} {type(f)}".strip(),
-        fix=f"{verb}(spmd.pjit(f, in_axis_resources=...), *args)" if callable(f) else "",
+        fix=f"{_written(verb, 'jax.jit(f)')}, or {_written(verb, pjit)}" if callable(f) else "",
         error=ArgumentError,
     )
 
@@ -169,13 +217,38 @@ def _runs_elsewhere(compiled: Any, mesh: Any) -> Failure | None:
     if devices == wanted:
         return None
     order = ", in another order" if {*devices} == {*wanted} else ""
+    return _other_devices(mesh, f"{_mesh.show_devices(devices)}{order}")
+
+
+def _other_devices(mesh: Any, devices: str) -> Failure:
     return Failure(
         what="cannot match the program with this mesh",
         given=_mesh.show_mesh(mesh),
-        got=f"a program for {_mesh.show_devices(devices)}{order}",
+        got=f"a program for {devices}",
         fix="give arguments shardings over the mesh, as in jax.jit(f, in_shardings=...)",
         error=MeshError,
     )
+
+
+def check_lowered(lowered: Any, count: int, mesh: Any, *, subject: str) -> None:
+    """Sees that a program is for a mesh, as `mesh_of` does for what is compiled.
+
+    Args:
+        lowered: of `spmd.pjit` or `jax.jit`.
+        count: of its devices; which they are is known only when it is compiled.
+        mesh: that was asked for, or None.
+        subject: the first words of an error.
+
+    Raises:
+        MeshError: it is for another one.
+    """
+    if mesh is None:
+        return
+    if isinstance(lowered, stages.Lowered):
+        if _mesh.auto_mesh(mesh) != _mesh.auto_mesh(lowered.mesh):
+            raise explain(subject, [_bound_elsewhere(mesh, lowered.mesh)])
+    elif count != mesh.size:
+        raise explain(subject, [_other_devices(mesh, f"{count} device{'s' * (count != 1)}")])
 
 
 def _current(compiled: Any) -> Any:
@@ -208,6 +281,75 @@ def shape_of(leaf: Any, sharding: Any = None) -> Any:
     is_ref = isinstance(leaf, jax.Ref) or getattr(leaf, "is_ref", False)
     return jax.ShapeDtypeStruct(
         leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak, is_ref=is_ref
+    )
+
+
+def shape_on(leaf: Any, mesh: Any, name: str) -> Any:
+    """An array as its shape, placed on a mesh as it is placed where it lies.
+
+    A NamedSharding goes over by the names of its axes. One device stands for no other, so what is
+    committed to a device that the mesh lacks is placed nowhere.
+
+    Args:
+        leaf: an array, a struct of one, or any other value.
+        mesh: to compile for; None for the devices where arrays are.
+        name: of the leaf, for errors.
+
+    Raises:
+        ShardingError: the mesh has no such axes, or the sharding names none.
+    """
+    sharding = _resolve.placed_sharding(leaf)
+    if mesh is not None and isinstance(sharding, jax.sharding.NamedSharding):
+        sharding = _by_names(sharding, mesh, name)
+    elif mesh is not None and sharding is not None:
+        sharding = _in_place(sharding, mesh, name)
+    return shape_of(leaf, sharding)
+
+
+def _by_names(sharding: Any, mesh: Any, name: str) -> Any:
+    own, plain = sharding.mesh, _mesh.plain_mesh(mesh)
+    if own == plain or own == plain.abstract_mesh:
+        return sharding
+    if missing := [axis for axis in _axes(sharding.spec) if axis not in plain.shape]:
+        raise explain(name, [_lacks_axes(sharding, mesh, missing)])
+    # Programs are other ones where the axes of a mesh are Explicit.
+    types = dict(zip(own.axis_names, own.axis_types, strict=True))
+    auto = jax.sharding.AxisType.Auto
+    plain = plain.update(axis_types=tuple(types.get(axis, auto) for axis in plain.axis_names))
+    return jax.sharding.NamedSharding(plain, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def _axes(spec: Any) -> tuple[str, ...]:
+    split = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
+    named = itertools.chain.from_iterable(split)
+    return tuple(a for a in named if a not in (None, jax.sharding.PartitionSpec.UNCONSTRAINED))
+
+
+def _in_place(sharding: Any, mesh: Any, name: str) -> Any:
+    if sharding.device_set <= {*mesh.devices.flat}:
+        return sharding
+    if len(sharding.device_set) > 1:
+        raise explain(name, [_nameless(sharding, mesh)])
+    return None
+
+
+def _lacks_axes(sharding: Any, mesh: Any, missing: Sequence[str]) -> Failure:
+    return Failure(
+        what="cannot be placed on the mesh by the names of its axes",
+        given=_resolve.show_sharding(sharding),
+        expected=f"axes that {_mesh.show_mesh(mesh)} has, for which it is compiled",
+        got=f"no axis {', '.join(map(repr, missing))}",
+        fix="name these axes in --mesh, or give shapes without shardings",
+    )
+
+
+def _nameless(sharding: Any, mesh: Any) -> Failure:
+    return Failure(
+        what="cannot be placed on other devices than its own",
+        given=_resolve.show_sharding(sharding),
+        expected=f"a NamedSharding, which goes over to {_mesh.show_mesh(mesh)} by names of axes",
+        got=type(sharding).__name__,
+        fix="jax.device_put(x, NamedSharding(mesh, spec)), or shapes without shardings",
     )
 
 

@@ -9,7 +9,7 @@ import jax
 from spmd import _jax, stages
 from spmd.errors import Failure, ReportError, explain
 from spmd.inspection import _shardy
-from spmd.inspection._compiling import COMPILED, entered, lower, stage_of
+from spmd.inspection._compiling import COMPILED, check_lowered, entered, lower, stage_of
 from spmd.inspection._exchanges import exchanges
 from spmd.inspection._listing import origins_later
 from spmd.inspection._records import Cost, Report
@@ -44,6 +44,7 @@ def preview(f: Any, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
         ReportError: this jaxlib lacks the passes of Shardy, `f` is compiled already, or meshes of
             it give an axis several sizes.
         TypeError: `f` cannot be lowered.
+        RuntimeError: the program is for another mesh.
 
     Example:
         print(spmd.preview(step, state, batch))
@@ -54,7 +55,7 @@ def preview(f: Any, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
         raise explain(subject, [_compiled(f)])
     with entered(mesh):
         lowered = lower(f, args, kwargs, subject=subject, verb="preview")
-    return _report_of(lowered, subject)
+    return _report_of(lowered, mesh, subject)
 
 
 def _compiled(f: Any) -> Failure:
@@ -66,8 +67,10 @@ def _compiled(f: Any) -> Failure:
     )
 
 
-def _report_of(lowered: Any, subject: str) -> Report:
+def _report_of(lowered: Any, mesh: Any, subject: str) -> Report:
     module = _shardy.module_of(lowered, subject=subject)
+    count = _shardy.count_devices(module)
+    check_lowered(lowered, count, mesh, subject=subject)
     platform, kind = _devices(lowered)
     done = _shardy.run(module, _PASSES, subject=subject)
     with module.context:
@@ -80,7 +83,7 @@ def _report_of(lowered: Any, subject: str) -> Report:
             device_kind=kind,
             stand_in=False,
             mesh=_shardy.axis_sizes(done),
-            num_devices=_count_devices(module),
+            num_devices=count,
             versions=versions(),
             collectives=found,
             cost=Cost.zeros(),
@@ -110,9 +113,3 @@ def _devices(lowered: Any) -> tuple[str, str]:
     else:
         device = lowered.mesh.devices.flat[0]
     return device.platform, device.device_kind
-
-
-def _count_devices(module: Any) -> int:
-    partitions = _shardy.text_of(module.operation, "mhlo.num_partitions").partition(" ")[0]
-    replicas = _shardy.text_of(module.operation, "mhlo.num_replicas").partition(" ")[0]
-    return int(partitions or 1) * int(replicas or 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import dataclasses
 import importlib.metadata
 import itertools
@@ -34,7 +34,7 @@ from spmd.inspection._ledger import ledger
 from spmd.inspection._listing import origins_later
 from spmd.inspection._placing import arguments_of
 from spmd.inspection._propagation import Propagation, propagate
-from spmd.inspection._records import Cost, Report, Reshard, Unread
+from spmd.inspection._records import Cost, Finding, Report, Reshard, Unread
 from spmd.inspection._rematerialization import (
     compile_and_catch,
     rematerializations,
@@ -120,7 +120,22 @@ def _report_of(compiled: Any, mesh: Any, lowered: Any) -> Report:
         if modules
         else (),
     )
-    return dataclasses.replace(report, findings=findings(program))
+    return dataclasses.replace(report, findings=_spoken(findings(program), compiled))
+
+
+def _spoken(found: Iterable[Finding], compiled: Any) -> tuple[Finding, ...]:
+    """Findings in the words of what was called: rules write those of `spmd.pjit`."""
+    words = {"in_axis_resources": "in_shardings"}
+    if not isinstance(compiled, stages.Compiled):
+        words["in_axis_resources"] += " of jax.jit, as NamedSharding(mesh, spec)"
+        words["with_sharding_constraint"] = "jax.lax.with_sharding_constraint"
+    elif not any(name.startswith("in_shardings") for name in compiled._call.given):
+        return tuple(found)
+    pattern = re.compile("|".join(words))
+    return tuple(
+        dataclasses.replace(one, fix=pattern.sub(lambda word: words[word[0]], one.fix))
+        for one in found
+    )
 
 
 def _unread(modules: tuple[Module, ...]) -> Unread | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import functools
+import math
 import re
 from typing import Any
 
@@ -161,6 +162,12 @@ def axis_sizes(module: Any) -> dict[str, int]:
         for symbol, sizes in _meshes(module).items()
         for name, size in sizes.items()
     }
+
+
+def count_devices(module: Any) -> int:
+    """How many devices a module is for."""
+    counts = (text_of(module.operation, f"mhlo.num_{what}") for what in ("partitions", "replicas"))
+    return math.prod(int(text.partition(" ")[0] or 1) for text in counts)
 
 
 def _meshes(module: Any) -> dict[str, dict[str, int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import inspect
 import math
 from pathlib import Path
 import re
@@ -29,8 +30,8 @@ Show which device holds which part of an array.
 
 WHAT is a PartitionSpec, which needs --mesh and --shape; a report that --json wrote, with the path
 of one of its arguments; a .npy file, of which only the shape is read, with --spec and --mesh; or
-module:name of an array, a ShapeDtypeStruct with a sharding, or a function that returns one and is
-called within the mesh.
+module:name of an array, a ShapeDtypeStruct with a sharding, a tree of these, or a function without
+arguments that returns one of them and is called within the mesh.
 """
 
 
@@ -125,8 +126,26 @@ def _of_object(args: argparse.Namespace) -> Any:
         mesh = spmd.make_mesh(axes)
     found = load(args.what, "WHAT")
     with mesh:
-        given = found() if callable(found) and not hasattr(found, "sharding") else found
+        given = _made(found, args.what) if _is_function(found) else found
         return spmd.visualize(given, shape=shape)
+
+
+def _is_function(found: Any) -> bool:
+    return callable(found) and not hasattr(found, "sharding")
+
+
+def _made(function: Any, what: str) -> Any:
+    """What a function without arguments gives."""
+    try:
+        inspect.signature(function).bind()
+    except ValueError:
+        pass  # some callables have no signature
+    except TypeError as error:
+        raise CommandError(
+            f"{what} is a function of arguments, and show draws arrays: {error}. For how it is "
+            f"split, write spmd report {what} --args ... --json r.json, then spmd show r.json."
+        ) from None
+    return function()
 
 
 def parse_shape(text: str) -> tuple[int, ...]:

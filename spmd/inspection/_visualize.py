@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import itertools
 import math
@@ -16,6 +16,7 @@ from spmd.inspection._pieces import Argument, Split
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from spmd.inspection._pictures import Pictures
     from spmd.inspection._records import Report
 
 
@@ -104,30 +105,37 @@ class Picture:
             ReportError: the ending is another one, or Jinja2 is missing.
             OSError: the file cannot be written.
         """
-        path = Path(path)
-        if path.suffix.lower() != ".html":
-            failure = Failure(
-                what=f"cannot be saved as `{path}`",
-                expected="a file name that ends in .html",
-                error=ReportError,
-            )
-            raise explain("picture", [failure])
-        path.write_text(self.to_html(), encoding="utf-8")
+        write_page(path, self.to_html, "picture")
 
 
-def visualize(x_or_sharding: Any, *, shape: Sequence[int] | None = None) -> Picture:
-    """Shows which device holds which part of an array.
+def write_page(path: str | os.PathLike[str], page: Callable[[], str], subject: str) -> None:
+    """Writes a page to a file whose name ends in ``.html``; the page is made after that is seen."""
+    path = Path(path)
+    if path.suffix.lower() != ".html":
+        failure = Failure(
+            what=f"cannot be saved as `{path}`",
+            expected="a file name that ends in .html",
+            error=ReportError,
+        )
+        raise explain(subject, [failure])
+    path.write_text(page(), encoding="utf-8")
+
+
+def visualize(x_or_sharding: Any, *, shape: Sequence[int] | None = None) -> Picture | Pictures:
+    """Shows which device holds which part of an array, or of each array of a tree.
 
     Args:
         x_or_sharding: an array of JAX, also one that is being traced, inside of `jax.shard_map`
             too; a `jax.ShapeDtypeStruct` with a sharding; a sharding; or a PartitionSpec for the
-            mesh that is active.
+            mesh that is active. An array of NumPy is drawn where `jax.numpy.asarray` places it.
+            Also a pytree of all these.
         shape: of the array, for a sharding or a spec, which have none. A dimension need not be
             divisible: the last shards are then smaller, as in the middle of a program.
 
     Returns:
         A picture of any rank: `print` it, put it last in a cell of a notebook, or `save` it as
-        HTML. It is complete in itself: nothing is printed here.
+        HTML. It is complete in itself: nothing is printed here. For a pytree, a picture of each
+        leaf with its path, of which the first twenty are drawn.
 
     Raises:
         ArgumentError: there is no sharding in what is given.
@@ -140,7 +148,7 @@ def visualize(x_or_sharding: Any, *, shape: Sequence[int] | None = None) -> Pict
     """
     from spmd.inspection import _visualizing
 
-    return _visualizing.picture_of(x_or_sharding, shape)
+    return _visualizing.draw(x_or_sharding, shape)
 
 
 # From splits to shards
@@ -410,10 +418,10 @@ def no_mesh() -> Exception:
     return explain("visualize", [failure])
 
 
-def no_sharding(given: object) -> Exception:
-    """The error of something that lies on no devices."""
+def no_sharding(given: object, path: str = "") -> Exception:
+    """The error of something that lies on no devices; `path` is its place in a tree."""
     failure = Failure(
-        what="finds no sharding in what it is given",
+        what=f"finds no sharding in {f'leaf {path}' if path else 'what it is given'}",
         expected="an array of JAX, a ShapeDtypeStruct with a sharding, a sharding or a "
         "PartitionSpec",
         got=f"a value of type {type(given).__name__}",

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spmd.inspection._layout import Indented, clean
+from spmd.inspection._pictures import Pictures
 from spmd.inspection._visualize import (
     Picture,
     Shard,
@@ -47,6 +48,16 @@ def render_picture(picture: Picture) -> RenderableType:
         parts += [Text(f"{hidden:,} more of these, not shown", style="dim")] * (hidden > 0)
     parts += [Text(clean(note), style="dim") for note in picture.notes]
     return Indented(Group(*parts), by=0)
+
+
+def render_pictures(many: Pictures) -> RenderableType:
+    """The pictures of a tree, each under its path."""
+    parts: list[RenderableType] = []
+    for path, picture in many.drawn:
+        parts += [Text(clean(path), style="bold"), render_picture(picture)]
+    if many.rest:
+        parts.append(Text(many.rest, style="dim"))
+    return Group(*parts)
 
 
 class _Drawn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
 import math
 import operator
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import jax
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
+import numpy as np
 
 from spmd import _jax, _mesh, _resolve
 from spmd._spec import ParsedPartitionSpec, show_spec
 from spmd.errors import Failure, OptionError, explain, show_value
+from spmd.inspection._pictures import Pictures
 from spmd.inspection._placing import splits_of_spec
 from spmd.inspection._visualize import (
     Picture,
@@ -28,8 +31,17 @@ _SUBJECT = "visualize"
 _PLACES = "No devices are known: numbers are places on the mesh, the last axis fastest."
 
 
-def picture_of(given: Any, shape: Sequence[int] | None) -> Picture:
-    """The picture of whatever `spmd.visualize` takes."""
+def draw(given: Any, shape: Sequence[int] | None) -> Picture | Pictures:
+    """The picture of whatever `spmd.visualize` takes, or one for each leaf of a tree."""
+    leaves, tree = jax.tree_util.tree_flatten_with_path(given)
+    if jax.tree_util.treedef_is_leaf(tree) or not leaves:
+        return picture_of(given, shape)
+    named = [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
+    return Pictures(pictures={name: picture_of(leaf, shape, name) for name, leaf in named})
+
+
+def picture_of(given: Any, shape: Sequence[int] | None, path: str = "") -> Picture:
+    """The picture of one array or sharding; `path` is its place in a tree."""
     if isinstance(given, Tracer):
         _refuse_shape(shape, "a traced value")
         # Eager `grad` works on an array that lies somewhere; under `vmap` that has another shape.
@@ -43,11 +55,23 @@ def picture_of(given: Any, shape: Sequence[int] | None) -> Picture:
         # Only the dimensions count, so any element type does for the checks.
         aval = jax.ShapeDtypeStruct(_dims(shape), jax.numpy.float32)
         return _of_sharding(_with_mesh(given), aval, typed=False)
+    if isinstance(given, (np.ndarray, np.generic, bool, int, float, complex)):
+        _refuse_shape(shape, "an array")
+        return _of_host(given)
     sharding = getattr(given, "sharding", None)
     if not isinstance(sharding, Sharding):
-        raise no_sharding(given)
+        raise no_sharding(given, path)
     _refuse_shape(shape, "an array")
     return _of_sharding(sharding, given, typed=True)
+
+
+def _of_host(given: Any) -> Picture:
+    """What is on no device yet is drawn where it would be, and says so."""
+    # The default device is a matter of several options, which JAX combines.
+    sharding = jax.numpy.zeros(()).sharding
+    picture = _of_sharding(sharding, _jax.abstractify(given), typed=True)
+    note = "It is in the memory of the host: this is where jax.numpy.asarray places it."
+    return dataclasses.replace(picture, notes=(note,))
 
 
 def _dims(shape: Any) -> tuple[int, ...]:

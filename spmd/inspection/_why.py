@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from spmd.errors import ArgumentError, Failure, ReportError, did_you_mean, explain, show_value
 from spmd.inspection import _conflicts, _shardy
-from spmd.inspection._compiling import COMPILED, entered, lower, stage_of
+from spmd.inspection._compiling import COMPILED, check_lowered, entered, lower, stage_of
 from spmd.inspection._origins import (
     Annotation,
     Conflict,
@@ -105,6 +105,7 @@ def why(f: Any, name: str, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Wh
     Raises:
         ReportError: nothing has that name, or this jaxlib lacks the passes of Shardy.
         TypeError: `f` cannot be lowered, or is compiled already; `name` is no string.
+        RuntimeError: the program is for another mesh.
     """
     subject = "why"
     if not isinstance(name, str):
@@ -115,6 +116,7 @@ def why(f: Any, name: str, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Wh
     with entered(mesh):
         lowered = lower(f, args, kwargs, subject=subject, verb="why")
     module = _shardy.module_of(lowered, subject=subject)
+    check_lowered(lowered, _shardy.count_devices(module), mesh, subject=subject)
     found = propagate(module, subject=subject)
     return Why(
         name=name,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 import dataclasses
 from pathlib import Path
+import sys
 from typing import Any
 
 from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, explain
@@ -80,7 +81,9 @@ def assert_collectives(
         The report, for further assertions.
 
     Raises:
-        AssertionError: limits are broken; all of them are told, each with its collectives.
+        AssertionError: limits are broken; all of them are told, each with its collectives. Also a
+            program on one device where a mesh of several is active: it breaks no limit, whatever
+            it does.
         ValueError: there is no such kind, mesh axis, option or place.
         TypeError: a limit has the wrong type, or a `Report` is given with arguments.
 
@@ -119,11 +122,14 @@ def as_report(f: Any, args: Any, mesh: Any, kwargs: Mapping[str, Any], *, subjec
 
     Raises:
         TypeError: a report is given with arguments or a mesh.
+        AssertionError: the program is on one device, and a mesh of several is active.
     """
     if not isinstance(f, Report):
         from spmd.inspection import report
 
-        return report(f, *args, mesh=mesh, **kwargs)
+        found = report(f, *args, mesh=mesh, **kwargs)
+        _refuse_one_device(found, subject)
+        return found
     if args or kwargs or mesh is not None:
         failure = Failure(
             what="takes no arguments and no mesh with a Report",
@@ -133,7 +139,35 @@ def as_report(f: Any, args: Any, mesh: Any, kwargs: Mapping[str, Any], *, subjec
             error=ArgumentError,
         )
         raise explain(subject, [failure])
+    _refuse_one_device(f, subject)
     return f
+
+
+def _refuse_one_device(report: Report, subject: str) -> None:
+    """Sees that a program is not on one device where a mesh of several is active.
+
+    It exchanges nothing, so it keeps every limit, and says nothing about the mesh.
+
+    Raises:
+        AssertionError: it is.
+    """
+    # A stored report is held to its limits without JAX, and then no mesh is active.
+    if report.num_devices > 1 or "spmd._mesh" not in sys.modules:
+        return
+    from spmd._mesh import current_mesh, show_mesh
+
+    mesh = current_mesh()
+    if mesh is None or mesh.size == 1:
+        return
+    failure = Failure(
+        what=f"finds that `{report.name}` uses one device, where no limit can be broken",
+        given=f"{show_mesh(mesh)}, which is active here",
+        expected=f"a program for its {mesh.size} devices",
+        got="a program in which no argument and no constraint has a sharding on the mesh",
+        fix="spmd.pjit(f, specs), jax.jit(f, in_shardings=...) or arguments with shardings; "
+        "leave the mesh if one device is meant",
+    )
+    raise AssertionError(str(explain(subject, [failure])))
 
 
 # Places

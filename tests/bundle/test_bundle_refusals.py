@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd import P, host_callback, pjit
+from spmd import P, bundle, host_callback, pjit
 
 X = np.arange(8, dtype=np.float32)
 
@@ -277,3 +277,37 @@ def test_a_sort_that_has_run(tmp_path):
     assert "is not serializable" in lines[1]
     assert lines[2] == "  fix       save it before its first call"
     np.testing.assert_array_equal(spmd.load(tmp_path / "before")(X), X)
+
+
+@pytest.mark.parametrize(
+    ("make", "got", "fix"),
+    [
+        (
+            lambda f: f.lower(X),
+            "Lowered of jax.jit",
+            "spmd.pjit in the place of jax.jit, which takes the same options",
+        ),
+        (
+            lambda f: f.lower(X).compile(),
+            "Compiled of jax.jit",
+            "spmd.pjit in the place of jax.jit, which takes the same options",
+        ),
+        (
+            lambda f: "step.spmd",
+            "str: 'step.spmd'",
+            "bundle.save(compiled, path): the program comes first",
+        ),
+    ],
+    ids=["lowered", "compiled", "path"],
+)
+def test_what_spmd_did_not_compile(make, got, fix, tmp_path):
+    """A program of `jax.jit`, or the path in the first place, is answered with what to write."""
+    with pytest.raises(spmd.ArgumentError) as error:
+        bundle.save(make(jax.jit(jnp.sin)), tmp_path / "x")
+    assert str(error.value) == (
+        "bundle is made of what spmd.pjit compiled, and of nothing else.\n"
+        "  expected  spmd.pjit(f, ...).lower(*args).compile()\n"
+        f"  got       {got}\n"
+        f"  fix       {fix}"
+    )
+    assert not list(tmp_path.iterdir())

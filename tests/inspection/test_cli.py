@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 
+import jax
 import numpy as np
 import pytest
 
@@ -82,6 +83,135 @@ def test_ways_to_name_things(args, here):
     """Files, attributes of attributes, keyword arguments and real arrays give the same report."""
     assert cli.main(["report", *args, *MESH, "--quiet", "--json", "r.json"]) == 0
     assert Report.load(here / "r.json").total.payload_bytes == 16 // 4 * 64 * 4
+
+
+SPLIT_ARGS = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "model"))
+on = lambda *spec: NamedSharding(mesh, P(*spec))
+struct = jax.ShapeDtypeStruct
+
+@jax.jit
+def forward(w, x):
+    return jnp.tanh(x @ w) @ w.T
+
+args = (
+    struct((64, 32), jnp.float32, sharding=on(None, "model")),
+    struct((16, 64), jnp.float32, sharding=on("data")),
+)
+bare = [struct(a.shape, a.dtype) for a in args]
+
+def arrays():
+    return [jax.device_put(np.zeros(a.shape, a.dtype), a.sharding) for a in args]
+
+def uncommitted():
+    return [jnp.zeros(a.shape, a.dtype) for a in args]
+
+def first():
+    return jax.device_put(uncommitted(), jax.devices()[0])
+"""
+
+
+@pytest.fixture(name="split_args")
+def _split_args(here):
+    """A module of a `jax.jit` function whose arguments alone say how it is split."""
+    (here / "a_split.py").write_text(SPLIT_ARGS)
+    yield
+    sys.modules.pop("a_split", None)
+
+
+def _of_split(command, given, *options):
+    return cli.main([*command, "--args", f"a_split:{given}", *options])
+
+
+@pytest.mark.parametrize("given", ["args", "arrays"])
+@pytest.mark.parametrize("preview", [(), ("--preview",)], ids=["report", "preview"])
+@pytest.mark.usefixtures("split_args")
+def test_arguments_keep_their_shardings(given, preview, here, capsys):
+    """Shardings of structs and arrays alone split a `jax.jit` function: its limits are on that."""
+    limit = ("--none", "all-reduce", "--json", "r.json", *preview)
+    assert _of_split(["report", "a_split:forward"], given, *limit) == 1
+    assert "none, all-reduce: allowed 0, found 1" in capsys.readouterr().err
+    report = Report.load(here / "r.json")
+    assert dict(report.mesh) == {"data": 4, "model": 2}
+    # Hand count: 16 / 4 rows of 64 floats on each device are partial sums over `model`.
+    assert report.total.payload_bytes == 16 // 4 * 64 * 4
+
+
+@pytest.mark.usefixtures("split_args")
+def test_why_knows_the_shardings_of_arguments(capsys):
+    """`spmd why` follows an axis to the argument that is split over it."""
+    assert _of_split(["why", "a_split:forward", "out"], "arrays") == 0
+    out, _ = capsys.readouterr()
+    assert out.startswith("out in forward; mesh data=4, model=2\n")
+    assert "data on dimension 0: from argument x P('data', None)" in out
+
+
+@pytest.mark.usefixtures("split_args")
+def test_arguments_go_over_to_another_mesh_by_axis_names(here):
+    """The axes of `--mesh` and of `--topology` take the place of those that arguments are on."""
+    command = ["report", "a_split:forward"]
+    other = ("--mesh", "data=2,model=4", "--quiet", "--json", "r.json")
+    for more, devices in (((), 8), (("--topology", "cpu:8"), 8)):
+        assert _of_split(command, "arrays", *other, *more) == 0
+        report = Report.load(here / "r.json")
+        assert (dict(report.mesh), report.num_devices) == ({"data": 2, "model": 4}, devices)
+        assert [one.mesh_axes for one in report.collectives] == [("model",)]
+        assert report.total.payload_bytes == 16 // 2 * 64 * 4
+    sixteen = ("--mesh", "model=4,data=4", "--topology", "cpu:16", "--quiet", "--json", "r.json")
+    assert _of_split(command, "arrays", *sixteen) == 0
+    assert Report.load(here / "r.json").total.payload_bytes == 16 // 4 * 64 * 4
+
+
+@pytest.mark.usefixtures("split_args")
+def test_an_axis_that_the_other_mesh_lacks(capsys):
+    """A sharding that has no counterpart on the mesh is told, and nothing is compiled."""
+    assert _of_split(["report", "a_split:forward"], "args", "--mesh", "data=8") == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == (
+        "",
+        "spmd: --args a_split:args[0] cannot be placed on the mesh by the names of its axes.\n"
+        "  given     P(None, 'model') on mesh data=4, model=2\n"
+        "  expected  axes that mesh data=8 has, for which it is compiled\n"
+        "  got       no axis 'model'\n"
+        "  fix       name these axes in --mesh, or give shapes without shardings\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "first"),
+    [
+        (("report", "a_split:forward"), "report"),
+        (("report", "a_split:forward", "--preview"), "preview"),
+        (("why", "a_split:forward", "out"), "why"),
+    ],
+    ids=["report", "preview", "why"],
+)
+@pytest.mark.usefixtures("split_args")
+def test_a_program_on_one_device_is_no_program_of_the_mesh(command, first, capsys):
+    """Where a mesh is given, a program that uses one device is an error and keeps no limit."""
+    limits = ("--none", "*") if command[0] == "report" else ()
+    for given in ("bare", "uncommitted"):
+        assert _of_split(command, given, *MESH, *limits) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert f"spmd: {first} cannot match the program with this mesh.\n" in err
+        assert "  given     mesh data=4, model=2\n" in err
+        assert "  got       a program for " in err
+
+
+@pytest.mark.usefixtures("split_args")
+def test_what_lies_on_one_device_is_placed_nowhere_on_described_ones(here, capsys):
+    """An array of device 0 stays there on this machine, and is a shape for other devices."""
+    (here / "a_split.py").write_text(SPLIT_ARGS + TRAIN.partition("class")[0])
+    command = ["report", "a_split:forward"]
+    assert _of_split(command, "first", *MESH) == 2
+    assert "spmd: pjit of `predict` cannot take argument w from other" in capsys.readouterr().err
+    elsewhere = ("--topology", "cpu:16", "--mesh", "data=8,model=2", "--json", "r.json")
+    assert _of_split(command, "first", *elsewhere) == 0
+    assert Report.load(here / "r.json").total.payload_bytes == 16 // 8 * 64 * 4
 
 
 def test_stand_ins_and_other_topologies(here):
@@ -166,6 +296,16 @@ BAD = [
     (("show", "no.json", "w"), "no.json cannot be read: No such file or directory."),
     (("show", "no.npy", "--spec", "P()", "--mesh", "x=2"), "no.npy cannot be read: No such file"),
     (("show", "no.npy"), "show needs --spec for a .npy file"),
+    (
+        ("show", "a_train:forward", *MESH),
+        "spmd: a_train:forward is a function of arguments, and show draws arrays: missing a "
+        "required argument: 'w'. For how it is split, write spmd report a_train:forward "
+        "--args ... --json r.json, then spmd show r.json.\n",
+    ),
+    (
+        ("report", "a_train:forward", "--mesh", "data=16", "--devices", "8"),
+        "spmd: --mesh data=16 needs 16 devices, and --devices 8 starts 8: leave --devices out.\n",
+    ),
 ]
 
 
@@ -375,3 +515,71 @@ def test_readers_of_options():
         parse_limits("--x", ["a=1", "a=2"])
     with pytest.raises(CommandError, match="names no object"):
         load(":x", "FUNCTION")
+
+
+ENDED = """
+import os
+import jax, jax.numpy as jnp
+from spmd import P, pjit, with_sharding_constraint
+
+def resplit(x):
+    x = with_sharding_constraint(x, P(("a", "b"))) * 2  # here
+    if "SPMD_COMPILER_ENDED" not in os.environ:
+        HOW
+    return with_sharding_constraint(x, P("b", "a")) * 3
+
+step = pjit(resplit)
+args = (jax.ShapeDtypeStruct((12, 12), jnp.float32),)
+"""
+
+
+def _ended(here, end, *more):
+    """Runs a report in processes of its own; gives its exit code, output and errors."""
+    (here / "a_ended.py").write_text(ENDED.replace("HOW", end))
+    command = [sys.executable, "-m", "spmd", "report", "a_ended:step", "--args", "a_ended:args"]
+    command += ["--mesh", "a=2,b=3", *more]
+    done = subprocess.run(
+        command, cwd=here, capture_output=True, text=True, timeout=180, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def _told(signal_name):
+    return f"spmd: the compiler ended its process with {signal_name}; its last words are above.\n"
+
+
+def test_a_command_survives_the_end_of_its_compiler(here):
+    """A process that is aborted takes no command with it: exit code 2, the line, and a way out."""
+    line = 1 + next(i for i, s in enumerate(ENDED.splitlines()) if s.endswith("# here"))
+    code, out, err = _ended(here, 'os.write(2, b"last words\\n"); os.abort()')
+    assert (code, out) == (2, "")
+    assert "last words\n" in err
+    said = err.partition(_told("SIGABRT"))[2]
+    assert "  here      lines where an array is split anew, as a preview says:\n" in said
+    assert f"all-to-all over a: payload 96 B, wire 48 B, 1 run, at a_ended.py:{line}" in said
+    assert "  fix       constrain the value to P() in between, or split dimensions" in said
+
+
+def test_a_command_tells_the_signal_that_ended_its_compiler(here):
+    """What the system killed, for its memory say, is told; nothing is compiled again for it."""
+    code, out, err = _ended(here, "os.kill(os.getpid(), 9)")
+    assert (code, out) == (2, "")
+    assert err.endswith(_told("SIGKILL"))
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="this compiler splits it")
+def test_a_mesh_on_which_the_compiler_ends_its_process(here):
+    """XLA of JAX 0.12 cannot take axes of 2 and 3 apart in the other order, and aborts."""
+    code, out, err = _ended(here, "pass")
+    assert (code, out) == (2, "")
+    assert "Could not slice dimension 0 with size 3" in err
+    assert _told("SIGABRT") in err
+    assert "all-to-all over a: payload 96 B, wire 48 B, 1 run, at a_ended.py:" in err
+
+
+def test_an_answer_goes_through_the_child(here):
+    """Exit codes, the standard output and limits are those of the child."""
+    code, out, err = _ended(here, "return x", "--quiet", "--none", "*", "--json", "r.json")
+    assert (code, out) == (0, "")
+    assert "lowering" not in err
+    assert dict(Report.load(here / "r.json").mesh) == {"a": 2, "b": 3}

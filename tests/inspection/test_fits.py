@@ -246,7 +246,7 @@ def test_no_function(mesh):
         "fits of `plain` cannot compile this.\n"
         "  expected  a function of spmd.pjit or jax.jit, or a stage of one\n"
         "  got       plain <class 'function'>\n"
-        "  fix       fits(spmd.pjit(f, in_axis_resources=...), *args)"
+        "  fix       fits(jax.jit(f), *args), or fits(spmd.pjit(f, in_axis_resources=...), *args)"
     )
 
 

@@ -375,7 +375,9 @@ def test_what_cannot_be_compiled(thing, got, fix):
         "  expected  a function of spmd.pjit or jax.jit, or a stage of one",
         f"  got       {got}",
     ]
-    lines += ["  fix       report(spmd.pjit(f, in_axis_resources=...), *args)"] * fix
+    if fix:
+        pjit = "spmd.pjit(f, in_axis_resources=...)"
+        lines.append(f"  fix       report(jax.jit(f), *args), or report({pjit}, *args)")
     assert text == "\n".join(lines)
 
 
@@ -580,3 +582,59 @@ def test_a_compiler_of_another_age(monkeypatch):
         "  got       INTERNAL: RET_CHECK failure\n"
         f"  fix       pip install 'jax[tpu]=={jax.__version__}', which brings the libtpu that fits"
     )
+
+
+def _two(w, x):
+    return x @ w
+
+
+CALLS = [
+    (lambda f, a: spmd.report(f, a), "report", "report(_two, *args)"),
+    (lambda f, a: spmd.preview(f, a), "preview", "preview(_two, *args)"),
+    (lambda f, a: spmd.why(f, "out", a), "why", "why(_two, name, *args)"),
+]
+
+
+@pytest.mark.parametrize(("call", "subject", "fix"), CALLS, ids=lambda part: str(part)[:8])
+@pytest.mark.parametrize("make", [jax.jit, spmd.pjit])
+def test_arguments_in_one_tuple(call, subject, fix, make, in_mesh):
+    """`report(f, (x, w))` is told to give the arguments one by one."""
+    w = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    with pytest.raises(spmd.ArgumentError) as caught:
+        call(make(_two), (w, w))
+    assert str(caught.value) == (
+        f"{subject} cannot call `_two` with these arguments.\n"
+        "  expected  arguments for its parameters (w, x)\n"
+        "  got       one tuple of 2\n"
+        f"  fix       {fix}: the arguments follow one by one"
+    )
+
+
+def test_type_errors_of_the_users_code_stay(in_mesh):
+    """A TypeError that the function itself raises is not dressed up."""
+    with pytest.raises(TypeError, match=r"^mine") as caught:
+        spmd.report(jax.jit(_raises), np.ones(8, np.float32))
+    assert not isinstance(caught.value, spmd.SpmdError)
+
+
+def _raises(x):
+    raise TypeError("mine")
+
+
+def _mlp(w, v, x):
+    return jnp.tanh(x @ w) @ v
+
+
+@pytest.mark.parametrize("option", ["in_axis_resources", "in_shardings", "jax.jit"])
+def test_findings_speak_of_what_was_called(mesh, option):
+    """A batch that no axis splits is to be split by the option that the user has."""
+    dims = (1024, 1024), (1024, 512), (4096, 1024)
+    shapes = [jax.ShapeDtypeStruct(one, jnp.float32) for one in dims]
+    specs = P(None, "model"), P("model"), P()
+    if option == "jax.jit":
+        f = jax.jit(_mlp, in_shardings=[spmd.NamedSharding(mesh, spec) for spec in specs])
+        wanted = "P('data') for x in in_shardings of jax.jit, as NamedSharding(mesh, spec)"
+    else:
+        f, wanted = spmd.pjit(_mlp, **{option: specs}, mesh=mesh), f"P('data') for x in {option}"
+    (one,) = [one for one in spmd.report(f, *shapes).findings if one.kind == "unsharded-batch"]
+    assert one.fix == wanted

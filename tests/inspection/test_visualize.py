@@ -377,12 +377,20 @@ ERRORS = [
         "            or give a NamedSharding",
     ),
     (
-        lambda: spmd.visualize(np.ones(3)),
+        lambda: spmd.visualize("w"),
         ArgumentError,
         "visualize finds no sharding in what it is given.\n"
         "  expected  an array of JAX, a ShapeDtypeStruct with a sharding, a sharding or a "
         "PartitionSpec\n"
-        "  got       a value of type ndarray",
+        "  got       a value of type str",
+    ),
+    (
+        lambda: spmd.visualize({"a": np.ones(3), "b": [jax.ShapeDtypeStruct((3,), np.float32)]}),
+        ArgumentError,
+        "visualize finds no sharding in leaf ['b'][0].\n"
+        "  expected  an array of JAX, a ShapeDtypeStruct with a sharding, a sharding or a "
+        "PartitionSpec\n"
+        "  got       a value of type ShapeDtypeStruct",
     ),
     (
         lambda: spmd.visualize(NamedSharding(MESH, P("data"))),
@@ -452,3 +460,60 @@ def test_pictures_are_values():
     assert isinstance(made[0], Picture)
     devices = list(itertools.chain.from_iterable(s.devices for s in made[0].shards))
     assert sorted(devices) == list(range(8))
+
+
+def test_an_array_of_the_host():
+    """An array of NumPy is drawn where JAX would place it, as its own conversion says."""
+    x = np.ones((4, 3), np.float32)
+    assert str(spmd.visualize(x)) == (
+        "f32[4,3] as SingleDeviceSharding on device cpu:0\n"
+        "1 shard of f32[4,3] (48 B), on 1 device\n"
+        "+-----+---------+\n"
+        "|     |   0:3   |\n"
+        "+-----+---------+\n"
+        "| 0:4 |  cpu 0  |\n"
+        "+-----+---------+\n"
+        "It is in the memory of the host: this is where jax.numpy.asarray places it."
+    )
+    with jax.default_device(jax.devices()[3]):
+        (shard,) = spmd.visualize(x).shards
+        assert shard.devices == (jnp.asarray(x).device.id,) == (3,)
+    with pytest.raises(OptionError, match="takes no shape with an array"):
+        spmd.visualize(x, shape=(4, 3))
+
+
+def _tree():
+    split = jax.device_put(np.ones((4, 4), np.float32), NamedSharding(MESH, P("data", "model")))
+    return {"layers": [split, jax.device_put(split, NamedSharding(MESH, P("model")))], "step": 0}
+
+
+def test_a_tree_is_drawn_leaf_by_leaf():
+    """Each leaf has its own picture under its path, the same as alone."""
+    tree = _tree()
+    found = spmd.visualize(tree)
+    assert list(found.pictures) == ["['layers'][0]", "['layers'][1]", "['step']"]
+    for path, leaf in zip(found.pictures, jax.tree.leaves(tree), strict=True):
+        assert found.pictures[path] == spmd.visualize(leaf)
+    parts = [f"{path}\n{picture}" for path, picture in found.pictures.items()]
+    assert str(found) == "\n".join(parts)
+
+
+def test_a_tree_as_html(tmp_path):
+    """The page and the fragment have every picture once, with its path and one style."""
+    found = spmd.visualize(_tree())
+    found.save(tmp_path / "t.html")
+    for page in ((tmp_path / "t.html").read_text(), found._repr_html_()):
+        assert page.count('<div class="spmd-picture">') == 3
+        assert page.count("<h2><code>[&#39;layers&#39;][1]</code></h2>") == 1
+    assert found._repr_html_().count("<style>") == 1
+    with pytest.raises(ReportError, match=r"^pictures cannot be saved as `t.png`"):
+        found.save("t.png")
+
+
+def test_of_a_large_tree_the_first_twenty_are_drawn():
+    """What is not drawn is counted, in the terminal and on the page."""
+    found = spmd.visualize([0] * 23)
+    assert len(found.pictures) == 23
+    for text in (str(found), found._repr_html_()):
+        assert "and 3 more, not drawn: give a part of the tree" in text
+        assert ("[19]" in text, "[20]" in text) == (True, False)

@@ -604,6 +604,36 @@ def test_the_mesh_is_handed_on(mesh):
         assert_collectives(f, struct(32, 64), y=struct(32, 64), mesh=mesh, none=["*@data"])
 
 
+ONE_DEVICE = """
+    assert_collectives finds that `<lambda>` uses one device, where no limit can be broken.
+      given     mesh data=4, model=2, which is active here
+      expected  a program for its 8 devices
+      got       a program in which no argument and no constraint has a sharding on the mesh
+      fix       spmd.pjit(f, specs), jax.jit(f, in_shardings=...) or arguments with shardings; """
+ONE_DEVICE += "leave the mesh if one device is meant\n"
+
+
+def test_a_program_on_one_device_of_an_active_mesh(mesh):
+    """Under a mesh, `jax.jit` of bare shapes uses one device: it breaks no limit, so it fails."""
+    f, x = jax.jit(lambda x: jnp.sum(x @ x.T)), struct(32, 64)
+    alone = assert_collectives(f, x, none=["*"])  # one device is meant
+    assert alone.num_devices == 1
+    with mesh:
+        for given, args in ((f, (x,)), (f.lower(x), ()), (alone, ())):
+            told(ONE_DEVICE, AssertionError, assert_collectives, given, *args, none=["*"])
+        with pytest.raises(AssertionError, match=r"^assert_golden finds that `<lambda>` uses one"):
+            testing.assert_golden(f, "never_written", x, update=True)
+        sharded = jax.ShapeDtypeStruct(
+            (32, 64), jnp.float32, sharding=spmd.NamedSharding(mesh, P("data"))
+        )
+        with pytest.raises(AssertionError, match="allowed 0, found"):
+            assert_collectives(f, sharded, none=["*"])
+    with spmd.make_mesh({"data": 1}):
+        assert_collectives(f, x, none=["*"])
+    with pytest.raises(spmd.MeshError, match="report cannot match the program with this mesh"):
+        assert_collectives(f, x, none=["*"], mesh=mesh)
+
+
 def test_a_loop_of_a_real_program(in_mesh):
     """Weights that a scan gathers are found in the loop, in the scanned function, four times."""
     f = spmd.pjit(scanned, (P(None, "data"), P("data")), P("data"))

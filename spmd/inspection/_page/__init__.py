@@ -22,6 +22,7 @@ from spmd.inspection._page import _compare, _sheets, _view
 
 if TYPE_CHECKING:
     from spmd.inspection._diff import Diff
+    from spmd.inspection._pictures import Pictures
     from spmd.inspection._records import Report
     from spmd.inspection._visualize import Picture
 
@@ -51,6 +52,21 @@ def picture_fragment(picture: Picture) -> str | None:
         return None
     template = _environment("picture").get_template("picture.html.j2")
     view = _sheets.view(picture) | {"fragment": True}
+    return template.render(**view, picture_style=_text("picture.css"))
+
+
+def pictures_page(many: Pictures) -> str:
+    """The page of the pictures of a tree, as `Pictures.to_html` says."""
+    view = _sheets.view_of_tree(many) | {"fragment": False}
+    return _page("pictures_page.html.j2", "pictures", view, _text("picture.css"))
+
+
+def pictures_fragment(many: Pictures) -> str | None:
+    """The pictures without a page around them; None where Jinja2 is missing."""
+    if importlib.util.find_spec("jinja2") is None:
+        return None
+    template = _environment("pictures").get_template("pictures.html.j2")
+    view = _sheets.view_of_tree(many) | {"fragment": True}
     return template.render(**view, picture_style=_text("picture.css"))
 
 

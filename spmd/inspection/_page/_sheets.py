@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from spmd.inspection._pictures import Pictures
 from spmd.inspection._visualize import (
     Picture,
     Shard,
@@ -35,6 +36,18 @@ def view(picture: Picture) -> dict[str, Any]:
         else "",
         "sheets": [_sheet(picture, sheet, numbers) for sheet in found[:_SHEETS]],
         "notes": (*more, *picture.notes),
+        "data": {"details": [], "frames": [], "mesh": [], "devices": [], "arguments": []},
+    }
+
+
+def view_of_tree(many: Pictures) -> dict[str, Any]:
+    """Everything that the template of a tree draws."""
+    views = [(path, view(picture)) for path, picture in many.drawn]
+    count = len(many.pictures)
+    return {
+        "title": f"{count:,} array{'s' * (count != 1)}",
+        "pictures": views,
+        "rest": many.rest,
         "data": {"details": [], "frames": [], "mesh": [], "devices": [], "arguments": []},
     }
 

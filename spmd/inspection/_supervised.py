@@ -1,0 +1,85 @@
+"""A command that compiles runs in a child process: XLA ends its process where a check of it fails.
+
+Nothing here imports JAX. What the compiler says last is on the standard error, which both share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+_PIPE, _ASKED = "SPMD_PARENT_PIPE", "SPMD_COMPILER_ENDED"
+_USAGE = 2
+
+
+def is_child() -> bool:
+    """Whether this process is such a child already."""
+    return _PIPE in os.environ
+
+
+def asked_for_lines() -> bool:
+    """Whether a compiler has ended the process of this command, and its lines are asked for."""
+    return _ASKED in os.environ
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs a command in a child.
+
+    Args:
+        argv: the arguments of this process, without the program's name.
+
+    Returns:
+        Its exit code; 2 where a signal ended it, after the reason was told.
+    """
+    code = _wait(argv)
+    if code >= 0:
+        return code
+    name = signal.Signals(-code).name
+    sys.stderr.write(
+        f"spmd: the compiler ended its process with {name}; its last words are above.\n"
+    )
+    sys.stderr.flush()
+    if -code == signal.SIGABRT:
+        _wait(argv, **{_ASKED: "1"})
+    return _USAGE
+
+
+def _wait(argv: Sequence[str], **more: str) -> int:
+    read, write = os.pipe()
+    try:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "spmd", *argv],
+            env={**os.environ, _PIPE: str(read), **more},
+            pass_fds=[read],
+        )
+        before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+        try:
+            return _ended(child)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def _ended(child: subprocess.Popen) -> int:
+    while True:
+        try:
+            return child.wait()
+        except KeyboardInterrupt:
+            continue  # the terminal tells the child too, which says so and ends
+
+
+def follow_parent() -> None:
+    """Ends this process when its parent is no more, however that was ended."""
+    pipe = int(os.environ[_PIPE])
+
+    def wait() -> None:
+        os.read(pipe, 1)  # nothing is ever written: it returns when the other end is closed
+        os._exit(_USAGE)
+
+    threading.Thread(target=wait, name="spmd-parent", daemon=True).start()
