@@ -116,6 +116,7 @@ def findings(report: Report) -> list[dict[str, Any]]:
         {
             "title": one.subject,
             "place": f"{short_path(one.source.file)}:{one.source.line}" if one.source else "",
+            "flops": f"{show_count(one.flops)}FLOP" if one.flops else "",
             "nbytes": show_bytes(one.nbytes) if one.measure else "",
             "measure": _MEASURES.get(one.measure, ""),
             "facts": one.facts,
