@@ -121,14 +121,16 @@ def _body_of(loop: Instruction) -> tuple[str, ...]:
 def _repeated(module: Module, visited: Mapping[str, Visit], name: str) -> Iterator[Instruction]:
     """The collectives of a loop's body whose operands are the same each time.
 
-    What is made of constants alone is not the user's: the compiler's own loops over the parts of a
-    product exchange the zeros that they begin with.
+    A permute of constants is not the user's: where the compiler makes a loop of a product and its
+    exchange, it sends the zeros that the sum begins with.
     """
     body = module.computations[name]
-    same = _invariants(body) - _constants(module, visited, name)
+    same, constants = _invariants(body), _constants(module, visited, name)
     for one in body.instructions:
         if is_collective(one) and {*one.operand_names} <= same:
-            yield one
+            permute = one.opcode.startswith("collective-permute")
+            if not (permute and {*one.operand_names} <= constants):
+                yield one
 
 
 #: What gives the same result for the same operands, and may be done elsewhere.

@@ -267,19 +267,29 @@ def _products(found: Propagation, compiled: Mapping[_Place, list[int]]) -> Itera
     The partitioner does better than the annotations demand, or worse: so each product is found
     again in the compiled program, by its line and its FLOPs.
     """
+    nowhere = compiled.get(_place(None), [])  # what the compiler writes anew may have no line
     for place, demands in _demands(found).items():
-        pool = [*compiled.get(place, ())]
-        rest = []
-        for one in sorted(demands, key=lambda one: not one.local):
-            hits = ((_nearest(pool, one.flops // parts), missing) for parts, missing in one.ways)
-            flops, missing = next((hit for hit in hits if hit[0]), (0, frozenset()))
-            if flops:
-                pool.remove(flops)
-            else:
-                rest.append(one)
-            if flops and not one.local:
-                yield Product(link=one.link, flops=flops, missing=missing)
-        yield from _together([one for one in rest if not one.local], sum(pool))
+        pool = compiled.get(place, nowhere)
+        local = [one for one in demands if one.local]
+        others = [one for one in demands if not one.local]
+        _each(local, pool)
+        total = sum(pool)
+        made = _each(others, pool)
+        if pool is not nowhere and (len(made) < len(others) or any(pool)):
+            made = _together(others, total) or made
+        yield from made
+
+
+def _each(demands: Sequence[_Demand], pool: list[int]) -> list[Product]:
+    """The products that are in the compiled program as they are, whose FLOPs leave the pool."""
+    made = []
+    for one in demands:
+        hits = ((_nearest(pool, one.flops // parts), missing) for parts, missing in one.ways)
+        flops, missing = next((hit for hit in hits if hit[0]), (0, frozenset[str]()))
+        if flops:
+            pool.remove(flops)
+            made.append(Product(link=one.link, flops=flops, missing=missing))
+    return made
 
 
 def _nearest(pool: Iterable[int], flops: int) -> int:
@@ -288,14 +298,15 @@ def _nearest(pool: Iterable[int], flops: int) -> int:
     return min(near, key=lambda one: abs(one - flops), default=0)
 
 
-def _together(rest: Sequence[_Demand], flops: int) -> Iterator[Product]:
-    """Products of a line that the compiler has made one, or has taken apart into a loop."""
-    total = sum(one.flops for one in rest)
-    for parts, missing in rest[0].ways if rest else ():
+def _together(demands: Sequence[_Demand], flops: int) -> list[Product]:
+    """The products of a line that the compiler has made one, or has taken apart into loops."""
+    total = sum(one.flops for one in demands)
+    for parts, missing in demands[0].ways if demands else ():
         if _nearest([flops], total // parts):
-            for one in rest:
-                yield Product(link=one.link, flops=one.flops // parts, missing=missing)
-            return
+            return [
+                Product(link=one.link, flops=one.flops // parts, missing=missing) for one in demands
+            ]
+    return []
 
 
 def _demands(found: Propagation) -> dict[_Place, list[_Demand]]:

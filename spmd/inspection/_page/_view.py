@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import itertools
 from typing import Any
 
-from spmd.inspection._bytes import show_bytes
+from spmd.inspection._bytes import show_bytes, show_count
 from spmd.inspection._page import _shardings
 from spmd.inspection._pieces import Argument, Excerpt
 from spmd.inspection._places import short_path
