@@ -224,8 +224,8 @@ def test_replicated_residual():
     kinds = found(jax.grad(loss), whole, [W, W], odd)
     places = [(one.source.line, one.nbytes) for one in kinds["replicated-residual"]]
     assert (line_of("first layer"), 4095 * SIDE * 4) in places
-    split = functools.partial(loss, spec=P(None, "data"))
-    assert "replicated-residual" not in found(jax.grad(split), whole, [W, W], odd)
+    columns = [P(None, "data"), P("data", "model")], None
+    assert "replicated-residual" not in found(jax.grad(loss), columns, [W, W], odd)
 
 
 def test_replicated_residuals_of_a_scan():
