@@ -15,11 +15,12 @@ from spmd.inspection._findings_arguments import whole_arguments
 from spmd.inspection._findings_batch import batch_finding, unsplit_batches
 from spmd.inspection._findings_values import value_findings
 from spmd.inspection._findings_work import Repeated, Work, work_finding
+from spmd.inspection._flax import constraint_finding
 from spmd.inspection._hlo import Computation, Instruction, Module, parse_shapes
 from spmd.inspection._ledger import is_collective
 from spmd.inspection._memory import donations
 from spmd.inspection._propagation import Propagation
-from spmd.inspection._records import Collective, Finding, Report, Shape
+from spmd.inspection._records import Collective, Finding, Report, Shape, Source
 from spmd.inspection._rematerialization import Rematerialization
 from spmd.inspection._source import users_own
 from spmd.inspection._walk import Visit
@@ -37,6 +38,7 @@ class Program:
         propagation: how its values are split; None where it was compiled by others, or this
             jaxlib lacks the passes.
         rematerialized: what the partitioner warned of; none where it was compiled by others.
+        ignored: the lines whose constraints it was traced without.
     """
 
     report: Report
@@ -45,16 +47,25 @@ class Program:
     donated: Sequence[str]
     propagation: Propagation | None
     rematerialized: Sequence[Rematerialization] = ()
+    ignored: Sequence[Source] = ()
 
 
 def findings(program: Program) -> tuple[Finding, ...]:
-    """All findings: causes of repeated work, then the most bytes first.
+    """All findings: constraints that do nothing, repeated work, then the most bytes first.
 
     Whole arguments, which may be meant so, are last.
     """
     found = [finding for rule in RULES for finding in rule(program)]
-    last = "replicated-argument"
-    return tuple(sorted(found, key=lambda one: (one.kind == last, -one.flops, -one.nbytes)))
+    ranks = {"ignored-constraint": 0, "replicated-argument": 2}
+    return tuple(sorted(found, key=lambda one: (ranks.get(one.kind, 1), -one.flops, -one.nbytes)))
+
+
+# Constraints
+
+
+def _ignored_constraints(program: Program) -> Iterator[Finding]:
+    if program.ignored:
+        yield constraint_finding([*program.ignored])
 
 
 # Arguments
@@ -319,6 +330,7 @@ def _buffer_shapes(program: Program) -> set[Shape]:
 
 
 RULES = (
+    _ignored_constraints,
     _moved_arguments,
     _unused_donations,
     _collectives_in_loops,

@@ -375,9 +375,10 @@ def _times(operation: Any, trips: dict[Any, int | None]) -> int | None:
         if operation.name == "stablehlo.while":
             if operation not in trips:
                 trips[operation] = _trips(operation)
-            if trips[operation] is None:
+            trip = trips[operation]
+            if trip is None:
                 return None
-            times *= trips[operation]
+            times *= trip
         if operation.name == "func.func":
             break
     return times
@@ -395,10 +396,9 @@ def _trips(loop: Any) -> int | None:
         return None
     start = _constant(loop.operands[number])
     step = _maker(_returned(body)[number])
-    by = [_constant(operand) for operand in step.operands] if step is not None else []
-    if start is None or step.name != "stablehlo.add" or 1 not in by:
+    if start is None or step is None or step.name != "stablehlo.add":
         return None
-    return max(0, stop - start)
+    return max(0, stop - start) if 1 in map(_constant, step.operands) else None
 
 
 def _returned(block: Any) -> Sequence[Any]:

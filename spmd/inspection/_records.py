@@ -293,6 +293,7 @@ class Reshard:
 
 
 FINDINGS = {
+    "ignored-constraint": "a logical constraint of Flax does nothing",
     "moved-argument": "an argument is moved before the program starts",
     "replicated-argument": "large arguments are whole on every device",
     "unsharded-batch": "the batch is not split",
