@@ -114,11 +114,14 @@ class Work:
 
         It is no other finding's from then on.
         """
-        mine = [one for one in self._products if axis in one.missing and follows(one.link)]
-        others = [one for one in self._products if one not in mine]
-        left = [dataclasses.replace(one, missing=one.missing - {axis}) for one in mine]
-        self._products = others + left
-        return self._repeated([dataclasses.replace(p, missing=frozenset([axis])) for p in mine])
+        mine, left = [], []
+        for one in self._products:
+            if axis in one.missing and follows(one.link):
+                mine.append(dataclasses.replace(one, missing=frozenset([axis])))
+                one = dataclasses.replace(one, missing=one.missing - {axis})
+            left.append(one)
+        self._products = left
+        return self._repeated(mine)
 
     def rest(self) -> Iterator[Repeated]:
         """What is repeated for no cause that is known, by the axes along which it is."""

@@ -77,6 +77,9 @@ def test_an_axis_that_splits_one_product_only():
         "with_sharding_constraint(value, P('data', 'model')) on that line, or 'model' in the spec "
         "of an argument that it is made of"
     )
+    assert "4.3 GFLOP repeated;" in str(report)
+    assert "4.3 GFLOP" in report.to_html()
+    assert spmd.inspection.Report.from_json(report.to_json()).findings == report.findings
     fixed = reported(functools.partial(two, split=("data", "model")), specs, *args)
     assert repeats(fixed) == []
     assert fixed.cost.flops == report.cost.flops - one.flops
