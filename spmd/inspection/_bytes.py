@@ -55,3 +55,9 @@ def show_bytes(count: int) -> str:
     # What rounds to 1024.0 of a unit is 1.0 of the next.
     power = min(int(math.log(count / 1023.95, 1024)) + 1, 4)
     return f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
+
+
+def show_count(count: int) -> str:
+    """A large number in steps of a thousand: ``1.2 G``."""
+    power = min((len(str(count)) - 1) // 3, 6)
+    return f"{count / 1000**power:.1f} {' KMGTPE'[power]}" if power > 0 else f"{count} "

@@ -43,12 +43,17 @@ def cost_of(module: Module, visited: Mapping[str, Visit]) -> Cost:
 
 def flops_of(computation: Computation) -> Iterator[int]:
     """FLOPs of each matrix product and convolution, two for a multiplication with its addition."""
+    return (flops for _, flops in products_of(computation))
+
+
+def products_of(computation: Computation) -> Iterator[tuple[Instruction, int]]:
+    """What multiplies matrices or convolves in a computation, each with its FLOPs."""
     types: dict[str, str] = {}
     for one in computation.instructions:
         rule = _FLOPS.get(one.opcode)
         if rule:
             types = types or {other.name: other.type for other in computation.instructions}
-            yield rule(one, _operands(one, types))
+            yield one, rule(one, _operands(one, types))
 
 
 def _base(one: Instruction) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from spmd.inspection._bytes import show_bytes
+from spmd.inspection._bytes import show_bytes, show_count
 from spmd.inspection._diff import Delta, Diff, Pair, TotalDelta
 from spmd.inspection._layout import Cell, Column, Grid, Indented, Row, cell, clean
 from spmd.inspection._records import Collective, Total
@@ -21,7 +21,6 @@ from spmd.inspection._text import (
     line_cell,
     plural,
     ranking,
-    show_count,
     show_total,
 )
 

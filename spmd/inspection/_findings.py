@@ -1,23 +1,26 @@
 """What costs a program more than it has to, and what to write instead.
 
 Each rule is a function that gives findings; `RULES` lists them. Those on arguments that are whole,
-on batches, and on values between arguments and results are in files of their own.
+on batches, on values between arguments and results, and on work that is repeated are in files of
+their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 import dataclasses
 import math
 
 from spmd.inspection._findings_arguments import whole_arguments
-from spmd.inspection._findings_batch import batch_findings
+from spmd.inspection._findings_batch import batch_finding, unsplit_batches
 from spmd.inspection._findings_values import value_findings
+from spmd.inspection._findings_work import Repeated, Work, work_finding
+from spmd.inspection._flax import constraint_finding
 from spmd.inspection._hlo import Computation, Instruction, Module, parse_shapes
 from spmd.inspection._ledger import is_collective
 from spmd.inspection._memory import donations
 from spmd.inspection._propagation import Propagation
-from spmd.inspection._records import Collective, Finding, Report, Shape
+from spmd.inspection._records import Collective, Finding, Report, Shape, Source
 from spmd.inspection._rematerialization import Rematerialization
 from spmd.inspection._source import users_own
 from spmd.inspection._walk import Visit
@@ -35,6 +38,7 @@ class Program:
         propagation: how its values are split; None where it was compiled by others, or this
             jaxlib lacks the passes.
         rematerialized: what the partitioner warned of; none where it was compiled by others.
+        ignored: the lines whose constraints it was traced without.
     """
 
     report: Report
@@ -43,12 +47,25 @@ class Program:
     donated: Sequence[str]
     propagation: Propagation | None
     rematerialized: Sequence[Rematerialization] = ()
+    ignored: Sequence[Source] = ()
 
 
 def findings(program: Program) -> tuple[Finding, ...]:
-    """All findings, those with most bytes first; whole arguments, which may be meant so, last."""
+    """All findings: constraints that do nothing, repeated work, then the most bytes first.
+
+    Whole arguments, which may be meant so, are last.
+    """
     found = [finding for rule in RULES for finding in rule(program)]
-    return tuple(sorted(found, key=lambda one: (one.kind == "replicated-argument", -one.nbytes)))
+    ranks = {"ignored-constraint": 0, "replicated-argument": 2}
+    return tuple(sorted(found, key=lambda one: (ranks.get(one.kind, 1), -one.flops, -one.nbytes)))
+
+
+# Constraints
+
+
+def _ignored_constraints(program: Program) -> Iterator[Finding]:
+    if program.ignored:
+        yield constraint_finding([*program.ignored])
 
 
 # Arguments
@@ -67,10 +84,6 @@ def _moved_arguments(program: Program) -> Iterator[Finding]:
             fix=f"jax.device_put(x, NamedSharding(mesh, {wanted})) where it is made, or "
             f"{given} in in_axis_resources",
         )
-
-
-def _replicated_arguments(program: Program) -> Iterator[Finding]:
-    yield from whole_arguments(program.report.arguments, program.report.mesh)
 
 
 def _unused_donations(program: Program) -> Iterator[Finding]:
@@ -107,7 +120,7 @@ def _collectives_in_loops(program: Program) -> Iterator[Finding]:
             if loop is None or loop.opcode != "while" or name not in _body_of(loop):
                 continue
             outside = visited[visit.home].executions
-            for one in _repeated(module.computations[name]):
+            for one in _repeated(module, visited, name):
                 if record := records.get(one.name):
                     yield _repeated_finding(record, outside)
 
@@ -116,20 +129,44 @@ def _body_of(loop: Instruction) -> tuple[str, ...]:
     return loop.callees().get("body", ())
 
 
-def _repeated(body: Computation) -> Iterator[Instruction]:
-    """The collectives of a loop's body whose operands are the same each time."""
-    same = _invariants(body)
+def _repeated(module: Module, visited: Mapping[str, Visit], name: str) -> Iterator[Instruction]:
+    """The collectives of a loop's body whose operands are the same each time.
+
+    A permute of constants is not the user's: where the compiler makes a loop of a product and its
+    exchange, it sends the zeros that the sum begins with.
+    """
+    body = module.computations[name]
+    same, constants = _invariants(body), _constants(module, visited, name)
     for one in body.instructions:
         if is_collective(one) and {*one.operand_names} <= same:
-            yield one
+            permute = one.opcode.startswith("collective-permute")
+            if not (permute and {*one.operand_names} <= constants):
+                yield one
 
 
 #: What gives the same result for the same operands, and may be done elsewhere.
 _IMPURE = {"parameter", "infeed", "outfeed", "send", "recv", "custom-call", "rng", "while"}
 
 
-def _invariants(body: Computation) -> set[str]:
-    """Values of a loop's body that are the same each time."""
+def _constants(module: Module, visited: Mapping[str, Visit], name: str) -> set[str]:
+    """Values of a computation that are made of constants alone, be it outside of the loop."""
+    visit, given = visited[name], set[int]()
+    if visit.caller is not None and visit.caller.opcode == "while":
+        outside = {one.name: one for one in module.computations[visit.home].instructions}
+        first = outside.get(visit.caller.operand_names[0])
+        if first is not None and first.opcode == "tuple":
+            known = _constants(module, visited, visit.home)
+            given = {i for i, one in enumerate(first.operand_names) if one in known}
+    return _invariants(module.computations[name], given)
+
+
+def _invariants(body: Computation, given: Container[int] | None = None) -> set[str]:
+    """Values of a loop's body that are the same each time.
+
+    Args:
+        body: of the loop.
+        given: which elements of what the loop carries count; None for all.
+    """
     root = body.root
     made = {one.name: one for one in body.instructions}
     handed_on = root.operand_names if root and root.opcode == "tuple" else ()
@@ -137,7 +174,8 @@ def _invariants(body: Computation) -> set[str]:
     for one in body.instructions:
         if one.opcode == "get-tuple-element" and _is_parameter(made, one):
             index = int(one.attribute("index") or 0)
-            if index < len(handed_on) and _origin(made, handed_on[index]) == one.name:
+            same = index < len(handed_on) and _origin(made, handed_on[index]) == one.name
+            if same and (given is None or index in given):
                 found.add(one.name)
         elif one.opcode.removesuffix("-start") not in _IMPURE and {*one.operand_names} <= found:
             found.add(one.name)
@@ -220,10 +258,37 @@ def _constraints(route: Sequence[str]) -> str:
     return f"with_sharding_constraint(value, {first}){then} in between"
 
 
-# The mesh
+# What no axis splits
 
 
-def _unused_axes(program: Program) -> Iterator[Finding]:
+def _splits(program: Program) -> Iterator[Finding]:
+    """What no mesh axis splits: each cause once, with what follows from it."""
+    found, report = program.propagation, program.report
+    if found is None:
+        yield from whole_arguments(report.arguments, report.mesh)
+        return
+    shapes = _buffer_shapes(program)
+    work = Work(found, report, program.modules)
+    batches = [*unsplit_batches(found, shapes)]
+    for batch in batches:
+        yield batch_finding(found, batch, work.take(batch.axis, batch.splits))
+    unused = [*_unused_axes(program)]
+    for axis in unused:
+        if axis not in {batch.axis for batch in batches}:
+            yield _unused_axis(axis, report.mesh[axis], work.take(axis))
+    told = {i for batch in batches for i in batch.values}
+    values = [*value_findings(found, shapes, told)]
+    for repeated in work.rest():
+        here = [one for one in values if repeated.makes_whole(one, report.mesh, unused)]
+        values = [one for one in values if one not in here]
+        yield work_finding(found, repeated, here)
+    yield from values
+    names = {found.values[i].name for batch in batches for i in batch.arguments}
+    rest = [one for one in report.arguments if one.path not in names]
+    yield from whole_arguments(rest, report.mesh)
+
+
+def _unused_axes(program: Program) -> Iterator[str]:
     found = program.propagation
     if found is None or all(math.prod(value.shape) <= 1 for value in found.values):
         return
@@ -233,23 +298,23 @@ def _unused_axes(program: Program) -> Iterator[Finding]:
     used = {axis.partition(":")[0] for axis in values | marks | exchanged}
     for axis, size in program.report.mesh.items():
         if size > 1 and axis not in used:
-            yield Finding(
-                kind="unused-axis",
-                subject=f"nothing is split over mesh axis {axis!r}",
-                source=None,
-                nbytes=0,
-                measure="",
-                facts=(f"the {size} devices along it all do the same work",),
-                fix=f"name {axis!r} in a spec of an argument or in a constraint, or use a mesh "
-                "without it",
-            )
+            yield axis
 
 
-def _values(program: Program) -> Iterator[Finding]:
-    if program.propagation is not None:
-        shapes = _buffer_shapes(program)
-        yield from batch_findings(program.propagation, shapes)
-        yield from value_findings(program.propagation, shapes)
+def _unused_axis(axis: str, size: int, work: Repeated | None) -> Finding:
+    return Finding(
+        kind="unused-axis",
+        subject=f"nothing is split over mesh axis {axis!r}",
+        source=None,
+        nbytes=0,
+        flops=work.flops if work else 0,
+        measure="",
+        facts=(
+            f"the {size} devices along it all do the same work",
+            *([work.fact] if work else []),
+        ),
+        fix=f"name {axis!r} in a spec of an argument or in a constraint, or use a mesh without it",
+    )
 
 
 def _buffer_shapes(program: Program) -> set[Shape]:
@@ -265,11 +330,10 @@ def _buffer_shapes(program: Program) -> set[Shape]:
 
 
 RULES = (
+    _ignored_constraints,
     _moved_arguments,
-    _replicated_arguments,
     _unused_donations,
     _collectives_in_loops,
     _rematerializations,
-    _unused_axes,
-    _values,
+    _splits,
 )

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
+import dataclasses
 import functools
 import math
 
 from spmd.inspection import _shardy
 from spmd.inspection._findings_values import LARGE, around_of, shard_of
+from spmd.inspection._findings_work import Repeated
 from spmd.inspection._propagation import Link, Propagation
 from spmd.inspection._records import DTYPES, Finding, Shape
 from spmd.inspection._source import direction_of
@@ -33,8 +35,37 @@ _NONLINEAR = frozenset(
 )
 
 
-def batch_findings(found: Propagation, compiled: Container[Shape]) -> Iterator[Finding]:
-    """A finding for each size of a batch that an axis would split, and none does.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """A batch that no mesh axis splits.
+
+    Args:
+        size: how many rows it has.
+        arguments: the values that it comes in.
+        axis: of the mesh, that would split it.
+        nbytes: of the largest value with these rows.
+        places: the dimensions that would be split with it, in the backward pass as well.
+    """
+
+    size: int
+    arguments: Sequence[int]
+    axis: str
+    nbytes: int
+    places: frozenset[_Place]
+
+    @property
+    def values(self) -> set[int]:
+        """All values with these rows, which are whole because of them."""
+        return {i for i, _ in self.places}
+
+    def splits(self, link: Link) -> bool:
+        """Whether an operation would be split with the batch."""
+        pairs = zip(link.values, link.factors, strict=True)
+        return any((i, d) in self.places for i, dims in pairs for d in range(len(dims)))
+
+
+def unsplit_batches(found: Propagation, compiled: Container[Shape]) -> Iterator[Batch]:
+    """The batches that an axis would split, and none does, by their size.
 
     Args:
         found: how the annotations split the values.
@@ -58,25 +89,32 @@ def batch_findings(found: Propagation, compiled: Container[Shape]) -> Iterator[F
         shards = [shard_of(found, value) for value in arrays]
         nbytes = max((shard.nbytes for shard in shards if shard in compiled), default=0)
         if axis and nbytes >= LARGE:
-            yield _batch_finding(found, size, [*regions], axis, nbytes)
+            yield Batch(
+                size=size,
+                arguments=[*regions],
+                axis=axis,
+                nbytes=nbytes,
+                places=_followers(found, regions),
+            )
 
 
-def _batch_finding(
-    found: Propagation, size: int, arguments: Sequence[int], axis: str, nbytes: int
-) -> Finding:
-    names = ", ".join(found.values[i].name for i in arguments)
-    n = found.axis_sizes[axis]
+def batch_finding(found: Propagation, batch: Batch, work: Repeated | None) -> Finding:
+    """The finding on a batch, with the work that is repeated because of it."""
+    names = ", ".join(found.values[i].name for i in batch.arguments)
+    n = found.axis_sizes[batch.axis]
     return Finding(
         kind="unsharded-batch",
-        subject=f"the {size} rows of {names} are on every device",
+        subject=f"the {batch.size} rows of {names} are on every device",
         source=None,
-        nbytes=nbytes - nbytes // n,
+        nbytes=batch.nbytes - batch.nbytes // n,
+        flops=work.flops if work else 0,
         measure="memory",
         facts=(
-            f"the {n} devices along {axis!r} all compute the same rows",
+            f"the {n} devices along {batch.axis!r} all compute the same rows",
+            *([work.fact] if work else []),
             "bytes are of the largest value with that dimension",
         ),
-        fix=f"P({axis!r}) for {names} in in_axis_resources",
+        fix=f"P({batch.axis!r}) for {names} in in_axis_resources",
     )
 
 
@@ -110,6 +148,19 @@ def _region(found: Propagation, argument: int) -> frozenset[_Place] | None:
                 if place not in seen:
                     seen.add(place)
                     pending.append(place)
+    return frozenset(seen)
+
+
+def _followers(found: Propagation, arguments: Iterable[int]) -> frozenset[_Place]:
+    """The dimensions that are split as the first ones of arguments are, in both passes."""
+    pending = deque((i, 0) for i in arguments)
+    seen = {*pending}
+    while pending:
+        i, d = pending.popleft()
+        for link in map(found.links.__getitem__, found.values[i].links):
+            fresh = {*_related(link, _factors(link, i, d))} - seen
+            seen |= fresh
+            pending += fresh
     return frozenset(seen)
 
 

@@ -22,25 +22,28 @@ PADDED = 1 << 16
 _FREE = ("constant", "iota", "broadcast_in_dim", "sharding_constraint")
 
 
-def value_findings(found: Propagation, compiled: Container[Shape]) -> Iterator[Finding]:
+def value_findings(
+    found: Propagation, compiled: Container[Shape], told: Container[int] = ()
+) -> Iterator[Finding]:
     """All findings on values of a program; none on a mesh of one device.
 
     Args:
         found: how the annotations split the values.
         compiled: the shapes that take memory in the compiled program. The partitioner may do
             better than the annotations demand, and values may be fused away.
+        told: values that are whole because of what another finding says.
     """
     # Of several meshes that give an axis several sizes, which one to split over cannot be known.
     if math.prod(found.axis_sizes.values()) == 1 or found.names:
         return
-    lines = _Lines(found)
+    lines = Lines(found)
     residuals = {i for i in _residuals(found) if _shape(found.values[i]) in compiled}
-    yield from _whole(found, lines, residuals, "replicated-residual")
+    yield from _whole(found, lines, _without(residuals, told), "replicated-residual")
     # What is kept is made, stacked and read on the same line.
     known = {lines[i].key for i in residuals}
     others = {i for i in _large_results(found) if _shape(found.values[i]) in compiled} - residuals
     others = {i for i in others if lines[i].key not in known}
-    yield from _whole(found, lines, others, "replicated-value")
+    yield from _whole(found, lines, _without(others, told), "replicated-value")
     yield from _uneven(found, lines, compiled)
 
 
@@ -65,7 +68,7 @@ class _Line(NamedTuple):
         return (source.file, source.line) if source else ("", 0)
 
 
-class _Lines(dict[int, _Line]):
+class Lines(dict[int, _Line]):
     """The line of each value, read where it is asked for: that takes time."""
 
     def __init__(self, found: Propagation):
@@ -106,14 +109,14 @@ def _nbytes(value: Value) -> int:
     return _shape(value).nbytes if value.dtype in DTYPES else 0
 
 
-def _parts(found: Propagation, axes: Iterable[str]) -> int:
+def parts_of(found: Propagation, axes: Iterable[str]) -> int:
     return math.prod(_shardy.size_of(axis, found.axis_sizes) for axis in axes)
 
 
 def shard_of(found: Propagation, value: Value) -> Shape:
     """The part of a value that a device holds, padding included."""
     pairs = zip(value.shape, value.axes, strict=True)
-    return Shape(dtype=value.dtype, dims=tuple(-(-n // _parts(found, axes)) for n, axes in pairs))
+    return Shape(dtype=value.dtype, dims=tuple(-(-n // parts_of(found, axes)) for n, axes in pairs))
 
 
 def _is_whole(value: Value) -> bool:
@@ -121,7 +124,7 @@ def _is_whole(value: Value) -> bool:
     return not value.local and not any(value.axes) and value.mark is None
 
 
-def _largest_by_line(lines: _Lines, sizes: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+def _largest_by_line(lines: Lines, sizes: Mapping[int, int]) -> Iterator[tuple[int, int]]:
     """Of the values of each line the one with most bytes, and these."""
     best: dict[tuple[str, int], tuple[int, int]] = {}
     for i, nbytes in sizes.items():
@@ -137,15 +140,54 @@ def _largest_by_line(lines: _Lines, sizes: Mapping[int, int]) -> Iterator[tuple[
 def _large_results(found: Propagation) -> Iterator[int]:
     """Results of operations, but for what has the shape of an argument that is whole itself.
 
+    The gradient of a weight is often made transposed, and a weight transposed to make others.
+    """
+    arguments = _whole_shapes(found)
+    for i, value in enumerate(found.values):
+        if value.kind == "result" and value.plain and value.name not in _FREE:
+            large = _is_whole(value) and _nbytes(value) >= LARGE
+            if large and not _forms(found, i) & arguments and frames_at(value):
+                yield i
+
+
+def _whole_shapes(found: Propagation) -> set[tuple[int, ...]]:
+    """The shapes of arguments that are whole, and of what a loop takes them apart to.
+
     A loop takes arguments apart along their first dimension.
     """
     wholes = [v.shape for v in found.values if v.kind == "argument" and not any(v.axes)]
-    arguments = {*wholes, *(s[1:] for s in wholes), *((1, *s[1:]) for s in wholes)}
-    for i, value in enumerate(found.values):
-        if value.kind == "result" and value.plain and value.name not in _FREE:
-            is_new = value.shape not in arguments
-            if is_new and _is_whole(value) and _nbytes(value) >= LARGE and frames_at(value):
-                yield i
+    return {*wholes, *(s[1:] for s in wholes), *((1, *s[1:]) for s in wholes)}
+
+
+#: What turns a value over, or writes it otherwise, and leaves it what it is.
+_TURNS = ("transpose", "reshape", "convert", "reverse")
+
+
+def _forms(found: Propagation, i: int) -> set[tuple[int, ...]]:
+    """The shapes of a value, of what it is turned to, and of what it was turned from."""
+    pending, seen = [i], {i}
+    while pending:
+        for link in map(found.links.__getitem__, found.values[pending.pop()].links):
+            if link.name in _TURNS:
+                fresh = {*link.values} - seen
+                seen |= fresh
+                pending += fresh
+    return {found.values[i].shape for i in seen}
+
+
+def _is_argument(found: Propagation, i: int) -> bool:
+    """Whether a value is an argument, turned over."""
+    while found.values[i].kind == "result":
+        links = (found.links[k] for k in found.values[i].links if found.links[k].values[-1] == i)
+        link = next((link for link in links if link.name in _TURNS), None)
+        if link is None:
+            return False
+        i = link.values[0]
+    return True
+
+
+def _without(values: Iterable[int], told: Container[int]) -> set[int]:
+    return {i for i in values if i not in told}
 
 
 def _residuals(found: Propagation) -> Iterator[int]:
@@ -154,13 +196,13 @@ def _residuals(found: Propagation) -> Iterator[int]:
     for i in {i for link in backward for i in link.values[: link.operands]}:
         value = found.values[i]
         forward = value.kind == "result" and direction_of(value.op_name) == "forward"
-        large = _nbytes(value) >= LARGE
-        if forward and large and value.name not in _FREE and _is_whole(value):
+        large = _nbytes(value) >= LARGE and _is_whole(value)
+        if forward and large and value.name not in _FREE and not _is_argument(found, i):
             yield i
 
 
 def _whole(
-    found: Propagation, lines: _Lines, indices: Iterable[int], kind: str
+    found: Propagation, lines: Lines, indices: Iterable[int], kind: str
 ) -> Iterator[Finding]:
     sizes = {i: _nbytes(found.values[i]) for i in sorted(indices)}
     for i, nbytes in _largest_by_line(lines, sizes):
@@ -182,14 +224,14 @@ def _whole(
 
 def _where(line: _Line) -> Iterator[str]:
     if line.own:
-        yield f"no mesh axis reaches it; why('{_place(line.own)}') shows where they stop"
+        yield f"no mesh axis reaches it; why('{place_of(line.own)}') shows where they stop"
         return
     yield "no mesh axis reaches it"
     if line.inner:
-        yield f"it is made in a library, at {_place(line.inner)}"
+        yield f"it is made in a library, at {place_of(line.inner)}"
 
 
-def _place(source: Source) -> str:
+def place_of(source: Source) -> str:
     return f"{source.file.rpartition('/')[2]}:{source.line}"
 
 
@@ -228,7 +270,7 @@ def _constraint(found: Propagation, value: Value, line: _Line) -> str:
 # Padding
 
 
-def _uneven(found: Propagation, lines: _Lines, compiled: Container[Shape]) -> Iterator[Finding]:
+def _uneven(found: Propagation, lines: Lines, compiled: Container[Shape]) -> Iterator[Finding]:
     sizes = {
         i: waste
         for i, value in enumerate(found.values)
@@ -237,9 +279,9 @@ def _uneven(found: Propagation, lines: _Lines, compiled: Container[Shape]) -> It
     }
     for i, waste in _largest_by_line(lines, sizes):
         value = found.values[i]
-        d = next(d for d, n in enumerate(value.shape) if n % _parts(found, value.axes[d]))
+        d = next(d for d, n in enumerate(value.shape) if n % parts_of(found, value.axes[d]))
         n, axes = value.shape[d], value.axes[d]
-        parts = _parts(found, axes)
+        parts = parts_of(found, axes)
         yield Finding(
             kind="uneven-split",
             subject=f"{n} elements are split over {parts} devices",
@@ -258,7 +300,7 @@ def _uneven(found: Propagation, lines: _Lines, compiled: Container[Shape]) -> It
 
 def _padding(found: Propagation, value: Value) -> int:
     """Bytes of a shard that hold no element of the value, on average over the devices."""
-    pairs = [(n, _parts(found, axes)) for n, axes in zip(value.shape, value.axes, strict=True)]
+    pairs = [(n, parts_of(found, axes)) for n, axes in zip(value.shape, value.axes, strict=True)]
     if all(n % parts == 0 for n, parts in pairs) or value.dtype not in DTYPES:
         return 0
     shard = shard_of(found, value).nbytes

@@ -340,9 +340,11 @@ class Unread:
 
 
 FINDINGS = {
+    "ignored-constraint": "a logical constraint of Flax does nothing",
     "moved-argument": "an argument is moved before the program starts",
     "replicated-argument": "large arguments are whole on every device",
     "unsharded-batch": "the batch is not split",
+    "duplicated-work": "devices along a mesh axis compute the same products",
     "replicated-residual": "a value that the backward pass needs is whole on every device",
     "replicated-value": "a large value is whole on every device",
     "full-rematerialization": "a value is gathered whole, only to be split otherwise",
@@ -367,6 +369,8 @@ class Finding:
         measure: ``memory`` or ``wire``; empty where no bytes tell.
         facts: what is known, a sentence each.
         fix: what to write instead.
+        flops: that each device computes in one call though others compute the same, and would not
+            if the work were split.
     """
 
     kind: str
@@ -376,6 +380,7 @@ class Finding:
     measure: str
     facts: tuple[str, ...]
     fix: str
+    flops: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -398,7 +403,8 @@ class Report:
         arguments: what the program takes, and how each lies on the mesh.
         device_ids: of the mesh, in its order: the last axis varies fastest.
         excerpts: the source text around the lines of collectives and buffers.
-        findings: what costs more than it has to, the most bytes first, whole arguments last.
+        findings: what costs more than it has to: repeated work first, then the most bytes, whole
+            arguments last.
         predicted: True where nothing was compiled: the collectives are those that the shardings
             demand, before the compiler changes them; `cost` is zero and `memory` None.
         unread: text of the program that was not understood, so that collectives, cost and

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import importlib.metadata
 import itertools
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 import spmd
-from spmd import _resolve, stages
+from spmd import _mesh, _resolve, stages
 from spmd.errors import ReportError
 from spmd.inspection._compiling import (
     COMPILED,
@@ -29,12 +29,13 @@ from spmd.inspection._compiling import (
 from spmd.inspection._cost import cost_of
 from spmd.inspection._excerpts import excerpts
 from spmd.inspection._findings import Program, findings
+from spmd.inspection._flax import ignored_constraints
 from spmd.inspection._hlo import Module, parse_modules
 from spmd.inspection._ledger import ledger
 from spmd.inspection._listing import origins_later
 from spmd.inspection._placing import arguments_of
 from spmd.inspection._propagation import Propagation, propagate
-from spmd.inspection._records import Cost, Finding, Report, Reshard, Unread
+from spmd.inspection._records import Cost, Finding, Report, Reshard, Source, Unread
 from spmd.inspection._rematerialization import (
     compile_and_catch,
     rematerializations,
@@ -76,14 +77,15 @@ def report(f: Any, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
         refuse_arguments(f, args, kwargs, subject="report", verb="report")
         return f
     with entered(mesh):
-        found = lower(f, args, kwargs, subject="report", verb="report")
+        with ignored_constraints() as ignored:
+            found = lower(f, args, kwargs, subject="report", verb="report")
         if isinstance(found, COMPILED):
             return _report_of(found, mesh_of(found, mesh), lowered_of(found))
         compiled = compile_and_catch(found)
-        return _report_of(compiled, mesh_of(compiled, mesh), found)
+        return _report_of(compiled, mesh_of(compiled, mesh), found, [*ignored.values()])
 
 
-def _report_of(compiled: Any, mesh: Any, lowered: Any) -> Report:
+def _report_of(compiled: Any, mesh: Any, lowered: Any, ignored: Sequence[Source] = ()) -> Report:
     devices = devices_of(compiled)
     axis_sizes = dict(mesh.shape) if mesh is not None else {}
     modules = parse_modules(text_of(compiled))
@@ -119,6 +121,8 @@ def _report_of(compiled: Any, mesh: Any, lowered: Any) -> Report:
         rematerialized=rematerializations(warnings_of(compiled), modules[-1], axis_sizes)
         if modules
         else (),
+        # On one device, and meant for one, there is nothing to constrain.
+        ignored=ignored if len(devices) > 1 or _is_partitioned_here() else (),
     )
     return dataclasses.replace(report, findings=_spoken(findings(program), compiled))
 
@@ -141,6 +145,11 @@ def _spoken(found: Iterable[Finding], compiled: Any) -> tuple[Finding, ...]:
 def _unread(modules: tuple[Module, ...]) -> Unread | None:
     lines = [line for module in modules for line in module.unread]
     return Unread(lines=len(lines), first=lines[0].strip()[:200]) if lines else None
+
+
+def _is_partitioned_here() -> bool:
+    mesh = _mesh.current_mesh()
+    return mesh is not None and mesh.size > 1
 
 
 def _propagation(lowered: Any) -> Propagation | None:

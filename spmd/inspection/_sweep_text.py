@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from spmd.inspection._bytes import show_bytes
+from spmd.inspection._bytes import show_bytes, show_count
 from spmd.inspection._layout import Cell, Column, Grid, Indented, Row, cell, clean, plain as plain
 from spmd.inspection._records import Total
 from spmd.inspection._sweep import Sweep, SweepRow
 from spmd.inspection._text import (
     Flow,
     plural,
-    show_count,
     show_mesh,
     show_ratio,
     show_total,

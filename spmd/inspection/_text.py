@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
-from spmd.inspection._bytes import show_bytes
+from spmd.inspection._bytes import show_bytes, show_count
 from spmd.inspection._layout import (
     Cell,
     Column,
@@ -194,12 +194,6 @@ def _shortened(shapes: list[str]) -> list[str]:
     if len(shapes) < 2:
         return ["".join(shapes) or "nothing"]
     return [f"{shapes[0]} + {len(shapes) - 1} more"]
-
-
-def show_count(count: int) -> str:
-    """A large number in steps of a thousand: ``1.2 G``."""
-    power = min((len(str(count)) - 1) // 3, 6)
-    return f"{count / 1000**power:.1f} {' KMGTPE'[power]}" if power > 0 else f"{count} "
 
 
 def show_ratio(a: int, b: int) -> str:
@@ -566,13 +560,14 @@ _MEASURES = {"memory": "of memory", "wire": "on the wire"}
 
 
 def render_findings(findings: Sequence[Finding], limit: int | None = LIMIT) -> RenderableType:
-    """What costs more than it has to: the sentence, the line and bytes, the facts, and the fix."""
+    """What costs more than it has to: the sentence, the cost and line, the facts, and the fix."""
     shown = findings[:limit]
     parts: list[RenderableType] = []
     for one in shown:
+        flops = f"{show_count(one.flops)}FLOP repeated" if one.flops else ""
         nbytes = f"{show_bytes(one.nbytes)} {_MEASURES.get(one.measure, '')}" if one.measure else ""
         place = f"{clean(str(one.source))}" if one.source else ""
-        where = "; ".join(text for text in (nbytes, place) if text)
+        where = "; ".join(text for text in (flops, nbytes, place) if text)
         parts.append(Flow(Text(clean(one.subject), style="yellow"), Text(where)))
         parts += [Indented(Flow(Text(clean(fact), style="dim"))) for fact in one.facts]
         parts.append(Indented(Flow(Text.assemble(("fix  ", "bold"), clean(one.fix)))))

@@ -360,6 +360,7 @@ findings = st.builds(
     measure=st.sampled_from(["memory", "wire", ""]),
     facts=st.lists(names, max_size=2).map(tuple),
     fix=names,
+    flops=counts,
 )
 splits = st.builds(
     Split,

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from spmd import P, pjit
-from spmd.inspection._findings_batch import batch_findings
+from spmd.inspection._findings_batch import batch_finding, unsplit_batches
 from spmd.inspection._propagation import propagate
 
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
@@ -32,7 +32,8 @@ def batches(fun, specs, *args):
     """What the findings on the batches of a function say; nothing is compiled."""
     lowered = pjit(fun, in_axis_resources=specs, mesh=MESH).lower(*args)
     found = propagate(lowered.compiler_ir(), subject="test", steps=False)
-    return [one.subject for one in batch_findings(found, Everything())]
+    found_batches = unsplit_batches(found, Everything())
+    return [batch_finding(found, one, None).subject for one in found_batches]
 
 
 W, X, COLUMNS = f32(N, N), f32(ROWS, N), f32(N, ROWS)

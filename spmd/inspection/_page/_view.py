@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import itertools
 from typing import Any
 
-from spmd.inspection._bytes import show_bytes
+from spmd.inspection._bytes import show_bytes, show_count
 from spmd.inspection._page import _shardings
 from spmd.inspection._pieces import Argument, Excerpt
 from spmd.inspection._places import short_path
@@ -119,6 +119,7 @@ def findings(report: Report) -> list[dict[str, Any]]:
         {
             "title": one.subject,
             "place": f"{short_path(one.source.file)}:{one.source.line}" if one.source else "",
+            "flops": f"{show_count(one.flops)}FLOP" if one.flops else "",
             "nbytes": show_bytes(one.nbytes) if one.measure else "",
             "measure": _MEASURES.get(one.measure, ""),
             "facts": one.facts,
