@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-
 from spmd import _jax, stages
 from spmd.errors import Failure, ReportError, explain
 from spmd.inspection import _shardy
@@ -72,7 +70,7 @@ def _report_of(lowered: Any, subject: str) -> Report:
     with module.context:
         if names := _shardy.apart(done):
             raise explain(subject, [_several_sizes(names)])
-        found = exchanges(done)
+        found = exchanges(done, platform)
         return Report(
             name=function_of(module),
             backend=platform,
@@ -103,12 +101,12 @@ def _several_sizes(names: _shardy.Names) -> Failure:
 def _devices(lowered: Any) -> tuple[str, str]:
     """Platform and kind of the devices that a program is for, as far as it says."""
     if not isinstance(lowered, stages.Lowered):
-        device = jax.devices()[0]
-    elif _jax.is_abstract(lowered.mesh):
-        return "any backend", ""
+        devices = _jax.lowered_devices(lowered)
     else:
-        device = lowered.mesh.devices.flat[0]
-    return device.platform, device.device_kind
+        devices = () if _jax.is_abstract(lowered.mesh) else lowered.mesh.devices.flat
+    for device in devices:
+        return device.platform, device.device_kind
+    return "any backend", ""
 
 
 def _count_devices(module: Any) -> int:
