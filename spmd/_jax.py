@@ -944,7 +944,6 @@ def lowered_devices(lowered: Any) -> tuple[Any, ...]:
     return tuple(lowered._lowering._device_list or ())
 
 
-
 def is_described(device: Any) -> bool:
     """Whether a device is only described: programs are compiled for it and cannot run."""
     client = getattr(device, "client", None)

@@ -16,7 +16,7 @@ from spmd.inspection._ledger import wire_bytes
 from spmd.inspection._records import Collective, Shapes
 from spmd.inspection._shardy import Dimensions
 from spmd.inspection._source import direction_of, user_source
-from spmd.inspection._targets import Exchange, local_shape, target
+from spmd.inspection._targets import Exchange, local_shape, target_of
 
 
 def exchanges(module: Any, platform: str = "") -> tuple[Collective, ...]:
@@ -43,7 +43,7 @@ class _Reader:
     def __init__(self, module: Any, platform: str):
         self.functions = _shardy.functions(module)
         self.sizes = _shardy.axis_sizes(module)
-        self.target = target(platform)(self.functions, self.sizes)
+        self.target = target_of(platform)(self.functions, self.sizes)
         self.after: dict[Any, Any] = {}
         self.done: dict[str, _Found] = {}
 

@@ -12,6 +12,7 @@ from spmd.inspection._exchanges import exchanges
 from spmd.inspection._listing import origins_later
 from spmd.inspection._records import Cost, Report
 from spmd.inspection._report import versions
+from spmd.inspection._targets import target_of
 from spmd.inspection._why import function_of
 
 _PASSES = (
@@ -24,9 +25,10 @@ _PASSES = (
 def preview(f: Any, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
     """Predict the collectives of a function without compiling it.
 
-    Shardy propagates the shardings and makes every exchange explicit that they demand. What the
-    compiler does later is not in it: it combines and moves exchanges, replaces some by others, and
-    may choose other shapes to send.
+    Shardy propagates the shardings and makes every exchange explicit that they demand. Those are
+    changed by the rules that are known of the compiler of the mesh's devices, for CPU and TPU:
+    `Report.prediction` says which. What else the compiler does is not in it: it combines and moves
+    exchanges, and replaces some by others.
 
     Args:
         f: a function of `spmd.pjit` or `jax.jit`, or what one of them was traced or lowered to.
@@ -83,6 +85,7 @@ def _report_of(lowered: Any, subject: str) -> Report:
             cost=Cost.zeros(),
             memory=None,
             predicted=True,
+            prediction=target_of(platform).rules,
             _origins=origins_later(lowered, found, subject=subject),
         )
 

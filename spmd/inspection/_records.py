@@ -354,6 +354,7 @@ class Report:
         findings: what costs more than it has to, the most bytes first, whole arguments last.
         predicted: True where nothing was compiled: the collectives are those that the shardings
             demand, before the compiler changes them; `cost` is zero and `memory` None.
+        prediction: whose compiler a prediction is for, and by which of its rules; else empty.
 
     `origins` takes no part in comparisons.
     """
@@ -374,6 +375,7 @@ class Report:
     excerpts: tuple[Excerpt, ...] = ()
     findings: tuple[Finding, ...] = ()
     predicted: bool = False
+    prediction: str = ""
     _origins: Later = dataclasses.field(default=UNKNOWN, repr=False, compare=False)
 
     @property

@@ -107,6 +107,7 @@ def render_header(report: Report) -> RenderableType:
         Flow(Text.assemble(name, " on ", clean(backend)), where),
         Flow(Text(_STAND_IN, style="yellow")) if report.stand_in else None,
         Flow(Text(_PREDICTED, style="yellow")) if report.predicted else None,
+        Flow(Text(clean(report.prediction), style="yellow")) if report.prediction else None,
         Flow(Text(clean(versions), style="dim")) if versions else None,
     ]
     return Group(*(line for line in lines if line))

@@ -49,8 +49,12 @@ def _keep(mesh: Mesh, value: Any, *spec: Any) -> Any:
 
 def _lower(mesh: Mesh, fun: Callable, specs: Any, outs: Any, *args: Any) -> Any:
     def place(tree: Any) -> Any:
-        is_spec = lambda leaf: leaf is None or isinstance(leaf, P)
-        placed = lambda spec: None if spec is None else NamedSharding(mesh, spec)
+        def is_spec(leaf):
+            return leaf is None or isinstance(leaf, P)
+
+        def placed(spec):
+            return None if spec is None else NamedSharding(mesh, spec)
+
         return jax.tree.map(placed, tree, is_leaf=is_spec)
 
     return jax.jit(fun, in_shardings=place(specs), out_shardings=place(outs)).lower(*args)
@@ -77,6 +81,16 @@ def _entropy(logits: Any, labels: Any) -> Any:
     logits = logits.astype(jnp.float32)
     hot = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
     return jnp.mean(jax.nn.logsumexp(logits, -1) - jnp.sum(logits * hot, -1))
+
+
+def distance(before: Any, after: Any, *by: str) -> float:
+    """Bytes on the wire on another axis or kind, as a share of those of the second report."""
+    a, b = (
+        {key: total.wire_bytes for key, total in found.totals(*by).items()}
+        for found in (before, after)
+    )
+    wrong = sum(abs(a.get(key, 0) - b.get(key, 0)) for key in {**a, **b})
+    return wrong / max(sum(b.values()), 1)
 
 
 # Transformers
@@ -145,7 +159,10 @@ def _gpt(
     remat: bool = False,
 ) -> Any:
     """A training step of a GPT; `between` is how the sequence lies between products."""
-    keep = lambda x: _keep(mesh, x, data, *between)
+
+    def keep(x):
+        return _keep(mesh, x, data, *between)
+
     if scan:
         shapes, specs = _layer_shapes(LAYERS), _layer_specs(None, wide=wide, other=other)
     else:
@@ -200,7 +217,10 @@ def gpt_fsdp_megatron_bf16(mesh: Mesh) -> Any:
 @model(data=4, model=4)
 def t5(mesh: Mesh) -> Any:
     """An encoder and a decoder that looks at it, in bfloat16, with relative positions."""
-    keep = lambda x: _keep(mesh, x, "data")
+
+    def keep(x):
+        return _keep(mesh, x, "data")
+
     dtype = jnp.bfloat16
 
     def cross(p: Any, x: Any, seen: Any) -> Any:
@@ -288,7 +308,7 @@ def conv_net(mesh: Mesh) -> Any:
             x = jax.nn.relu((x - mean) * lax.rsqrt(spread + 1e-5) * p["scale"])
         return _entropy(jnp.mean(x, (1, 2)) @ params["out"], labels)
 
-    pairs = zip([3, *widths], widths)
+    pairs = zip([3, *widths], widths, strict=False)
     layers = [{"w": array(3, 3, a, b), "scale": array(1, 1, 1, b)} for a, b in pairs]
     params = {"layers": layers, "out": array(widths[-1], 1000)}
     specs = jax.tree.map(lambda _: P(), params)

@@ -416,6 +416,7 @@ reports = st.builds(
     device_kind=names,
     stand_in=st.booleans(),
     predicted=st.booleans(),
+    prediction=st.sampled_from(["", "for cpu: bf16 exchanges are widened to f32"]),
     mesh=meshes,
     num_devices=st.integers(1, 8192),
     versions=st.dictionaries(st.sampled_from(["spmd", "jax", "jaxlib"]), names),
