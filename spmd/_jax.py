@@ -939,6 +939,11 @@ def new_cpu_devices(count: int) -> list[Any]:
     return xla_client.make_cpu_client(num_devices=count).devices()
 
 
+def lowered_devices(lowered: Any) -> tuple[Any, ...]:
+    """The devices of a `jax.stages.Lowered`, which says them nowhere; none for an abstract mesh."""
+    return tuple(lowered._lowering._device_list or ())
+
+
 def is_described(device: Any) -> bool:
     """Whether a device is only described: programs are compiled for it and cannot run."""
     client = getattr(device, "client", None)

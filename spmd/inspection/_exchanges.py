@@ -13,44 +13,38 @@ import numpy as np
 
 from spmd.inspection import _groups, _shardy, _trips
 from spmd.inspection._ledger import wire_bytes
-from spmd.inspection._records import Collective, Shape, Shapes
+from spmd.inspection._records import Collective, Shapes
 from spmd.inspection._shardy import Dimensions
 from spmd.inspection._source import direction_of, user_source
+from spmd.inspection._targets import Exchange, local_shape, target_of
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Exchange:
-    """What one operation sends: kind, crossed axes, devices in a group, and shapes per device."""
-
-    kind: str
-    mesh_axes: tuple[str, ...]
-    group_size: int
-    shapes: Shapes
-
-
-def exchanges(module: Any) -> tuple[Collective, ...]:
+def exchanges(module: Any, platform: str = "") -> tuple[Collective, ...]:
     """Lists the collectives of a module that Shardy's passes made explicit.
 
     Args:
         module: after ``sdy-reshard-to-collectives``.
+        platform: whose compiler's rules change them; by default what the shardings ask for.
 
     Returns:
         One record for each place in the program, in the order in which it reaches them, with the
         executions of all calls of a function together.
     """
-    return tuple(_Reader(module).function("main").values())
+    return tuple(_Reader(module, platform).function("main").values())
 
 
 _Found = dict[Any, Collective]
-"""Collectives by the operation that stands for them."""
+"""Collectives by the operation that stands for them, and the number of the one among several."""
 
 
 class _Reader:
     """Walks a module as it runs. Each function is read once, however often it is called."""
 
-    def __init__(self, module: Any):
+    def __init__(self, module: Any, platform: str):
         self.functions = _shardy.functions(module)
         self.sizes = _shardy.axis_sizes(module)
+        self.target = target_of(platform)(self.functions, self.sizes)
+        self.after: dict[Any, Any] = {}
         self.done: dict[str, _Found] = {}
 
     def function(self, name: str) -> _Found:
@@ -71,9 +65,11 @@ class _Reader:
         for view in block.operations:
             operation = view.operation
             if exchange := _KINDS.get(operation.name):
-                one = exchange(operation, self.sizes)
-                if one.group_size > 1 and not _again(operation, done):
-                    found[operation] = _record(operation, one)
+                asked = exchange(operation, self.sizes)
+                if asked.group_size > 1 and not _again(operation, done):
+                    for i, one in enumerate(self.target.sent(operation, asked)):
+                        found[operation, i] = _record(operation, one)
+                        self.after[operation, i] = one.after
             elif operation.name in _HOLDERS or operation.name == "func.call":
                 inner = self._inside(operation)
                 _add(found, {place: _within(one, operation) for place, one in inner.items()})
@@ -83,8 +79,7 @@ class _Reader:
         """The collectives of one execution of an operation that holds others."""
         match operation.name:
             case "func.call":
-                callee = _shardy.text_of(operation, "callee").removeprefix("@").strip('"')
-                return self.function(callee)
+                return self.function(_shardy.callee_of(operation))
             case "stablehlo.while":
                 return self._loop(operation)
             case "stablehlo.case" | "stablehlo.if":
@@ -97,7 +92,10 @@ class _Reader:
         condition, body = map(self._block, _shardy.blocks(operation))
         checks = None if trips is None else trips + 1
         found = {place: _repeated(one, checks) for place, one in condition.items()}
-        _add(found, {place: _repeated(one, trips) for place, one in body.items()})
+        for place, one in body.items():
+            loop = self.after.get(place)
+            once = loop is not None and loop == operation
+            _add(found, {place: one if once else _repeated(one, trips)})
         return found
 
 
@@ -146,7 +144,7 @@ def _within(one: Collective, holder: Any) -> Collective:
     )
 
 
-def _record(operation: Any, found: _Exchange) -> Collective:
+def _record(operation: Any, found: Exchange) -> Collective:
     operand, result = (sum(shape.nbytes for shape in shapes) for shapes in found.shapes)
     frames = _shardy.frames_of(operation.location)
     op_name = _shardy.op_name_of(operation.location)
@@ -158,7 +156,7 @@ def _record(operation: Any, found: _Exchange) -> Collective:
         payload_bytes=max(operand, result),
         wire_bytes=wire_bytes(found.kind, operand, result, found.group_size),
         group_size=found.group_size,
-        executions=1,
+        executions=found.times,
         source=user_source(frames),
         frames=frames,
         direction=direction_of(op_name),
@@ -195,21 +193,6 @@ _AXES = re.compile(r"\{((?:\"(?:[^\"\\]|\\.)*\"|[^{}\"])*)\}")
 _MOVED = re.compile(r"\{((?:\"(?:[^\"\\]|\\.)*\"|[^{}\"])*)\}: (\d+)->(\d+)")
 
 
-def _local(kind: Any, dimensions: Dimensions, sizes: Mapping[str, int]) -> Shape:
-    """The shape on one device, the largest where a dimension does not divide."""
-    dims, dtype = _shardy.dims_of(kind)
-    parts = [math.prod(_shardy.size_of(a, sizes) for a in one.axes) for one in dimensions]
-    parts += [1] * (len(dims) - len(parts))
-    local = tuple(-(-dim // part) for dim, part in zip(dims, parts, strict=True))
-    return Shape(dtype=_shardy.hlo_dtype(dtype), dims=local)
-
-
-def _out_sharding(operation: Any) -> Dimensions:
-    found = _shardy.shardings_in(_shardy.text_of(operation, "out_sharding"))
-    dims, _ = _shardy.dims_of(operation.results[0].type)
-    return found[0] if found else _shardy.open_sharding(len(dims))
-
-
 def _exchange(
     kind: str,
     operation: Any,
@@ -218,9 +201,9 @@ def _exchange(
     *,
     more: Mapping[int, Sequence[str]] | None = None,
     fewer: Mapping[int, Sequence[str]] | None = None,
-) -> _Exchange:
+) -> Exchange:
     """An exchange over axes, which split some dimensions more, or fewer, before than after."""
-    result = _local(operation.results[0].type, _out_sharding(operation), sizes)
+    result = local_shape(operation.results[0].type, _shardy.out_sharding(operation), sizes)
     before, after = [*result.dims], [*result.dims]
     for d, split in (more or {}).items():
         before[d] = -(-before[d] // _count(split, sizes))
@@ -229,7 +212,7 @@ def _exchange(
     for d, split in (fewer or {}).items():
         before[d] *= _count(split, sizes)
     places = {name: place for place, name in enumerate(sizes)}
-    return _Exchange(
+    return Exchange(
         kind=kind,
         mesh_axes=tuple(sorted(axes, key=lambda a: places.get(_axis_of(a), len(places)))),
         group_size=_count(axes, sizes),
@@ -258,33 +241,33 @@ def _flat(by_dimension: Mapping[int, Sequence[str]]) -> list[str]:
     return [axis for axes in by_dimension.values() for axis in axes]
 
 
-def _all_gather(operation: Any, sizes: Mapping[str, int]) -> _Exchange:
+def _all_gather(operation: Any, sizes: Mapping[str, int]) -> Exchange:
     axes = _lists(operation, "gathering_axes")
     return _exchange("all-gather", operation, _flat(axes), sizes, more=axes)
 
 
-def _reduce_scatter(operation: Any, sizes: Mapping[str, int]) -> _Exchange:
+def _reduce_scatter(operation: Any, sizes: Mapping[str, int]) -> Exchange:
     axes = _lists(operation, "reduce_scatter_axes")
     return _exchange("reduce-scatter", operation, _flat(axes), sizes, fewer=axes)
 
 
-def _all_reduce(operation: Any, sizes: Mapping[str, int]) -> _Exchange:
+def _all_reduce(operation: Any, sizes: Mapping[str, int]) -> Exchange:
     axes = _shardy.axes_in(_shardy.text_of(operation, "reduction_axes"))
     return _exchange("all-reduce", operation, axes, sizes)
 
 
-def _all_to_all(operation: Any, sizes: Mapping[str, int]) -> _Exchange:
+def _all_to_all(operation: Any, sizes: Mapping[str, int]) -> Exchange:
     more, fewer = {}, {}
     for text, source, target in _MOVED.findall(_shardy.text_of(operation, "params")):
         more[int(source)] = fewer[int(target)] = _shardy.axes_in(text)
     return _exchange("all-to-all", operation, _flat(more), sizes, more=more, fewer=fewer)
 
 
-def _collective_permute(operation: Any, sizes: Mapping[str, int]) -> _Exchange:
+def _collective_permute(operation: Any, sizes: Mapping[str, int]) -> Exchange:
     """Shards stay as large as they are, and change places."""
     found = _exchange("collective-permute", operation, (), sizes)
-    after = _out_sharding(operation)
-    before = _sharding_of(operation.operands[0], after)
+    after = _shardy.out_sharding(operation)
+    before = _shardy.sharding_of(operation.operands[0], after)
     groups = _groups.connected(_moves(before, after, sizes))
     return dataclasses.replace(
         found,
@@ -345,53 +328,25 @@ def _whole(pieces: Sequence[_Piece]) -> dict[str, int]:
     return sizes
 
 
-def _sharding_of(value: Any, default: Dimensions) -> Dimensions:
-    """The sharding of an operand, as what makes it says."""
-    if not hasattr(value, "result_number"):
-        return _entering(value, default)
-    operation = getattr(value.owner, "operation", value.owner)
-    if "out_sharding" in operation.attributes:
-        return _out_sharding(operation)
-    name = "sharding" if operation.name == "sdy.sharding_constraint" else "sdy.sharding"
-    return _nth(_shardy.text_of(operation, name), value.result_number, value)
-
-
-def _entering(value: Any, default: Dimensions) -> Dimensions:
-    """The sharding of what enters a block."""
-    operation, i = value.owner.owner.operation, value.arg_number
-    if operation.name == "func.func":
-        entries = _shardy.entries_of(operation, "arg_attrs")
-        return _nth(str(entries[i].get("sdy.sharding", "")) if i < len(entries) else "", 0, value)
-    if operation.name == "stablehlo.while":
-        return _nth(_shardy.text_of(operation, "sdy.sharding"), i, value)
-    return default
-
-
-def _nth(text: str, i: int, value: Any) -> Dimensions:
-    found = _shardy.shardings_in(text)
-    dims, _ = _shardy.dims_of(value.type)
-    return found[i] if i < len(found) else _shardy.open_sharding(len(dims))
-
-
 # What the user's own collectives send
 
 
-def _manual(kind: str) -> Callable[[Any, Mapping[str, int]], _Exchange]:
+def _manual(kind: str) -> Callable[[Any, Mapping[str, int]], Exchange]:
     """Reads a collective that a ``shard_map`` calls: its types are per device already."""
 
-    def read(operation: Any, sizes: Mapping[str, int]) -> _Exchange:
+    def read(operation: Any, sizes: Mapping[str, int]) -> Exchange:
         groups, axes = _group_of(operation, sizes)
         shardings = _shardy.shardings_in(_shardy.text_of(operation, "sdy.sharding"))
         # Axes that are not manual may split what the shard_map sees.
         results = tuple(
-            _local(result.type, shardings[i] if i < len(shardings) else (), sizes)
+            local_shape(result.type, shardings[i] if i < len(shardings) else (), sizes)
             for i, result in enumerate(operation.results)
         )
         operands = tuple(
-            _local(operand.type, shardings[i] if i < len(shardings) else (), sizes)
+            local_shape(operand.type, shardings[i] if i < len(shardings) else (), sizes)
             for i, operand in enumerate(operation.operands)
         )
-        return _Exchange(
+        return Exchange(
             kind=kind,
             mesh_axes=axes,
             group_size=max(map(len, groups), default=1),
@@ -430,7 +385,7 @@ def _mesh_axes(text: str, sizes: Mapping[str, int]) -> Iterator[str]:
         yield _shardy.axes_in(name)[0] + (f":({part[1]}){part[2]}" if part else "")
 
 
-_KINDS: Mapping[str, Callable[[Any, Mapping[str, int]], _Exchange]] = {
+_KINDS: Mapping[str, Callable[[Any, Mapping[str, int]], Exchange]] = {
     "sdy.all_gather": _all_gather,
     "sdy.all_reduce": _all_reduce,
     "sdy.all_to_all": _all_to_all,

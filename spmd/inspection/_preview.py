@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-
 from spmd import _jax, stages
 from spmd.errors import Failure, ReportError, explain
 from spmd.inspection import _shardy
@@ -14,6 +12,7 @@ from spmd.inspection._exchanges import exchanges
 from spmd.inspection._listing import origins_later
 from spmd.inspection._records import Cost, Report
 from spmd.inspection._report import versions
+from spmd.inspection._targets import target_of
 from spmd.inspection._why import function_of
 
 _PASSES = (
@@ -26,9 +25,10 @@ _PASSES = (
 def preview(f: Any, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
     """Predict the collectives of a function without compiling it.
 
-    Shardy propagates the shardings and makes every exchange explicit that they demand. What the
-    compiler does later is not in it: it combines and moves exchanges, replaces some by others, and
-    may choose other shapes to send.
+    Shardy propagates the shardings and makes every exchange explicit that they demand. Those are
+    changed by the rules that are known of the compiler of the mesh's devices, for CPU and TPU:
+    `Report.prediction` says which. What else the compiler does is not in it: it combines and moves
+    exchanges, and replaces some by others.
 
     Args:
         f: a function of `spmd.pjit` or `jax.jit`, or what one of them was traced or lowered to.
@@ -76,7 +76,7 @@ def _report_of(lowered: Any, mesh: Any, subject: str) -> Report:
     with module.context:
         if names := _shardy.apart(done):
             raise explain(subject, [_several_sizes(names)])
-        found = exchanges(done)
+        found = exchanges(done, platform)
         return Report(
             name=function_of(module),
             backend=platform,
@@ -89,6 +89,7 @@ def _report_of(lowered: Any, mesh: Any, subject: str) -> Report:
             cost=Cost.zeros(),
             memory=None,
             predicted=True,
+            prediction=target_of(platform).rules,
             _origins=origins_later(lowered, found, subject=subject),
         )
 
@@ -107,9 +108,9 @@ def _several_sizes(names: _shardy.Names) -> Failure:
 def _devices(lowered: Any) -> tuple[str, str]:
     """Platform and kind of the devices that a program is for, as far as it says."""
     if not isinstance(lowered, stages.Lowered):
-        device = jax.devices()[0]
-    elif _jax.is_abstract(lowered.mesh):
-        return "any backend", ""
+        devices = _jax.lowered_devices(lowered)
     else:
-        device = lowered.mesh.devices.flat[0]
-    return device.platform, device.device_kind
+        devices = () if _jax.is_abstract(lowered.mesh) else lowered.mesh.devices.flat
+    for device in devices:
+        return device.platform, device.device_kind
+    return "any backend", ""

@@ -409,6 +409,7 @@ class Report:
             demand, before the compiler changes them; `cost` is zero and `memory` None.
         unread: text of the program that was not understood, so that collectives, cost and
             findings may lack what it does; None where all was.
+        prediction: whose compiler a prediction is for, and by which of its rules; else empty.
 
     `origins` takes no part in comparisons.
     """
@@ -430,6 +431,7 @@ class Report:
     findings: tuple[Finding, ...] = ()
     predicted: bool = False
     unread: Unread | None = None
+    prediction: str = ""
     _origins: Later = dataclasses.field(default=UNKNOWN, repr=False, compare=False)
 
     @property

@@ -93,7 +93,7 @@ def _tell_rules(copy: Any) -> None:
     cannot be reached from Python, and Shardy has no rule for it. All that have operands and
     results of one shape work on each element by itself.
     """
-    for operation in _all(copy):
+    for operation in operations_in(copy):
         if not operation.name.startswith("chlo.") or operation.name in _OPAQUE:
             continue
         values = [*operation.operands, *operation.results]
@@ -140,18 +140,41 @@ def blocks(operation: Any) -> Iterator[Any]:
         yield from region.blocks
 
 
-def _all(operation: Any) -> Iterator[Any]:
+def block_of(operation: Any) -> Any:
+    """The only block of an operation, or the first one."""
+    return next(blocks(operation))
+
+
+def operations_in(operation: Any) -> Iterator[Any]:
+    """All operations inside of one, in order."""
     for block in blocks(operation):
         for view in block.operations:
             yield view.operation
-            yield from _all(view.operation)
+            yield from operations_in(view.operation)
+
+
+def maker_of(value: Any) -> Any:
+    """The operation that makes a value; None for what enters a block."""
+    if not hasattr(value, "result_number"):
+        return None
+    return getattr(value.owner, "operation", value.owner)
+
+
+def name_of(function: Any) -> str:
+    """The name of a function."""
+    return text_of(getattr(function, "operation", function), "sym_name").strip('"')
+
+
+def callee_of(call: Any) -> str:
+    """The name of the function that a ``func.call`` calls."""
+    return text_of(call, "callee").removeprefix("@").strip('"')
 
 
 def functions(module: Any) -> dict[str, Any]:
     """The functions of a module by name."""
     (body,) = blocks(module)
     found = (view.operation for view in body.operations)
-    return {text_of(f, "sym_name").strip('"'): f for f in found if f.name == "func.func"}
+    return {name_of(f): f for f in found if f.name == "func.func"}
 
 
 def axis_sizes(module: Any) -> dict[str, int]:
@@ -212,6 +235,15 @@ def entries_of(operation: Any, name: str) -> list[dict[str, Any]]:
     if name not in attributes:
         return []
     return [{entry.name: entry.attr for entry in one} for one in attributes[name]]
+
+
+_NUMBERS = re.compile(r"(\w+) = \[([\d, ]*)\]")
+
+
+def numbers_of(operation: Any, name: str) -> dict[str, tuple[int, ...]]:
+    """The lists of numbers in an attribute such as the dimensions of a product, by their names."""
+    found = _NUMBERS.findall(text_of(operation, name))
+    return {key: tuple(map(int, text.split(", "))) if text else () for key, text in found}
 
 
 # Types
@@ -341,6 +373,41 @@ def size_of(axis: str, sizes: Mapping[str, int]) -> int:
     """How many devices an axis, or a part of one, has."""
     part = _PART.search(axis) if axis not in sizes else None
     return int(part[1]) if part else sizes.get(axis, 1)
+
+
+def out_sharding(operation: Any) -> Dimensions:
+    """The sharding that a collective of Shardy gives its result."""
+    found = shardings_in(text_of(operation, "out_sharding"))
+    dims, _ = dims_of(operation.results[0].type)
+    return found[0] if found else open_sharding(len(dims))
+
+
+def sharding_of(value: Any, default: Dimensions) -> Dimensions:
+    """The sharding of an operand, as what makes it says."""
+    if not hasattr(value, "result_number"):
+        return _entering(value, default)
+    operation = getattr(value.owner, "operation", value.owner)
+    if "out_sharding" in operation.attributes:
+        return out_sharding(operation)
+    name = "sharding" if operation.name == "sdy.sharding_constraint" else "sdy.sharding"
+    return _nth(text_of(operation, name), value.result_number, value)
+
+
+def _entering(value: Any, default: Dimensions) -> Dimensions:
+    """The sharding of what enters a block."""
+    operation, i = value.owner.owner.operation, value.arg_number
+    if operation.name == "func.func":
+        entries = entries_of(operation, "arg_attrs")
+        return _nth(str(entries[i].get("sdy.sharding", "")) if i < len(entries) else "", 0, value)
+    if operation.name == "stablehlo.while":
+        return _nth(text_of(operation, "sdy.sharding"), i, value)
+    return default
+
+
+def _nth(text: str, i: int, value: Any) -> Dimensions:
+    found = shardings_in(text)
+    dims, _ = dims_of(value.type)
+    return found[i] if i < len(found) else open_sharding(len(dims))
 
 
 # Places

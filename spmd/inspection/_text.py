@@ -113,6 +113,7 @@ def render_header(report: Report) -> RenderableType:
         Flow(Text(_STAND_IN, style="yellow")) if report.stand_in else None,
         Flow(Text(_PREDICTED, style="yellow")) if report.predicted else None,
         Flow(Text(clean(str(report.unread)), style="bold red")) if report.unread else None,
+        Flow(Text(clean(report.prediction), style="yellow")) if report.prediction else None,
         Flow(Text(clean(versions), style="dim")) if versions else None,
     ]
     return Group(*(line for line in lines if line))

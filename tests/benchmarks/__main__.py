@@ -26,15 +26,20 @@ PARTS = (
     *("calls", "compile", "import", "report", "preview", "grad"),
     *("taps", "pmap", "colocated", "bundle", "page", "fits"),
 )
+#: Parts that run only where they are named, since they take long.
+LONG = ("models",)
 
 
 def main() -> int:
     """Prints one line per comparison."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks")
-    parser.add_argument("parts", nargs="*", metavar="PART", help=" | ".join(PARTS))
+    parser.add_argument("parts", nargs="*", metavar="PART", help=" | ".join(PARTS + LONG))
     parser.add_argument("--turns", type=int, default=101, help="turns per comparison of calls")
+    parser.add_argument(
+        "--topology", default="v5e:4x4", help="16 devices for the part `models` (%(default)s)"
+    )
     options = parser.parse_args()
-    if unknown := {*options.parts} - {*PARTS}:
+    if unknown := {*options.parts} - {*PARTS, *LONG}:
         parser.error(f"no such part: {', '.join(sorted(unknown))}")
     print(
         f"spmd {spmd.__version__}, jax {jax.__version__}, numpy {np.__version__}, "
@@ -42,9 +47,9 @@ def main() -> int:
         f"{jax.device_count()} {jax.default_backend()} devices"
     )
     missed, header = False, None
-    for part in PARTS:
+    for part in (*PARTS, *LONG):
         if part in (options.parts or PARTS):
-            title, lines = _lines(part, options.turns)
+            title, lines = _lines(part, options.turns, options.topology)
             if title not in (None, header):
                 print(title)
                 header = title
@@ -54,7 +59,7 @@ def main() -> int:
     return int(missed)
 
 
-def _lines(part: str, turns: int) -> tuple[str | None, Iterable[Any]]:
+def _lines(part: str, turns: int, where: str) -> tuple[str | None, Iterable[Any]]:
     """What stands above the lines of a part, and the lines."""
     from . import (
         bundling,
@@ -84,6 +89,7 @@ def _lines(part: str, turns: int) -> tuple[str | None, Iterable[Any]]:
         "pmap": lambda: (HEADER, mapping.run(turns)),
         "colocated": lambda: (HEADER, colocating.run(turns)),
         "bundle": lambda: (HEADER, bundling.run(some)),
+        "models": lambda: (previewing.MODELS_HEADER, previewing.run_models(where)),
         "page": lambda: (paging.HEADER, paging.run(max(1, turns // 10))),
         "fits": lambda: (fitting.HEADER, fitting.run()),
     }

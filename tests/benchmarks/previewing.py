@@ -9,15 +9,35 @@ from typing import Any
 
 import jax
 
-from spmd import preview, report
+from spmd import preview, report, topology
 
-from ..inspection import programs
+from ..inspection import models, programs
 from .inspecting import demo_step
 
 LAYERS, SECONDS = 48, 1.0
 HEADER = (
     f"{'wire bytes per device and call':42}  {'preview':>10}  {'compiled':>10}   error  differs in"
 )
+
+
+MODELS_HEADER = (
+    f"{'MiB on the wire per device and call':30}  {'preview':>10}  {'compiled':>10}"
+    f"  {'by axis':>8}  {'by kind':>8}"
+)
+
+
+def run_models(where: str) -> Iterator[str]:
+    """A line for each model compiled for a topology, and the medians; for a TPU, many minutes."""
+    errors = []
+    for name, (build, axes) in models.MODELS.items():
+        lowered = build(topology(where, axes))
+        before, after = preview(lowered), report(lowered)
+        error = [models.distance(before, after, *by) for by in (("axis",), ("kind", "axis"))]
+        errors.append(error)
+        sums = (f"{found.total.wire_bytes / 2**20:10,.1f}" for found in (before, after))
+        yield f"{name:30}  {'  '.join(sums)}  {error[0]:8.1%}  {error[1]:8.1%}"
+    medians = (statistics.median(one) for one in zip(*errors, strict=True))
+    yield f"{'median':30}  {'':22}  {'  '.join(f'{one:8.1%}' for one in medians)}"
 
 
 def run(turns: int) -> Iterator[str]:

@@ -447,6 +447,7 @@ reports = st.builds(
     stand_in=st.booleans(),
     predicted=st.booleans(),
     unread=st.none() | st.builds(Unread, lines=counts, first=names),
+    prediction=st.sampled_from(["", "for cpu: bf16 exchanges are widened to f32"]),
     mesh=meshes,
     num_devices=st.integers(1, 8192),
     versions=st.dictionaries(st.sampled_from(["spmd", "jax", "jaxlib"]), names),
