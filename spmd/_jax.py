@@ -19,6 +19,7 @@ import weakref
 
 import jax
 from jax._src import (
+    api,
     api_util,
     clusters,
     compiler,
@@ -1105,7 +1106,9 @@ _jax_while_batch = batching.fancy_primitive_batchers[_while]
 def _while_batch(axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
     """Batches a loop whose predicate has a host effect with the predicate in its body.
 
-    JAX lowers an ordered effect of a batched predicate to a loop that does not stop elements.
+    JAX lowers an ordered effect of a batched predicate to a loop that does not stop elements. An
+    element that has stopped goes along with the others: the predicate gets its last value again,
+    and not what the body makes of it.
     """
     predicate = params["cond_jaxpr"]
     if HOST_EFFECT not in predicate.effects:
@@ -1117,7 +1120,9 @@ def _while_batch(axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **par
         test_consts, step_consts, state = util.split_list(args, consts)
 
         def body(carry: Sequence[Any]) -> list[Any]:
-            new = step(*step_consts, *carry[1:])
+            going, *old = carry
+            made = step(*step_consts, *old)
+            new = [jax.lax.select(going, m, o) for m, o in zip(made, old, strict=True)]
             return [*test(*test_consts, *new), *new]
 
         first = test(*test_consts, *state)
@@ -1746,6 +1751,41 @@ def asynchronous_cpu() -> bool:
     `jax.config` makes a dictionary of all its values for each look at one of its flags: 10 µs.
     """
     return bool(xla_bridge._CPU_ENABLE_ASYNC_DISPATCH.value)
+
+
+def watch_starts(started: Callable[[], None]) -> Callable[[], None]:
+    """Tells of programs on several CPU devices, in the thread that starts them.
+
+    JAX starts a program that it has started before without Python, and then calls a hook; what
+    the process has set as such is called as well.
+
+    Args:
+        started: Called before such a program starts, or after it where it starts without Python.
+
+    Returns:
+        What a thread calls to have `started` called there, until it sets `jax_debug_nans` or
+        the like for itself: JAX has one hook for them all. In other threads it may be called, too.
+    """
+    program: Any = pxla.ExecuteReplicated
+    jax_execute, hook = program.__call__, api._post_hook_state
+
+    def started_on(devices: Sequence[Any]) -> None:
+        if len(devices) > 1 and devices[0].platform == "cpu":
+            started()
+
+    def execute(self: Any, *args: Any) -> Any:
+        started_on(self._local_devices)
+        return jax_execute(self, *args)
+
+    def after(fun: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if (hook_of_all := hook.get_global()) is not None:
+            hook_of_all(fun, args, kwargs, out)
+        first = next((x for x in jax.tree.leaves(out) if isinstance(x, Array)), None)
+        if first is not None:
+            started_on(local_device_order(first.sharding))
+
+    program.__call__ = execute
+    return lambda: hook.set_local(after)
 
 
 def without_axis(x: Any, axis: int) -> Any:

@@ -57,6 +57,7 @@ class Lane:
         entered: How many calls there ever were.
         left: How many of them are over.
         spares: Programs for further calls.
+        worker: The thread that runs host functions.
     """
 
     def __init__(self, lanes: Lanes) -> None:
@@ -75,6 +76,7 @@ class Lane:
         ]
         for thread in self._threads:
             thread.start()
+        self.worker = self._threads[0]
 
     def run(self, call: Callable[[], None]) -> None:
         """Runs something after the calls before it; it does not raise."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from oracle import mesh_of
 import pytest
-from tapped import WAYS, Log, run, same
+from tapped import WAYS, Log, mainly, run, same
 
 from spmd import P, host_callback as hcb, pjit
 
@@ -60,6 +60,7 @@ def close(got, want):
 pytestmark = pytest.mark.usefixtures("checked_without_optimizer")
 
 all_ways = pytest.mark.parametrize("way", WAYS)
+mainly_jit = pytest.mark.parametrize("way", mainly(WAYS))
 
 # Batching
 
@@ -166,6 +167,24 @@ VMAPPED = {
         ],
         (np.arange(5, dtype=F),),
     ),
+    "predicate of elements that have stopped": (
+        lambda tap: jax.vmap(
+            lambda x, y: lax.while_loop(
+                lambda c: tap("p", c)[0] < 3, lambda c: (c[0] + 1, tap("b", c[1]) * 2), (x, y)
+            )[1]
+        ),
+        # The last of them never runs the body, and the first runs it three times.
+        [
+            ("p", (F([0, 2, 5]), F([1, 1, 1])), (batch(0, 0),)),
+            ("b", F([1, 1, 1]), (batch(0),)),
+            ("p", (F([1, 3, 5]), F([2, 2, 1])), (batch(0, 0),)),
+            ("b", F([2, 2, 1]), (batch(0),)),
+            ("p", (F([2, 3, 5]), F([4, 2, 1])), (batch(0, 0),)),
+            ("b", F([4, 2, 1]), (batch(0),)),
+            ("p", (F([3, 3, 5]), F([8, 2, 1])), (batch(0, 0),)),
+        ],
+        (F([0, 2, 5]), F([1, 1, 1])),
+    ),
     "only the predicate taps": (
         lambda tap: jax.vmap(lambda x: lax.while_loop(lambda x: tap("p", x) >= 2, jnp.sqrt, x)),
         [("p", X * X, (batch(0),)), ("p", X, (batch(0),))]
@@ -232,7 +251,7 @@ def custom(tap):
     return lambda x: second(first(x))
 
 
-@all_ways
+@mainly_jit
 @pytest.mark.parametrize("case", VMAPPED)
 def test_vmap(case, way):
     """A vmap makes one call with the batched value, and says which dimensions are batched."""
@@ -433,7 +452,7 @@ def looped_checkpoint(tap):
     return lambda x: lax.scan(lambda c, _: (step(c), None), x, None, length=2)[0]
 
 
-@all_ways
+@mainly_jit
 @pytest.mark.parametrize("case", DIFFERENTIATED)
 def test_derivatives_see_primal_values(case, way):
     """A derivative calls with primal values only, once; a checkpoint does so on each pass."""
@@ -631,7 +650,7 @@ LINEAR = {
 }
 
 
-@all_ways
+@mainly_jit
 @pytest.mark.parametrize("case", LINEAR)
 def test_tangents_and_cotangents(case, way):
     """Custom rules tap tangents and cotangents; a tap of tangents records that it is transposed."""
@@ -838,6 +857,7 @@ def check_stack(stack):
     assert log.take()
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, derandomize=True, database=None)
 @given(stacks)
 def test_values_are_those_without_taps(stack):
@@ -935,6 +955,7 @@ def check_element(batched, transforms, at, one):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None, derandomize=True, database=None)
 @given(LEVELS)
 def test_elements_of_batched_values(levels):
