@@ -260,6 +260,8 @@ def _stack(leaves: Sequence[Any], devices: Sequence[Any]) -> jax.Array:
         if d.process_index == jax.process_index()
     ]
     shape = (len(devices), *parts[0].shape[1:])
+    if parts[0].dtype == jax.dtypes.float0:
+        return np.zeros(shape, jax.dtypes.float0)  # which is on no device
     return jax.make_array_from_single_device_arrays(
         shape, NamedSharding(mesh, PartitionSpec(UNNAMED)), parts
     )
