@@ -252,7 +252,7 @@ def _column(name: str, leaves: Sequence[Any]) -> tuple[list[Any], list[Failure]]
     return [*leaves], failures
 
 
-def _stack(leaves: Sequence[Any], devices: Sequence[Any]) -> jax.Array:
+def _stack(leaves: Sequence[Any], devices: Sequence[Any]) -> Any:
     mesh = Mesh(np.array(devices), (UNNAMED,))
     parts = [
         jax.device_put(x[None] if isinstance(x, (jax.Array, np.ndarray)) else _row(x), d)
