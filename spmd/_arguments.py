@@ -15,7 +15,15 @@ from typing import Any
 import jax.tree_util as jtu
 
 from spmd._spec import UNSPECIFIED, SpecTree, broadcast_prefix
-from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, explain, show_value
+from spmd.errors import (
+    ArgumentError,
+    Failure,
+    OptionError,
+    StaticArgumentError,
+    did_you_mean,
+    explain,
+    show_value,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,7 +361,7 @@ def _unhashable(params: Parameters, where: Any, value: Any) -> Failure:
         expected="a value with __hash__ and __eq__: it is part of the key of the compile cache",
         got=show_value(value),
         fix="pass something hashable such as a tuple, or do not declare it static",
-        error=ArgumentError,
+        error=StaticArgumentError,
     )
 
 

@@ -186,13 +186,15 @@ def execute(
     if _jax.has_explicit_axes(call.mesh):
         outs = [_typed(o, call.mesh) for o in outs]
     mark_deleted(args, call)
-    if crowds(outs):
-        wait_now_and_then(outs, outs[0].sharding.device_set)
+    if devices := crowds(outs):
+        wait_now_and_then(outs, devices)
     return outs
 
 
 def _resplit(empty: Any) -> Any:
     """Gives an array without elements the shards that its sharding says."""
+    if not isinstance(empty, jax.Array):
+        return empty  # a float0 is on no device
     shape = empty.sharding.shard_shape(empty.shape)
     shards = empty.addressable_shards
     if all(s.data.shape == shape for s in shards):
@@ -203,7 +205,7 @@ def _resplit(empty: Any) -> Any:
 
 def _typed(out: Any, mesh: Any) -> Any:
     """Gives a result the user's own mesh: with Explicit axes it is part of the array's type."""
-    sharding = out.sharding
+    sharding = getattr(out, "sharding", None)  # a float0 is on no device
     if not isinstance(sharding, NamedSharding) or sharding.mesh == mesh:
         return out
     if jax.dtypes.issubdtype(out.dtype, jax.dtypes.extended):

@@ -1970,6 +1970,20 @@ def parts_of(executable: Any) -> Any:
     return executable._unloaded_executable
 
 
+def kept_inputs(executable: Any) -> dict[int, tuple[Any, Any]]:
+    """Sharding and layout of each input that a MeshExecutable has, by its number, constants first.
+
+    What the program does not use is left out.
+    """
+    pairs = zip(executable._in_shardings, executable._xla_in_layouts, strict=True)
+    return dict(zip(sorted(executable._kept_var_idx), pairs, strict=True))
+
+
+def output_layouts(executable: Any) -> Sequence[Any]:
+    """The layout of each result of a MeshExecutable."""
+    return executable._xla_out_layouts
+
+
 def ties_of(executable: Any) -> list[str]:
     """What ties a program to the process that compiled it."""
     parts = executable._unloaded_executable

@@ -28,6 +28,7 @@ from spmd.errors import (
     ShardingError as ShardingError,
     SpecTypeError as SpecTypeError,
     SpmdError as SpmdError,
+    StaticArgumentError as StaticArgumentError,
 )
 from spmd.stages import Compiled as Compiled, Lowered as Lowered, Traced as Traced
 
@@ -40,6 +41,7 @@ if _typing.TYPE_CHECKING:
     )
     from spmd._pmap import (
         AxisNameError as AxisNameError,
+        DeviceCountError as DeviceCountError,
         SliceError as SliceError,
         device_put_replicated as device_put_replicated,
         device_put_sharded as device_put_sharded,
@@ -73,7 +75,7 @@ _FEATURES = {
     "colocated_python": "spmd.colocated_python",
     "distributed": "spmd.distributed",
     "host_callback": "spmd.host_callback",
-    **dict.fromkeys(("AxisNameError", "SliceError"), "spmd._pmap"),
+    **dict.fromkeys(("AxisNameError", "DeviceCountError", "SliceError"), "spmd._pmap"),
     **dict.fromkeys(
         ("device_put_replicated", "device_put_sharded", "pmap", "shard_at", "unstack"), "spmd._pmap"
     ),

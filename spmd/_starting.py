@@ -40,14 +40,18 @@ def not_starting(work: Callable, *args: Any) -> Any:
             held._acquire_restore(state)
 
 
-def crowds(outs: Sequence[Any]) -> bool:
-    """Whether results are of a program of which XLA cannot have many in flight.
+def crowds(outs: Sequence[Any]) -> Collection[Any]:
+    """The devices of a program of which XLA cannot have many in flight, by its results; else none.
 
     Those on CPU devices of several processes, which wait for one another.
     """
-    if not _jax.HANGS_WHEN_CROWDED or not outs or outs[0].is_fully_addressable:
-        return False
-    return next(iter(outs[0].sharding.device_set)).platform == "cpu"
+    if not _jax.HANGS_WHEN_CROWDED:
+        return ()
+    one = next((o for o in outs if isinstance(o, jax.Array)), None)  # a float0 is on no device
+    if one is None or one.is_fully_addressable:
+        return ()
+    devices = one.sharding.device_set
+    return devices if next(iter(devices)).platform == "cpu" else ()
 
 
 class _Flying(threading.local):

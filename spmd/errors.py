@@ -25,6 +25,7 @@ __all__ = [
     "ShardingError",
     "SpecTypeError",
     "SpmdError",
+    "StaticArgumentError",
 ]
 
 
@@ -60,6 +61,12 @@ class SpecTypeError(SpmdError, TypeError):
 
 class ArgumentError(SpmdError, TypeError):
     """An argument of a call, or an option of `pjit`, is of the wrong kind."""
+
+    __module__ = "spmd"
+
+
+class StaticArgumentError(ArgumentError, ValueError):
+    """A static argument has no hash; a ValueError as in JAX."""
 
     __module__ = "spmd"
 

@@ -13,6 +13,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.experimental.layout import Format
 import jax.tree_util as jtu
 
 from spmd import _dispatch, _jax
@@ -98,6 +99,12 @@ class Stage:
         return jtu.tree_unflatten(self.in_tree, self._jaxpr.in_avals[skip:])
 
     @property
+    def args_info(self) -> Any:
+        """Shape, dtype and donation of each argument, as a tree ``(args, kwargs)``."""
+        donated = self._call.donated_invars[len(self._signature.consts) :]
+        return _jax.args_info(self.in_tree, jtu.tree_leaves(self.in_avals), donated)
+
+    @property
     def donate_argnums(self) -> tuple[int, ...]:
         """Indices of the flat arguments whose buffers the program may reuse."""
         skip = len(self._signature.consts)
@@ -132,6 +139,16 @@ class Traced(Stage):
     def fun_name(self) -> str:
         """Name of the function, as JAX's stages call it."""
         return self.name
+
+    @property
+    def out_avals(self) -> Any:
+        """Shape and dtype of each result, as JAX's abstract values."""
+        return jtu.tree_unflatten(self.out_tree, self._jaxpr.out_avals)
+
+    @property
+    def effects(self) -> frozenset[Any]:
+        """What the function does beside its results, as JAX knows it."""
+        return frozenset(_jax.positional_effects(self._jaxpr))
 
     def lower(
         self,
@@ -178,10 +195,7 @@ class Lowered(Stage):
     @property
     def jax_stage(self) -> jax.stages.Lowered:
         """The same lowering as JAX's own class, for tools that want that one."""
-        sig = self._signature
-        donated = self._call.donated_invars[len(sig.consts) :]
-        infos = _jax.args_info(sig.in_tree, jtu.tree_leaves(self.in_avals), donated)
-        return jax.stages.Lowered(self._lowering, infos, sig.out_tree)
+        return jax.stages.Lowered(self._lowering, self.args_info, self.out_tree)
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
         """Returns the module as text.
@@ -320,6 +334,10 @@ class Compiled(Stage):
         """
         return self._dispatch(*args, **kwargs)
 
+    def call(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program: the same as calling the object."""
+        return self(*args, **kwargs)
+
     def _run(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
         """Checks the arguments and runs; the C++ dispatcher repeats it for arguments like them."""
         flat = self._flatten(args, kwargs)
@@ -368,10 +386,8 @@ class Compiled(Stage):
     @property
     def jax_stage(self) -> jax.stages.Compiled:
         """The same program as JAX's own class, for tools that want that one."""
-        sig = self._signature
-        donated = self._call.donated_invars[len(sig.consts) :]
-        infos = _jax.args_info(sig.in_tree, jtu.tree_leaves(self.in_avals), donated)
-        return jax.stages.Compiled(self._whole(), [*self._hoisted], infos, sig.out_tree)
+        hoisted = [*self._hoisted]
+        return jax.stages.Compiled(self._whole(), hoisted, self.args_info, self.out_tree)
 
     def as_text(self) -> str:
         """Returns the partitioned and optimized HLO of one device."""
@@ -451,14 +467,9 @@ class Compiled(Stage):
         An argument that the program does not use is not part of it: its spec is None.
         """
         protos = self._executable.runtime_executable().get_parameter_shardings()
-        hoisted = len(self._hoisted)
-        kept = sorted(self._executable._kept_var_idx)
-        count_all = len(self._jaxpr.in_avals)
-        specs: list[Any] = [None] * (hoisted + count_all)
-        for i, spec in zip(kept, _specs(protos, self.mesh, len(kept)), strict=True):
-            specs[i] = spec
-        skip = hoisted + len(self._signature.consts)
-        return jtu.tree_unflatten(self.in_tree, specs[skip:])
+        kept = [*_jax.kept_inputs(self._executable)]
+        specs = _specs(protos, self.mesh, len(kept))
+        return self._of_arguments(dict(zip(kept, specs, strict=True)), None)
 
     @property
     def out_specs(self) -> Any:
@@ -469,6 +480,36 @@ class Compiled(Stage):
 
     def _out_shardings(self) -> Sequence[Any]:
         return self._executable._out_shardings
+
+    @property
+    def input_shardings(self) -> Any:
+        """Sharding of each argument as JAX's stage says it: None of one that is not used."""
+        kept = _jax.kept_inputs(self._executable)
+        return self._of_arguments({i: sharding for i, (sharding, _) in kept.items()}, None)
+
+    @property
+    def output_shardings(self) -> Any:
+        """Sharding of each result, by the name that it has in JAX's stage."""
+        return self.out_shardings
+
+    @property
+    def input_formats(self) -> Any:
+        """Layout and sharding of each argument; both are None of one that is not used."""
+        kept = _jax.kept_inputs(self._executable)
+        formats = {i: Format(layout, sharding) for i, (sharding, layout) in kept.items()}
+        return self._of_arguments(formats, Format(None, None))
+
+    @property
+    def output_formats(self) -> Any:
+        """Layout and sharding of each result."""
+        pairs = zip(_jax.output_layouts(self._executable), self._out_shardings(), strict=True)
+        return jtu.tree_unflatten(self.out_tree, [Format(*pair) for pair in pairs])
+
+    def _of_arguments(self, known: Mapping[int, Any], unused: Any) -> Any:
+        """A tree ``(args, kwargs)`` of what is known of the inputs, which begin with constants."""
+        skip = len(self._hoisted) + len(self._signature.consts)
+        found = [known.get(skip + i, unused) for i in range(self.in_tree.num_leaves)]
+        return jtu.tree_unflatten(self.in_tree, found)
 
 
 def _specs(protos: Any, mesh: Any, count_all: int) -> list[Any]:

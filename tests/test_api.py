@@ -915,8 +915,10 @@ def test_unhashable_static_argument(mesh):
     f = pjit(lambda x, n: x, static_argnums=1, mesh=mesh)
     f(X, 1)
     for _ in range(2):
-        with pytest.raises(TypeError, match="cannot hash static argument n"):
+        with pytest.raises(TypeError, match="cannot hash static argument n") as raised:
             f(X, [1])
+        assert isinstance(raised.value, spmd.ArgumentError)
+        assert isinstance(raised.value, ValueError)  # as jax.jit says it
 
 
 def test_argument_that_is_no_array(mesh):

@@ -1,6 +1,7 @@
 """pmap: one program on several devices, each with its slice of the arguments."""
 
 from spmd._pmap._api import PmapFunction as PmapFunction, pmap as pmap
+from spmd._pmap._levels import DeviceCountError as DeviceCountError
 from spmd._pmap._mapping import AxisNameError as AxisNameError
 from spmd._pmap._slices import (
     SliceError as SliceError,

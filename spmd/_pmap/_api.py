@@ -106,7 +106,7 @@ class _Line:
     def __init__(self, fun: Callable, options: PmapOptions):
         self.fun = fun
         self.options = options
-        self.plans = Entries()
+        self.plans = _plans(fun, options)
         self.programs = Entries()
         self.starts = Starts()
         # What runs where `jax.disable_jit` switches the dispatcher off.
@@ -135,9 +135,7 @@ class _Line:
 
     def plan_of(self, flat: Flat) -> Plan:
         """Returns what a call does, traced at the first of its signature."""
-        if not _jax.trace_state_clean():  # it may close over values of that trace
-            return _make_plan(self.fun, self.options, flat.signature)
-        make = functools.partial(_shared_plan, self.fun, self.options, flat.signature)
+        make = functools.partial(_make_plan, self.fun, self.options, flat.signature)
         return self.plans.get(_key(flat.signature), make)
 
     def compile(self, flat: Flat, plan: Plan) -> None:
@@ -255,8 +253,18 @@ def _make_plan(fun: Callable, options: PmapOptions, signature: Signature) -> Pla
     )
 
 
-# Code that maps a function anew at each step finds its programs again.
-_shared_plan = _jax.weakref_lru_cache(_make_plan)
+def _is_settled(plan: Plan) -> bool:
+    """Whether a plan has no values of the trace that it was made in."""
+    return not any(isinstance(c, _jax.Tracer) for c in plan.consts)
+
+
+def _make_entries(fun: Callable, options: PmapOptions) -> Entries:
+    del fun, options
+    return Entries(_is_settled)
+
+
+# Code that maps a function anew at each step finds its plans again.
+_plans = _jax.weakref_lru_cache(_make_entries)
 
 
 class PmapFunction(PjitFunction):
@@ -343,7 +351,6 @@ class PmapFunction(PjitFunction):
         dispatch: Any = type(self).__call__
         dispatch._clear_cache()
         self._line.clear()
-        _shared_plan.evict_weakref(self._line.fun)
 
 
 def pmap_function(fun: Callable, given: dict[str, Any]) -> PmapFunction:
@@ -413,8 +420,8 @@ _lines: weakref.WeakValueDictionary[int, _Line] = weakref.WeakValueDictionary()
 
 def _after_fork() -> None:
     """Forgets what threads that stay with the parent were making."""
-    global _shared_plan
-    _shared_plan = _jax.weakref_lru_cache(_make_plan)
+    global _plans
+    _plans = _jax.weakref_lru_cache(_make_entries)
     for ref in _lines.valuerefs():
         if line := ref():
             line.plans.after_fork()
@@ -428,7 +435,7 @@ class _Clearer:
     """Lets `jax.clear_caches` clear ours."""
 
     def cache_clear(self) -> None:
-        _shared_plan.cache_clear()
+        _plans.cache_clear()
         for ref in _lines.valuerefs():  # a copy, which other threads may add to
             if line := ref():
                 line.clear()

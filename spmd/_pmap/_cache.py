@@ -16,14 +16,21 @@ class _Making:
         self.error: BaseException | None = None
 
 
+_MISSING: Any = object()
+
 #: As many as JAX keeps; beyond that the oldest goes.
 _MOST = 4096
 
 
 class Entries:
-    """Entries by key. While one is made, who asks for it waits; others are made meanwhile."""
+    """Entries by key. While one is made, who asks for it waits; others are made meanwhile.
 
-    def __init__(self) -> None:
+    Args:
+        keeps: Says of an entry whether it is for others, too; else each who asks makes its own.
+    """
+
+    def __init__(self, keeps: Callable[[Any], bool] = lambda entry: True) -> None:
+        self._keeps = keeps
         self._lock = threading.Lock()
         self._entries: dict[Any, Any] = {}
         self._making: dict[Any, _Making] = {}
@@ -47,6 +54,9 @@ class Entries:
         Raises:
             Exception: What `make` raised, also to those who waited; the next makes it anew.
         """
+        found = self._entries.get(key, _MISSING)  # of every call in a trace
+        if found is not _MISSING:
+            return found
         own = _Making()
         try:
             with self._lock:
@@ -72,6 +82,8 @@ class Entries:
         except Exception as error:  # an interrupt is this thread's own
             making.error = error
             raise
+        if not self._keeps(entry):
+            return entry
         with self._lock:
             self._entries[key] = entry
             if len(self._entries) > _MOST:

@@ -25,6 +25,12 @@ from spmd._pmap._options import UNNAMED, PmapOptions, parse
 from spmd.errors import Failure, MeshError, OptionError, explain
 
 
+class DeviceCountError(MeshError, ValueError):
+    """A mapped axis needs another number of devices; a ValueError as in the classic API."""
+
+    __module__ = "spmd"
+
+
 class Level(NamedTuple):
     """The mapped axis of a `pmap`, counted from the outermost.
 
@@ -296,14 +302,14 @@ def _device_failure(options: PmapOptions, sizes: tuple[int, ...], count: int) ->
             expected=one if len(sizes) == 1 else many,
             got=f"{count} {platform} devices",
             fix="map with jax.vmap, or with pmap of vmap over [devices, elements of each]",
-            error=MeshError,
+            error=DeviceCountError,
         )
     what = "the size of the mapped axis" if len(sizes) == 1 else "the product of the mapped axes"
     return Failure(
         what="needs another number of devices",
         given=f"devices= with {count}",
         expected=f"{product}, {what}",
-        error=MeshError,
+        error=DeviceCountError,
     )
 
 

@@ -252,7 +252,7 @@ def _column(name: str, leaves: Sequence[Any]) -> tuple[list[Any], list[Failure]]
     return [*leaves], failures
 
 
-def _stack(leaves: Sequence[Any], devices: Sequence[Any]) -> jax.Array:
+def _stack(leaves: Sequence[Any], devices: Sequence[Any]) -> Any:
     mesh = Mesh(np.array(devices), (UNNAMED,))
     parts = [
         jax.device_put(x[None] if isinstance(x, (jax.Array, np.ndarray)) else _row(x), d)
@@ -260,6 +260,8 @@ def _stack(leaves: Sequence[Any], devices: Sequence[Any]) -> jax.Array:
         if d.process_index == jax.process_index()
     ]
     shape = (len(devices), *parts[0].shape[1:])
+    if parts[0].dtype == jax.dtypes.float0:
+        return np.zeros(shape, jax.dtypes.float0)  # which is on no device
     return jax.make_array_from_single_device_arrays(
         shape, NamedSharding(mesh, PartitionSpec(UNNAMED)), parts
     )

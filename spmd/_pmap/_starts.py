@@ -86,7 +86,7 @@ class Starts:
         several = mesh.size > 1
         meets = several and _meets(jaxpr, mesh)
         before, self.meets = self.meets, meets or bool(self.meets)
-        self.crowds |= several and mesh.devices.flat[0].platform == "cpu"
+        self.crowds = self.crowds or (several and mesh.devices.item(0).platform == "cpu")
         if meets and not before:
             self.dispatcher()._clear_cache()  # what it has learned was to be started at any time
 

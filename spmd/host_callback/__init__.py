@@ -1,6 +1,7 @@
 """Taps, prints, calls and a barrier: functions of the host, called from inside of sharded code."""
 
 from spmd.host_callback._api import (
+    ResultShapeError as ResultShapeError,
     barrier_wait as barrier_wait,
     call as call,
     id_print as id_print,
@@ -9,6 +10,7 @@ from spmd.host_callback._api import (
 )
 from spmd.host_callback._metrics import metrics_tap as metrics_tap
 from spmd.host_callback._options import configure as configure
+from spmd.host_callback._primitive import TransformationError as TransformationError
 from spmd.host_callback._progress import Progress as Progress, progress as progress
 from spmd.host_callback._receiver import CallbackException as CallbackException
 from spmd.host_callback._recording import Recorded as Recorded, record as record

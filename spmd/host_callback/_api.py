@@ -139,7 +139,7 @@ def call(
 
     Raises:
         TypeError: `callback_func` cannot be called so, or not hashed, or a leaf of `arg` or
-            `result_shape` is no array.
+            `result_shape` is no array; of `result_shape` it is a ValueError, too.
         ValueError: `device_index` is out of range, or `vmap_method` is unknown.
     """
     keywords = _keywords(call_with_device, per_shard)
@@ -287,6 +287,12 @@ def _result_avals(result_shape: Any) -> tuple[tuple[Any, ...], Any, list[Failure
 # Failures
 
 
+class ResultShapeError(ArgumentError, ValueError):
+    """A `result_shape` has a leaf without a shape; a ValueError as in the classic API."""
+
+    __module__ = "spmd.host_callback"
+
+
 def _more_keywords(kwargs: dict[str, Any], func: Any) -> Failure:
     names = ", ".join(kwargs)
     known = ("result", "tap_with_device", "device_index", "per_shard")
@@ -395,7 +401,7 @@ def _no_result(name: str, leaf: Any) -> Failure:
         what=f"cannot read a shape from {name}",
         expected="numbers, arrays, jax.ShapeDtypeStruct, or anything with shape and dtype",
         got=show_value(leaf),
-        error=ArgumentError,
+        error=ResultShapeError,
     )
 
 

@@ -123,12 +123,18 @@ _VMAP = (
 _JVP = "wrap it in jax.custom_jvp or jax.custom_vjp, whose rules may use call themselves"
 
 
+class TransformationError(ArgumentError, NotImplementedError):
+    """A `call` cannot be transformed; a NotImplementedError as in the classic API."""
+
+    __module__ = "spmd.host_callback"
+
+
 def _no_rule(call: HostCall, transformation: str, fix: str) -> Failure:
     return Failure(
         what=f"cannot apply {transformation} to `{call.name}`: it is a function of the host",
         expected="a function that JAX can see into, or a rule",
         fix=fix,
-        error=ArgumentError,
+        error=TransformationError,
     )
 
 
@@ -137,7 +143,7 @@ def _batch_of_shards(call: HostCall) -> Failure:
         what=f"cannot apply vmap to `{call.name}` all at once: the batch may be split over devices",
         given=f"per_shard=True, vmap_method={call.vmap_method!r}",
         fix="use vmap_method='sequential', or call inside of jax.shard_map",
-        error=ArgumentError,
+        error=TransformationError,
     )
 
 

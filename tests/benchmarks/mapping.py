@@ -5,8 +5,10 @@ Of threads each waits for its results: with more in flight stock JAX may hang.
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
+from jax import lax
 import numpy as np
 
 from spmd import P, pjit, pmap, shard_at, unstack
@@ -42,6 +44,48 @@ def _versus_pjit(turns: int, calls: int) -> Result:
         turns=turns,
         calls=calls,
     )
+
+
+def _weighted(w: jax.Array, x: jax.Array) -> jax.Array:
+    """What one device computes: a residual, a collective, and an argument of each kind."""
+    return jax.numpy.sin(w * x) * lax.pmean(x, "i")
+
+
+def _transformed(turns: int) -> Iterator[Result]:
+    """Eager derivatives and vmap, of functions that are transformed anew at each call."""
+    w, x = np.ones(8, np.float32), np.ones((8, 4), np.float32)
+    grads = {"grad": jax.grad, "value_and_grad": jax.value_and_grad}
+    for name in (*grads, "vjp", "jvp", "linearize", "vmap"):
+        ours, peer = pmap(_weighted, "i"), jax.pmap(_weighted, "i")
+        placed = pmap(lambda w, x: (w, x))(w, x)
+
+        def work(mapped: Callable, name: str = name, placed: Any = placed) -> Callable[[int], None]:
+            def once() -> Any:
+                if name in grads:
+                    return grads[name](lambda w, x: mapped(w, x).sum())(*placed)
+                if name == "vjp":
+                    out, back = jax.vjp(mapped, *placed)
+                    return back(out)
+                if name == "jvp":
+                    return jax.jvp(mapped, placed, placed)
+                if name == "linearize":
+                    return jax.linearize(mapped, *placed)[1](*placed)
+                return jax.vmap(mapped, in_axes=(None, 1))(placed[0], placed[1])
+
+            def run(calls: int) -> None:
+                for _ in range(calls):
+                    jax.block_until_ready(once())
+
+            return run
+
+        yield compare(
+            f"{name} of pmap, vs jax.pmap",
+            work(ours),
+            work(peer),
+            target=1.05,
+            turns=turns,
+            calls=5,
+        )
 
 
 def _in_threads(pool: ThreadPoolExecutor, fun: Callable, value: jax.Array) -> Callable:
@@ -95,5 +139,6 @@ def run(turns: int) -> Iterator[Result]:
     yield _versus_stock("100 arguments", hundred, 1.00, turns, 10)
     yield _versus_stock("1 NumPy argument", (x,), 1.00, turns, 20, placed=False)
     yield _versus_pjit(turns, 100)
+    yield from _transformed(turns)
     yield _threads(turns)
     yield from _slices(turns)

@@ -73,7 +73,8 @@ def test_everything_that_a_program_says_of_itself(saved, loaded):
     compiled = saved[0]
     assert type(loaded) is spmd.Compiled
     properties = """name mesh in_tree out_tree in_avals in_shardings out_shardings in_specs
-        out_specs out_info donate_argnums"""
+        out_specs out_info donate_argnums args_info input_shardings output_shardings
+        input_formats output_formats"""
     for name in properties.split():
         got, expected = getattr(loaded, name), getattr(compiled, name)
         assert jax.tree.structure(got) == jax.tree.structure(expected), name

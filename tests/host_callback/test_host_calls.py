@@ -401,6 +401,8 @@ def test_plain_transformations_of_a_call_are_refused(case, jitted):
     run, name = PLAIN[case]
     with pytest.raises(ArgumentError) as raised:
         (jax.jit(run) if jitted else run)(X)
+    assert isinstance(raised.value, hcb.TransformationError)
+    assert isinstance(raised.value, NotImplementedError)  # as the classic API
     assert str(raised.value) == (
         f"call cannot apply {name} to `sin`: it is a function of the host.\n"
         "  expected  a function that JAX can see into, or a rule\n"
@@ -522,7 +524,7 @@ REFUSED = {
     ),
     "no shape": (
         lambda: hcb.call(np.sin, X, result_shape={"r": "f32"}),
-        ArgumentError,
+        hcb.ResultShapeError,
         "call cannot read a shape from result_shape['r'].\n  expected  numbers, arrays,"
         " jax.ShapeDtypeStruct, or anything with shape and dtype\n  got       str: 'f32'",
     ),
@@ -549,6 +551,13 @@ def test_wrong_arguments_of_a_call(case):
     with pytest.raises(kind) as raised:
         run()
     assert str(raised.value) == text
+
+
+def test_a_bad_result_shape_is_a_value_error():
+    """As in the classic API; those who catch our class catch it, too."""
+    for kind in (ValueError, ArgumentError):
+        with pytest.raises(kind, match="cannot read a shape"):
+            hcb.call(np.sin, X, result_shape="f32")
 
 
 def test_all_wrong_arguments_at_once():

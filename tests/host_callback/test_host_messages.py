@@ -162,7 +162,7 @@ MESSAGES = {
     ),
     "no shape": (
         lambda: hcb.call(answer, X, result_shape={"a": "f32[]", "b": (X, float)}),
-        ARGUMENT,
+        hcb.ResultShapeError,
         """
         call cannot read a shape from result_shape['a'].
           expected  numbers, arrays, jax.ShapeDtypeStruct, or anything with shape and dtype
@@ -183,7 +183,7 @@ MESSAGES = {
     ),
     "vmap": (
         lambda: jax.vmap(lambda x: hcb.call(answer, x, result_shape=x))(np.ones(2, F)),
-        ARGUMENT,
+        hcb.TransformationError,
         """
         call cannot apply vmap to `answer`: it is a function of the host.
           expected  a function that JAX can see into, or a rule
@@ -192,7 +192,7 @@ MESSAGES = {
     ),
     "grad": (
         lambda: jax.grad(lambda x: hcb.call(answer, x, result_shape=x))(X),
-        ARGUMENT,
+        hcb.TransformationError,
         """
         call cannot apply jvp or grad to `answer`: it is a function of the host.
           expected  a function that JAX can see into, or a rule

@@ -141,7 +141,7 @@ pmap of `one` cannot map argument x over axis -3.
     ),
     "too few devices": (
         lambda: pmap(one)(np.zeros((9, 2), np.float32)),
-        spmd.MeshError,
+        spmd.DeviceCountError,
         """
 pmap of `one` needs 9 devices.
   expected  a mapped axis of size 8 or less: each element has a device
@@ -151,7 +151,7 @@ pmap of `one` needs 9 devices.
     ),
     "other devices": (
         lambda: pmap(one, devices=jax.devices()[:3])(X),
-        spmd.MeshError,
+        spmd.DeviceCountError,
         """
 pmap of `one` needs another number of devices.
   given     devices= with 3
@@ -190,7 +190,7 @@ pmap of `two` cannot match in_axes with args: it is not a pytree prefix.
     ),
     "an unhashable static": (
         lambda: pmap(two, static_broadcasted_argnums=1)(X, [2]),
-        spmd.ArgumentError,
+        spmd.StaticArgumentError,
         """
 pmap of `two` cannot hash static argument y.
   expected  a value with __hash__ and __eq__: it is part of the key of the compile cache
@@ -290,6 +290,21 @@ def test_messages(case):
         thunk()
     assert type(raised.value) is error
     assert str(raised.value) == golden.strip("\n")
+
+
+@pytest.mark.parametrize(
+    ("case", "ours"),
+    [
+        ("too few devices", spmd.MeshError),
+        ("other devices", spmd.MeshError),
+        ("an unhashable static", spmd.ArgumentError),
+    ],
+)
+def test_classes_of_the_classic_api(case, ours):
+    """What was a ValueError there is one here, too, beside our own class."""
+    for kind in (ours, ValueError):
+        with pytest.raises(kind):
+            REFUSED[case][0]()
 
 
 def test_host_arrays_are_split_without_a_copy():

@@ -1,6 +1,7 @@
 """One program per signature: what is part of it, who compiles it, and what is told about it."""
 
 import contextlib
+import functools
 import threading
 import time
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 from oracle import counted, mesh_of
+import pytest
 
 from spmd import pmap
 from spmd._pmap import _cache
@@ -127,6 +129,122 @@ def test_tracers_make_no_entry():
     assert fun._cache_size == 1
 
 
+# Transformed
+
+
+def weighted(w, x):
+    """What one device computes: a residual, a collective, an argument of each kind."""
+    return jnp.sin(w * x) * lax.psum(x, "i")
+
+
+def both(mapped, *args):
+    """Loss and gradients with respect to all arguments."""
+    return jax.value_and_grad(lambda *args: mapped(*args).sum(), (0, 1))(*args)
+
+
+def pulled(mapped, *args):
+    """Result and cotangents."""
+    out, pull = jax.vjp(mapped, *args)
+    return out, pull(jnp.cos(out))
+
+
+def pushed(mapped, *args):
+    """Result and tangents."""
+    return jax.jvp(mapped, args, jax.tree.map(jnp.cos, args))
+
+
+def linearized(mapped, *args):
+    """Result and tangents, in two steps."""
+    out, push = jax.linearize(mapped, *args)
+    return out, push(*jax.tree.map(jnp.cos, args))
+
+
+def stacked(mapped, w, x):
+    """Over a further axis."""
+    return jax.vmap(mapped, in_axes=(None, 1))(w, jnp.stack([x, -x], 1))
+
+
+#: How a function is mapped, how that is transformed, and how often it compiles.
+TRANSFORMED = {
+    "value_and_grad": (lambda f: pmap(f, "i"), both, 2),
+    "vjp": (lambda f: pmap(f, "i"), pulled, 2),
+    "jvp": (lambda f: pmap(f, "i"), pushed, 1),
+    "linearize": (lambda f: pmap(f, "i"), linearized, 2),
+    "vmap": (lambda f: pmap(f, "i"), stacked, 1),
+    "mapped anew": (lambda f: lambda *args: pmap(f, "i")(*args), both, 2),
+    "static": (
+        lambda f: functools.partial(
+            pmap(lambda g, *args: g(*args), "i", static_broadcasted_argnums=0), f
+        ),
+        both,
+        2,
+    ),
+    "donated": (lambda f: pmap(f, "i", donate_argnums=1), both, 2),
+}
+
+
+@contextlib.contextmanager
+def compiles_of_jax():
+    """A list that grows with each compile, whoever asked for it."""
+    found = []
+
+    def listen(event, *_, **__):
+        if event.endswith("backend_compile_duration"):
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.filterwarnings("ignore::spmd.DonationWarning")
+@pytest.mark.parametrize("case", TRANSFORMED)
+def test_an_eager_transformation_compiles_once(case):
+    """It traces once and compiles each half once, whatever the values, and they are right."""
+    map_over, transform, compiles = TRANSFORMED[case]
+    mapped = map_over(lambda w, x: weighted(w, x))
+    alone = jax.vmap(weighted, axis_name="i")
+    args = [(np.linspace(1, 2, 4, dtype=np.float32) * i, X / (3 + i)) for i in (1, 2, 3)]
+    wanted = jax.tree.map(np.asarray, [transform(alone, *a) for a in args])
+    arrays = jax.tree.map(jnp.array, args)
+    first, spent = counted(transform, mapped, *arrays[0])
+    assert (spent.traces, spent.lowerings, spent.compiles) == (1, compiles, compiles)
+    with compiles_of_jax() as found:
+        rest, again = counted(lambda: [transform(mapped, *a) for a in arrays[1:]])
+    assert (again.traces, again.lowerings, again.compiles, found) == (0, 0, 0, [])
+    for got, right in zip(jax.tree.leaves([first, *rest]), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-6)
+
+
+def test_an_eager_gradient_in_two_levels_compiles_once():
+    """The levels are found at the first call only."""
+    inner = lambda row: pmap(lambda v: v * lax.psum(v, "j"), "j")(row)  # noqa: E731 - one expression
+    grad = jax.grad(lambda x: pmap(inner, "i")(x).sum())
+    for scale, spent in [(1, (1, 2)), (3, (0, 0))]:
+        x = jnp.asarray(X * scale)
+        got, now = counted(grad, x)
+        want = 2 * scale * X.sum(1, keepdims=True)
+        np.testing.assert_allclose(got, np.broadcast_to(want, X.shape))
+        assert (now.traces, now.compiles) == spent
+
+
+def test_a_plan_with_values_of_a_trace_is_for_that_trace():
+    """A function that closes over a traced value is traced anew in each trace."""
+    held = {}
+    mapped = pmap(lambda x: x * held["w"])
+
+    def loss(w):
+        held["w"] = w
+        return mapped(X).sum()
+
+    for w in (2.0, 5.0):
+        value, slope = jax.value_and_grad(loss)(w)
+        np.testing.assert_allclose((value, slope), (X.sum() * w, X.sum()))
+    assert len(mapped._line.plans) == 0
+
+
 # Threads
 
 
@@ -168,6 +286,22 @@ def test_one_compile_per_signature():
     assert (sorted(traced), spent.compiles) == ([(n,) for n in (1, 2, 3, 4)], 4)
     for i, out in enumerate(found):
         np.testing.assert_array_equal(out, np.full((1, 1 + i % 4), 2, np.float32))
+
+
+def test_one_trace_for_the_gradients_of_all_threads():
+    """Eight threads that differentiate at once trace once, and compile each half once."""
+    traced = []
+
+    def fun(x):
+        traced.append(x.shape)
+        return x**2 + lax.axis_index("i").astype(x.dtype)
+
+    mapped = pmap(fun, "i")
+    grad = jax.grad(lambda x: mapped(x).sum())
+    found, spent = counted(in_threads, 8, lambda i: grad(jnp.full((1, 2), float(i))))
+    assert (traced, spent.compiles) == ([(2,)], 2)
+    for i, out in enumerate(found):
+        np.testing.assert_array_equal(out, np.full((1, 2), 2.0 * i, np.float32))
 
 
 def test_a_failing_trace_releases_who_waits():
@@ -213,6 +347,15 @@ def test_entries_wait_for_their_own_only():
     assert in_threads(4, work) == ["slow entry", "fast entry", "slow entry", "slow entry"]
     assert order == ["fast", "slow"]
     assert entries.keys() == ["fast", "slow"]
+
+
+def test_entries_of_one_caller():
+    """An entry that is not for others is made by each who asks, also by those who waited."""
+    entries = Entries(keeps=lambda entry: entry < 0)
+    made = in_threads(4, lambda i: entries.get("a", lambda: time.sleep(0.02) or i))
+    assert made == [0, 1, 2, 3]
+    assert (len(entries), entries._making) == (0, {})
+    assert (entries.get("a", lambda: -1), entries.get("a", lambda: 7)) == (-1, -1)
 
 
 def test_the_oldest_entry_goes(monkeypatch):

@@ -287,6 +287,79 @@ def test_stages():
     assert jax.make_jaxpr(MAPPED)(X).in_avals[0].shape == X.shape
 
 
+def test_what_the_stages_say_is_what_jax_says():
+    """Arguments, results, shardings and layouts are those of `jax.pmap`, but for the axis' name."""
+    stages = []
+    for mapped in (pmap, jax.pmap):
+        fun = mapped(lambda w, x: (w * x, x.sum()), "i", in_axes=(None, 0), donate_argnums=1)
+        lowered = fun.lower(X[0], X)
+        stages.append((lowered, lowered.compile()))
+    for ours, theirs in zip(*stages, strict=True):
+        assert ours.in_tree == theirs.in_tree
+        assert ours.out_tree == theirs.out_tree
+        assert ours.donate_argnums == theirs.donate_argnums == (1,)
+        infos = [jax.tree.leaves(stage.args_info) for stage in (ours, theirs)]
+        rows = [[(a.shape, a.dtype, a.donated) for a in stage] for stage in infos]
+        assert rows[0] == rows[1]
+    ours, theirs = stages[0][-1], stages[1][-1]
+    for name in ("input_shardings", "output_shardings"):
+        got, want = jax.tree.leaves(getattr(ours, name)), jax.tree.leaves(getattr(theirs, name))
+        assert all(g.is_equivalent_to(w, 2) for g, w in zip(got, want, strict=True))
+    for name in ("input_formats", "output_formats"):
+        got, want = jax.tree.leaves(getattr(ours, name)), jax.tree.leaves(getattr(theirs, name))
+        assert [f.layout for f in got] == [f.layout for f in want]
+
+
+# Values of no bytes
+
+F0 = jax.dtypes.float0
+FLOAT0 = {
+    "through": (lambda z, x: (z, x), (4, 3)),
+    "made": (lambda z, x: (np.zeros((5,), F0), x), (4, 5)),
+    "empty": (lambda z, x: (np.zeros((0,), F0), x), (4, 0)),
+    "gradient": (
+        lambda z, x: (jax.grad(lambda n: n.astype(x.dtype), allow_int=True)(np.int32(1)), x),
+        (4,),
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ["call", "vmap", "compiled", "jit", "pjit"])
+@pytest.mark.parametrize("case", FLOAT0)
+def test_float0(case, how):
+    """Tangents of integers go in and come out, at the first call and at repeated ones."""
+    fun, shape = FLOAT0[case]
+    z = np.zeros((4, 3), F0)
+    f = mapped = pmap(fun)
+    if how == "vmap":
+        f = lambda z, x: jax.tree.map(lambda v: v[0], jax.vmap(mapped)(z[None], x[None]))  # noqa: E731
+    elif how == "compiled":
+        f = mapped.lower(z, X).compile()
+    elif how == "jit":
+        f = jax.jit(mapped)
+    elif how == "pjit":  # whose mesh is part of the type of its results
+        mesh = jax.make_mesh((4,), ("i",), devices=jax.devices()[:4])
+        f = spmd.pjit(jax.vmap(fun), spmd.P("i"), spmd.P("i"), mesh=mesh)
+    for _ in range(3):
+        none, x = f(z, X)
+        assert (none.dtype, none.shape) == (F0, shape)
+        np.testing.assert_array_equal(x, X)
+
+
+def test_derivatives_by_integers():
+    """They are float0, and so are the tangents that go in."""
+    n = np.arange(12).reshape(4, 3)
+    mapped = pmap(lambda x, n: (x * n.astype(x.dtype), n))
+    _, tangents = jax.jvp(mapped, (X, n), (X, np.zeros(n.shape, F0)))
+    np.testing.assert_allclose(tangents[0], X * n)
+    assert (tangents[1].dtype, tangents[1].shape) == (F0, n.shape)
+    grads = jax.grad(lambda x, n: mapped(x, n)[0].sum(), (0, 1), allow_int=True)(X, n)
+    np.testing.assert_allclose(grads[0], n)
+    assert (grads[1].dtype, grads[1].shape) == (F0, n.shape)
+    copies = spmd.device_put_replicated(grads[1], jax.devices())
+    assert (copies.dtype, copies.shape) == (F0, (8, *n.shape))
+
+
 def test_unjitted():
     """Under `jax.disable_jit` each device's function runs operation by operation."""
     seen = []

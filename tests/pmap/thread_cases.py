@@ -253,8 +253,14 @@ def interrupted_waiter():
 
 
 def tracers():
-    """Calls with tracers make no entry, beside calls that do."""
-    fun = pmap(lambda x: x * x)
+    """Calls with tracers trace once and make no program, beside calls that do."""
+    traced_shapes = []
+
+    def square(x):
+        traced_shapes.append(x.shape)
+        return x * x
+
+    fun = pmap(square)
     rows = np.ones((3, N), np.float32)
 
     def traced():
@@ -272,10 +278,11 @@ def tracers():
 
     before = in_threads([traced] * 2)
     assert before == [None] * 2, before
-    settled(fun, 0)
+    settled(fun, 0, plans=1)
     found = in_threads([traced] * 2 + [concrete] * 4)
     assert found == [None] * 6, found
     settled(fun, 1)
+    assert traced_shapes == [()], traced_shapes
 
 
 def itself():

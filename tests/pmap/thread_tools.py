@@ -84,11 +84,12 @@ def free():
     assert in_threads([take]) == [True]
 
 
-def settled(fun, size):
-    """Asserts that a function has so many programs, and none that is being made."""
+def settled(fun, size, plans=None):
+    """Asserts that a function has so many programs and plans, and none that is being made."""
     assert fun._cache_size == size
-    for entries in (fun._line.plans, fun._line.programs):
-        assert (len(entries), entries._making) == (size, {})
+    line = fun._line
+    for entries, count in ((line.programs, size), (line.plans, size if plans is None else plans)):
+        assert (len(entries), entries._making) == (count, {})
     assert not fun._line.starts.misses
 
 
