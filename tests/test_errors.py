@@ -534,8 +534,8 @@ def test_sharding_on_other_devices(in_mesh):
         spmd.MeshError,
         """
         pjit of `step` cannot place argument batch['w']: its sharding and the mesh have other devices.
-          given     in_axis_resources[0]['w'] = SingleDeviceSharding on cpu device 3
-          expected  cpu devices 0-7, in the order of mesh data=4, model=2
+          given     in_axis_resources[0]['w'] = SingleDeviceSharding on device cpu:3
+          expected  8 devices cpu:0..7, in the order of mesh data=4, model=2
           fix       write a PartitionSpec, or a NamedSharding on this mesh
         """,
     )

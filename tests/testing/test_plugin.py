@@ -73,6 +73,7 @@ def test_import_is_light():
 def test_runs_without_goldens_load_nothing(inner):
     """A whole run of a project that has spmd installed and no goldens imports none of it."""
     done = inner(
+        *("-p", "no:jaxtyping"),  # which comes with Equinox, and loads NumPy
         in_process=False,
         test_a="""
         import sys
