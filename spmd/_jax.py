@@ -19,6 +19,7 @@ import weakref
 
 import jax
 from jax._src import (
+    api,
     api_util,
     clusters,
     compiler,
@@ -1732,6 +1733,37 @@ def asynchronous_cpu() -> bool:
     `jax.config` makes a dictionary of all its values for each look at one of its flags: 10 µs.
     """
     return bool(xla_bridge._CPU_ENABLE_ASYNC_DISPATCH.value)
+
+
+def watch_starts(started: Callable[[], None]) -> Callable[[], None]:
+    """Tells of programs on several CPU devices, in the thread that starts them.
+
+    JAX starts a program that it has started before without Python, and then calls a hook; what
+    the process has set as such is called as well.
+
+    Args:
+        started: Called before such a program starts, or after it where it starts without Python.
+
+    Returns:
+        What a thread calls to have `started` called there; in other threads it may be, too.
+    """
+    execute, hook = pxla.ExecuteReplicated.__call__, api._post_hook_state
+
+    def __call__(self: Any, *args: Any) -> Any:
+        if len(self._local_devices) > 1 and self._local_devices[0].platform == "cpu":
+            started()
+        return execute(self, *args)
+
+    def after(fun: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if (hook_of_all := hook.get_global()) is not None:
+            hook_of_all(fun, args, kwargs, out)
+        first = next((x for x in jax.tree.leaves(out) if isinstance(x, Array)), None)
+        if first is not None and len(devices := local_device_order(first.sharding)) > 1:
+            if devices[0].platform == "cpu":
+                started()
+
+    pxla.ExecuteReplicated.__call__ = __call__
+    return lambda: hook.set_local(after)
 
 
 def without_axis(x: Any, axis: int) -> Any:

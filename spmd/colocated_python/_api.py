@@ -20,6 +20,7 @@ from spmd.colocated_python._errors import subject
 from spmd.colocated_python._lanes import lanes
 from spmd.colocated_python._specs import Specs, leaf_of
 from spmd.colocated_python._travel import pack, unpack
+from spmd.colocated_python._waiting import Habit
 from spmd.errors import ArgumentError, Failure, OptionError, ShardingError, explain, show_value
 
 
@@ -80,12 +81,13 @@ class ColocatedFunction:
 
     __module__ = "spmd.colocated_python"
 
-    def __init__(self, fun: Callable, specialization: Specialization):
+    def __init__(self, fun: Callable, specialization: Specialization, habit: Habit | None = None):
         functools.update_wrapper(self, fun, updated=())
         self._fun = fun
         self._name = getattr(fun, "__name__", type(fun).__name__)
         self._specialization = specialization
         self._functions = Functions()
+        self._habit = habit or Habit()
 
     def __repr__(self) -> str:
         return f"<spmd.colocated_python of `{self._name}`>"
@@ -151,7 +153,8 @@ class ColocatedFunction:
             given["in_specs"] = _in_specs(self._name, self._fun, in_specs)
         if "devices" in given:
             given["devices"] = _devices(self._name, devices)
-        return ColocatedFunction(self._fun, replace(self._specialization, **given))
+        said = replace(self._specialization, **given)
+        return ColocatedFunction(self._fun, said, self._habit)
 
     def _check_arrays(self, leaves: Sequence[Any], tree: Any) -> None:
         paths = _specs.argument_paths(self._fun, tree)
@@ -175,7 +178,7 @@ class ColocatedFunction:
             failures = [_not_cpu(devices)]
         if failures:
             raise explain(subject(self._name), failures)
-        return Function(self._fun, self._name, specs, devices, said.out_specs_fn)
+        return Function(self._fun, self._name, specs, devices, said.out_specs_fn, self._habit)
 
     def _against_in_specs(self, specs: Specs, paths: Sequence[str]) -> list[Failure]:
         expected = self._specialization.in_specs

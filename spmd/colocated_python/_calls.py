@@ -17,14 +17,14 @@ from spmd.colocated_python._outputs import Outputs
 from spmd.colocated_python._promises import Promise
 from spmd.colocated_python._specs import Specs, leaf_of
 from spmd.colocated_python._start import Latch, Start
+from spmd.colocated_python._waiting import Habit, Visit, started
 from spmd.errors import Failure, explain
 
 logger = logging.getLogger(__name__)
 
 
-#: Seconds for a function to start its programs: at its first calls, and if it was quick once; and
-#: how long that is.
-_FIRST, _LATER, _QUICK = 0.05, 0.02, 0.005
+#: Seconds that the programs of a next call take to start, and more.
+_QUICK = 0.005
 
 
 class Call:
@@ -44,7 +44,7 @@ class Call:
         self.tree: Any = None
         self.error: BaseException | None = None
         self.arrays: Any = None
-        self.returned = Latch()
+        self.visit = Visit(function.name, function.habit)
 
     def run(self, outputs: Outputs | None) -> None:
         """Runs the function once its arguments are there, and checks what it returns."""
@@ -52,13 +52,11 @@ class Call:
         try:
             jax.block_until_ready((args, kwargs))
             start = time.perf_counter()
-            result = self._function.fun(*args, **kwargs)
+            with self.visit:
+                result = self._function.fun(*args, **kwargs)
+            self._function.is_slow = time.perf_counter() - start >= _QUICK
             leaves, self.tree = jax.tree.flatten(result)
             del result
-            self.returned.open()
-            own = {id(x) for x in jax.tree.leaves((args, kwargs))}
-            is_new = any(id(x) not in own for x in leaves)
-            self._function.note(time.perf_counter() - start, is_new=is_new)
             self._function.check_result(leaves, self.tree, outputs)
             jax.block_until_ready(leaves)
             self.result = leaves
@@ -83,6 +81,8 @@ class Function:
         name: How errors call it.
         inputs: What its arguments look like.
         outputs: What it returns, once that is known.
+        habit: What it was seen to do, for any arguments.
+        is_slow: Whether it took longer than programs take to start.
         held: The shardings whose identities a fast lookup knows this by.
         fast_key: By which key that is.
     """
@@ -94,25 +94,33 @@ class Function:
         inputs: Specs,
         devices: Any,
         out_specs_fn: Callable | None,
+        habit: Habit,
     ):
         self.fun = fun
         self.name = name
         self.inputs = inputs
+        self.habit = habit
         self.outputs: Outputs | None = None
         self.held: tuple[Any, ...] = ()
         self.fast_key: Any = None
         self._devices = devices
         local = [d for d in devices if d.process_index == jax.process_index()]
+        self.is_slow = False
         self._is_here = bool(local)
-        self._runs = 0
-        self._is_slow = False
-        self._head_start = _FIRST if len(local) > 1 else None
+        self._is_spread = len(local) > 1
         self._out_specs_fn = out_specs_fn
         self._changed = threading.Condition(threading.Lock())
         self._discovering: Any = None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the function; returns arrays that are filled later, where that is possible."""
+        try:
+            return self._call(args, kwargs)
+        finally:
+            if self.habit.meets:
+                started()  # so has the host function that calls this one, if it is one
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outputs = self.outputs
         if outputs is None:
             if self._out_specs_fn is None:
@@ -157,23 +165,6 @@ class Function:
             failures = _specs.mismatches(outputs.specs.leaves, got, paths, verb)
         if failures:
             raise explain(subject(self.name), failures)
-
-    # Programs that it starts
-
-    def note(self, seconds: float, *, is_new: bool) -> None:
-        """Keeps how long the function took: whether callers wait until it returns, and how long.
-
-        XLA runs programs on several devices one at a time, in the order in which they are started.
-        A consumer of a result that is started before what computes it would be in line first,
-        and wait for ever. So a function that was quick once and makes new arrays, by programs or
-        not, gets the time to start them.
-        """
-        self._runs += 1
-        self._is_slow = seconds >= _QUICK
-        if self._head_start == _FIRST and self._runs > 1:  # the first one compiles
-            self._head_start = 0.0
-        if self._head_start is not None and is_new and seconds < _QUICK:
-            self._head_start = _LATER
 
     # The first call
 
@@ -247,13 +238,12 @@ class Function:
             arrays = start.arrays()
         finally:  # an interrupt leaves arrays somewhere, too
             lane.run(lambda: self._run(call, lane, start))
-        if self._head_start:
-            call.returned.wait(self._head_start)
+        call.visit.wait(lane.worker, is_spread=self._is_spread)
         return outputs.specs.tree.unflatten(arrays)
 
     def _run(self, call: Call, lane: Lane, start: Start) -> None:
         if start.error is None:
-            if self._is_slow:
+            if self.is_slow:
                 lanes.prepare(lane, start)
             call.run(start.outputs)
             self._settle(call, start.promise, start.outputs)

@@ -28,6 +28,7 @@ from spmd.colocated_python._errors import ColocatedPythonError, host, subject
 from spmd.colocated_python._outputs import Outputs, Plan
 from spmd.colocated_python._promises import all_arrived
 from spmd.colocated_python._start import Start, settings
+from spmd.colocated_python._waiting import watch
 from spmd.errors import Failure, explain
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class Lane:
         entered: How many calls there ever were.
         left: How many of them are over.
         spares: Programs for further calls.
+        worker: The thread that runs host functions.
     """
 
     def __init__(self, lanes: Lanes) -> None:
@@ -75,6 +77,7 @@ class Lane:
         ]
         for thread in self._threads:
             thread.start()
+        self.worker = self._threads[0]
 
     def run(self, call: Callable[[], None]) -> None:
         """Runs something after the calls before it; it does not raise."""
@@ -93,6 +96,7 @@ class Lane:
 
     def _run(self) -> None:
         _here.lane_of_worker = self
+        watch()
         while (call := self._next()) is not None:
             call()
             del call  # what it holds lives no longer than it

@@ -38,8 +38,9 @@ class Latch:
         self._lock.acquire()
         self.open = self._lock.release
 
-    def wait(self, seconds: float = -1) -> None:
-        self._lock.acquire(timeout=seconds)
+    def wait(self, seconds: float = -1) -> bool:
+        """Waits, for so many seconds at most; returns whether it is open, to one thread once."""
+        return self._lock.acquire(timeout=seconds)
 
 
 class Start:

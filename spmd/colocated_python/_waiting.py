@@ -1,0 +1,130 @@
+"""How long a caller waits for its host function, which may start programs of its own.
+
+XLA's CPU client runs programs on several devices one at a time, in the order in which they are
+started. A program that needs the result of a function and is started before the function's own is
+in line first, and both wait for ever. So who calls a function that starts such programs gets its
+arrays when the function has returned: all that it has started is in line by then.
+
+What a function does is seen while it runs. Of one that has never run to its end nothing is known:
+its caller waits until it returns or rests. No clock can tell, since on a busy machine a function
+may get no processor for as long as one likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import contextlib
+import logging
+from pathlib import Path
+import threading
+
+from spmd import _jax
+from spmd.colocated_python._errors import subject
+from spmd.colocated_python._start import Latch
+
+logger = logging.getLogger(__name__)
+
+#: Seconds for which a thread has to sleep to be at rest. One that waits for the interpreter wakes
+#: every 0.005.
+_REST = 0.02
+
+_TASKS = Path("/proc/self/task")
+_here = threading.local()
+
+
+class Habit:
+    """What has been seen of a host function, whatever it was called with.
+
+    Attributes:
+        meets: Whether it has started programs on several devices.
+        is_known: Whether it has run to its end.
+    """
+
+    def __init__(self) -> None:
+        self.meets = False
+        self.is_known = False
+
+
+class Visit:
+    """One run of a host function, and the caller that may wait for it."""
+
+    def __init__(self, name: str, habit: Habit):
+        self._name = name
+        self._habit = habit
+        self._returned = Latch()
+        self._is_alone = False
+
+    def __enter__(self) -> None:
+        _here.visit = self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        _here.visit = None
+        self._habit.is_known |= kind is None
+        self._returned.open()
+
+    def wait(self, thread: threading.Thread, *, is_spread: bool) -> None:
+        """Waits, in the caller, until programs that need the result may be started.
+
+        Args:
+            thread: The one in which the function runs.
+            is_spread: Whether it is called with arrays on several devices.
+        """
+        habit = self._habit
+        is_unknown = is_spread and not habit.is_known
+        has_returned = is_unknown and self._wait_for_rest(thread)
+        if habit.meets and not has_returned:
+            self._returned.wait()
+        self._is_alone = True
+
+    def _wait_for_rest(self, thread: threading.Thread) -> bool:
+        """Waits until the function returns, rests or is seen to meet; returns whether the first."""
+        before = None
+        while not self._habit.meets:
+            if self._returned.wait(_REST):
+                return True
+            now = _turns(thread)
+            if now is not None and now == before:
+                break
+            before = now
+        return False
+
+    def started(self) -> None:
+        """The function has started a program on several devices."""
+        if not self._habit.meets:
+            self._habit.meets = True
+            if self._is_alone:
+                logger.warning(_LATE, subject(self._name))
+
+
+def started() -> None:
+    """What this thread runs has started a program on several devices."""
+    visit: Visit | None = getattr(_here, "visit", None)
+    if visit is not None:
+        visit.started()
+
+
+watch = _jax.watch_starts(started)
+
+
+_LATE = (
+    "%s has started a program on several devices after its call had returned: if a program that "
+    "needs its result was started before, both wait for ever; wait for the result of the first "
+    "call before it is used: later ones return when the function has"
+)
+
+
+def _turns(thread: threading.Thread) -> Sequence[tuple[str, int]] | None:
+    """How often a thread and those of XLA have gone to sleep; None while one of them is awake.
+
+    XLA starts and compiles programs in threads of its own, and who called it sleeps meanwhile.
+    """
+    found = []
+    for task in sorted(_TASKS.iterdir()) if _TASKS.exists() else []:
+        with contextlib.suppress(OSError):  # it has just ended
+            name, *lines = (task / "status").read_text().splitlines()
+            if name.startswith("Name:\ttf_XLA") or task.name == str(thread.native_id):
+                fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+                if not fields["State"].startswith("S"):
+                    return None
+                found.append((task.name, int(fields["voluntary_ctxt_switches"])))
+    return found
