@@ -1745,7 +1745,8 @@ def watch_starts(started: Callable[[], None]) -> Callable[[], None]:
         started: Called before such a program starts, or after it where it starts without Python.
 
     Returns:
-        What a thread calls to have `started` called there; in other threads it may be, too.
+        What a thread calls to have `started` called there, until it sets `jax_debug_nans` or
+        the like for itself: JAX has one hook for them all. In other threads it may be called, too.
     """
     execute, hook = pxla.ExecuteReplicated.__call__, api._post_hook_state
 

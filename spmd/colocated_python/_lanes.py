@@ -28,7 +28,6 @@ from spmd.colocated_python._errors import ColocatedPythonError, host, subject
 from spmd.colocated_python._outputs import Outputs, Plan
 from spmd.colocated_python._promises import all_arrived
 from spmd.colocated_python._start import Start, settings
-from spmd.colocated_python._waiting import watch
 from spmd.errors import Failure, explain
 
 logger = logging.getLogger(__name__)
@@ -96,7 +95,6 @@ class Lane:
 
     def _run(self) -> None:
         _here.lane_of_worker = self
-        watch()
         while (call := self._next()) is not None:
             call()
             del call  # what it holds lives no longer than it

@@ -56,6 +56,7 @@ class Visit:
 
     def __enter__(self) -> None:
         _here.visit = self
+        _watch()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         _here.visit = None
@@ -103,7 +104,7 @@ def started() -> None:
         visit.started()
 
 
-watch = _jax.watch_starts(started)
+_watch = _jax.watch_starts(started)
 
 
 _LATE = (

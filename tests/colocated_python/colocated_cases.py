@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import warnings
 
 import jax
@@ -174,14 +175,44 @@ def programs_with_consumers():
     x = array()
     stated = fun.specialize(out_specs_fn=same)
     for call in (fun, stated):
-        for _ in range(300):
+        for _ in range(100):
             z = step(call(x))
         np.testing.assert_array_equal(z, np.full(N, 4))
     y = x
-    for _ in range(100):
+    for _ in range(50):
         y = step(call(y))
         y = call(y) - y
     np.testing.assert_array_equal(y, np.ones(N))
+
+
+def late_programs():
+    """Functions start programs on all devices long after they were called."""
+    seconds = 0.2
+    x = array()
+    step = jax.jit(lambda y: y * 2)
+    step(x)
+
+    def sleep(x):
+        time.sleep(seconds)
+        return x + 1
+
+    def spin(x):
+        end = time.thread_time() + seconds
+        while time.thread_time() < end:
+            pass
+        return x + 1
+
+    asleep, spinning = colocated_python(sleep), colocated_python(spin)
+    asleep(x)
+    stated = spinning.specialize(out_specs_fn=same)  # it has never run
+    inner = colocated_python(sleep)
+    outer = colocated_python(lambda x: inner(x))
+    outer(x)
+    # What was seen of a function is so for other arguments, and for more said about it.
+    few = asleep.specialize(out_specs_fn=same)
+    for fun in (asleep, stated, outer, few):
+        for _ in range(2):
+            np.testing.assert_array_equal(step(fun(x)), np.full(N, 4))
 
 
 def no_room():
@@ -260,7 +291,6 @@ def fork():
 def interrupts():
     """An interrupt of who waits for a first call leaves the function usable."""
     import signal
-    import time
 
     # Who starts a process in the background may have told it to ignore interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)

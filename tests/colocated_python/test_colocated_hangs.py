@@ -1,5 +1,10 @@
-"""What may hang, or needs a process with other settings; see `colocated_cases.py`."""
+"""What may hang, or needs a process with other settings; see `colocated_cases.py`.
 
+As a program, ``python test_colocated_hangs.py RUNS``, it counts how many of so many runs of
+`programs_with_consumers` end while the machine is busy.
+"""
+
+import contextlib
 import os
 from pathlib import Path
 import socket
@@ -9,6 +14,9 @@ import sys
 import pytest
 
 HERE = Path(__file__).parent
+
+#: Seconds for a case on a busy machine.
+LONG = 600
 
 
 def start(case, *args, devices=8, limit=60, **environ):
@@ -60,10 +68,34 @@ def test_collectives_meanwhile(devices):
     passes("collectives_meanwhile", devices=devices)
 
 
-@pytest.mark.parametrize("devices", [8, pytest.param(2, marks=pytest.mark.slow)])
+@contextlib.contextmanager
+def busy(loops=10):
+    """Has so many processes compete for the processors."""
+    source = f"import time\nend = time.time() + {LONG}\nwhile time.time() < end: pass"
+    processes = [subprocess.Popen([sys.executable, "-c", source]) for _ in range(loops)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [8, 2])
 def test_programs_with_consumers(devices):
-    """Functions compute on all devices, while programs on all devices wait for their results."""
-    passes("programs_with_consumers", devices=devices)
+    """Functions compute on all devices, while programs that need their results wait for them.
+
+    However little of the processors they get.
+    """
+    with busy():
+        out, err = finish(start("programs_with_consumers", devices=devices, limit=LONG), LONG + 60)
+    assert (out, err) == ("passed\n", "")
+
+
+def test_late_programs():
+    """So they do where they start their programs long after they were called."""
+    passes("late_programs")
 
 
 def test_places_of_idle_threads():
@@ -118,3 +150,18 @@ def test_processes():
     finally:
         for process in both:
             process.kill()
+
+
+def soak(runs):
+    """Prints how many runs under load end; each in a process of its own."""
+    ended = 0
+    with busy():
+        for i in range(runs):
+            with contextlib.suppress(pytest.fail.Exception, AssertionError):
+                finish(start("programs_with_consumers", limit=LONG), LONG + 60)
+                ended += 1
+            print(f"{ended} of {i + 1} runs ended", flush=True)
+
+
+if __name__ == "__main__":
+    soak(int(sys.argv[1]))

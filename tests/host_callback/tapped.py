@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from oracle import mesh_of
+import pytest
 
 from spmd import P, host_callback as hcb, pjit
 
@@ -91,6 +92,11 @@ def by_shard_map(fun, mesh):
 
 #: Ways to run one program whose taps have one order.
 WAYS = {"eager": lambda fun: fun, "jit": jax.jit, "pjit": by_pjit}
+
+
+def mainly(ways):
+    """The ways as parameters: the default run has `jit`, and leaves the others to the slow one."""
+    return [pytest.param(way, marks=[pytest.mark.slow] * (way != "jit")) for way in ways]
 
 
 def run(fun, *args):

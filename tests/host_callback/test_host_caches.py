@@ -279,6 +279,7 @@ class Nowhere:
 NOWHERE = Nowhere()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SHARED)
 def test_eager_calls_share_programs(case):
     """Two eager calls of equal host functions compile once, of others twice."""
@@ -447,6 +448,7 @@ def test_programs_that_die_while_the_main_thread_is_blocked():
     assert left == [(0, 0, 0, 0)]
 
 
+@pytest.mark.slow
 def test_300_programs():
     """Of 300 programs with a host function each, nothing is left."""
     assert left_of(_jitted, 300) == (0, 0, 0, 0)

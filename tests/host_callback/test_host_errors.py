@@ -420,6 +420,7 @@ UNUSUAL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", UNUSUAL)
 def test_unusual_exceptions(case, row, monkeypatch):
     """Whatever is raised surfaces, at the call and at the barrier, and ends no thread."""

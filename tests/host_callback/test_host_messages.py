@@ -654,6 +654,7 @@ print(thread.is_alive(), seen)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "pauses"), [("500", True), ("800", False)])
 def test_queue_by_environment(size, pauses):
     """SPMD_HOST_CALLBACK_MAX_QUEUE_BYTES bounds what may wait: two of 400 bytes, or one."""
@@ -663,6 +664,7 @@ def test_queue_by_environment(size, pauses):
     assert (status, out) == (0, f"{pauses} []\nFalse [100, 100]\n"), err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value", "option", "expected"),
     [

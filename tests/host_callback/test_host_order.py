@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from oracle import mesh_of, put
 import pytest
-from tapped import WAYS, Log, run, same
+from tapped import WAYS, Log, mainly, run, same
 
 import spmd
 from spmd import P, host_callback as hcb, pjit
@@ -282,7 +282,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", mainly(WAYS))
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
 def test_program_order(program, way):
     """One program calls the host as a hand count says, in that order, each time that it runs."""
@@ -294,6 +294,7 @@ def test_program_order(program, way):
         assert log.scalars() == calls
 
 
+@pytest.mark.slow
 def test_two_hundred_taps_of_independent_values():
     """The order holds where the compiler is free to compute the values in any other."""
     log = Log()
@@ -649,9 +650,7 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.slow] * (way == "eager")) for way in CHECKS]
-)
+@pytest.mark.parametrize("way", mainly(CHECKS))
 def test_random_programs(way):
     """A random program of taps, calls and control flow calls the host as Python runs it."""
 

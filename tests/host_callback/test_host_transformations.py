@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from oracle import mesh_of
 import pytest
-from tapped import WAYS, Log, run, same
+from tapped import WAYS, Log, mainly, run, same
 
 from spmd import P, host_callback as hcb, pjit
 
@@ -60,6 +60,7 @@ def close(got, want):
 pytestmark = pytest.mark.usefixtures("checked_without_optimizer")
 
 all_ways = pytest.mark.parametrize("way", WAYS)
+mainly_jit = pytest.mark.parametrize("way", mainly(WAYS))
 
 # Batching
 
@@ -232,7 +233,7 @@ def custom(tap):
     return lambda x: second(first(x))
 
 
-@all_ways
+@mainly_jit
 @pytest.mark.parametrize("case", VMAPPED)
 def test_vmap(case, way):
     """A vmap makes one call with the batched value, and says which dimensions are batched."""
@@ -433,7 +434,7 @@ def looped_checkpoint(tap):
     return lambda x: lax.scan(lambda c, _: (step(c), None), x, None, length=2)[0]
 
 
-@all_ways
+@mainly_jit
 @pytest.mark.parametrize("case", DIFFERENTIATED)
 def test_derivatives_see_primal_values(case, way):
     """A derivative calls with primal values only, once; a checkpoint does so on each pass."""
@@ -631,7 +632,7 @@ LINEAR = {
 }
 
 
-@all_ways
+@mainly_jit
 @pytest.mark.parametrize("case", LINEAR)
 def test_tangents_and_cotangents(case, way):
     """Custom rules tap tangents and cotangents; a tap of tangents records that it is transposed."""
@@ -838,6 +839,7 @@ def check_stack(stack):
     assert log.take()
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, derandomize=True, database=None)
 @given(stacks)
 def test_values_are_those_without_taps(stack):
@@ -935,6 +937,7 @@ def check_element(batched, transforms, at, one):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None, derandomize=True, database=None)
 @given(LEVELS)
 def test_elements_of_batched_values(levels):

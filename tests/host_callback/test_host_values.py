@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 from oracle import mesh_of, put
 import pytest
-from tapped import WAYS, Log, inline, run, same
+from tapped import WAYS, Log, inline, mainly, run, same
 
 from spmd import P, host_callback as hcb, pjit
 
@@ -167,7 +167,7 @@ def roundtrip(way, value, log):
     return jax.block_until_ready(WAYS[way](fun)(value))
 
 
-@all_ways
+@pytest.mark.parametrize("way", mainly(WAYS))
 @pytest.mark.parametrize("name", PLAIN + SMALL)
 def test_dtypes(name, way):
     """Every dtype arrives as it is, bit for bit, from a tap and from a call, and comes back."""
@@ -292,6 +292,7 @@ def test_arrays_in_another_layout():
     same_bits(sent, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2**20 + 1, 16 * 2**20])
 def test_large(size):
     """4 MB and 64 MB arrive whole, from a tap and from a call, and come back."""
