@@ -301,3 +301,9 @@ def test_public_names_are_those_of_public():
         assert getattr(spmd, name) is value
     with pytest.raises(AttributeError, match="module 'spmd' has no attribute 'pjitt'"):
         _ = spmd.pjitt
+
+
+def test_marks_stand_at_their_tests():
+    """No conftest changes what was collected: its hook would see the tests of all folders."""
+    for path in Path(__file__).parent.rglob("conftest.py"):
+        assert "pytest_collection_modifyitems" not in path.read_text(), path

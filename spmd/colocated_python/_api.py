@@ -133,8 +133,8 @@ class ColocatedFunction:
             out_specs_fn: Takes specs as the function takes arrays, and returns those of its
                 results. Runs once per kind of arguments, where the function is called from; with
                 it the first call returns at once, too.
-            devices: CPU devices, or a mesh of them, that the arrays are on. A function without
-                arguments needs them.
+            devices: CPU devices, or a mesh of them, that the arrays are on, each in an order of
+                its own. A function without arguments needs them.
 
         Returns:
             Another function.
@@ -166,7 +166,7 @@ class ColocatedFunction:
 
     def _make(self, specs: Specs) -> Function:
         said = self._specialization
-        devices = said.devices
+        devices = said.devices and frozenset(said.devices)
         paths = _specs.argument_paths(self._fun, specs.tree)
         failures = self._against_in_specs(specs, paths)
         if not failures and devices is None:

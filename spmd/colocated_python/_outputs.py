@@ -188,7 +188,9 @@ class Outputs:
 
 
 def _is_plain(dtype: Any) -> bool:
-    """Whether elements are whole bytes in the memory of a device."""
+    """Whether elements are whole bytes in the memory of a device; those of strings are not."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) or dtype == jax.dtypes.float0:
+        return False
+    if np.dtype(dtype).kind == "T":
         return False
     return carrier(dtype) == np.dtype(dtype)

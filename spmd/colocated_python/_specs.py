@@ -150,21 +150,28 @@ def mismatches(
 def elsewhere(
     devices: Any, leaves: Sequence[Leaf], paths: Sequence[str], verb: str
 ) -> list[Failure]:
-    """Leaves that lie on other devices."""
+    """Leaves that lie on other devices than those of a list, or a set: they have no order."""
+    order = frozenset if isinstance(devices, frozenset) else lambda found: found
     return [
         Failure(
             what=f"{verb} {path}: it is on other devices",
             expected=f"devices {show_devices(devices)}",
             got=f"devices {show_devices(_jax.device_list(leaf.sharding))}",
+            fix=_IN_ANY_ORDER if set(_jax.device_list(leaf.sharding)) == set(devices) else "",
         )
         for leaf, path in zip(leaves, paths, strict=True)
-        if _jax.device_list(leaf.sharding) != devices
+        if order(_jax.device_list(leaf.sharding)) != devices
     ]
 
 
+_IN_ANY_ORDER = "say which devices: f.specialize(devices=...) takes them in any order"
+
+
 def show_devices(devices: Any) -> str:
-    """The devices of a list, by their numbers."""
+    """The devices of a list or a set, by their numbers."""
     kinds = {d.platform for d in devices}
+    if isinstance(devices, frozenset):
+        devices = sorted(devices, key=lambda d: d.id)
     return f"{', '.join(str(d.id) for d in devices)} ({', '.join(sorted(kinds))})"
 
 

@@ -175,11 +175,11 @@ def programs_with_consumers():
     x = array()
     stated = fun.specialize(out_specs_fn=same)
     for call in (fun, stated):
-        for _ in range(100):
+        for _ in range(300):
             z = step(call(x))
         np.testing.assert_array_equal(z, np.full(N, 4))
     y = x
-    for _ in range(50):
+    for _ in range(100):
         y = step(call(y))
         y = call(y) - y
     np.testing.assert_array_equal(y, np.ones(N))

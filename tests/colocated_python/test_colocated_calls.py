@@ -74,6 +74,45 @@ def test_keys():
         np.testing.assert_array_equal(jax.random.key_data(result), jax.random.key_data(keys))
 
 
+def test_strings():
+    """Arrays of strings are taken and returned, also beside numbers, at the cost of waiting."""
+    text = np.array(["abcd", "", "ü", "a" * 40, "e", "f", "g", "h"], np.dtypes.StringDType())
+
+    def upper(x):
+        found = np.array([s.upper() for s in np.asarray(x)], text.dtype)
+        length = np.array([len(s) for s in found], np.int32)
+        return jax.device_put((found, length), x.sharding)
+
+    fun = colocated_python(upper)
+    stated = fun.specialize(
+        out_specs_fn=lambda x: (x, jax.ShapeDtypeStruct(x.shape, np.int32, sharding=x.sharding))
+    )
+    x = jax.device_put(text, spread())
+    for words, length in (fun(x), fun(x), stated(x), stated(x)):
+        assert words.sharding == length.sharding == x.sharding
+        assert [*np.asarray(words)] == ["ABCD", "", "Ü", "A" * 40, "E", "F", "G", "H"]
+        assert [*np.asarray(length)] == [4, 0, 1, 40, 1, 1, 1, 1]
+
+
+def test_arguments_in_other_orders():
+    """With devices said, each argument and result has an order of them of its own."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[::-1]), ("x",))
+    x, y = put(np.arange(8)), put(np.arange(8), jax.sharding.NamedSharding(mesh, P("x")))
+
+    def swap(x, y):
+        return y, like(x, np.asarray(x) + np.asarray(y))
+
+    fun = colocated_python(swap).specialize(devices=jax.devices())
+    stated = fun.specialize(out_specs_fn=lambda x, y: (y, x))
+    for reversed_, total in (fun(x, y), fun(x, y), stated(x, y)):
+        assert (reversed_.sharding, total.sharding) == (y.sharding, x.sharding)
+        np.testing.assert_array_equal(reversed_, np.arange(8))
+        np.testing.assert_array_equal(total, 2 * np.arange(8))
+        for shard in reversed_.addressable_shards:
+            assert shard.device == jax.devices()[7 - shard.index[0].start]
+            np.testing.assert_array_equal(shard.data, [shard.index[0].start])
+
+
 @pytest.mark.parametrize("shape", [(0, 3), (), (8, 300_000)], ids=str)
 def test_sizes(shape):
     """Empty, scalar and large results (those have programs of their own) arrive."""
@@ -202,6 +241,62 @@ def test_many_pending_calls():
 
 
 # Order
+
+
+def test_programs_after_a_rest(caplog):
+    """A function that computes on all devices after its call returned is told of, once.
+
+    The next call returns when the function has.
+    """
+    gate, x, ended = Gate(), put(ONES), []
+
+    def compute(x):
+        y = gate(x) + 1
+        ended.append(1)
+        return y
+
+    fun = colocated_python(compute).specialize(out_specs_fn=same)
+    y = fun(x)
+    assert gate.began.wait(LONG)
+    gate.go.set()
+    np.testing.assert_array_equal(y, ONES * 3)
+    assert [r.getMessage() for r in caplog.records] == [
+        "colocated_python of `compute` has started a program on several devices after its call "
+        "had returned: if a program that needs its result was started before, both wait for ever; "
+        "wait for the result of the first call before it is used: later ones return when the "
+        "function has"
+    ]
+    for i in range(3):
+        np.testing.assert_array_equal(fun(x), ONES * 3)
+        assert len(ended) == i + 2
+    assert len(caplog.records) == 1
+
+
+def test_programs_of_other_functions():
+    """A function that starts no program is not waited for, whatever others do."""
+    gate, x = Gate(), put(ONES)
+    gate.go.set()
+    fun = colocated_python(gate)
+    colocated_python(lambda x: x * 2)(x)
+    fun(x)
+    assert not fun._habit.meets
+    gate.go.clear()
+    assert not fun(x).is_ready()
+    gate.go.set()
+
+
+def test_a_look_for_nans_goes_on():
+    """What the process has JAX do with each result is done in functions, too."""
+    x, divide = put(np.zeros(8)), jax.jit(lambda x: x / x)
+    divide(x)
+    divide(x)
+    before = jax.config.values["jax_debug_nans"]
+    jax.config.update("jax_debug_nans", True)
+    try:
+        with pytest.raises(FloatingPointError, match="nan"):
+            colocated_python(divide)(x)
+    finally:
+        jax.config.update("jax_debug_nans", before)
 
 
 def test_program_order():

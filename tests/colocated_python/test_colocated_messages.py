@@ -153,7 +153,8 @@ def test_arguments_on_several_device_lists():
     assert refused(ShardingError, STEP, put(np.ones(2), spread(2)), [other]) == (
         "colocated_python of `step` cannot take argument batch[0]: it is on other devices.\n"
         "  expected  devices 0, 1 (cpu)\n"
-        "  got       devices 1, 0 (cpu)"
+        "  got       devices 1, 0 (cpu)\n"
+        "  fix       say which devices: f.specialize(devices=...) takes them in any order"
     )
 
 
