@@ -1101,7 +1101,9 @@ _jax_while_batch = batching.fancy_primitive_batchers[_while]
 def _while_batch(axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
     """Batches a loop whose predicate has a host effect with the predicate in its body.
 
-    JAX lowers an ordered effect of a batched predicate to a loop that does not stop elements.
+    JAX lowers an ordered effect of a batched predicate to a loop that does not stop elements. An
+    element that has stopped goes along with the others: the predicate gets its last value again,
+    and not what the body makes of it.
     """
     predicate = params["cond_jaxpr"]
     if HOST_EFFECT not in predicate.effects:
@@ -1113,7 +1115,9 @@ def _while_batch(axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **par
         test_consts, step_consts, state = util.split_list(args, consts)
 
         def body(carry: Sequence[Any]) -> list[Any]:
-            new = step(*step_consts, *carry[1:])
+            going, *old = carry
+            made = step(*step_consts, *old)
+            new = [jax.lax.select(going, m, o) for m, o in zip(made, old, strict=True)]
             return [*test(*test_consts, *new), *new]
 
         first = test(*test_consts, *state)
@@ -1748,22 +1752,24 @@ def watch_starts(started: Callable[[], None]) -> Callable[[], None]:
         What a thread calls to have `started` called there, until it sets `jax_debug_nans` or
         the like for itself: JAX has one hook for them all. In other threads it may be called, too.
     """
-    execute, hook = pxla.ExecuteReplicated.__call__, api._post_hook_state
+    jax_execute, hook = pxla.ExecuteReplicated.__call__, api._post_hook_state
 
-    def __call__(self: Any, *args: Any) -> Any:
-        if len(self._local_devices) > 1 and self._local_devices[0].platform == "cpu":
+    def started_on(devices: Sequence[Any]) -> None:
+        if len(devices) > 1 and devices[0].platform == "cpu":
             started()
-        return execute(self, *args)
+
+    def execute(self: Any, *args: Any) -> Any:
+        started_on(self._local_devices)
+        return jax_execute(self, *args)
 
     def after(fun: Any, args: Any, kwargs: Any, out: Any) -> None:
         if (hook_of_all := hook.get_global()) is not None:
             hook_of_all(fun, args, kwargs, out)
         first = next((x for x in jax.tree.leaves(out) if isinstance(x, Array)), None)
-        if first is not None and len(devices := local_device_order(first.sharding)) > 1:
-            if devices[0].platform == "cpu":
-                started()
+        if first is not None:
+            started_on(local_device_order(first.sharding))
 
-    pxla.ExecuteReplicated.__call__ = __call__
+    pxla.ExecuteReplicated.__call__ = execute
     return lambda: hook.set_local(after)
 
 

@@ -167,6 +167,24 @@ VMAPPED = {
         ],
         (np.arange(5, dtype=F),),
     ),
+    "predicate of elements that have stopped": (
+        lambda tap: jax.vmap(
+            lambda x, y: lax.while_loop(
+                lambda c: tap("p", c)[0] < 3, lambda c: (c[0] + 1, tap("b", c[1]) * 2), (x, y)
+            )[1]
+        ),
+        # The last of them never runs the body, and the first runs it three times.
+        [
+            ("p", (F([0, 2, 5]), F([1, 1, 1])), (batch(0, 0),)),
+            ("b", F([1, 1, 1]), (batch(0),)),
+            ("p", (F([1, 3, 5]), F([2, 2, 1])), (batch(0, 0),)),
+            ("b", F([2, 2, 1]), (batch(0),)),
+            ("p", (F([2, 3, 5]), F([4, 2, 1])), (batch(0, 0),)),
+            ("b", F([4, 2, 1]), (batch(0),)),
+            ("p", (F([3, 3, 5]), F([8, 2, 1])), (batch(0, 0),)),
+        ],
+        (F([0, 2, 5]), F([1, 1, 1])),
+    ),
     "only the predicate taps": (
         lambda tap: jax.vmap(lambda x: lax.while_loop(lambda x: tap("p", x) >= 2, jnp.sqrt, x)),
         [("p", X * X, (batch(0),)), ("p", X, (batch(0),))]
