@@ -1752,7 +1752,8 @@ def watch_starts(started: Callable[[], None]) -> Callable[[], None]:
         What a thread calls to have `started` called there, until it sets `jax_debug_nans` or
         the like for itself: JAX has one hook for them all. In other threads it may be called, too.
     """
-    jax_execute, hook = pxla.ExecuteReplicated.__call__, api._post_hook_state
+    program: Any = pxla.ExecuteReplicated
+    jax_execute, hook = program.__call__, api._post_hook_state
 
     def started_on(devices: Sequence[Any]) -> None:
         if len(devices) > 1 and devices[0].platform == "cpu":
@@ -1769,7 +1770,7 @@ def watch_starts(started: Callable[[], None]) -> Callable[[], None]:
         if first is not None:
             started_on(local_device_order(first.sharding))
 
-    pxla.ExecuteReplicated.__call__ = execute
+    program.__call__ = execute
     return lambda: hook.set_local(after)
 
 
