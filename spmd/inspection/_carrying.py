@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 
 from spmd import _api, _mesh
 from spmd._arguments import argument_names, parse_parameters
-from spmd._resolve import placed_sharding
+from spmd._resolve import placed_sharding, show_sharding
 from spmd.errors import Failure, ShardingError, explain
 from spmd.inspection._compiling import shape_of
 
@@ -63,8 +63,74 @@ def _carried(leaf: Any, mesh: Any) -> Any:
     if sharding is None or sharding.device_set == {*mesh.devices.flat}:
         return leaf
     carries = isinstance(sharding, NamedSharding) and _axes(sharding) <= {*mesh.axis_names}
-    moved = NamedSharding(_mesh.plain_mesh(mesh), sharding.spec) if carries else None
-    return shape_of(leaf, moved)
+    return shape_of(leaf, _moved(sharding, mesh) if carries else None)
+
+
+def shape_on(leaf: Any, mesh: Any, name: str) -> Any:
+    """An array as its shape, placed on a mesh as it is placed where it lies.
+
+    A NamedSharding goes over by the names of its axes. One device stands for no other, so what is
+    committed to a device that the mesh lacks is placed nowhere.
+
+    Args:
+        leaf: an array, a struct of one, or any other value.
+        mesh: to compile for; None for the devices where arrays are.
+        name: of the leaf, for errors.
+
+    Raises:
+        ShardingError: the mesh has no such axes, or the sharding names none.
+    """
+    sharding = placed_sharding(leaf)
+    if mesh is not None and isinstance(sharding, NamedSharding):
+        sharding = _by_names(sharding, mesh, name)
+    elif mesh is not None and sharding is not None:
+        sharding = _in_place(sharding, mesh, name)
+    return shape_of(leaf, sharding)
+
+
+def _by_names(sharding: Any, mesh: Any, name: str) -> Any:
+    if missing := sorted(_axes(sharding) - {*mesh.axis_names}):
+        raise explain(name, [_lacks_axes(sharding, mesh, missing)])
+    return _moved(sharding, mesh)
+
+
+def _moved(sharding: Any, mesh: Any) -> Any:
+    own, plain = sharding.mesh, _mesh.plain_mesh(mesh)
+    if own == plain or own == plain.abstract_mesh:
+        return sharding
+    # Programs are other ones where the axes of a mesh are Explicit.
+    types = dict(zip(own.axis_names, own.axis_types, strict=True))
+    auto = jax.sharding.AxisType.Auto
+    plain = plain.update(axis_types=tuple(types.get(axis, auto) for axis in plain.axis_names))
+    return NamedSharding(plain, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def _in_place(sharding: Any, mesh: Any, name: str) -> Any:
+    if sharding.device_set <= {*mesh.devices.flat}:
+        return sharding
+    if len(sharding.device_set) > 1:
+        raise explain(name, [_nameless(sharding, mesh)])
+    return None
+
+
+def _lacks_axes(sharding: Any, mesh: Any, missing: Sequence[str]) -> Failure:
+    return Failure(
+        what="cannot be placed on the mesh by the names of its axes",
+        given=show_sharding(sharding),
+        expected=f"axes that {_mesh.show_mesh(mesh)} has, for which it is compiled",
+        got=f"no axis {', '.join(map(repr, missing))}",
+        fix="name these axes in --mesh, or give shapes without shardings",
+    )
+
+
+def _nameless(sharding: Any, mesh: Any) -> Failure:
+    return Failure(
+        what="cannot be placed on other devices than its own",
+        given=show_sharding(sharding),
+        expected=f"a NamedSharding, which goes over to {_mesh.show_mesh(mesh)} by names of axes",
+        got=type(sharding).__name__,
+        fix="jax.device_put(x, NamedSharding(mesh, spec)), or shapes without shardings",
+    )
 
 
 def _axes(sharding: Any) -> set[str]:

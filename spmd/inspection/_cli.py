@@ -250,7 +250,7 @@ def _shapes(path: str | None, mesh: Any) -> tuple[tuple, dict[str, Any]]:
     """What the function is called with, arrays replaced by their shapes and shardings."""
     import jax
 
-    from spmd.inspection._compiling import shape_on
+    from spmd.inspection._carrying import shape_on
 
     given = () if path is None else load(path, "--args")
     with mesh if mesh is not None else contextlib.nullcontext():

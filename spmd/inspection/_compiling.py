@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import contextlib
 import inspect
-import itertools
 import types
 from typing import Any
 
 import jax
 
 import spmd
-from spmd import _jax, _mesh, _resolve, stages
+from spmd import _jax, _mesh, stages
 from spmd.errors import ArgumentError, Failure, MeshError, ReportError, explain
 from spmd.inspection._hlo import Module
 from spmd.inspection._memory import memory_of
@@ -281,75 +280,6 @@ def shape_of(leaf: Any, sharding: Any = None) -> Any:
     is_ref = isinstance(leaf, jax.Ref) or getattr(leaf, "is_ref", False)
     return jax.ShapeDtypeStruct(
         leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak, is_ref=is_ref
-    )
-
-
-def shape_on(leaf: Any, mesh: Any, name: str) -> Any:
-    """An array as its shape, placed on a mesh as it is placed where it lies.
-
-    A NamedSharding goes over by the names of its axes. One device stands for no other, so what is
-    committed to a device that the mesh lacks is placed nowhere.
-
-    Args:
-        leaf: an array, a struct of one, or any other value.
-        mesh: to compile for; None for the devices where arrays are.
-        name: of the leaf, for errors.
-
-    Raises:
-        ShardingError: the mesh has no such axes, or the sharding names none.
-    """
-    sharding = _resolve.placed_sharding(leaf)
-    if mesh is not None and isinstance(sharding, jax.sharding.NamedSharding):
-        sharding = _by_names(sharding, mesh, name)
-    elif mesh is not None and sharding is not None:
-        sharding = _in_place(sharding, mesh, name)
-    return shape_of(leaf, sharding)
-
-
-def _by_names(sharding: Any, mesh: Any, name: str) -> Any:
-    own, plain = sharding.mesh, _mesh.plain_mesh(mesh)
-    if own == plain or own == plain.abstract_mesh:
-        return sharding
-    if missing := [axis for axis in _axes(sharding.spec) if axis not in plain.shape]:
-        raise explain(name, [_lacks_axes(sharding, mesh, missing)])
-    # Programs are other ones where the axes of a mesh are Explicit.
-    types = dict(zip(own.axis_names, own.axis_types, strict=True))
-    auto = jax.sharding.AxisType.Auto
-    plain = plain.update(axis_types=tuple(types.get(axis, auto) for axis in plain.axis_names))
-    return jax.sharding.NamedSharding(plain, sharding.spec, memory_kind=sharding.memory_kind)
-
-
-def _axes(spec: Any) -> tuple[str, ...]:
-    split = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
-    named = itertools.chain.from_iterable(split)
-    return tuple(a for a in named if a not in (None, jax.sharding.PartitionSpec.UNCONSTRAINED))
-
-
-def _in_place(sharding: Any, mesh: Any, name: str) -> Any:
-    if sharding.device_set <= {*mesh.devices.flat}:
-        return sharding
-    if len(sharding.device_set) > 1:
-        raise explain(name, [_nameless(sharding, mesh)])
-    return None
-
-
-def _lacks_axes(sharding: Any, mesh: Any, missing: Sequence[str]) -> Failure:
-    return Failure(
-        what="cannot be placed on the mesh by the names of its axes",
-        given=_resolve.show_sharding(sharding),
-        expected=f"axes that {_mesh.show_mesh(mesh)} has, for which it is compiled",
-        got=f"no axis {', '.join(map(repr, missing))}",
-        fix="name these axes in --mesh, or give shapes without shardings",
-    )
-
-
-def _nameless(sharding: Any, mesh: Any) -> Failure:
-    return Failure(
-        what="cannot be placed on other devices than its own",
-        given=_resolve.show_sharding(sharding),
-        expected=f"a NamedSharding, which goes over to {_mesh.show_mesh(mesh)} by names of axes",
-        got=type(sharding).__name__,
-        fix="jax.device_put(x, NamedSharding(mesh, spec)), or shapes without shardings",
     )
 
 
