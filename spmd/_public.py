@@ -54,6 +54,7 @@ if _typing.TYPE_CHECKING:
         Diff as Diff,
         Fit as Fit,
         Picture as Picture,
+        Pictures as Pictures,
         Report as Report,
         diff as diff,
         fits as fits,
@@ -67,7 +68,8 @@ if _typing.TYPE_CHECKING:
 
 #: Names of features, and where they live: the core never imports those files.
 _FEATURES = {
-    **dict.fromkeys(("Diff", "Fit", "Picture", "Report", "diff", "fits"), "spmd.inspection"),
+    **dict.fromkeys(("Diff", "Fit", "Picture", "Pictures", "Report"), "spmd.inspection"),
+    **dict.fromkeys(("diff", "fits"), "spmd.inspection"),
     **dict.fromkeys(("preview", "report", "sweep", "topology"), "spmd.inspection"),
     **dict.fromkeys(("visualize", "why"), "spmd.inspection"),
     "bundle": "spmd.bundle",

@@ -406,7 +406,7 @@ class Report:
         findings: what costs more than it has to: repeated work first, then the most bytes, whole
             arguments last.
         predicted: True where nothing was compiled: the collectives are those that the shardings
-            demand, before the compiler changes them; `cost` is zero and `memory` None.
+            demand, changed by the rules that `prediction` names; `cost` is zero and `memory` None.
         unread: text of the program that was not understood, so that collectives, cost and
             findings may lack what it does; None where all was.
         prediction: whose compiler a prediction is for, and by which of its rules; else empty.
