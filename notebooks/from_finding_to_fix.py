@@ -84,9 +84,10 @@ for one in before.findings:
     print(f"    fix: {one.fix}")
 
 # %% [markdown]
-# Most of them belong together. Nobody has said how the batch is split, so neither it is nor what
-# the backward pass needs of it, and the devices along `data` repeat one another. And to donate the
-# batch brings nothing, since no result has its shape.
+# The first finding is the cause: no spec says how the batch is split, so the devices along `data`
+# repeat one another. Its facts say how much work that is, and what follows from it is not told again.
+# The second finding stands alone: a donated batch makes room for nothing, since no result has its
+# shape.
 #
 # ## What is known of a value
 #
