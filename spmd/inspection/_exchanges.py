@@ -64,7 +64,7 @@ class _Reader:
         done: set[object] = set()
         for view in block.operations:
             operation = view.operation
-            if exchange := _KINDS.get(operation.name):
+            if exchange := _KINDS.get(_name(operation)):
                 asked = exchange(operation, self.sizes)
                 if asked.group_size > 1 and not _again(operation, done):
                     for i, one in enumerate(self.target.sent(operation, asked)):
@@ -331,11 +331,22 @@ def _whole(pieces: Sequence[_Piece]) -> dict[str, int]:
 # What the user's own collectives send
 
 
-def _manual(kind: str) -> Callable[[Any, Mapping[str, int]], Exchange]:
-    """Reads a collective that a ``shard_map`` calls: its types are per device already."""
+_Groups = tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]
+"""Devices that exchange with each other, and the mesh axes that they are along."""
+
+
+def _manual(
+    kind: str,
+    groups_of: Callable[[Any, Mapping[str, int]], _Groups] | None = None,
+    data: int | None = None,
+) -> Callable[[Any, Mapping[str, int]], Exchange]:
+    """Reads a collective that a ``shard_map`` calls: its types are per device already.
+
+    The first `data` operands are sent; by default all are.
+    """
 
     def read(operation: Any, sizes: Mapping[str, int]) -> Exchange:
-        groups, axes = _group_of(operation, sizes)
+        groups, axes = (groups_of or _group_of)(operation, sizes)
         shardings = _shardy.shardings_in(_shardy.text_of(operation, "sdy.sharding"))
         # Axes that are not manual may split what the shard_map sees.
         results = tuple(
@@ -344,7 +355,7 @@ def _manual(kind: str) -> Callable[[Any, Mapping[str, int]], Exchange]:
         )
         operands = tuple(
             local_shape(operand.type, shardings[i] if i < len(shardings) else (), sizes)
-            for i, operand in enumerate(operation.operands)
+            for i, operand in enumerate([*operation.operands][:data])
         )
         return Exchange(
             kind=kind,
@@ -356,9 +367,20 @@ def _manual(kind: str) -> Callable[[Any, Mapping[str, int]], Exchange]:
     return read
 
 
-def _group_of(
-    operation: Any, sizes: Mapping[str, int]
-) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
+def _groups_of_a_call(operation: Any, sizes: Mapping[str, int]) -> _Groups:
+    rows = np.array(operation.attributes["backend_config"]["replica_groups"])
+    groups = tuple(tuple(row) for row in rows.tolist())
+    return groups, _groups.mesh_axes_of(groups, sizes)
+
+
+def _name(operation: Any) -> str:
+    """The name of an operation; of a call out of the module, the name of what it calls."""
+    if operation.name != "stablehlo.custom_call":
+        return operation.name
+    return f"stablehlo.{operation.attributes['call_target_name'].value}"
+
+
+def _group_of(operation: Any, sizes: Mapping[str, int]) -> _Groups:
     name = "replica_groups"
     if "source_target_pairs" in operation.attributes:
         name = "source_target_pairs"
@@ -396,5 +418,7 @@ _KINDS: Mapping[str, Callable[[Any, Mapping[str, int]], Exchange]] = {
     "stablehlo.all_to_all": _manual("all-to-all"),
     "stablehlo.collective_broadcast": _manual("collective-broadcast"),
     "stablehlo.collective_permute": _manual("collective-permute"),
+    # What it sends is the most that its operand allows; the others are where to write, and sizes.
+    "stablehlo.ragged_all_to_all": _manual("ragged-all-to-all", _groups_of_a_call, 1),
     "stablehlo.reduce_scatter": _manual("reduce-scatter"),
 }

@@ -277,7 +277,7 @@ BAD = [
     (("report", "a_train:forward", "--json", "no/r.json"), "--json no/r.json is in a folder that"),
     (("report", "a_train:forward", "--max-bytes", "4MB"), "--max-bytes 4MB is not a limit: write"),
     (("report", "a_train:forward", "--max-count", "a=b"), "--max-count a=b is no whole number."),
-    (("report", "a_train:forward", "--max-bytes", "model=1XB"), "no number of bytes"),
+    (("report", "a_train:forward", "--max-bytes", "model=1XB"), "is no unit of bytes"),
     (("report", "a_train:forward", "--none", "all-gathers"), "did you mean 'all-gather'?"),
     (("report", "a_train:forward", "--json", "r.txt"), "--json r.txt does not end in .json."),
     (("report", "a_train:forward", "--json", "a.json"), "--json a.json cannot be written."),

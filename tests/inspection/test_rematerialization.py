@@ -144,7 +144,7 @@ def test_jax_jit():
         "it is split as P('model')",
         "it is wanted as P(None, ('model', 'data'))",
     )
-    assert one.fix == "with_sharding_constraint(value, P(None, 'model')) in between"
+    assert one.fix == "jax.lax.with_sharding_constraint(value, P(None, 'model')) in between"
 
 
 SPECS = [

@@ -244,7 +244,7 @@ pmap of `two` cannot match out_axes with result: it is not a pytree prefix.
   given     out_axes is a tuple of 2 elements
   expected  the structure of result, or one spec for all of it
   got       result is a dict of 2 elements
-  fix       give one spec per leaf, or one spec for a whole subtree
+  fix       write out_axes as a dict of specs, or give one spec for all of result
 """,
     ),
     "no function": (
