@@ -29,7 +29,7 @@ from spmd._arguments import Parameters
 from spmd._call import PjitCall
 from spmd._counts import count
 from spmd._lower import clear_lower_cache, lower, program_of
-from spmd._mesh import described_failure
+from spmd._mesh import described_failure, show_mesh
 from spmd._recover import parse_op_sharding
 from spmd._resolve import (
     canonical_leaf,
@@ -322,7 +322,7 @@ def resolve_leaf(
     """Returns what a leaf of a user's specs says of a value, and what is wrong with it.
 
     Args:
-        leaf: A parsed spec or a sharding; the sharding itself comes back where no spec says it.
+        leaf: A parsed spec or a sharding; what comes back for it is a spec or a NamedSharding.
         aval: What has a `shape` and a `dtype`.
         mesh: The mesh of the call.
         subject: The value, e.g. ``"argument x"``.
@@ -337,8 +337,20 @@ def resolve_leaf(
     leaf = canonical_leaf(leaf)
     if isinstance(leaf, Sharding) and not isinstance(leaf, NamedSharding):
         leaf = _recovered(leaf, aval.ndim, mesh)
+        if isinstance(leaf, Sharding) and not isinstance(leaf, NamedSharding):
+            return leaf, _unsaid_failure(leaf, mesh, subject, given)
     on = mesh if on is None else on
     return leaf, spec_failure(leaf, aval, on, subject, given, boundary=boundary)
+
+
+def _unsaid_failure(sharding: Any, mesh: Any, subject: str, given: str) -> Failure:
+    # Without a spec it would be lost where a transformation adds a dimension.
+    return Failure(
+        what=f"cannot split {subject}: no spec on this mesh says the sharding",
+        given=f"{given} = {sharding}"[:100],
+        expected=f"a sharding that splits dimensions over axes of {show_mesh(mesh)}",
+        fix="enter the mesh whose axes it splits over, or write a NamedSharding",
+    )
 
 
 def resource_of(value: Any, mesh: Any) -> Any:

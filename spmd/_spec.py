@@ -389,7 +389,8 @@ def _broadcast(
     if spec_keys is not None and value_keys is not None:
         if {*spec_keys} != {*value_keys}:
             return _key_mismatch(name, value, {*spec_keys}, {*value_keys})
-        order, keys = [spec_keys.index(k) for k in value_keys], [f"[{k!r}]" for k in value_keys]
+        at = {key: i for i, key in enumerate(spec_keys)}
+        order, keys = [at[k] for k in value_keys], [f"[{k!r}]" for k in value_keys]
     elif prefix.node_data() != full.node_data() or len(specs) != len(values):
         return _mismatch(name, value, prefix, full)
     else:

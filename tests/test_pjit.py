@@ -907,6 +907,25 @@ def test_sharding_that_no_spec_says_stays_as_it_is():
     assert resource_of(value, plain_mesh(mesh)) is sharding
 
 
+def test_a_given_sharding_that_no_spec_says_is_refused():
+    """A sharding over parts of an axis is an error, and not lost under vmap."""
+    mesh = mesh_of({"x": 8})
+    sharding = GSPMDSharding(tuple(mesh.devices.flat), HloSharding.iota_tile([4, 2]))
+    batch = np.ones((3, 8, 8), np.float32)
+
+    def constrained(x):
+        return with_sharding_constraint(x, sharding)
+
+    refused = r"no spec on this mesh says the sharding\.\n.*devices=\[4,2\]"
+    for f in (pjit(lambda x: x, in_shardings=sharding, mesh=mesh), constrained):
+        for call in (f, jax.vmap(f), jax.jit(jax.vmap(f))):
+            with pytest.raises(spmd.ShardingError, match=refused):
+                call(batch[0] if call is f else batch)
+    f = pjit(lambda x: x, out_shardings=sharding, mesh=mesh)
+    with pytest.raises(spmd.ShardingError, match=refused):
+        f(batch[0])
+
+
 def test_what_speaks_for_nothing_is_unspecified(mesh):
     """Host values, uncommitted arrays, tracers and other device orders have no resource."""
     plain = plain_mesh(mesh)

@@ -402,6 +402,28 @@ def test_prefixes_are_those_of_jax(a, b):
         assert broadcast(specs, b) == ["P()"] * len(jax.tree.leaves(b))
 
 
+class Counted(str):
+    """A key that counts how often it is compared."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+    comparisons = 0
+
+    def __eq__(self, other):
+        Counted.comparisons += 1
+        return str.__eq__(self, other)
+
+
+def test_keys_are_matched_in_one_pass():
+    """Finding the specs of many keys takes some comparisons for each, not one for each pair."""
+    specs = {Counted(f"k{i}"): i for i in range(300)}
+    treedef = jax.tree.structure({Counted(f"k{i}"): 0 for i in range(300)})
+    Counted.comparisons = 0
+    found = broadcast_prefix(specs, treedef, "specs", "value")
+    assert found == [specs[k] for k in sorted(specs)]
+    assert Counted.comparisons < 20 * len(specs)
+
+
 # Specs as pjit takes them
 
 

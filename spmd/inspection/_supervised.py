@@ -15,6 +15,8 @@ import threading
 _PIPE, _ASKED = "SPMD_PARENT_PIPE", "SPMD_COMPILER_ENDED"
 _USAGE = 2
 
+_asked = False
+
 
 def is_child() -> bool:
     """Whether this process is such a child already."""
@@ -23,7 +25,7 @@ def is_child() -> bool:
 
 def asked_for_lines() -> bool:
     """Whether a compiler has ended the process of this command, and its lines are asked for."""
-    return _ASKED in os.environ
+    return _asked
 
 
 def run(argv: Sequence[str]) -> int:
@@ -76,7 +78,9 @@ def _ended(child: subprocess.Popen) -> int:
 
 def follow_parent() -> None:
     """Ends this process when its parent is no more, however that was ended."""
-    pipe = int(os.environ[_PIPE])
+    global _asked
+    # A command that the user's code starts here has neither this pipe nor what was asked.
+    pipe, _asked = int(os.environ.pop(_PIPE)), os.environ.pop(_ASKED, None) is not None
 
     def wait() -> None:
         os.read(pipe, 1)  # nothing is ever written: it returns when the other end is closed

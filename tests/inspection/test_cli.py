@@ -524,7 +524,7 @@ from spmd import P, pjit, with_sharding_constraint
 
 def resplit(x):
     x = with_sharding_constraint(x, P(("a", "b"))) * 2  # here
-    if "SPMD_COMPILER_ENDED" not in os.environ:
+    if not os.path.exists("ended"):
         HOW
     return with_sharding_constraint(x, P("b", "a")) * 3
 
@@ -551,7 +551,9 @@ def _told(signal_name):
 def test_a_command_survives_the_end_of_its_compiler(here):
     """A process that is aborted takes no command with it: exit code 2, the line, and a way out."""
     line = 1 + next(i for i, s in enumerate(ENDED.splitlines()) if s.endswith("# here"))
-    code, out, err = _ended(here, 'os.write(2, b"last words\\n"); os.abort()')
+    code, out, err = _ended(
+        here, 'open("ended", "w").close(); os.write(2, b"last words\\n"); os.abort()'
+    )
     assert (code, out) == (2, "")
     assert "last words\n" in err
     said = err.partition(_told("SIGABRT"))[2]
@@ -575,6 +577,30 @@ def test_a_mesh_on_which_the_compiler_ends_its_process(here):
     assert "Could not slice dimension 0 with size 3" in err
     assert _told("SIGABRT") in err
     assert "all-to-all over a: payload 96 B, wire 48 B, 1 run, at a_ended.py:" in err
+
+
+STARTS_ANOTHER = """
+import subprocess, sys
+subprocess.run([sys.executable, "-m", "spmd", "report", "a_started:step"])
+"""
+
+
+def test_a_command_that_the_users_code_starts_is_its_own(here):
+    """A command that a module starts while another one reads it is nobody's child process."""
+    (here / "a_starter.py").write_text(STARTS_ANOTHER)
+    (here / "a_started.py").write_text("import time; time.sleep(0.3)")
+    done = subprocess.run(
+        [sys.executable, "-m", "spmd", "report", "a_starter:step"],
+        cwd=here,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.stderr.splitlines() == [
+        "spmd: FUNCTION a_started:step: a_started has no 'step'.",
+        "spmd: FUNCTION a_starter:step: a_starter has no 'step'.",
+    ]
 
 
 def test_an_answer_goes_through_the_child(here):
