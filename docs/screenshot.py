@@ -1,6 +1,7 @@
-"""Takes the screenshot of a report that the README shows: the page of the demo's training step.
+"""Takes the screenshot that the README shows: the page of the demo's step with a slip.
 
-Run from anywhere, with Debian's chromium installed and the extras `demo` and `test`:
+Its first sight is the finding. Run from anywhere, with Debian's chromium installed and the extras
+`demo` and `test`:
 
     python docs/screenshot.py
 """
@@ -26,11 +27,11 @@ ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 
 
 def report() -> spmd.Report:
-    """The report of the demo's step, whose paths are those of the repository."""
+    """The report of the demo's step with its slip, whose paths are those of the repository."""
     os.chdir(ROOT)
     with spmd.make_mesh({"data": 4, "model": 2}):
         trainer = train.Trainer(corpus.load(), steps=400, seed=0)
-        return spmd.report(trainer.step, trainer.state, trainer.sample_batch())
+        return spmd.report(trainer.slip, trainer.state, trainer.sample_batch())
 
 
 def shoot(page: Path, image: Path) -> None:
@@ -40,7 +41,7 @@ def shoot(page: Path, image: Path) -> None:
             executable_path=shutil.which("chromium"), args=ARGUMENTS
         )
         tab = browser.new_page(
-            viewport={"width": 1280, "height": 1120}, color_scheme="light", device_scale_factor=1
+            viewport={"width": 1280, "height": 1180}, color_scheme="light", device_scale_factor=1
         )
         tab.goto(page.as_uri())
         image.parent.mkdir(exist_ok=True)

@@ -1,6 +1,7 @@
 """The main job: its text, its model, its training, and what it reports."""
 
 import argparse
+import functools
 import io
 import itertools
 import json
@@ -248,16 +249,70 @@ def test_the_report_is_json(report):
     assert Report.from_json(data["step"]) == report[0].step
     assert data["losses"] == list(report[0].losses)
     assert data["final_loss"] == report[0].final_loss == sum(data["losses"]) / 2
+    assert Report.from_json(data["slip"]) == report[0].slip
     assert data["options"]["mesh"] == MESH
     assert data["peak_bytes_per_device"] == report[0].step.memory.peak
 
 
+def test_the_slip_is_found(report):
+    """With a batch that nothing splits each of 4 devices computes all of it: the finding says so.
+
+    Then no gradient is exchanged over data, and activations over model are four times as large.
+    """
+    report, out = report
+    (found,) = report.slip.findings
+    assert (found.kind, found.subject) == (
+        "unsharded-batch",
+        "the 32 rows of tokens are on every device",
+    )
+    assert report.slip.cost.flops == 4 * report.step.cost.flops
+    assert found.flops == 3 * report.step.cost.flops
+    assert found.fix == "P('data') for tokens in in_axis_resources"
+    assert set(report.slip.totals("axis")) == {("model",)}
+    assert report.slip.total.payload_bytes == 4 * 4 * 32 * 32 * 128 * 4 + 4 * 4
+    assert report.step.findings == ()
+    shown = out.partition("\nA slip, found\n")[2]
+    assert "    the 32 rows of tokens are on every device;\n" in shown
+    assert "      fix  P('data') for tokens in in_axis_resources\n" in shown
+    assert "    slip -> trained\n" in shown
+    assert "FLOPs        2.6 GFLOP  641.3 MFLOP  -1.9 GFLOP (-75.0%)" in shown
+
+
+@pytest.mark.slow
+def test_the_fix_of_the_slip_repairs_it(trained, report):
+    """With the spec that the fix says, and no constraint, the exchanges are those of the step."""
+    trainer, _, _, mesh = trained
+    with mesh, jax.numpy_dtype_promotion("standard"):
+        given = trainer.state, trainer.sample_batch()
+        specs = jax.tree.map(lambda x: x.sharding.spec, trainer.state)
+        step = functools.partial(train.train_step, adam=train.optimizer(2), constrain=_plain)
+        repaired = spmd.pjit(
+            step,
+            in_axis_resources=(specs, spmd.P("data")),
+            out_axis_resources=(specs, spmd.P()),
+            donate_argnums=(0,),
+        )
+        fixed = spmd.report(repaired, *given)
+    assert fixed.findings == ()
+    assert fixed.totals("kind", "axis") == report[0].step.totals("kind", "axis")
+    assert fixed.cost.flops == report[0].step.cost.flops
+
+
 def test_the_page_of_the_step_is_written(report):
-    """The page is that of the step's report, and the last line says where it is, unbroken."""
+    """The pages are those of the reports, and the last lines say where they are, unbroken."""
     report, out = report
     page = report.options.html
     assert page.read_text(encoding="utf-8") == report.step.to_html()
-    assert out.splitlines()[-1] == f"page of the step: {page}"
+    others = [page.with_name(f"a page-{what}.html") for what in ("slip", "difference")]
+    assert [path.read_text(encoding="utf-8") for path in others] == [
+        report.slip.to_html(),
+        report.repair.to_html(),
+    ]
+    assert out.splitlines()[-3:] == [
+        f"page of the slip: {others[0]}",
+        f"page of the difference: {others[1]}",
+        f"page of the step: {page}",
+    ]
     assert "return jax.nn.gelu(x @ up) @ down" in page.read_text(encoding="utf-8")
     assert report.to_json()["options"]["html"] == str(page)
 
@@ -268,6 +323,9 @@ def test_a_page_that_nobody_asked_for_stops_nothing(tmp_path, monkeypatch):
     add_arguments(parser)
     monkeypatch.chdir(tmp_path)
     assert options_from(parser.parse_args([])).html == Path("spmd-demo.html")
+    Path("spmd-demo-slip.html").mkdir()
+    assert options_from(parser.parse_args([])).html is None
+    Path("spmd-demo-slip.html").rmdir()
     Path("spmd-demo.html").mkdir()
     assert options_from(parser.parse_args([])).html is None
     with pytest.raises(CommandError, match=r"--html spmd-demo\.html cannot be written"):
@@ -277,7 +335,8 @@ def test_a_page_that_nobody_asked_for_stops_nothing(tmp_path, monkeypatch):
 def test_output_in_a_pipe_is_plain(report):
     """What is not a terminal gets no control characters, no long lines and no trailing blanks."""
     lines = report[1].split("\n")
-    assert all(line.isprintable() and len(line) <= 80 for line in lines)
+    assert all(line.isprintable() for line in lines)
+    assert all(len(line) <= 80 or line.startswith("page of ") for line in lines)
     assert all(line == line.rstrip() for line in lines)
     assert any(line.startswith("training 2/2  loss ") for line in lines)
 
@@ -453,7 +512,10 @@ def test_the_demo_learns_and_agrees_with_the_unsharded_run(tmp_path):
     ],
 )
 def test_the_demo_on_other_meshes(args, tmp_path):
-    """Every mesh that is accepted trains as one device does."""
+    """Every mesh that is accepted trains as one device does; the slip costs where data is split."""
     done = _demo(*args, "--steps", "8", "--verify", "--html", str(tmp_path / "r.html"))
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert "the loss curve is the same" in done.stdout
+    with_data = args[-1] != "model=8" and args != ("--devices", "1")
+    assert ("fix  P('data') for tokens in in_axis_resources" in done.stdout) is with_data
+    assert (tmp_path / "r-slip.html").exists() is with_data

@@ -33,7 +33,8 @@ class Options:
         seed: of the initial parameters and of the batches.
         verify: train the same steps unsharded, and compare.
         json: file to write the report to.
-        html: file to write the page of the step to; None for no page.
+        html: file to write the page of the step to, and the other `pages` beside it; None for no
+            page.
     """
 
     mesh: dict[str, int]
@@ -67,7 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--html",
         type=Path,
         metavar="FILE",
-        help=f"write the page of the step to FILE (default: {PAGE}, where it can be written)",
+        help="write the page of the step to FILE, and those of the slip and of the difference "
+        f"beside it (default: {PAGE}, where it can be written)",
     )
 
 
@@ -86,7 +88,8 @@ def options_from(args: argparse.Namespace) -> Options:
     check_mesh(mesh, devices)
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise DemoError(f"--json {args.json} is in a folder that does not exist.")
-    writable(args.html, "--html", ".html")
+    for path in pages(args.html).values() if args.html else ():
+        writable(path, "--html", ".html")
     return Options(
         mesh=mesh,
         devices=devices,
@@ -98,10 +101,20 @@ def options_from(args: argparse.Namespace) -> Options:
     )
 
 
+def pages(path: Path) -> dict[str, Path]:
+    """The files that a page is written to, by what each is of."""
+    return {
+        "the slip": path.with_stem(f"{path.stem}-slip"),
+        "the difference": path.with_stem(f"{path.stem}-difference"),
+        "the step": path,
+    }
+
+
 def _default_page() -> Path | None:
     """A page that nobody asked for must not stop the demo."""
     try:
-        writable(Path(PAGE), "--html", ".html")
+        for path in pages(Path(PAGE)).values():
+            writable(path, "--html", ".html")
     except CommandError:
         return None
     return Path(PAGE)

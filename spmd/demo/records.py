@@ -10,8 +10,10 @@ import jax
 from jax import Array
 import numpy as np
 
+import spmd
 from spmd import PartitionSpec, Report
 from spmd.demo.options import Options
+from spmd.inspection import Diff
 
 TOLERANCE = 1e-3
 _TAIL = 20
@@ -96,6 +98,8 @@ class DemoReport:
         picture: one of them, on the mesh.
         step: the report of the compiled training step.
         verification: with ``--verify``.
+        slip: the report of the step with a slip, which is compiled and never run; None where the
+            mesh has one device along data, and nothing is lost by it.
     """
 
     options: Options
@@ -110,6 +114,14 @@ class DemoReport:
     picture: Picture
     step: Report
     verification: Verification | None
+    slip: Report | None = None
+
+    @property
+    def repair(self) -> Diff | None:
+        """What the step that was trained does differently from the one with the slip."""
+        if self.slip is None:
+            return None
+        return dataclasses.replace(spmd.diff(self.slip, self.step), names=("slip", "trained"))
 
     @property
     def final_loss(self) -> float:
@@ -132,6 +144,7 @@ class DemoReport:
             "schema": 2,
             **data,
             "step": self.step.to_json(),
+            "slip": self.slip and self.slip.to_json(),
             "first_loss": self.losses[0],
             "final_loss": self.final_loss,
             "uniform_loss": math.log(self.vocab),

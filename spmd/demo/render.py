@@ -22,12 +22,17 @@ from spmd.demo.records import (
     Placement,
     Verification,
 )
+from spmd.inspection import Diff, Report
 from spmd.inspection._bytes import show_bytes
+from spmd.inspection._diff_text import render_diff
 from spmd.inspection._layout import Indented
+from spmd.inspection._text import Flow, render_findings
 
 # Pairs that stay apart for most colour-blind readers; the letters say the same without colour.
 _SHARD_STYLES = ("black on cyan", "black on yellow", "white on blue", "black on green")
 _PLAIN_LINES = 8
+#: Collectives of a difference that are drawn.
+_CHANGES = 2
 
 
 def show_axes(sizes: dict[str, int]) -> str:
@@ -103,6 +108,8 @@ def print_report(console: Console, report: DemoReport) -> None:
         ("One parameter on the mesh", _picture(report.picture, report.options.mesh, console)),
         ("One step, compiled", report.step),
     ]
+    if report.slip and report.repair:
+        sections.append(("A slip, found", _slip(report.slip, report.repair)))
     if report.verification:
         sections.append(("Verification", _verification(report.verification)))
     for title, body in sections:
@@ -215,6 +222,20 @@ def _bar(index: tuple[tuple[int, int], ...], shape: tuple[int, ...], width: int 
             a, b = start * width // size, stop * width // size
             return "░" * a + "█" * (b - a) + "░" * (width - b)
     return "█" * width
+
+
+def _slip(slip: Report, repair: Diff) -> RenderableType:
+    intro = Text(
+        "The same step without P('data') for its batch, and without the constraint on the residual "
+        "stream; compiled, never run:"
+    )
+    return Group(
+        Flow(intro),
+        Indented(render_findings(slip.findings)),
+        Text(),
+        Flow(Text("Against it, the step that was trained:")),
+        Indented(render_diff(repair, limit=_CHANGES)),
+    )
 
 
 def _verification(verification: Verification) -> RenderableType:

@@ -11,7 +11,8 @@ from rich.console import Console
 
 import spmd
 from spmd.demo import corpus, records, render, train
-from spmd.demo.options import BATCH, DemoError, Options
+from spmd.demo.options import BATCH, DemoError, Options, pages
+from spmd.inspection import Diff
 
 _PICTURED = "block.up"
 
@@ -38,9 +39,13 @@ def run(options: Options, console: Console) -> records.DemoReport:
         _write_json(options, report)
         console.print(f"\nreport written to {options.json}", highlight=False)
     if options.html:
-        _write_page(options.html, report)
-        # Without a break in the path, so that a terminal makes a link of it.
-        console.print(f"\npage of the step: {options.html.absolute()}", soft_wrap=True)
+        console.print()
+        shown = {"the slip": report.slip, "the difference": report.repair, "the step": report.step}
+        for what, path in pages(options.html).items():
+            if shown[what] is not None:
+                _write_page(path, shown[what])
+                # Without a break in the path, so that a terminal makes a link of it.
+                console.print(f"page of {what}: {path.absolute()}", soft_wrap=True)
     return report
 
 
@@ -88,6 +93,7 @@ def _train(options: Options, text: corpus.Corpus, console: Console) -> records.D
             )
         )
         trained_at = time.perf_counter()
+        slip = _slip(trainer, console) if options.mesh["data"] > 1 else None
     return records.DemoReport(
         options=options,
         spmd_version=spmd.__version__,
@@ -102,8 +108,14 @@ def _train(options: Options, text: corpus.Corpus, console: Console) -> records.D
         ),
         picture=records.picture_of(_PICTURED, _params(trainer)[_PICTURED], mesh),
         step=compiled.report(),
+        slip=slip,
         verification=_verify(options, text, losses, tokens, console) if options.verify else None,
     )
+
+
+def _slip(trainer: train.Trainer, console: Console) -> spmd.Report:
+    with console.status("compiling the step with a slip"):
+        return spmd.report(trainer.slip, trainer.state, trainer.sample_batch())
 
 
 def _params(trainer: train.Trainer) -> dict[str, jax.Array]:
@@ -131,9 +143,9 @@ def _verify(
     return records.compare(losses, tuple(reference))
 
 
-def _write_page(path: Path, report: records.DemoReport) -> None:
+def _write_page(path: Path, shown: spmd.Report | Diff) -> None:
     try:
-        report.step.save(path)
+        path.write_text(shown.to_html(), encoding="utf-8")
     except OSError as error:
         raise DemoError(f"--html {path} cannot be written: {error.strerror}.") from None
 

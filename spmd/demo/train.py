@@ -85,6 +85,8 @@ class Trainer:
 
     Attributes:
         step: the partitioned training step; it donates its state.
+        slip: the same step with a slip that is easily made: nothing says that the devices along
+            data share the batch. Each of them computes all of it.
         state: parameters and optimizer state, sharded.
     """
 
@@ -94,11 +96,9 @@ class Trainer:
         specs = state_specs(adam, self.config)
         self.batches = corpus.batches(seed, BATCH, self.config.seq_len)
         self.steps = steps
-        self.step = pjit(
-            functools.partial(train_step, adam=adam),
-            in_axis_resources=(specs, P("data")),
-            out_axis_resources=(specs, P()),
-            donate_argnums=(0,),
+        self.step = _partitioned(functools.partial(train_step, adam=adam), specs, P("data"))
+        self.slip = _partitioned(
+            functools.partial(train_step, adam=adam, constrain=_unconstrained), specs, P()
         )
         # Born sharded: no device ever holds the whole state.
         init = functools.partial(init_state, adam=adam, config=self.config)
@@ -117,6 +117,19 @@ class Trainer:
             yield float(loss)
 
 
+def _unconstrained(x: Array) -> Array:
+    return x
+
+
+def _partitioned(step: Any, specs: tuple[Any, Any], batch: P) -> Any:
+    return pjit(
+        step,
+        in_axis_resources=(specs, batch),
+        out_axis_resources=(specs, P()),
+        donate_argnums=(0,),
+    )
+
+
 def unsharded_losses(corpus: Corpus, steps: int, seed: int) -> Iterator[float]:
     """The same training by plain `jax.jit` on one device, without a mesh or a constraint.
 
@@ -125,7 +138,7 @@ def unsharded_losses(corpus: Corpus, steps: int, seed: int) -> Iterator[float]:
     config, adam = config_of(corpus), optimizer(steps)
     batches = list(itertools.islice(corpus.batches(seed, BATCH, config.seq_len), steps))
     state = jax.jit(functools.partial(init_state, adam=adam, config=config))(np.uint32(seed))
-    step = functools.partial(train_step, adam=adam, constrain=lambda x: x)
+    step = functools.partial(train_step, adam=adam, constrain=_unconstrained)
     compiled = jax.jit(step, donate_argnums=0).lower(state, batches[0]).compile()
     return _unsharded_steps(compiled, state, batches)
 

@@ -638,3 +638,13 @@ class Report:
         from spmd.inspection import _scalars
 
         return _scalars.scalars(self)
+
+
+def skipped_findings(report: Report) -> str:
+    """Why a report has no findings on shardings, as a sentence; empty where it may have some."""
+    if report.predicted or report.num_devices > 1:
+        return ""
+    return (
+        "Findings on shardings were skipped: the program runs on one device, where nothing can be "
+        "split. Compile it for a mesh of several to have them."
+    )

@@ -36,6 +36,7 @@ from spmd.inspection._records import (
     Shapes,
     Source,
     Total,
+    skipped_findings,
 )
 from spmd.inspection._sums import KEYS, NO_MODULE, by_line, grouped, line_of, spread, sum_of
 
@@ -77,9 +78,9 @@ def render_report(
         sections.append((title, render_cost(report)))
     if report.memory:
         sections.append(("Memory, per device", render_memory(report.memory)))
-    if report.findings:
-        sections.insert(0, ("Findings", render_findings(report.findings, limit)))
-    elif report.reshards:
+    if report.findings or skipped_findings(report):
+        sections.insert(0, ("Findings", _findings(report, limit)))
+    if report.reshards and not report.findings:
         sections.append(("Arguments moved before the program", render_reshards(report.reshards)))
     parts: list[RenderableType] = [render_header(report)]
     for title, body in sections:
@@ -558,6 +559,13 @@ def _buffer_row(one: Buffer) -> Row:
 # Findings
 
 _MEASURES = {"memory": "of memory", "wire": "on the wire"}
+
+
+def _findings(report: Report, limit: int | None) -> RenderableType:
+    parts = [render_findings(report.findings, limit)] if report.findings else []
+    if why := skipped_findings(report):
+        parts.append(Flow(Text(why, style="dim")))
+    return Group(*parts)
 
 
 def render_findings(findings: Sequence[Finding], limit: int | None = LIMIT) -> RenderableType:

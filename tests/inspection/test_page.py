@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import itertools
 import json
+import math
 from pathlib import Path
 import re
 
@@ -77,6 +78,23 @@ def order(tab):
 
 SOME = many(240)
 
+#: Lines of code in the text of a page, and those which are on more than one line of the screen.
+BROKEN = """() => {
+  const walker = document.createTreeWalker(document.getElementById("main"), NodeFilter.SHOW_TEXT);
+  const found = { count: 0, broken: [] };
+  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+    for (const match of node.data.matchAll(/[a-z]+\\.py:\\d+/g)) {
+      const range = document.createRange();
+      range.setStart(node, match.index);
+      range.setEnd(node, match.index + match[0].length);
+      const rows = new Set([...range.getClientRects()].map((one) => Math.round(one.top)));
+      found.count += rows.size > 0;
+      if (rows.size > 1) found.broken.push(match[0]);
+    }
+  }
+  return found;
+}"""
+
 
 # What is shown
 
@@ -121,7 +139,59 @@ def test_findings_come_first(browser, tmp_path):
             )
         ]
         tops = tab.eval_on_selector_all("section", "all => all.map(one => one.id)")
-        assert tops[0] == "findings"
+        links = tab.eval_on_selector_all("nav a", "all => all.map(one => one.hash.slice(1))")
+        assert tops == links == [
+            "findings", "memory", "mesh", "traffic", "source", "ledger", "shardings"
+        ]  # fmt: skip
+
+
+def test_pictures_stand_beside_each_other_below_the_findings(real, browser, tmp_path):
+    """Memory and mesh are in the first sight of a page, and below each other on narrow screens."""
+    one = dataclasses.replace(real[-1], findings=SMALL.findings)
+    place = "one => { const b = one.getBoundingClientRect(); return [b.left, b.top, b.bottom]; }"
+    with opened(browser, saved(one, tmp_path), width=1280, height=1120) as tab:
+        memory, mesh = (tab.eval_on_selector(name, place) for name in (".stack", "#devices"))
+        assert memory[0] < 640 < mesh[0]
+        assert max(memory[2], mesh[2]) <= 1120
+        tab.set_viewport_size({"width": 800, "height": 1120})
+        memory, mesh = (tab.eval_on_selector(name, place) for name in ("#memory", "#mesh"))
+        assert memory[0] == mesh[0]
+        assert memory[2] < mesh[1]
+
+
+def test_one_device_is_told_that_findings_were_skipped(browser, tmp_path):
+    """A page of one device says why it has no findings on shardings, and a larger one does not."""
+    for one, wanted in (
+        (
+            report(num_devices=1, mesh={}),
+            "Findings on shardings were skipped: the program runs on one device, where nothing can "
+            "be split. Compile it for a mesh of several to have them.",
+        ),
+        (report(), "Nothing costs more than it has to, as far as spmd looks."),
+        (report(num_devices=1, mesh={}, predicted=True), "A preview has none."),
+    ):
+        with opened(browser, saved(one, tmp_path)) as tab:
+            assert tab.inner_text("#findings").split("\n")[-1] == wanted
+
+
+def test_a_line_is_never_broken(browser, tmp_path):
+    """On screens from 320 pixels on no `transformer.py:42` is split, nor in details and facts."""
+    facts = (
+        "most of it is made at /a/rather/long/folder/than/which/no/screen/is/wider/model.py:131",
+    )
+    findings = tuple(
+        dataclasses.replace(one, facts=facts, source=source(131)) for one in SMALL.findings
+    )
+    one = dataclasses.replace(SMALL, findings=findings)
+    with opened(browser, saved(one, tmp_path)) as tab:
+        for button in tab.locator("button.open").all():
+            button.click()
+        tab.eval_on_selector_all("details", "all => all.forEach(one => (one.open = true))")
+        for width in range(320, 500, 20):
+            tab.set_viewport_size({"width": width, "height": 900})
+            found = tab.evaluate(BROKEN)
+            assert found["count"] > 20
+            assert found["broken"] == []
 
 
 def test_heat_column(real, browser, tmp_path):
@@ -232,20 +302,74 @@ def test_uneven_and_unknown_shardings(browser, tmp_path):
         assert tab.locator(".device.same").count() == 0
 
 
-def test_a_large_mesh(browser, tmp_path):
-    """8,192 devices are drawn, each of which tells its shard."""
-    axes = {"data": 64, "model": 128}
+def on_mesh(axes, shape, spec):
+    """A report of one argument on a mesh of any size."""
     argument = Argument(
-        path="x", dtype="bf16", shape=(640, 1280), sharding="P('data', 'model')", nbytes=200,
-        splits=tuple(Split.of(n, (a,), axes) for n, a in ((640, "data"), (1280, "model"))),
+        path="x", dtype="bf16", shape=shape, sharding="P('data', 'model')", nbytes=200,
+        splits=tuple(Split.of(n, names, axes) for n, names in zip(shape, spec, strict=True)),
     )  # fmt: skip
-    one = report(mesh=axes, num_devices=8192, arguments=(argument,), device_ids=tuple(range(8192)))
-    with opened(browser, saved(one, tmp_path)) as tab:
-        assert tab.locator(".device").count() == 8192
-        tab.hover(".device[data-i='1300']")
+    count = math.prod(axes.values())
+    return report(
+        mesh=axes, num_devices=count, arguments=(argument,), device_ids=tuple(range(count)),
+        memory=SMALL.memory,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("axes", "device", "held"),
+    [
         # 1300 = 10 * 128 + 20
-        assert tab.inner_text("#held .index") == "x[100:110, 200:210]"
+        ({"data": 64, "model": 128}, 1300, "x[100:110, 200:210]"),
+        ({"data": 16, "model": 32}, 100, "x[30:40, 40:50]"),
+        ({"data": 16, "model": 16}, 255, "x[150:160, 150:160]"),
+        # Rows of more devices than there is room for are folded, those of a prime number unevenly.
+        ({"data": 1, "model": 8192}, 1300, "x[:, 13000:13010]"),
+        ({"data": 2, "model": 257}, 260, "x[10:20, 30:40]"),
+        ({"data": 1, "model": 32}, 31, "x[:, 310:320]"),
+    ],
+)
+def test_a_large_mesh_is_drawn_whole(axes, device, held, browser, tmp_path):
+    """Every device of a large mesh is in sight beside the memory, apart from the others."""
+    shape = tuple(10 * size for size in axes.values())
+    one = on_mesh(axes, shape, (("data",), ("model",)))
+    with opened(browser, saved(one, tmp_path), width=1280, height=1120) as tab:
+        boxes = tab.eval_on_selector_all(
+            ".device",
+            "all => all.map(one => { const b = one.getBoundingClientRect(); "
+            "return [b.left, b.top, b.right, b.bottom]; })",
+        )
+        frame = tab.eval_on_selector(
+            "#devices",
+            "one => { const b = one.getBoundingClientRect(); "
+            "return [b.left, b.top, b.right, b.bottom]; }",
+        )
+        cut = tab.eval_on_selector_all(
+            ".device", "all => all.filter(one => one.scrollWidth > one.clientWidth).length"
+        )
+        tab.hover(f".device[data-i='{device}']")
+        assert tab.inner_text("#held .index") == held
         assert tab.locator(".device.same").count() == 1
+    assert len(boxes) == math.prod(axes.values())
+    assert len({(round(left, 2), round(top, 2)) for left, top, _, _ in boxes}) == len(boxes)
+    assert cut == 0
+    for left, top, right, bottom in boxes:
+        assert frame[0] <= left < right <= frame[2]
+        assert frame[1] <= top < bottom <= frame[3]
+        assert min(right - left, bottom - top) >= 3
+
+
+def test_a_large_mesh_on_a_narrow_screen(browser, tmp_path):
+    """Where the devices have no room they scroll, by hand and by the keys."""
+    one = on_mesh({"data": 64, "model": 128}, (640, 1280), (("data",), ("model",)))
+    with opened(browser, saved(one, tmp_path), width=360) as tab:
+        tab.focus(".device[data-i='0']")
+        tab.keyboard.press("ArrowDown")
+        assert tab.evaluate("document.activeElement.dataset.i") == "128"
+        tab.keyboard.press("End")
+        assert tab.evaluate("document.activeElement.dataset.i") == "8191"
+        edge = "one => one.getBoundingClientRect().right"
+        assert 0 < tab.eval_on_selector(".device[data-i='8191']", edge) <= 360
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 360
 
 
 # Sorting, filtering, keys

@@ -165,6 +165,17 @@ def test_empty_ledger():
     assert "  no collectives: the program runs on one device\n" in alone
 
 
+def test_one_device_has_no_findings_on_shardings():
+    """On one device the report says that findings were skipped and why, beside those it has."""
+    said = "  Findings on shardings were skipped: the program runs on one device, where nothing "
+    said += "can be split. Compile it for a mesh of several to have them.\n"
+    alone = report(num_devices=1, mesh={"data": 1}, findings=SMALL.findings[:1])
+    assert f"\nFindings\n{said}" in drawn(report(num_devices=1, mesh={}), 160)
+    assert f"    fix  make it as P(None, 'model')\n{said}" in drawn(alone, 160)
+    for other in (report(), report(num_devices=1, mesh={}, predicted=True)):
+        assert "skipped" not in str(other)
+
+
 def test_paths_are_relative_to_here():
     """A file below the working directory is shown without it, any other file in full."""
     here = os.path.join(os.getcwd(), "pkg", "train.py")

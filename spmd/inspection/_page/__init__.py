@@ -15,6 +15,7 @@ import html
 from importlib import resources
 import importlib.util
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 from spmd.errors import Failure, ReportError, explain
@@ -119,6 +120,22 @@ def _page(template: str, subject: str, view: Mapping[str, Any], more_style: str 
     return page.encode("utf-8", "replace").decode("utf-8")
 
 
+#: The file and line of a place, without its folders.
+_PLACE = re.compile(r"[^\s/\\:;,()]+\.\w+:\d+")
+
+
+def _unbroken(text: str) -> Any:
+    """A text whose places stay whole: it breaks between folders, not in ``model.py:131``."""
+    import markupsafe
+
+    pieces, end = [], 0
+    for found in _PLACE.finditer(text):
+        pieces.append(markupsafe.escape(text[end : found.start()]))
+        pieces.append(markupsafe.Markup('<span class="at">{}</span>').format(found[0]))
+        end = found.end()
+    return markupsafe.Markup().join([*pieces, markupsafe.escape(text[end:])])
+
+
 def _text(name: str) -> str:
     return resources.files(__name__).joinpath(name).read_text(encoding="utf-8")
 
@@ -142,10 +159,12 @@ def _environment(subject: str) -> Any:
 def _made_environment() -> Any:
     import jinja2
 
-    return jinja2.Environment(
+    made = jinja2.Environment(
         loader=jinja2.FunctionLoader(_text),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    made.filters["unbroken"] = _unbroken
+    return made

@@ -19,6 +19,7 @@ from spmd.inspection._records import (
     Shapes,
     Source,
     Total,
+    skipped_findings,
 )
 from spmd.inspection._sums import NO_MODULE, by_line, grouped, line_of, spread, sum_of
 
@@ -35,6 +36,7 @@ def view(report: Report) -> dict[str, Any]:
         "mesh": axes_view(report.mesh),
         "figures": [*_figures(report)],
         "findings": findings(report),
+        "skipped": skipped_findings(report),
         "totals": [*_totals(report)],
         "directions": [*_directions(report)],
         "modules": [*_modules(report)],

@@ -19,6 +19,9 @@
     return node;
   };
 
+  // As in the page: a line never breaks in the middle of `model.py:131`.
+  const unbroken = (text) => text.split(/([^\s\/\\:;,()]+\.\w+:\d+)/).map((piece, i) => (i % 2 ? make("span", { className: "at" }, piece) : piece));
+
   // Theme
 
   const themes = ["system", "light", "dark"];
@@ -90,10 +93,10 @@
     add("name stack", one.op);
     add("groups", one.groups && `${one.groups}, at most ${one.group_size} devices`);
     add("instruction", one.hlo);
-    if (one.parts.length) add("parts", make("ol", {}, ...one.parts.map((textContent) => make("li", { textContent }))));
+    if (one.parts.length) add("parts", make("ol", {}, ...one.parts.map((text) => make("li", {}, ...unbroken(text)))));
     const frames = one.frames.map((i) => data.frames[i]);
     if (frames.length) {
-      add("stack", make("ol", {}, ...frames.map(([file, line, name]) => make("li", { textContent: `${file}:${line} ${name}` }))));
+      add("stack", make("ol", {}, ...frames.map(([file, line, name]) => make("li", {}, ...unbroken(`${file}:${line} ${name}`)))));
     }
     const cell = make("td", { className: "detail" }, list);
     cell.colSpan = row.cells.length;
@@ -233,6 +236,10 @@
   });
   const columns = sizes[sizes.length - 1], rows = sizes.length > 1 ? sizes[sizes.length - 2] : 1;
   const small = count > 256;
+  // A long row of devices is drawn in lines of equal length where one divides it.
+  const longest = small ? 128 : 16;
+  const divides = Array.from({ length: longest }, (_, i) => longest - i).find((n) => columns % n === 0);
+  const across = columns <= longest ? columns : divides >= longest / 4 ? divides : longest;
   let chosen = 0, at = 0, cells = [], held = [], same = new Map();
 
   // As in `Split.range_at`.
@@ -242,25 +249,33 @@
     return [Math.min(part * block, size), Math.min((part + 1) * block, size)];
   });
 
+  const folded = across < columns;
+  // Where a row is folded, columns have no number of their own: each line says its first.
+  const columnLabel = (c) => folded ? "" : small ? (c % 8 ? "" : String(c)) : across > 8 ? String(c) : `${names.at(-1)}=${c}`;
+  const lineLabel = (r, c) => {
+    // Lines of a small grid are lower than a text.
+    if (small && (r * Math.ceil(columns / across) + c / across) % 8) return "";
+    const row = names.length > 1 ? [[names.at(-2), r]] : [], first = folded ? [[names.at(-1), c]] : [];
+    return [...row, ...first].map(([name, k]) => (small ? k : `${name}=${k}`)).join(", ");
+  };
+
   const buildGrid = () => {
     grid.classList.toggle("small", small);
+    grid.closest(".mesh").classList.toggle("large", across > 8);
+    grid.style.setProperty("--columns", across);
     grid.setAttribute("role", "group");
     grid.setAttribute("aria-label", "Devices of the mesh");
     for (let start = 0; start < count; start += rows * columns) {
       const lead = coordinates[start].slice(0, -2).map((k, d) => `${names[d]}=${k}`).join(", ");
       const facet = make("div", { className: "grid" });
-      facet.style.gridTemplateColumns = `repeat(${columns + 1}, max-content)`;
       facet.append(make("span", { className: "axis-label" }));
-      for (let c = 0; c < columns; c++) {
-        const label = small ? (c % 8 ? "" : String(c)) : `${names[names.length - 1]}=${c}`;
+      for (let c = 0; c < across; c++) {
+        const label = columnLabel(c);
         facet.append(make("span", { className: "axis-label column", textContent: label }));
       }
       for (let i = start; i < start + rows * columns; i++) {
-        if ((i - start) % columns === 0) {
-          const r = (i - start) / columns;
-          const label = names.length < 2 ? "" : small ? (r % 8 ? "" : String(r)) : `${names[names.length - 2]}=${r}`;
-          facet.append(make("span", { className: "axis-label", textContent: label }));
-        }
+        const r = Math.floor((i - start) / columns), c = (i - start) % columns;
+        if (c % across === 0) facet.append(make("span", { className: "axis-label line", textContent: lineLabel(r, c) }));
         const cell = make("div", { className: "device", tabIndex: -1, textContent: small ? "" : String(data.devices[i] ?? i) });
         cell.dataset.i = i;
         cell.setAttribute("role", "img");
@@ -341,7 +356,7 @@
     if (cell && Number(cell.dataset.i) !== at) show(Number(cell.dataset.i));
   });
   grid.addEventListener("keydown", (event) => {
-    const moves = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns, Home: -at, End: count - 1 - at };
+    const moves = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -across, ArrowDown: across, Home: -at, End: count - 1 - at };
     const to = at + moves[event.key];
     if (!(to >= 0 && to < count)) return;
     event.preventDefault();
