@@ -240,7 +240,8 @@ def _size_failure(axes: Mapping[str, int], pool: Sequence[Any], *, chosen: bool)
     if not chosen and pool[0].platform == "cpu" and math.prod(fixed) > available:
         fix = (
             "choose other sizes, or have JAX start on more virtual devices:\n"
-            f"JAX_NUM_CPU_DEVICES={math.prod(fixed)} in the environment"
+            f"JAX_NUM_CPU_DEVICES={math.prod(fixed)} in the environment,\n"
+            f"or --devices {math.prod(fixed)} for a command of spmd"
         )
     return Failure(
         what="cannot be built",

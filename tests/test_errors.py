@@ -1194,7 +1194,8 @@ def test_sizes_that_do_not_fit(axes, given, expected, got, needed):
     fix = "choose other sizes, or pass other devices"
     if needed:
         fix = "choose other sizes, or have JAX start on more virtual devices:"
-        fix += f"\n                    JAX_NUM_CPU_DEVICES={needed} in the environment"
+        fix += f"\n                    JAX_NUM_CPU_DEVICES={needed} in the environment,"
+        fix += f"\n                    or --devices {needed} for a command of spmd"
     told(
         lambda: spmd.make_mesh(axes),
         spmd.MeshError,

@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 #: every 0.005.
 _REST = 0.02
 
+#: Seconds after which who waits for a function that rests is told why.
+_PATIENCE = 10.0
+
 _TASKS = Path("/proc/self/task")
 _here = threading.local()
 
@@ -74,7 +77,7 @@ class Visit:
         is_unknown = is_spread and not habit.is_known
         has_returned = is_unknown and self._wait_for_rest(thread)
         if habit.meets and not has_returned:
-            self._returned.wait()
+            self._wait_for_return(thread)
         self._is_alone = True
 
     def _wait_for_rest(self, thread: threading.Thread) -> bool:
@@ -88,6 +91,14 @@ class Visit:
                 break
             before = now
         return False
+
+    def _wait_for_return(self, thread: threading.Thread) -> None:
+        """Waits until the function returns; says once where that may be for ever."""
+        while not self._returned.wait(_PATIENCE):
+            before = _turns(thread)
+            if not self._returned.wait(_REST) and before is not None and _turns(thread) == before:
+                logger.warning(_RESTS, subject(self._name))
+                self._returned.wait()
 
     def started(self) -> None:
         """The function has started a program on several devices."""
@@ -111,6 +122,12 @@ _LATE = (
     "%s has started a program on several devices after its call had returned: if a program that "
     "needs its result was started before, both wait for ever; wait for the result of the first "
     "call before it is used: later ones return when the function has"
+)
+
+
+_RESTS = (
+    "%s rests, and its caller waits for it, since it has started programs on several devices: such "
+    "a function must not wait for what its caller does after the call"
 )
 
 

@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 
 from spmd import P
-from spmd.colocated_python import ColocatedPythonError, _lanes, _promises, barrier, colocated_python
+from spmd.colocated_python import (
+    ColocatedPythonError,
+    _lanes,
+    _promises,
+    _waiting,
+    barrier,
+    colocated_python,
+)
 
 ONES = np.ones(8, np.float32)
 
@@ -270,6 +277,40 @@ def test_programs_after_a_rest(caplog):
         np.testing.assert_array_equal(fun(x), ONES * 3)
         assert len(ended) == i + 2
     assert len(caplog.records) == 1
+
+
+class Tells(logging.Handler):
+    """Calls a function for each record."""
+
+    def __init__(self, tell):
+        super().__init__()
+        self.tell = tell
+
+    def emit(self, record):
+        self.tell(record.getMessage())
+
+
+def test_a_function_that_waits_for_its_caller_is_told_of(monkeypatch):
+    """Who waits for a function that rests is told why, once, and goes on when it has returned."""
+    monkeypatch.setattr(_waiting, "_PATIENCE", 0.05)
+    x, go, told = put(ONES), threading.Event(), []
+
+    def waits(x):
+        y = x + 1
+        assert go.wait(LONG)
+        return y
+
+    handler = Tells(lambda text: (told.append(text), go.set()))
+    _waiting.logger.addHandler(handler)
+    try:
+        np.testing.assert_array_equal(colocated_python(waits)(x), ONES + 1)
+    finally:
+        _waiting.logger.removeHandler(handler)
+    assert told == [
+        "colocated_python of `waits` rests, and its caller waits for it, since it has started "
+        "programs on several devices: such a function must not wait for what its caller does after "
+        "the call"
+    ]
 
 
 def test_programs_of_other_functions():
