@@ -85,7 +85,7 @@ for one in before.findings:
 
 # %% [markdown]
 # The first finding is the cause: no spec says how the batch is split, so the devices along `data`
-# repeat one another. Its facts say how much work that is, and what follows from it is not told again.
+# repeat one another. Its facts say how much work that is; what follows from it is not told again.
 # The second finding stands alone: a donated batch makes room for nothing, since no result has its
 # shape.
 #

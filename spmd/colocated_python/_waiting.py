@@ -94,11 +94,14 @@ class Visit:
 
     def _wait_for_return(self, thread: threading.Thread) -> None:
         """Waits until the function returns; says once where that may be for ever."""
+        is_told = False
         while not self._returned.wait(_PATIENCE):
             before = _turns(thread)
-            if not self._returned.wait(_REST) and before is not None and _turns(thread) == before:
+            if self._returned.wait(_REST):  # a latch says it once
+                return
+            if not is_told and before is not None and _turns(thread) == before:
                 logger.warning(_RESTS, subject(self._name))
-                self._returned.wait()
+                is_told = True
 
     def started(self) -> None:
         """The function has started a program on several devices."""

@@ -297,13 +297,17 @@ def test_a_function_that_waits_for_its_caller_is_told_of(monkeypatch):
 
     def waits(x):
         y = x + 1
-        assert go.wait(LONG)
+        go.wait(20)
         return y
 
+    fun = colocated_python(waits)
+    go.set()
+    fun(x)
+    go.clear()
     handler = Tells(lambda text: (told.append(text), go.set()))
     _waiting.logger.addHandler(handler)
     try:
-        np.testing.assert_array_equal(colocated_python(waits)(x), ONES + 1)
+        np.testing.assert_array_equal(fun(x), ONES + 1)
     finally:
         _waiting.logger.removeHandler(handler)
     assert told == [
