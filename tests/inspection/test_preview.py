@@ -378,8 +378,7 @@ def test_what_a_loop_keeps_for_its_gradient_stays_split_on_tpu(remat):
     expected = [("all-reduce", ("data",), "bf16", 20, 512 * 512 * 2)]
     for found in (low.preview(), low.compile().report()):
         assert [
-            (c.kind, c.mesh_axes, c.dtype, c.executions, c.payload_bytes)
-            for c in found.collectives
+            (c.kind, c.mesh_axes, c.dtype, c.executions, c.payload_bytes) for c in found.collectives
         ] == expected
 
 
