@@ -16,7 +16,7 @@ from spmd.inspection._targets import target_of
 from spmd.inspection._why import function_of
 
 _PASSES = (
-    "sdy-propagation-pipeline",
+    _shardy.PROPAGATION,
     "func.func(sdy-insert-explicit-reshards{enable-full-version=true})",
     "func.func(sdy-reshard-to-collectives)",
 )

@@ -64,7 +64,9 @@ def run(module: Any, passes: Sequence[str], *, subject: str) -> Any:
     with module.context:
         copy = module.operation.clone().operation
         try:
-            manager = passmanager.PassManager.parse(f"builtin.module({', '.join(passes)})")
+            manager = _parsed(f"builtin.module({', '.join(passes)})")
+            if PROPAGATION in passes:
+                manager = _parsed(_propagating_twice(str(manager)))
         except (ValueError, ir.MLIRError) as error:
             raise explain(subject, [_missing(passes, error)]) from None
         # On JAX 0.10.2 the records of propagation fail verification on every loop.
@@ -75,6 +77,29 @@ def run(module: Any, passes: Sequence[str], *, subject: str) -> Any:
         except ir.MLIRError as error:
             raise explain(subject, [_failed(error)]) from None
     return copy
+
+
+PROPAGATION = "sdy-propagation-pipeline"
+"""Shardy's propagation and what comes before and after it."""
+
+_PROPAGATE = re.compile(r"sdy-user-priority-propagate(\{[^{}]*\})?")
+
+
+def _parsed(pipeline: str) -> Any:
+    return passmanager.PassManager.parse(pipeline)
+
+
+def _propagating_twice(pipeline: str) -> str:
+    """A pipeline that propagates again where it does so once.
+
+    Propagation is over before the shardings of a loop reach the functions that its body calls, such
+    as those that take its turn of a stacked array: whatever they give stays whole. A second one
+    starts from all that the first one knows. XLA needs no second one: it has no calls when it
+    propagates, and its loops do not carry what they only read.
+    """
+    # This one writes files if it is told where, and has no name that can be parsed.
+    pipeline = pipeline.replace("sdy-save-module,", "")
+    return _PROPAGATE.sub(r"\g<0>,\g<0>", pipeline)
 
 
 OWN_RULE = "spmd.sharding_rule"

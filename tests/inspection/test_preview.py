@@ -1,6 +1,7 @@
 """The ledger before compilation: against hand counts, in its forms, and where it cannot be had."""
 
 import json
+import math
 from pathlib import Path
 import statistics
 
@@ -330,6 +331,55 @@ def test_trips_are_those_of_the_loop(way, start, bound, step):
     # A loop that starts outside of its bound does not run, whichever way it counts.
     towards = (step > 0) == (way in ("LT", "LE"))
     assert _trips._count(way, start, bound, step) == (count if towards else None)
+
+
+def _layers_gradient(remat):
+    """The gradient of a scan over layers for their weights."""
+
+    def layer(h, w):
+        return jnp.tanh(h @ w), None
+
+    if remat:
+        layer = jax.checkpoint(layer)
+    return jax.grad(lambda ws, x: jax.lax.scan(layer, x, ws)[0].sum())
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_a_loop_keeps_for_its_gradient_stays_split(grid, remat, nested):
+    """A data-parallel gradient sums a weight's gradient in each turn, and gathers nothing."""
+    loss = _layers_gradient(remat)
+    f = (lambda ws, x: jax.lax.map(lambda w: loss(w, x), ws)) if nested else loss
+    turns = (3, 5) if nested else (5,)
+    low = spmd.pjit(f, (P(), P("data")), mesh=grid).lower(f32(*turns, 16, 16), f32(8, 16))
+    found = low.preview()
+    times, sum_of_a_weight = math.prod(turns), 16 * 16 * 4 * 2 * 3 // 4
+    assert [(c.kind, c.mesh_axes, c.executions, c.wire_bytes) for c in found.collectives] == [
+        ("all-reduce", ("data",), times, sum_of_a_weight)
+    ]
+    assert found.totals("kind", "axis") == low.compile().report().totals("kind", "axis")
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.slow
+def test_what_a_loop_keeps_for_its_gradient_stays_split_on_tpu(remat):
+    """On a described TPU it is the same sum of bfloat16, as the compiled program has it."""
+    require_libtpu()
+
+    def bf16(*dims):
+        return jax.ShapeDtypeStruct(dims, jnp.bfloat16)
+
+    f = spmd.pjit(
+        _layers_gradient(remat),
+        (P(), P("data")),
+        mesh=spmd.topology("v5e:2x4", mesh={"data": 8}),
+    )
+    low = f.lower(bf16(20, 512, 512), bf16(512, 512))
+    expected = [("all-reduce", ("data",), "bf16", 20, 512 * 512 * 2)]
+    for found in (low.preview(), low.compile().report()):
+        assert [
+            (c.kind, c.mesh_axes, c.dtype, c.executions, c.payload_bytes) for c in found.collectives
+        ] == expected
 
 
 def test_a_loop_of_unknown_length(grid):
