@@ -548,6 +548,7 @@ def _told(signal_name):
     return f"spmd: the compiler ended its process with {signal_name}; its last words are above.\n"
 
 
+@pytest.mark.slow
 def test_a_command_survives_the_end_of_its_compiler(here):
     """A process that is aborted takes no command with it: exit code 2, the line, and a way out."""
     line = 1 + next(i for i, s in enumerate(ENDED.splitlines()) if s.endswith("# here"))
@@ -569,6 +570,7 @@ def test_a_command_tells_the_signal_that_ended_its_compiler(here):
     assert err.endswith(_told("SIGKILL"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="this compiler splits it")
 def test_a_mesh_on_which_the_compiler_ends_its_process(here):
     """XLA of JAX 0.12 cannot take axes of 2 and 3 apart in the other order, and aborts."""
@@ -603,6 +605,7 @@ def test_a_command_that_the_users_code_starts_is_its_own(here):
     ]
 
 
+@pytest.mark.slow
 def test_an_answer_goes_through_the_child(here):
     """Exit codes, the standard output and limits are those of the child."""
     code, out, err = _ended(here, "return x", "--quiet", "--none", "*", "--json", "r.json")
