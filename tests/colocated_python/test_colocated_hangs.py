@@ -82,6 +82,7 @@ def busy(loops=10):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(LONG + 120)  # ten busy loops beside it
 @pytest.mark.parametrize("devices", [8, 2])
 def test_programs_with_consumers(devices):
     """Functions compute on all devices, while programs that need their results wait for them.
