@@ -463,7 +463,7 @@ def test_a_search_shows_what_it_tries(mesh, capsys, monkeypatch):
     assert tried[:2] == ["compiling size 64, after 0 others", "compiling size 128, after 1 others"]
     assert re.fullmatch(r"fits of `double`: \d+\.\d s", last)
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes any stream for a terminal
-    assert "compiling size 64" in shown(None)
+    assert tried[-1] in shown(None)  # the last one is drawn for sure, others if there is time
     assert shown(False) == ""
 
 
