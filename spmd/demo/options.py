@@ -88,7 +88,8 @@ def options_from(args: argparse.Namespace) -> Options:
     check_mesh(mesh, devices)
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise DemoError(f"--json {args.json} is in a folder that does not exist.")
-    for path in pages(args.html).values() if args.html else ():
+    # What was asked for comes first: its name is the one to say.
+    for path in (args.html, *pages(args.html).values()) if args.html else ():
         writable(path, "--html", ".html")
     return Options(
         mesh=mesh,
