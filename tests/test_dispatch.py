@@ -769,6 +769,7 @@ def test_ten_thousand_wrappers_of_one_function_do_not_grow(mesh):
 
 @pytest.mark.slow
 @pytest.mark.soak
+@pytest.mark.timeout(900)  # minutes, on a busy machine
 def test_thousands_of_programs_do_not_grow():
     """3,000 rounds with a program compiled in each leave neither programs nor memory behind."""
     resource = pytest.importorskip("resource")
