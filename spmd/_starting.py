@@ -47,11 +47,11 @@ def crowds(outs: Sequence[Any]) -> Collection[Any]:
     """
     if not _jax.HANGS_WHEN_CROWDED:
         return ()
-    one = next((o for o in outs if isinstance(o, jax.Array)), None)  # a float0 is on no device
-    if one is None or one.is_fully_addressable:
-        return ()
-    devices = one.sharding.device_set
-    return devices if next(iter(devices)).platform == "cpu" else ()
+    for one in outs:  # no generator: an interrupt that finds one running is lost
+        if isinstance(one, jax.Array):  # a float0 is on no device
+            devices = () if one.is_fully_addressable else one.sharding.device_set
+            return devices if devices and next(iter(devices)).platform == "cpu" else ()
+    return ()
 
 
 class _Flying(threading.local):
