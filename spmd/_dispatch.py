@@ -615,14 +615,16 @@ def dispatcher(
         key: What else tells two dispatchers of one function apart.
     """
     nums, names = params.static_nums, params.static_names
-    fast = _jax.make_dispatcher(fun, name, cache_miss, nums, names, key)
+    deletes = (params.donate_nums or params.donate_names) and not _jax.FAST_PATH_CHECKS_DELETED
+    # Dispatchers of one function share what C++ has learned, so they share this too.
+    spread = [] if fun is None else _spread.setdefault(fun, [])
+    miss = _noting_spread(cache_miss, spread) if deletes else cache_miss
+    fast = _jax.make_dispatcher(fun, name, miss, nums, names, key)
     if fast is None:
         return PythonDispatcher(cache_miss)
     if nums or names:
-        fast = _with_hash_errors(fast, cache_miss)
-    if (params.donate_nums or params.donate_names) and not _jax.FAST_PATH_CHECKS_DELETED:
-        fast = _with_deletions(fast, cache_miss, params)
-    return fast
+        fast = _with_hash_errors(fast, miss)
+    return _with_deletions(fast, miss, params, spread) if deletes else fast
 
 
 def _with_hash_errors(fast: Any, cache_miss: Callable) -> Callable:
@@ -639,10 +641,28 @@ def _with_hash_errors(fast: Any, cache_miss: Callable) -> Callable:
     return _cleared_like(fast, guarded)
 
 
-def _with_deletions(fast: Any, cache_miss: Callable, params: Parameters) -> Callable:
+#: By function that donates, whether it was called with an array on several devices: empty if not.
+_spread: weakref.WeakKeyDictionary[Callable, list[bool]] = weakref.WeakKeyDictionary()
+
+
+def _noting_spread(cache_miss: Callable, spread: list[bool]) -> Callable:
+    """Notes a call with an array on several devices, before C++ learns of such calls."""
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        if not spread and any(a.sharding.num_devices > 1 for a in _jax.arrays_of((args, kwargs))):
+            spread.append(True)
+        return cache_miss(*args, **kwargs)
+
+    return noting
+
+
+def _with_deletions(
+    fast: Any, cache_miss: Callable, params: Parameters, spread: list[bool]
+) -> Callable:
     """Keeps arrays that are gone from a C++ path that does not see it and ends the process.
 
     It sees what `Array.delete` has marked, so that is called for each array that a call has taken.
+    On one device XLA itself refuses an array that is gone, and nothing else is needed.
     """
     nums, names, gone = params.donate_nums, params.donate_names, _jax.ArrayImpl.is_deleted
 
@@ -654,15 +674,22 @@ def _with_deletions(fast: Any, cache_miss: Callable, params: Parameters) -> Call
         return any(uses[id(a)] > 1 for a in _jax.arrays_of(given))
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        arrays = _jax.arrays_of((args, kwargs))
-        shared = len({*map(id, arrays)}) < len(arrays)
-        if any(map(gone, arrays)) or (shared and twice(args, kwargs, arrays)):
-            return cache_miss(*args, **kwargs)[0]  # which says what is wrong
+        arrays = None
+        if spread:
+            arrays = _jax.arrays_of((args, kwargs))
+            shared = len({*map(id, arrays)}) < len(arrays)
+            if any(map(gone, arrays)) or (shared and twice(args, kwargs, arrays)):
+                return cache_miss(*args, **kwargs)[0]  # which says what is wrong
         try:
             return fast(*args, **kwargs)
+        except ValueError as e:
+            if spread or "Execute()" not in str(e):
+                raise
         finally:
-            for taken in filter(gone, arrays):
-                taken.delete()
+            if spread:  # perhaps since this call
+                for taken in filter(gone, arrays or _jax.arrays_of((args, kwargs))):
+                    taken.delete()
+        return cache_miss(*args, **kwargs)[0]
 
     return _cleared_like(fast, guarded)
 

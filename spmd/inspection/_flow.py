@@ -45,7 +45,17 @@ class Flow:
         holders = (getattr(one.parent, "operation", one.parent) for one in steps)
         return [one for one in holders if one.name == "stablehlo.while"]
 
-    def _steps(self, value: Any) -> Iterator[tuple[Any, int, list[Any]]]:
+    def ends(self, value: Any) -> Iterator[tuple[Any, int]]:
+        """The uses of a value wherever it is moved, those that only move it left out."""
+        yield from ((user, i) for user, i, ways in self._steps(value, moved=True) if not ways)
+
+    def _steps(self, value: Any, moved: bool = False) -> Iterator[tuple[Any, int, list[Any]]]:
+        """Each use on all ways of a value, and what the value is called after it.
+
+        Args:
+            value: of the module.
+            moved: whether to follow it through what moves it.
+        """
         seen: set[Any] = set()
         pending = [value]
         while pending:
@@ -55,24 +65,9 @@ class Flow:
             seen.add(one)
             for use in one.uses:
                 user, i = getattr(use.owner, "operation", use.owner), use.operand_number
-                ways = self._ways(user, i)
+                ways = [*user.results] if moved and user.name in MOVES else self._ways(user, i)
                 pending += ways
                 yield user, i, ways
-
-    def ends(self, value: Any) -> Iterator[tuple[Any, int]]:
-        """The uses of a value wherever it is moved, those that only move it left out."""
-        seen: set[Any] = set()
-        pending = [value]
-        while pending:
-            one = pending.pop()
-            if one in seen:
-                continue
-            seen.add(one)
-            for user, i in self.uses(one):
-                if user.name in MOVES:
-                    pending += user.results
-                else:
-                    yield user, i
 
     def _ways(self, user: Any, i: int) -> list[Any]:
         """What a value is called where it enters or leaves a part of the program."""

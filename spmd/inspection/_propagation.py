@@ -14,12 +14,15 @@ from spmd.inspection._records import Source
 from spmd.inspection._rules import Factors, Rule, identity, nothing, parse_rule
 from spmd.inspection._shardy import Dimensions
 
-_EDGES = " debug-propagation-edge-sharding=true"
+_EDGES = "debug-propagation-edge-sharding=true"
 _PASSES = (
     "sdy-import-pipeline",
     # Without it nothing is said about the inside of called functions.
     "sdy-import-func-calls",
-    f"sdy-user-priority-propagate{{debug-sharding-origins=true{_EDGES}}}",
+    f"sdy-user-priority-propagate{{debug-sharding-origins=true {_EDGES}}}",
+    # Again, since the first one is over too early (`_shardy`, `_propagating_twice`). The numbers of
+    # steps go on. Asked for origins, it would say of each that it cannot be found.
+    f"sdy-user-priority-propagate{{{_EDGES}}}",
     "func.func(sdy-populate-op-sharding-rules)",
 )
 #: Operations whose regions are part of the program; those of others say how to reduce or compare.

@@ -126,6 +126,7 @@ def run(turns: int) -> Iterator[Result]:
     yield _versus_jit("100 arguments on 8 devices", 8, hundred, turns, 10)
     yield _versus_jit("1,000 leaves on 8 devices", 8, tree, turns, 2)
     yield _donating("1 leaf on 1 device", 1, (x,), turns, 500)
+    yield _donating("100 leaves on 1 device", 1, hundred, turns, 50)
     yield _donating("1 leaf on 8 devices", 8, (x,), turns, 100)
     yield _donating("100 leaves on 8 devices", 8, hundred, turns, 10)
     yield _gradient("1 argument on 1 device", 1, 1, turns, 20)

@@ -4,6 +4,7 @@ import html
 import io
 import json
 from pathlib import Path
+import re
 
 import jax
 from jax import lax
@@ -221,6 +222,38 @@ def test_inside_of_a_loop_and_a_called_function(grid):
         name.startswith("call of ") and way == "backward" for name, way in (*calls, tanh)[:-1]
     )
     assert one(low.why("out[0]")).spec == (("data",), ())
+
+
+def test_the_way_back_through_a_loop(grid):
+    """What a gradient makes of the rows of `x` in each turn is split as the program has it.
+
+    The backward loop takes its turn of a stacked array by functions, to which propagation comes
+    only in a second round.
+    """
+
+    def loss(ws, x):
+        return _scanned(x, ws)[0].sum()
+
+    x = jax.ShapeDtypeStruct((8, 6), jnp.float32, sharding=NamedSharding(grid, P("data")))
+    low = jax.jit(jax.grad(loss)).lower(f32(3, 6, 6), x)
+    kinds = ("# the layer", "return lax.scan(body, x, ws)")
+    names = [f"{FILE}:{line_of(kind)}" for kind in kinds]
+    rows = [v for name in names for v in why(low, name).values if 8 in v.shape]
+    taken = [v.name for v in rows].count("dynamic_slice")  # what the way back reads
+    assert taken >= 2
+    for value in rows:
+        assert value.spec[value.shape.index(8)] == ("data",), value
+        (origin,) = value.origins
+        assert origin.annotation == given("x", ("data",), ())
+        assert origin.steps[-1].shape == value.shape
+    # So it is in the program, which has a quarter of the rows wherever it has any.
+    sizes = {
+        n
+        for found in re.findall(r"f32\[([\d,]+)\]", low.compile().as_text())
+        for n in found.split(",")
+    }
+    assert "8" not in sizes
+    assert "2" in sizes
 
 
 def test_axes_inside_of_a_shard_map(grid):

@@ -332,7 +332,7 @@ def test_float0(case, how):
     z = np.zeros((4, 3), F0)
     f = mapped = pmap(fun)
     if how == "vmap":
-        f = lambda z, x: jax.tree.map(lambda v: v[0], jax.vmap(mapped)(z[None], x[None]))  # noqa: E731
+        f = lambda z, x: jax.tree.map(lambda v: v[0], jax.vmap(mapped)(z[None], x[None]))  # noqa: E731 - one expression
     elif how == "compiled":
         f = mapped.lower(z, X).compile()
     elif how == "jit":
