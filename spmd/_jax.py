@@ -1676,6 +1676,23 @@ def is_compiled(lowering: Any) -> bool:
     return lowering._executable is not None
 
 
+def lines_in_cache_key() -> Any:
+    """A context in which JAX's persistent cache gives no program of another version of the source.
+
+    Else its key leaves lines and names out: a program comes with those that it was stored with.
+    """
+    return config.compilation_cache_include_metadata_in_key(True)
+
+
+def may_have_other_lines() -> bool:
+    """Whether programs may come from JAX's persistent cache with lines of another version."""
+    return (
+        config.enable_compilation_cache.value
+        and bool(config.compilation_cache_dir.value)
+        and not config.compilation_cache_include_metadata_in_key.value
+    )
+
+
 def executable_of(compiled: Any) -> Any:
     """What JAX keeps of a compiled program: one object, however often it is asked for."""
     return compiled._executable

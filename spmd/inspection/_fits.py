@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
-from spmd import _api, _mesh
+from spmd import _api, _jax, _mesh
 from spmd._arguments import argument_names, parse_parameters
 from spmd._resolve import placed_sharding
 from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, explain
@@ -225,7 +225,7 @@ class _Question:
 
     def judge(self, lowered: Any) -> Fit:
         """Compiles what was lowered, and says whether it fits."""
-        with entered(self.mesh):
+        with entered(self.mesh), _jax.lines_in_cache_key():
             try:
                 compiled = lowered.compile() if hasattr(lowered, "compile") else lowered
             except Exception as e:

@@ -250,7 +250,7 @@ _lines_of: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDict
 
 def compile_and_catch(lowered: Any) -> Any:
     """Compiles, and remembers what the partitioner warns of for `warnings_of`."""
-    with caught() as lines:
+    with caught() as lines, _jax.lines_in_cache_key():
         compiled = lowered.compile()
     if lines:
         _lines_of.setdefault(_jax.executable_of(compiled), tuple(lines))

@@ -9,11 +9,12 @@ import itertools
 import logging
 import re
 from typing import Any
+import warnings
 
 import jax
 
 import spmd
-from spmd import _mesh, _resolve, stages
+from spmd import _jax, _mesh, _resolve, stages
 from spmd.errors import ReportError
 from spmd.inspection._compiling import (
     COMPILED,
@@ -41,7 +42,7 @@ from spmd.inspection._rematerialization import (
     rematerializations,
     warnings_of,
 )
-from spmd.inspection._shardy import module_of
+from spmd.inspection._shardy import frames_of, module_of, operations_in
 from spmd.inspection._walk import visits
 
 logger = logging.getLogger(__name__)
@@ -80,9 +81,32 @@ def report(f: Any, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
         with ignored_constraints() as ignored:
             found = lower(f, args, kwargs, subject="report", verb="report")
         if isinstance(found, COMPILED):
-            return _report_of(found, mesh_of(found, mesh), lowered_of(found))
-        compiled = compile_and_catch(found)
-        return _report_of(compiled, mesh_of(compiled, mesh), found, [*ignored.values()])
+            compiled, lowered, is_new = found, lowered_of(found), False
+        else:
+            is_new = not _jax.is_compiled(found._lowering)
+            compiled, lowered = compile_and_catch(found), found
+        made = _report_of(compiled, mesh_of(compiled, mesh), lowered, [*ignored.values()])
+        if not is_new and _jax.may_have_other_lines() and _has_other_lines(made, lowered):
+            warnings.warn(_OTHER_LINES, stacklevel=2)
+        return made
+
+
+_OTHER_LINES = (
+    "report: the lines are those of another version of the source. Before the report, JAX took the "
+    "program from its persistent compilation cache, whose key leaves lines out. Report a function "
+    "before it is called or compiled, or set jax_compilation_cache_include_metadata_in_key."
+)
+
+
+def _has_other_lines(report: Report, lowered: Any) -> bool:
+    """Whether a collective has a line that the program was not lowered from."""
+    used = {(one.source.file, one.source.line) for one in report.collectives if one.source}
+    if lowered is None or not used:
+        return False
+    module = lowered.compiler_ir()
+    with module.context:
+        frames = (frames_of(one.location) for one in operations_in(module.operation))
+        return bool(used - {(frame.file, frame.line) for found in frames for frame in found})
 
 
 def _report_of(compiled: Any, mesh: Any, lowered: Any, ignored: Sequence[Source] = ()) -> Report:

@@ -1,7 +1,10 @@
 """Lines of Python behind instructions: tables as XLA prints them, programs with marked lines."""
 
 import functools
+import os
 from pathlib import Path
+import subprocess
+import sys
 import sysconfig
 
 from hardware import require_libtpu
@@ -429,3 +432,60 @@ def test_without_full_stacks_there_is_the_line_alone():
     )
     (frame,) = _source.frames_of(sine, module)
     assert _place(frame)[:2] == (__file__, "short")
+
+
+# JAX's persistent cache
+
+CACHED = """
+import sys, warnings
+import jax, jax.numpy as jnp, numpy as np, spmd
+import moved
+from spmd import P
+
+mesh = spmd.make_mesh({"data": 8})
+x = jax.device_put(np.ones((64, 32), np.float32), jax.NamedSharding(mesh, P("data")))
+
+def say(report):
+    warnings.simplefilter("error")
+    try:
+        print(report().collectives[0].source.line)
+    except UserWarning as e:
+        print(str(e).partition(".")[0])
+
+say(lambda: spmd.report(jax.jit(moved.model), x))
+say(lambda: spmd.report(spmd.pjit(moved.model, P("data"), mesh=mesh), x))
+say(lambda: spmd.report(jax.jit(moved.model).trace(x)))
+plain = jax.jit(lambda x: moved.model(x) + 1)
+for called in (plain, spmd.pjit(lambda x: moved.model(x) + 2, P("data"), mesh=mesh)):
+    called(x)
+    say(lambda: spmd.report(called, x))
+    say(lambda: spmd.report(called.lower(x)))
+say(lambda: called.lower(x).compile().report())
+"""
+
+
+def test_lines_that_have_moved_since_a_program_was_cached(tmp_path):
+    """JAX's persistent cache knows no lines: a report compiles for its own, or says so."""
+    model = "import jax.numpy as jnp\n{}def model(x):\n    return jnp.tanh(x).sum()\n"
+    settings = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "PYTHONPATH": str(tmp_path),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    printed = []
+    for blank in ("", "\n" * 40):
+        (tmp_path / "moved.py").write_text(model.format(blank))
+        done = subprocess.run(
+            [sys.executable, "-c", CACHED],
+            env={**os.environ, **settings},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        printed.append(done.stdout.splitlines())
+    told = "report: the lines are those of another version of the source"
+    assert printed == [["3"] * 8, ["43"] * 3 + [told] * 5]
