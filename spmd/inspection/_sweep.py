@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from spmd.errors import ArgumentError, Failure, explain, show_value
 from spmd.inspection._oom import out_of_memory
-from spmd.inspection._records import Report, Total
+from spmd.inspection._records import Report, Total, Unread
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -96,6 +96,11 @@ class SweepRow:
         return memory.peak if memory else None
 
     @property
+    def unread(self) -> Unread | None:
+        """Text of the program that was not understood: what it does is missing in the figures."""
+        return self.report.unread if self.report else None
+
+    @property
     def fits(self) -> bool | None:
         """Whether the program fits a device's memory; None where one of the two is not known."""
         if self.report is None:
@@ -130,6 +135,7 @@ class SweepRow:
             "capacity": self.capacity,
             "fits": self.fits,
             "seconds": self.seconds,
+            "unread_lines": self.unread.lines if self.unread else 0,
         }
 
 

@@ -86,7 +86,7 @@ def _row(row: SweepRow, sweep: Sweep) -> Row:
             _share(row),
             cell(f"{row.seconds:.1f} s") if row.seconds is not None else cell(""),
         ),
-        notes=() if row.report else (_too_large(row),),
+        notes=() if row.report and not row.unread else (_note(row),),
     )
 
 
@@ -128,7 +128,10 @@ def _share(row: SweepRow) -> Cell:
     return cell("<1%" if 0 < share < 0.01 else f"{share:.0%}")
 
 
-def _too_large(row: SweepRow) -> Text:
+def _note(row: SweepRow) -> Text:
+    """That the program does not fit, or that parts of it are missing in the figures."""
+    if row.unread:
+        return Text(clean(str(row.unread)), style="bold red")
     needed = "more" if row.needed is None else show_bytes(row.needed)
     have = "" if row.capacity is None else f" of {show_bytes(row.capacity)}"
     return Text(f"does not fit: the compiler needs {needed}{have}", style="red")

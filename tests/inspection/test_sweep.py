@@ -1,5 +1,6 @@
 """Sweeps: rows from reports, the table to the letter, and real compiles on growing meshes."""
 
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.console import Console
 
 import spmd
 from spmd import pjit
-from spmd.inspection import Collective, Cost, Memory, Report, Shape, Shapes
+from spmd.inspection import Collective, Cost, Memory, Report, Shape, Shapes, Unread
 from spmd.inspection._sweep import Sweep, SweepRow, sweep
 from spmd.inspection._sweep_text import plain, render_sweep
 from spmd.inspection._topology import topology
@@ -157,6 +158,7 @@ def test_records_are_json():
         "capacity": 17179869184,
         "fits": True,
         "seconds": 1.5,
+        "unread_lines": 0,
     }
     assert records[1]["unknown"] == 1
     assert records[4]["wire_bytes"] is None
@@ -182,6 +184,18 @@ def test_no_figure_is_lost_in_a_narrow_terminal(width):
     together = "".join(text.split())
     for figure in ("1.0MiB", "4.0KiB", "3.0G", "2,850", "20.0GiB", "384.0GiB", "toolarge"):
         assert figure in together
+
+
+def test_text_that_was_not_understood_is_told_at_its_row():
+    """A row whose figures lack something says so: as a record, and under the row of the table."""
+    known, unread = report_of({"data": 1}), Unread(lines=2, first="a line")
+    partly = dataclasses.replace(known, unread=unread)
+    made = Sweep(name="step", rows=(SweepRow.of(known), SweepRow.of(partly)))
+    assert [row["unread_lines"] for row in made.records()] == [0, 2]
+    assert [row.unread for row in made] == [None, unread]
+    *_, whole, row, told = str(made).splitlines()
+    assert whole == row
+    assert told.strip() == str(unread)
 
 
 def test_a_sweep_prints_and_shows():
