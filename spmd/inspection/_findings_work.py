@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import math
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from spmd.inspection import _shardy
 from spmd.inspection._bytes import show_count
@@ -192,7 +192,10 @@ def _fix(found: Propagation, one: Repeated, product: Product) -> str:
     """A constraint on the result of the costliest product that splits it over the axes as well."""
     value = found.values[product.link.values[-1]]
     entries = [[*axes] for axes in value.axes]
+    split = {_shardy.whole_of(axis) for axes in entries for axis in axes}
     for axis in one.axes:
+        if axis in split:  # which the compiler did not heed
+            continue
         d = _dimension(found, value.shape, entries, axis)
         if d is None:
             return f"use a mesh without {axis!r}, or sizes that its {found.axis_sizes[axis]} divide"
@@ -229,18 +232,29 @@ _Place = tuple[str, int]
 """A file and a line."""
 
 
-def _compiled(modules: Sequence[tuple[Module, Mapping[str, Visit]]]) -> dict[_Place, list[int]]:
-    """FLOPs of each product of the compiled program in one call, by its innermost line."""
-    found: dict[_Place, list[int]] = {}
+class _Made(NamedTuple):
+    """A product of the compiled program: FLOPs in one call, and the scopes of its name."""
+
+    flops: int
+    scope: str
+
+
+def _compiled(modules: Sequence[tuple[Module, Mapping[str, Visit]]]) -> dict[_Place, list[_Made]]:
+    """The products of the compiled program by their innermost line."""
+    found: dict[_Place, list[_Made]] = {}
     for module, visited in modules:
         for name, visit in visited.items():
             for one, flops in products_of(module.computations[name]):
                 caller = [visit.caller] if visit.caller else []
                 frames = (source for i in (one, *caller) for source in frames_of(i, module))
                 found.setdefault(_place(next(frames, None)), []).append(
-                    flops * (visit.executions or 0)
+                    _Made(flops * (visit.executions or 0), _scope(one.op_name))
                 )
     return found
+
+
+def _scope(op_name: str) -> str:
+    return op_name.rpartition("/")[0]
 
 
 def _place(source: Source | None) -> _Place:
@@ -264,11 +278,11 @@ class _Demand:
     local: bool
 
 
-def _products(found: Propagation, compiled: Mapping[_Place, list[int]]) -> Iterator[Product]:
+def _products(found: Propagation, compiled: Mapping[_Place, list[_Made]]) -> Iterator[Product]:
     """The products of a program, with what each device computes of them.
 
     The partitioner does better than the annotations demand, or worse: so each product is found
-    again in the compiled program, by its line and its FLOPs.
+    again in the compiled program, by its line, its scopes and its FLOPs.
     """
     nowhere = compiled.get(_place(None), [])  # what the compiler writes anew may have no line
     for place, demands in _demands(found).items():
@@ -276,36 +290,46 @@ def _products(found: Propagation, compiled: Mapping[_Place, list[int]]) -> Itera
         local = [one for one in demands if one.local]
         others = [one for one in demands if not one.local]
         _each(local, pool)
-        total = sum(pool)
+        total = sum(one.flops for one in pool)
         made = _each(others, pool)
-        if pool is not nowhere and (len(made) < len(others) or any(pool)):
+        if pool is not nowhere and (len(made) < len(others) or any(one.flops for one in pool)):
             made = _together(others, total) or made
         yield from made
 
 
-def _each(demands: Sequence[_Demand], pool: list[int]) -> list[Product]:
-    """The products that are in the compiled program as they are, whose FLOPs leave the pool."""
+def _each(demands: Sequence[_Demand], pool: list[_Made]) -> list[Product]:
+    """The products that are in the compiled program as they are, which leave the pool.
+
+    Products of one line are told apart by their scopes, such as those of the two directions; the
+    compiler may have written some in another way.
+    """
     made = []
     for one in demands:
-        hits = ((_nearest(pool, one.flops // parts), missing) for parts, missing in one.ways)
-        flops, missing = next((hit for hit in hits if hit[0]), (0, frozenset[str]()))
-        if flops:
-            pool.remove(flops)
-            made.append(Product(link=one.link, flops=flops, missing=missing))
+        scope = _scope(one.link.op_name)
+        own = [product for product in pool if product.scope == scope]
+        hits = (
+            (near, missing)
+            for some in (own, pool)
+            for parts, missing in one.ways
+            if (near := _nearest(some, one.flops // parts)).flops
+        )
+        if hit := next(hits, None):
+            pool.remove(hit[0])
+            made.append(Product(link=one.link, flops=hit[0].flops, missing=hit[1]))
     return made
 
 
-def _nearest(pool: Iterable[int], flops: int) -> int:
-    """The figure next to one that is expected; 0 for none: padding adds some, borders take some."""
-    near = [one for one in pool if abs(one - flops) <= flops // 10]
-    return min(near, key=lambda one: abs(one - flops), default=0)
+def _nearest(pool: Iterable[_Made], flops: int) -> _Made:
+    """What is next to the FLOPs that are expected: padding adds some, borders take some."""
+    near = [one for one in pool if abs(one.flops - flops) <= flops // 10]
+    return min(near, key=lambda one: abs(one.flops - flops), default=_Made(0, ""))
 
 
 def _together(demands: Sequence[_Demand], flops: int) -> list[Product]:
     """The products of a line that the compiler has made one, or has taken apart into loops."""
     total = sum(one.flops for one in demands)
     for parts, missing in demands[0].ways if demands else ():
-        if _nearest([flops], total // parts):
+        if _nearest([_Made(flops, "")], total // parts).flops:
             return [
                 Product(link=one.link, flops=one.flops // parts, missing=missing) for one in demands
             ]

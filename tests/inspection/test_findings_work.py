@@ -145,6 +145,32 @@ def test_causes_come_first():
     ]
 
 
+def test_products_of_one_line_that_are_split_alike():
+    """Of five products on one line, the fix is for the one that all devices compute."""
+    cube = Mesh(MESH.devices.reshape(2, 2, 2), ("x", "y", "z"))
+    rows, columns = P("x"), P(None, ("x", "y"))
+
+    def step(w, x, end):
+        def loss(w):
+            h = functools.partial(constrain, axis_resources=columns)
+            return (end(h(jnp.tanh(constrain(x @ w, rows))) @ w) ** 2).mean()  # here: all
+
+        return jax.grad(loss)(w)
+
+    def with_end(end):
+        return reported(functools.partial(step, end=end), (None, rows), W, X, mesh=cube)
+
+    whole = product(ROWS, N, N) * 7 // 8
+    report = with_end(lambda y: y)
+    assert repeats(report)[0] == ("duplicated-work", whole)
+    assert report.findings[0].source.line == line_of("all")
+    spec = "P(('x', 'z'), 'y')"
+    assert report.findings[0].fix.startswith(f"with_sharding_constraint(value, {spec}) on that")
+    split = with_end(lambda y: constrain(y, eval(spec)))
+    assert whole not in [flops for _, flops in repeats(split)]
+    assert split.cost.flops < report.cost.flops - whole // 2
+
+
 def test_work_in_a_loop():
     """What a loop repeats counts as often as the loop runs, in both passes."""
 
