@@ -9,6 +9,7 @@ import types
 from typing import Any
 
 import jax
+import numpy as np
 
 import spmd
 from spmd import _jax, _mesh, stages
@@ -168,11 +169,14 @@ def _written(verb: str, function: str) -> str:
 
 def _nothing_to_compile(f: Any, verb: str) -> Failure:
     pjit = "spmd.pjit(f, in_axis_resources=...)"
+    fix = f"{_written(verb, 'jax.jit(f)')}, or {_written(verb, pjit)}" if callable(f) else ""
+    if isinstance(next(iter(jax.tree.leaves(f)), None), (jax.Array, np.ndarray)):
+        fix = f"{_written(verb, 'f')}: the function, and not what a call of it gives"
     return Failure(
         what="cannot compile this",
         expected="a function of spmd.pjit or jax.jit, or a stage of one",
         got=f"{getattr(f, '__name__', '')} {type(f)}".strip(),
-        fix=f"{_written(verb, 'jax.jit(f)')}, or {_written(verb, pjit)}" if callable(f) else "",
+        fix=fix,
         error=ArgumentError,
     )
 

@@ -352,32 +352,35 @@ def _gone(x):
     return x
 
 
+_JITTED = "report(jax.jit(f), *args), or report(spmd.pjit(f, in_axis_resources=...), *args)"
+_CALLED = "report(f, *args): the function, and not what a call of it gives"
+
+
 @pytest.mark.parametrize(
     ("thing", "got", "fix"),
     [
-        (_gone, "_gone <class 'function'>", True),
-        (lambda x: x, "<lambda> <class 'function'>", True),
-        (print, "print <class 'builtin_function_or_method'>", True),
-        (functools.partial(_gone), "<class 'functools.partial'>", True),
-        ("pkg.module:function", "<class 'str'>", False),
-        (None, "<class 'NoneType'>", False),
-        (3, "<class 'int'>", False),
-        (np.ones(2), "<class 'numpy.ndarray'>", False),
-        (jax, "jax <class 'module'>", False),
+        (_gone, "_gone <class 'function'>", _JITTED),
+        (lambda x: x, "<lambda> <class 'function'>", _JITTED),
+        (print, "print <class 'builtin_function_or_method'>", _JITTED),
+        (functools.partial(_gone), "<class 'functools.partial'>", _JITTED),
+        ("pkg.module:function", "<class 'str'>", ""),
+        (None, "<class 'NoneType'>", ""),
+        (3, "<class 'int'>", ""),
+        (np.ones(2), "<class 'numpy.ndarray'>", _CALLED),
+        (({"w": jnp.ones(2)}, 3.0), "<class 'tuple'>", _CALLED),
+        (jax, "jax <class 'module'>", ""),
     ],
 )
 def test_what_cannot_be_compiled(thing, got, fix):
-    """Anything else is refused, with how to make a function of it where it is callable."""
+    """Anything else is refused, with what to give instead of a function or of its result."""
     error, text = _message(thing, X)
     assert error is spmd.ArgumentError
     lines = [
         "report cannot compile this.",
         "  expected  a function of spmd.pjit or jax.jit, or a stage of one",
         f"  got       {got}",
+        *[f"  fix       {fix}"] * bool(fix),
     ]
-    if fix:
-        pjit = "spmd.pjit(f, in_axis_resources=...)"
-        lines.append(f"  fix       report(jax.jit(f), *args), or report({pjit}, *args)")
     assert text == "\n".join(lines)
 
 
