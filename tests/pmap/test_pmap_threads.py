@@ -2,9 +2,11 @@
 
 import os
 from pathlib import Path
+import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 HERE = Path(__file__).parent
@@ -36,6 +38,9 @@ def alone(case, *args, devices=8, limit=60, script="thread_cases.py"):
             out, err = process.communicate()
             pytest.fail(f"hangs, without stacks:\n{out[-1000:]}\n{err[-8000:]}")
     assert process.returncode == 0, f"exit {process.returncode}\n{out[-1000:]}\n{err[-8000:]}"
+    if devices == 1 and jax.__version_info__ < (0, 12):
+        # There XLA is who refuses a donated array, and it writes a line of its own.
+        err = re.sub(r"E\d{4} .*Invalid buffer .*Buffer has been deleted or donated\.\n", "", err)
     assert (out.splitlines()[-1], err) == ("passed", "")
 
 
