@@ -220,7 +220,7 @@ def _weakly_referable(fun: Callable) -> Callable:
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             return fun(*args, **kwargs)
 
-        stand_in.__name__ = stand_in.__qualname__ = _jax.fun_name(fun)
+        stand_in.__name__ = stand_in.__qualname__ = _jax.core.fun_name(fun)
         return functools.wraps(fun)(stand_in)
     return fun
 
@@ -249,7 +249,7 @@ def parse(
         TypeError: A leaf is no spec, or `mesh` no mesh.
         ValueError: Options contradict each other or the signature.
     """
-    name = _jax.fun_name(fun)
+    name = _jax.core.fun_name(fun)
     subject = f"pjit of `{name}`"
     ins = _one_of(subject, "in_axis_resources", in_axis_resources, "in_shardings", in_shardings)
     outs = _one_of(
@@ -389,7 +389,7 @@ _names = functools.lru_cache(maxsize=4096)(argument_names)
 
 def _avals(leaves: Sequence[Any], names: Sequence[str], options: PjitOptions) -> tuple[Any, ...]:
     try:
-        return tuple([_jax.abstractify(x) for x in leaves])
+        return tuple([_jax.core.abstractify(x) for x in leaves])
     except (TypeError, ValueError, OverflowError):
         found = [_no_array(x, n) for x, n in zip(leaves, names, strict=True)]
         words = {"static": options.static_option, "function": options.name}
@@ -401,7 +401,7 @@ def _avals(leaves: Sequence[Any], names: Sequence[str], options: PjitOptions) ->
 
 def _no_array(value: Any, name: str) -> Failure | None:
     try:
-        _jax.abstractify(value)
+        _jax.core.abstractify(value)
     except (TypeError, ValueError, OverflowError) as e:
         what = f"cannot take argument {name}: it is no array"
         expected = "arrays, numbers, and containers of them"
@@ -460,7 +460,7 @@ def find_mesh(options: PjitOptions, flat: Flat) -> Any:
 
 
 def _concrete(leaves: Sequence[Any]) -> list[Any]:
-    return [v for x in leaves if not isinstance(v := _jax.underlying(x), _jax.Tracer)]
+    return [v for x in leaves if not isinstance(v := _jax.core.underlying(x), _jax.core.Tracer)]
 
 
 def resolve_inputs(
@@ -508,8 +508,8 @@ def check_from_array(flat: Flat, plan: Plan, options: PjitOptions) -> None:
     """
     failures = []
     for i in plan.from_array:
-        value = _jax.underlying(flat.leaves[i])
-        if isinstance(value, _jax.Tracer):
+        value = _jax.core.underlying(flat.leaves[i])
+        if isinstance(value, _jax.core.Tracer):
             continue  # inside a program the partitioner decides what a value has
         name = f"argument {flat.signature.arg_names[i]}"
         failures.append(from_array_failure(value, plan.call.mesh, name))
@@ -528,7 +528,7 @@ def check_refs(flat: Flat, plan: Plan, options: PjitOptions) -> None:
     failures = [
         Failure(
             what=f"cannot take one reference as {first[id(values[i])]} and as {names[i]}",
-            given=f"{_jax.short_aval(plan.jaxpr.in_avals[i])}{_jax.used_at()}",
+            given=f"{_jax.core.short_aval(plan.jaxpr.in_avals[i])}{_jax.core.used_at()}",
             expected="each mutable reference once: a program updates it in place",
             fix="pass a second jax.new_ref with a copy of the value",
             error=ArgumentError,
@@ -571,7 +571,7 @@ def _constrain_outputs(jaxpr: Any, resources: Sequence[Any], mesh: Any) -> Any:
         return jaxpr
 
     def constrained(*args: Any) -> list[Any]:
-        outs = _jax.jaxpr_as_fun(jaxpr)(*args)
+        outs = _jax.core.jaxpr_as_fun(jaxpr)(*args)
         return [
             sharding_constraint_p.bind(o, axis_resources=r, mesh=auto_mesh(mesh))
             if isinstance(r, ParsedPartitionSpec) and r.has_unconstrained
@@ -579,7 +579,9 @@ def _constrain_outputs(jaxpr: Any, resources: Sequence[Any], mesh: Any) -> Any:
             for o, r in zip(outs, resources, strict=True)
         ]
 
-    return _jax.trace_to_jaxpr(constrained, jaxpr.in_avals, _jax.inner_jaxpr(jaxpr).debug_info)
+    return _jax.core.trace_to_jaxpr(
+        constrained, jaxpr.in_avals, _jax.core.inner_jaxpr(jaxpr).debug_info
+    )
 
 
 # PjitCall
@@ -608,7 +610,7 @@ class Plan:
     refs: tuple[int, ...]
 
 
-@_jax.weakref_lru_cache
+@_jax.core.weakref_lru_cache
 def make_plan(
     fun: Callable,
     options: PjitOptions,
@@ -643,7 +645,7 @@ def make_plan(
         out_tree=traced.out_tree,
         out_names=traced.out_names,
         from_array=tuple(i for i, r in enumerate(resources) if r is FROM_ARRAY),
-        refs=_jax.ref_indices(traced.jaxpr),
+        refs=_jax.core.ref_indices(traced.jaxpr),
     )
 
 
@@ -658,14 +660,14 @@ def _traced(
     try:
         return trace(fun, signature, auto_mesh(mesh), subject)
     except ValueError as e:
-        if not (_jax.has_explicit_axes(mesh) and _jax.needs_explicit_axes(e)):
+        if not (_jax.mesh.has_explicit_axes(mesh) and _jax.mesh.needs_explicit_axes(e)):
             raise
     rows = [*zip(signature.arg_names, signature.avals, resources, strict=True)]
     vague = [n for n, a, r in rows if a.ndim and not isinstance(r, ParsedPartitionSpec)]
     if vague:
         raise explain(subject, [_vague_input(n) for n in vague])
     specs = [r.to_partition_spec() if a.ndim else jax.P() for _, a, r in rows]
-    types = tuple(_jax.explicit_part(s, mesh) for s in specs)
+    types = tuple(_jax.mesh.explicit_part(s, mesh) for s in specs)
     typed = replace(signature, explicit=tuple(mesh.explicit_axes), types=types)
     return trace(fun, typed, auto_mesh(mesh), subject)
 
@@ -691,7 +693,7 @@ class _Line:
 
     def plan(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Flat, Plan]:
         """Walks the line up to the bind."""
-        _jax.load_late_rules()
+        _jax.rules.load_late_rules()
         options = self.options
         flat = flatten(options, args, kwargs)
         mesh = find_mesh(options, flat)
@@ -722,7 +724,7 @@ class PjitFunction:
     def __repr__(self) -> str:
         return f"<spmd.pjit of `{self._line.options.name}`>"
 
-    @_jax.api_boundary
+    @_jax.core.api_boundary
     def trace(self, /, *args: Any, **kwargs: Any) -> Traced:
         """Traces for these arguments.
 
@@ -744,12 +746,12 @@ class PjitFunction:
         placed = tuple(_dispatch.placed_sharding(x) for x in (*plan.consts, *flat.leaves))
         return Traced(plan.jaxpr, plan.call, placed, signature)
 
-    @_jax.api_boundary
+    @_jax.core.api_boundary
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
         """Traces and lowers for these arguments; see :meth:`trace`."""
         return self.trace(*args, **kwargs).lower()
 
-    @_jax.api_boundary
+    @_jax.core.api_boundary
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """Returns shapes and dtypes of the results, as ``jax.ShapeDtypeStruct``."""
         return self.trace(*args, **kwargs).out_info
@@ -774,7 +776,7 @@ def pjit_function(fun: Callable, options: PjitOptions) -> PjitFunction:
     return wrapped
 
 
-@_jax.api_boundary
+@_jax.core.api_boundary
 def _call(line: _Line, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
     """Calls once; returns results, data for the C++ dispatcher or None, and False (keep it)."""
     flat, plan = line.plan(args, kwargs)
@@ -792,8 +794,8 @@ def call_planned(
     repeatable = _dispatch.may_repeat(values)
     try:
         outs = _bind(values, plan, line.options)
-    except _jax.InternalFloatingPointError as e:
-        _jax.find_nan(e, line.fun, args, kwargs)
+    except _jax.transform.InternalFloatingPointError as e:
+        _jax.transform.find_nan(e, line.fun, args, kwargs)
         raise
     data = None
     if repeatable and line.options.params.keeps_order(args, kwargs):
@@ -805,14 +807,14 @@ def call_planned(
 
 def _bind(values: Sequence[Any], plan: Plan, options: PjitOptions) -> Sequence[Any]:
     mesh = plan.call.mesh
-    if _jax.explicit_axes() or _jax.has_explicit_axes(mesh):
-        traced = [v for v in values if isinstance(v, _jax.Tracer)]
-        if traced and _jax.explicit_axes():
+    if _jax.mesh.explicit_axes() or _jax.mesh.has_explicit_axes(mesh):
+        traced = [v for v in values if isinstance(v, _jax.core.Tracer)]
+        if traced and _jax.mesh.explicit_axes():
             return _bind_typed(values, plan, options)
-        if any(map(_jax.is_derived, traced)):
+        if any(map(_jax.core.is_derived, traced)):
             raise explain(options.subject, [_not_set(mesh)])
-        if traced and any(map(_jax.has_explicit_type, values)):
-            with _jax.typing_under(mesh):
+        if traced and any(map(_jax.mesh.has_explicit_type, values)):
+            with _jax.mesh.typing_under(mesh):
                 return _bind_typed(values, plan, options)
     return pjit_p.bind(*values, jaxpr=plan.jaxpr, call=plan.call)
 
@@ -827,7 +829,7 @@ def _bind_typed(values: Sequence[Any], plan: Plan, options: PjitOptions) -> Sequ
     ]
     if vague:
         raise explain(options.subject, [_vague_output(n) for n in vague])
-    specs = [_jax.explicit_part(r.to_partition_spec()) for r in outs]
+    specs = [_jax.mesh.explicit_part(r.to_partition_spec()) for r in outs]
     call = plan.call
     if call.mesh is not None:
         call = replace(call, mesh=auto_mesh(call.mesh))
@@ -839,7 +841,7 @@ def _bind_typed(values: Sequence[Any], plan: Plan, options: PjitOptions) -> Sequ
 def _not_set(mesh: Any) -> Failure:
     return Failure(
         what="cannot be differentiated eagerly on a mesh with Explicit axes that is not set",
-        given=f"{show_mesh(mesh)}{_jax.used_at()}",
+        given=f"{show_mesh(mesh)}{_jax.core.used_at()}",
         expected="jax.set_mesh around it: the types of derivatives refer to that mesh",
         fix="with jax.set_mesh(mesh): ..., or differentiate inside of jax.jit,\n"
         "or use a mesh with Auto axes",
@@ -863,7 +865,7 @@ def _to_global(leaves: Sequence[Any], flat: Flat, plan: Plan) -> list[Any]:
     resources = call.in_axis_resources[len(plan.consts) :]
     return [
         local_to_global(x, r, call.mesh)
-        if kind == "local" and not isinstance(x, _jax.Tracer)
+        if kind == "local" and not isinstance(x, _jax.core.Tracer)
         else x
         for x, r, kind in zip(leaves, resources, flat.semantics, strict=True)
     ]
@@ -872,7 +874,9 @@ def _to_global(leaves: Sequence[Any], flat: Flat, plan: Plan) -> list[Any]:
 def _to_local(outs: Sequence[Any], plan: Plan) -> list[Any]:
     from spmd.distributed import global_to_local
 
-    return [x if isinstance(x, _jax.Tracer) else global_to_local(x, plan.call.mesh) for x in outs]
+    return [
+        x if isinstance(x, _jax.core.Tracer) else global_to_local(x, plan.call.mesh) for x in outs
+    ]
 
 
 def clear_caches() -> None:
@@ -904,6 +908,6 @@ class _Clearer:
 
 
 _clearer = _Clearer()
-_jax.register_cache(_clearer, "spmd")
+_jax.core.register_cache(_clearer, "spmd")
 
 __all__ = ["Compiled", "Lowered", "Traced", "clear_caches", "pjit"]

@@ -89,10 +89,10 @@ def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
 
 
 def _constrain(value: Any, resource: Any, mesh: Any) -> Any:
-    typed = isinstance(value, _jax.Tracer) and _jax.has_explicit_type(value)
+    typed = isinstance(value, _jax.core.Tracer) and _jax.mesh.has_explicit_type(value)
     if typed and isinstance(resource, ParsedPartitionSpec):
         # A type that says something else would win over the constraint at the next operation.
-        value = _jax.retyped(value, resource.to_partition_spec())
+        value = _jax.mesh.retyped(value, resource.to_partition_spec())
     return sharding_constraint_p.bind(value, axis_resources=resource, mesh=mesh)
 
 
@@ -102,14 +102,14 @@ def _resolve(
     failures, resources = [], []
     for value, leaf, name, where in zip(values, leaves, names, given, strict=True):
         try:
-            aval = _jax.abstractify(value)
+            aval = _jax.core.abstractify(value)
         except (TypeError, ValueError, OverflowError):
             failures.append(_no_array(value, name))
             continue
-        if not isinstance(value, _jax.Tracer) and getattr(value, "is_deleted", bool)():
+        if not isinstance(value, _jax.core.Tracer) and getattr(value, "is_deleted", bool)():
             failures.append(gone_failure(name))
             continue
-        eager = not isinstance(value, _jax.Tracer) and _jax.trace_state_clean()
+        eager = not isinstance(value, _jax.core.Tracer) and _jax.core.trace_state_clean()
         subject = f"argument {name}"
         resource, failure = resolve_leaf(leaf, aval, mesh, subject, where, boundary=eager)
         resources.append(resource)
@@ -135,14 +135,19 @@ def _no_array(value: Any, name: str) -> Failure:
 
 # Primitive
 
-sharding_constraint_p = _jax.Primitive("sharding_constraint")
+sharding_constraint_p = _jax.core.Primitive("sharding_constraint")
 
 # Impl
 
 
 def _constraint_impl(x: Any, *, axis_resources: Any, mesh: Any) -> Any:
     if failure := spec_failure(
-        axis_resources, _jax.abstractify(x), mesh, "argument x", "axis_resources", boundary=True
+        axis_resources,
+        _jax.core.abstractify(x),
+        mesh,
+        "argument x",
+        "axis_resources",
+        boundary=True,
     ):
         raise explain(_SUBJECT, [failure])  # under eager grad or vmap: the user's call saw a tracer
     if failure := described_failure(mesh):
@@ -151,7 +156,7 @@ def _constraint_impl(x: Any, *, axis_resources: Any, mesh: Any) -> Any:
     in_place = placed is None or is_equivalent(placed, wanted, x.ndim)
     if in_place or not isinstance(axis_resources, ParsedPartitionSpec):
         return jax.device_put(x, wanted)
-    return _jax.reshard([x], [wanted])[0]
+    return _jax.dispatch.reshard([x], [wanted])[0]
 
 
 def _eager_sharding(x: Any, resource: Any, mesh: Any) -> Any:
@@ -192,12 +197,12 @@ sharding_constraint_p.def_abstract_eval(_constraint_abstract_eval)
 
 def _constraint_lower(ctx: Any, x: Any, *, axis_resources: Any, mesh: Any) -> Sequence[Any]:
     sharding = to_sharding(axis_resources, mesh, inside=True)
-    value = _jax.wrap_with_sharding(ctx, x, ctx.avals_in[0], ctx.avals_out[0], sharding)
-    return _jax.free_in_branch([value])
+    value = _jax.lowering.wrap_with_sharding(ctx, x, ctx.avals_in[0], ctx.avals_out[0], sharding)
+    return _jax.lowering.free_in_branch([value])
 
 
 # Not cacheable: what is emitted depends on whether a branch of `cond` is around it.
-_jax.register_lowering(sharding_constraint_p, _constraint_lower, cacheable=False)
+_jax.lowering.register_lowering(sharding_constraint_p, _constraint_lower, cacheable=False)
 
 
 def _constraint_shardings(eqn: Any) -> list[Any]:
@@ -205,7 +210,7 @@ def _constraint_shardings(eqn: Any) -> list[Any]:
     return [to_sharding(resource, mesh, inside=True)]
 
 
-_jax.declare_shardings(sharding_constraint_p, _constraint_shardings)
+_jax.lowering.declare_shardings(sharding_constraint_p, _constraint_shardings)
 
 # Batching
 
@@ -222,7 +227,7 @@ def _constraint_batch(
     return sharding_constraint_p.bind(x, axis_resources=batched, mesh=mesh), dim
 
 
-_jax.fancy_batchers[sharding_constraint_p] = _constraint_batch
+_jax.transform.fancy_batchers[sharding_constraint_p] = _constraint_batch
 
 # JVP, Transpose
 
@@ -231,7 +236,7 @@ def _constraint_transpose(ct: Any, _: Any, **params: Any) -> tuple[Any]:
     return (sharding_constraint_p.bind(ct, **params),)
 
 
-_jax.deflinear(sharding_constraint_p, _constraint_transpose)
+_jax.transform.deflinear(sharding_constraint_p, _constraint_transpose)
 
 # Printing
 
@@ -242,7 +247,7 @@ def _constraint_pp(eqn: Any, context: Any, settings: Any) -> Any:
         "spec": spec_text(resource),
         "mesh": Text(show_mesh(mesh).removeprefix("mesh ")),
     }
-    return _jax.pp_equation(eqn, context, settings, params)
+    return _jax.core.pp_equation(eqn, context, settings, params)
 
 
-_jax.pp_eqn_rules[sharding_constraint_p] = _constraint_pp
+_jax.core.pp_eqn_rules[sharding_constraint_p] = _constraint_pp

@@ -130,14 +130,14 @@ class _Repeater:
         self.prepared = False
 
 
-@_jax.weakref_lru_cache
+@_jax.core.weakref_lru_cache
 def _repeater(jaxpr: Any, call: PjitCall) -> _Repeater:
     body = weakref.ref(jaxpr)  # the cache lets go of a jaxpr that nothing else holds
 
     def once(*args: Any) -> list[Any]:
         return [*_run(args, body(), call)]
 
-    if any(call.donated_invars) and not _jax.FAST_PATH_CHECKS_DELETED:
+    if any(call.donated_invars) and not _jax.versions.FAST_PATH_CHECKS_DELETED:
         return _Repeater(once)  # halves of a derivative donate too seldom for `_with_deletions`
 
     def miss(*args: Any) -> tuple[list[Any], Any, bool]:
@@ -148,7 +148,7 @@ def _repeater(jaxpr: Any, call: PjitCall) -> _Repeater:
         return outs, data, False
 
     # `once` is what runs where `jax.disable_jit` switches the dispatcher off.
-    fast = _jax.make_dispatcher(once, call.name, miss, (), (), "spmd.pjit_p")
+    fast = _jax.dispatch.make_dispatcher(once, call.name, miss, (), (), "spmd.pjit_p")
     return _Repeater(PythonDispatcher(miss) if fast is None else fast)
 
 
@@ -181,9 +181,9 @@ def execute(
     args = _in_default_layout(args, call)
     with _turn(call):
         outs = executable.unsafe_call(*consts, *args)
-    if _jax.EMPTY_RESULTS_ARE_WHOLE:
+    if _jax.versions.EMPTY_RESULTS_ARE_WHOLE:
         outs = [_resplit(o) if 0 in o.shape else o for o in outs]
-    if _jax.has_explicit_axes(call.mesh):
+    if _jax.mesh.has_explicit_axes(call.mesh):
         outs = [_typed(o, call.mesh) for o in outs]
     mark_deleted(args, call)
     if devices := crowds(outs):
@@ -220,16 +220,16 @@ def prepare(args: Sequence[Any], jaxpr: Any, call: PjitCall) -> Prepared:
     return _prepare(jaxpr, call, tuple(placed_sharding(a) for a in args))
 
 
-@_jax.weakref_lru_cache
+@_jax.core.weakref_lru_cache
 def _prepare(jaxpr: Any, call: PjitCall, placed: tuple[Any, ...]) -> Prepared:
     mesh, shardings, moves = place(jaxpr, call, placed)
     if failure := described_failure(mesh):
         raise explain(call.subject, [failure])
-    key = _jax.placement_key(shardings, jaxpr.in_avals)
+    key = _jax.dispatch.placement_key(shardings, jaxpr.in_avals)
     # However the mesh was entered outside, an equal one is one program.
-    with _jax.tracing_under(mesh):
+    with _jax.mesh.tracing_under(mesh):
         program = _program(jaxpr, program_of(call, mesh), mesh, key)
-    refs = _jax.ref_indices(jaxpr)
+    refs = _jax.core.ref_indices(jaxpr)
     return Prepared(program=program, shardings=shardings, moves=moves, refs=refs)
 
 
@@ -252,7 +252,7 @@ def place(
     mesh = call.mesh if call.mesh is not None else mesh_of(placed)
     if mesh is None:
         # Nothing here is placed anywhere, as a cotangent of ones: where JAX puts such values.
-        mesh = jax.sharding.Mesh(np.array([_jax.default_device()]), ("device",))
+        mesh = jax.sharding.Mesh(np.array([_jax.mesh.default_device()]), ("device",))
     names = call.arg_names
     # The devices of a pmap are chosen by size, not by its user: there, arrays of others are moved.
     failures = [
@@ -299,13 +299,13 @@ def mesh_of(placed: Sequence[Any]) -> Any:
     return jax.sharding.Mesh(np.array(known[0]._device_assignment), ("device",))
 
 
-@_jax.weakref_lru_cache
+@_jax.core.weakref_lru_cache
 def _program(jaxpr: Any, call: PjitCall, mesh: Any, in_key: Any) -> Program:
     lowering = lower(jaxpr, call, mesh, in_key)
-    if not _jax.is_compiled(lowering):
+    if not _jax.lowering.is_compiled(lowering):
         count("compiles")
     executable = lowering.compile()
-    consts = _jax.const_args(lowering.const_args, executable)
+    consts = _jax.core.const_args(lowering.const_args, executable)
     return Program(lowering=lowering, executable=executable, consts=consts)
 
 
@@ -364,16 +364,16 @@ def resource_of(value: Any, mesh: Any) -> Any:
         The spec of its sharding; the sharding itself where no spec says it; UNSPECIFIED where it
         is not known, in an outer trace, or where nobody has chosen one.
     """
-    placed = None if isinstance(value, _jax.Tracer) else placed_sharding(value)
+    placed = None if isinstance(value, _jax.core.Tracer) else placed_sharding(value)
     return UNSPECIFIED if placed is None else _recovered(placed, value.ndim, mesh)
 
 
 @functools.lru_cache(maxsize=4096)
 def _recovered(sharding: Any, ndim: int, mesh: Any) -> Any:
-    if _jax.device_order(sharding) != [*mesh.devices.flat]:
+    if _jax.dispatch.device_order(sharding) != [*mesh.devices.flat]:
         return UNSPECIFIED
     try:
-        spec: Any = parse_op_sharding(_jax.op_sharding(sharding, ndim), mesh)
+        spec: Any = parse_op_sharding(_jax.dispatch.op_sharding(sharding, ndim), mesh)
     except RecoveryError:
         return sharding
     # An OpSharding says nothing of memory: what lies elsewhere than usual keeps its own.
@@ -386,7 +386,7 @@ def warn_kept(names: Sequence[str], call: PjitCall) -> None:
     failures = [
         Failure(
             what=f"does not donate argument {n}: its derivative needs the value",
-            given=f"argument {n} among those to donate{_jax.used_at()}",
+            given=f"argument {n} among those to donate{_jax.core.used_at()}",
             fix="differentiate inside of the function that donates, or do not donate it",
         )
         for n in names
@@ -490,7 +490,7 @@ def _govern(args: Sequence[Any], prepared: Prepared, call: PjitCall) -> None:
 def _user_level() -> int:
     """How many frames up the user's call is."""
     level, frame = 1, sys._getframe(1)
-    while frame is not None and not _jax.is_user_file(frame.f_code.co_filename):
+    while frame is not None and not _jax.core.is_user_file(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
     return level
 
@@ -523,17 +523,21 @@ def references(places: Sequence[tuple[Any, Any]]) -> Iterator[None]:
 
 def _place_ref(ref: Any, sharding: Any) -> None:
     """Puts what a reference holds where a program expects it; it stays there."""
-    held = _jax.buffer_of(ref)
+    held = _jax.core.buffer_of(ref)
     if held.committed and is_equivalent(held.sharding, sharding, held.ndim):
         return
     same_devices = held.sharding.device_set == sharding.device_set
-    new = _jax.reshard([held], [sharding])[0] if same_devices else jax.device_put(held, sharding)
-    _jax.set_buffer(ref, new)
+    new = (
+        _jax.dispatch.reshard([held], [sharding])[0]
+        if same_devices
+        else jax.device_put(held, sharding)
+    )
+    _jax.core.set_buffer(ref, new)
 
 
 def _in_default_layout(args: Sequence[Any], call: PjitCall) -> Sequence[Any]:
     """Rewrites arrays that lie in memory otherwise than a program reads its arguments."""
-    at = [i for i, a in enumerate(args) if _jax.has_own_layout(a)]
+    at = [i for i, a in enumerate(args) if _jax.dispatch.has_own_layout(a)]
     return _replaced(args, at, [args[i].sharding for i in at], call) if at else args
 
 
@@ -542,7 +546,7 @@ def _replaced(
 ) -> tuple[Any, ...]:
     """Copies the arguments `at` to other shardings; a donated original is gone then."""
     moved = list(args)
-    for i, new in zip(at, _jax.reshard([args[i] for i in at], shardings), strict=True):
+    for i, new in zip(at, _jax.dispatch.reshard([args[i] for i in at], shardings), strict=True):
         moved[i] = new
         if call.donated_invars[i]:
             args[i].delete()
@@ -551,7 +555,7 @@ def _replaced(
 
 def mark_deleted(args: Sequence[Any], call: PjitCall) -> None:
     """Makes the loss of a donated array visible to JAX's fast path, which would crash on it."""
-    if _jax.FAST_PATH_CHECKS_DELETED:
+    if _jax.versions.FAST_PATH_CHECKS_DELETED:
         return
     for arg, donated in zip(args, call.donated_invars, strict=True):
         if donated and isinstance(arg, jax.Array) and arg.is_deleted():
@@ -567,7 +571,7 @@ def may_repeat(args: Sequence[Any]) -> bool:
     It does not see that an argument has its elements in another order. After the call a donated
     array has no layout to ask for.
     """
-    return announce is None and not any(map(_jax.has_own_layout, args))
+    return announce is None and not any(map(_jax.dispatch.has_own_layout, args))
 
 
 def fast_path_data(
@@ -577,16 +581,21 @@ def fast_path_data(
 
     None whenever a repetition would be wrong: the C++ path moves no argument.
     """
-    if any(isinstance(a, _jax.Tracer) for a in (*args, *outs)) or not _jax.trace_state_clean():
+    if (
+        any(isinstance(a, _jax.core.Tracer) for a in (*args, *outs))
+        or not _jax.core.trace_state_clean()
+    ):
         return None
     if "local" in call.in_positional_semantics:
         return None
-    if crowds(outs) or (_jax.EMPTY_RESULTS_ARE_WHOLE and any(0 in o.shape for o in outs)):
+    if crowds(outs) or (_jax.versions.EMPTY_RESULTS_ARE_WHOLE and any(0 in o.shape for o in outs)):
         return None
-    prepared = prepare(args, _jax.plain_jaxpr(jaxpr), call)
+    prepared = prepare(args, _jax.transform.plain_jaxpr(jaxpr), call)
     if prepared.moves:
         return None
-    return _jax.fast_path_data(prepared.program.executable, prepared.program.consts, out_tree, outs)
+    return _jax.dispatch.fast_path_data(
+        prepared.program.executable, prepared.program.consts, out_tree, outs
+    )
 
 
 class PythonDispatcher:
@@ -610,16 +619,18 @@ def dispatcher(
     Args:
         fun: The function whose programs it repeats; None for one compiled program.
         name: Shown in profiles.
-        cache_miss: Asked about arguments of a new kind; see :func:`spmd._jax.make_dispatcher`.
+        cache_miss: Asked about arguments of a new kind; see `_jax.dispatch.make_dispatcher`.
         params: Which arguments are static.
         key: What else tells two dispatchers of one function apart.
     """
     nums, names = params.static_nums, params.static_names
-    deletes = (params.donate_nums or params.donate_names) and not _jax.FAST_PATH_CHECKS_DELETED
+    deletes = (
+        params.donate_nums or params.donate_names
+    ) and not _jax.versions.FAST_PATH_CHECKS_DELETED
     # Dispatchers of one function share what C++ has learned, so they share this too.
     spread = [] if fun is None else _spread.setdefault(fun, [])
     miss = _noting_spread(cache_miss, spread) if deletes else cache_miss
-    fast = _jax.make_dispatcher(fun, name, miss, nums, names, key)
+    fast = _jax.dispatch.make_dispatcher(fun, name, miss, nums, names, key)
     if fast is None:
         return PythonDispatcher(cache_miss)
     if nums or names:
@@ -649,7 +660,9 @@ def _noting_spread(cache_miss: Callable, spread: list[bool]) -> Callable:
     """Notes a call with an array on several devices, before C++ learns of such calls."""
 
     def noting(*args: Any, **kwargs: Any) -> Any:
-        if not spread and any(a.sharding.num_devices > 1 for a in _jax.arrays_of((args, kwargs))):
+        if not spread and any(
+            a.sharding.num_devices > 1 for a in _jax.dispatch.arrays_of((args, kwargs))
+        ):
             spread.append(True)
         return cache_miss(*args, **kwargs)
 
@@ -664,19 +677,19 @@ def _with_deletions(
     It sees what `Array.delete` has marked, so that is called for each array that a call has taken.
     On one device XLA itself refuses an array that is gone, and nothing else is needed.
     """
-    nums, names, gone = params.donate_nums, params.donate_names, _jax.ArrayImpl.is_deleted
+    nums, names, gone = params.donate_nums, params.donate_names, _jax.dispatch.ArrayImpl.is_deleted
 
     def twice(args: tuple, kwargs: dict[str, Any], arrays: list[Any]) -> bool:
         """Whether a donated array is among the arguments more than once."""
         given = [a for i, a in enumerate(args) if i in nums]
         given += [a for k, a in kwargs.items() if k in names]
         uses = collections.Counter(map(id, arrays))
-        return any(uses[id(a)] > 1 for a in _jax.arrays_of(given))
+        return any(uses[id(a)] > 1 for a in _jax.dispatch.arrays_of(given))
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
         arrays = None
         if spread:
-            arrays = _jax.arrays_of((args, kwargs))
+            arrays = _jax.dispatch.arrays_of((args, kwargs))
             shared = len({*map(id, arrays)}) < len(arrays)
             if any(map(gone, arrays)) or (shared and twice(args, kwargs, arrays)):
                 return cache_miss(*args, **kwargs)[0]  # which says what is wrong
@@ -687,7 +700,7 @@ def _with_deletions(
                 raise
         finally:
             if spread:  # perhaps since this call
-                for taken in filter(gone, arrays or _jax.arrays_of((args, kwargs))):
+                for taken in filter(gone, arrays or _jax.dispatch.arrays_of((args, kwargs))):
                     taken.delete()
         return cache_miss(*args, **kwargs)[0]
 
@@ -707,4 +720,4 @@ def clear_dispatch_caches() -> None:
     _prepare.cache_clear()
     _program.cache_clear()
     clear_lower_cache()
-    _jax.clear_dispatch_cache()
+    _jax.dispatch.clear_dispatch_cache()

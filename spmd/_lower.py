@@ -27,7 +27,7 @@ def program_of(call: PjitCall, mesh: Any) -> PjitCall:
         call,
         mesh=mesh,
         in_axis_resources=(),
-        out_axis_resources=tuple(UNSPECIFIED if s is _jax.UNSPECIFIED else s for s in outs),
+        out_axis_resources=tuple(UNSPECIFIED if s is _jax.core.UNSPECIFIED else s for s in outs),
         in_positional_semantics=(),
         arg_names=(),
         given=(),
@@ -43,27 +43,27 @@ def lower(jaxpr: Any, call: PjitCall, mesh: Any, in_key: Any) -> Any:
         jaxpr: Closed jaxpr.
         call: From :func:`program_of`.
         mesh: The mesh whose devices the module is for.
-        in_key: :func:`spmd._jax.placement_key` of the shardings of the inputs.
+        in_key: :func:`spmd._jax.dispatch.placement_key` of the shardings of the inputs.
 
     Returns:
         JAX's lowering (a MeshComputation).
     """
     # However the mesh was entered outside, an equal one is one module.
-    with _jax.tracing_under(mesh):
+    with _jax.mesh.tracing_under(mesh):
         return _lower(jaxpr, call, mesh, in_key)
 
 
 def _complete(jaxpr: Any, call: PjitCall, mesh: Any) -> None:
     """Adds what a function of several levels is traced without: see `docs/design/pmap.md`."""
     if call.kind == "pmap" and len(mesh.axis_names) > 1:
-        _jax.place_axis_indices(jaxpr.jaxpr)
+        _jax.transform.place_axis_indices(jaxpr.jaxpr)
 
 
-@_jax.weakref_lru_cache
+@_jax.core.weakref_lru_cache
 def _lower(jaxpr: Any, call: PjitCall, mesh: Any, in_key: Any) -> Any:
     _complete(jaxpr, call, mesh)
     outs = [to_sharding(r, mesh) for r in call.out_axis_resources]
-    lowering = _jax.lower_module(
+    lowering = _jax.lowering.lower_module(
         jaxpr,
         call.name,
         in_key.shardings,
@@ -97,8 +97,8 @@ def lower_for_export(
         parameters: JAX's own parameters of an export, or None.
     """
     _complete(jaxpr, call, mesh)
-    with _jax.tracing_under(mesh):
-        return _jax.lower_module(
+    with _jax.mesh.tracing_under(mesh):
+        return _jax.lowering.lower_module(
             jaxpr,
             call.name,
             shardings,
@@ -122,9 +122,9 @@ def lower_inner_call(ctx: Any, args: Sequence[Any], jaxpr: Any, call: PjitCall) 
     ins = _inside(call.in_axis_resources, call.mesh)
     outs = _inside(call.out_axis_resources, call.mesh)
     key = ("spmd.pjit", call.name, jaxpr, tuple(ins), tuple(outs))
-    return _jax.lower_call(ctx, args, jaxpr, call.name, ins, outs, key)
+    return _jax.lowering.lower_call(ctx, args, jaxpr, call.name, ins, outs, key)
 
 
 def _inside(resources: Sequence[Any], mesh: Any) -> list[Any]:
     shardings = [to_sharding(r, mesh, inside=True) for r in resources]
-    return [None if s is _jax.UNSPECIFIED else s for s in shardings]
+    return [None if s is _jax.core.UNSPECIFIED else s for s in shardings]

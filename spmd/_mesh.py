@@ -53,7 +53,7 @@ class Mesh(jax.sharding.Mesh):
             raise explain("Mesh", [_same_names(plain.axis_names)])
         # JAX interns its meshes and always builds the base class.
         self = object.__new__(cls)
-        self.__dict__.update(_jax.mesh_fields(plain), _plain=plain)
+        self.__dict__.update(_jax.mesh.mesh_fields(plain), _plain=plain)
         return self
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -61,12 +61,12 @@ class Mesh(jax.sharding.Mesh):
 
     def __enter__(self) -> Mesh:
         _context.meshes.append(self)
-        _jax.push_mesh(self._plain)
+        _jax.mesh.push_mesh(self._plain)
         return self
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> Literal[False]:
         _context.meshes.pop()
-        _jax.pop_mesh()
+        _jax.mesh.pop_mesh()
         return False
 
     def __eq__(self, other: object) -> bool:
@@ -261,9 +261,9 @@ def current_mesh() -> Any:
     """
     if _context.meshes:
         return _context.meshes[-1]
-    entered, was_set = _jax.thread_mesh(), _jax.set_mesh_value()
+    entered, was_set = _jax.mesh.thread_mesh(), _jax.mesh.set_mesh_value()
     if entered.empty:
-        return _jax.abstract_mesh_value() if was_set.empty else was_set
+        return _jax.mesh.abstract_mesh_value() if was_set.empty else was_set
     if not was_set.empty and was_set != entered:
         raise explain("Mesh", [_ambiguous(entered, was_set)])
     return entered
@@ -300,14 +300,14 @@ def show_devices(devices: Sequence[Any]) -> str:
 
 def is_described(mesh: Any) -> bool:
     """Whether the devices of a mesh are only described; they are all of one kind."""
-    if _jax.is_abstract(mesh):
+    if _jax.mesh.is_abstract(mesh):
         return False
-    return _jax.is_described(next(iter(mesh.devices.flat), None))
+    return _jax.mesh.is_described(next(iter(mesh.devices.flat), None))
 
 
 def described_failure(mesh: Any) -> Failure | None:
     """Something is to run on devices that are only described, or not even that."""
-    if _jax.is_abstract(mesh):
+    if _jax.mesh.is_abstract(mesh):
         return Failure(
             what=f"cannot run on {show_mesh(mesh)}: it is an AbstractMesh, which has no devices",
             expected="a mesh of devices",
@@ -337,7 +337,7 @@ def check_parts(mesh: Any, subject: str) -> None:
     Raises:
         RuntimeError: Its devices form no box of the mesh, or it has none there.
     """
-    if _jax.is_abstract(mesh):
+    if _jax.mesh.is_abstract(mesh):
         return
     if failure := scattered_failure(mesh, jax.process_index()):
         raise explain(subject, [failure])
@@ -393,11 +393,11 @@ def tracing(mesh: Any, subject: str) -> Iterator[None]:
     if mesh is None:
         yield
         return
-    ours = mesh if _jax.is_abstract(mesh) else Mesh(mesh.devices, mesh.axis_names)
+    ours = mesh if _jax.mesh.is_abstract(mesh) else Mesh(mesh.devices, mesh.axis_names)
     _context.meshes.append(ours)
     _context.tracing.append((auto_mesh(mesh), subject))
     try:
-        with _jax.tracing_under(mesh):
+        with _jax.mesh.tracing_under(mesh):
             yield
     finally:
         _context.tracing.pop()
@@ -414,9 +414,9 @@ def traced_under(compute: Callable[..., Any]) -> Any:
     Args:
         compute: A function of a jaxpr, a call, and more hashable arguments.
     """
-    cached = _jax.weakref_lru_cache(compute)
+    cached = _jax.core.weakref_lru_cache(compute)
 
-    @_jax.weakref_lru_cache
+    @_jax.core.weakref_lru_cache
     def lookup(jaxpr: Any, call: Any, *args: Any) -> Any:
         with tracing(call.mesh, call.subject):
             return cached(jaxpr, call, *args)

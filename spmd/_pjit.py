@@ -33,7 +33,7 @@ from spmd.errors import Failure, MeshError, OptionError, ShardingError, did_you_
 
 # Primitive
 
-pjit_p = _jax.Primitive("pjit")
+pjit_p = _jax.core.Primitive("pjit")
 pjit_p.multiple_results = True
 
 # Impl
@@ -46,7 +46,7 @@ pjit_p.def_impl(_dispatch.run)
 def _pjit_abstract_eval(*avals: Any, jaxpr: Any, call: PjitCall) -> tuple[Any, Any]:
     del avals
     _check_enclosing_mesh(call)
-    return jaxpr.out_avals, _jax.positional_effects(jaxpr)
+    return jaxpr.out_avals, _jax.core.positional_effects(jaxpr)
 
 
 pjit_p.def_effectful_abstract_eval(_pjit_abstract_eval)
@@ -64,12 +64,12 @@ def _check_enclosing_mesh(call: PjitCall) -> None:
 
 def other_manual_mesh(mesh: Any) -> Failure | None:
     """A `pmap`, or a `shard_map` over another mesh, has split the devices already."""
-    manual = _jax.manual_mesh()
+    manual = _jax.mesh.manual_mesh()
     if not manual or manual == dict(mesh.shape):
         return None
     return Failure(
         what="cannot run inside of a pmap, or of a shard_map over another mesh",
-        given=f"{show_mesh(mesh)}{_jax.used_at()}",
+        given=f"{show_mesh(mesh)}{_jax.core.used_at()}",
         expected="the mesh of the shard_map, of which each device runs this code by itself",
         fix="call the plain function there, or map with jax.vmap(..., spmd_axis_name=...) instead",
         error=MeshError,
@@ -80,7 +80,7 @@ def nested_mesh_failure(mesh: Any, outer: tuple[Any, str]) -> Failure:
     """A mesh was changed inside of a program, which runs on one."""
     return Failure(
         what=f"cannot change the mesh inside of {outer[1]}",
-        given=f"{show_mesh(mesh)}{_jax.used_at()}",
+        given=f"{show_mesh(mesh)}{_jax.core.used_at()}",
         expected=f"the mesh of the outer function: {show_mesh(outer[0])}",
         fix="call it outside, or enter one mesh around both",
         error=MeshError,
@@ -97,10 +97,10 @@ def _pjit_typecheck(ctx_factory: Any, *in_atoms: Any, jaxpr: Any, call: PjitCall
     ):
         if len(given) != len(avals):
             raise TypeError(f"{call.name}: {len(given)} specs for {len(avals)} {what} of a jaxpr")
-    return _jax.check_call(ctx_factory, pjit_p, in_atoms, jaxpr, {"call": call})
+    return _jax.transform.check_call(ctx_factory, pjit_p, in_atoms, jaxpr, {"call": call})
 
 
-_jax.custom_typechecks[pjit_p] = _pjit_typecheck
+_jax.core.custom_typechecks[pjit_p] = _pjit_typecheck
 
 # Staging
 
@@ -110,20 +110,20 @@ def _pjit_stage(trace: Any, source_info: Any, *args: Any, jaxpr: Any, call: Pjit
         raise explain(call.subject, [_nested_options(call)])
     resources = (*call.in_axis_resources, *call.out_axis_resources)
     if call.inline and all(r is UNSPECIFIED for r in resources):
-        inner = _jax.inner_jaxpr(jaxpr)
-        out = _jax.inline_jaxpr_into_trace(trace, source_info, inner, jaxpr.consts, *args)
+        inner = _jax.core.inner_jaxpr(jaxpr)
+        out = _jax.transform.inline_jaxpr_into_trace(trace, source_info, inner, jaxpr.consts, *args)
         return [trace.to_jaxpr_tracer(x, source_info) for x in out]
     params = {"jaxpr": jaxpr, "call": call}
     return trace.default_process_primitive(pjit_p, args, params, source_info=source_info)
 
 
-_jax.custom_staging_rules[pjit_p] = _pjit_stage
+_jax.transform.custom_staging_rules[pjit_p] = _pjit_stage
 
 
 def _nested_options(call: PjitCall) -> Failure:
     return Failure(
         what="cannot have compiler_options inside of another program",
-        given=f"compiler_options={dict(call.compiler_options)}{_jax.used_at()}",
+        given=f"compiler_options={dict(call.compiler_options)}{_jax.core.used_at()}",
         expected="options on the outermost function: a program is compiled as a whole",
         fix="move them to the outer pjit or jit",
         error=OptionError,
@@ -138,7 +138,7 @@ def _pjit_lower(ctx: Any, *args: Any, jaxpr: Any, call: PjitCall) -> Sequence[An
 
 
 # Not cacheable: the function has its own key, and a cached equation loses source locations.
-_jax.register_lowering(pjit_p, _pjit_lower, cacheable=False)
+_jax.lowering.register_lowering(pjit_p, _pjit_lower, cacheable=False)
 
 
 def _pjit_shardings(eqn: Any) -> list[Any]:
@@ -150,7 +150,7 @@ def _pjit_shardings(eqn: Any) -> list[Any]:
     return [to_sharding(r, call.mesh) for r in resources if r is not UNSPECIFIED]
 
 
-_jax.declare_shardings(pjit_p, _pjit_shardings)
+_jax.lowering.declare_shardings(pjit_p, _pjit_shardings)
 
 # Batching
 
@@ -169,10 +169,10 @@ def _pjit_batch(axis_data: Any, vals: Any, dims: Any, *, jaxpr: Any, call: PjitC
 @traced_under
 def _batch(jaxpr: Any, call: PjitCall, axis_data: Any, dims: tuple[Any, ...]) -> Any:
     del call
-    return _jax.batch_jaxpr(jaxpr, axis_data, dims)
+    return _jax.transform.batch_jaxpr(jaxpr, axis_data, dims)
 
 
-_jax.fancy_batchers[pjit_p] = _pjit_batch
+_jax.transform.fancy_batchers[pjit_p] = _pjit_batch
 
 
 def spmd_axes(axis_data: Any) -> tuple[Any, ...]:
@@ -203,7 +203,7 @@ def check_spmd_axes(
 def _unknown_failure(unknown: Sequence[Any], mesh: Any) -> Failure:
     return Failure(
         what=f"cannot be mapped over mesh axis {', '.join(map(repr, unknown))}",
-        given=f"vmap(spmd_axis_name={unknown[0]!r}){_jax.used_at()}",
+        given=f"vmap(spmd_axis_name={unknown[0]!r}){_jax.core.used_at()}",
         expected=f"mesh axes out of {', '.join(map(repr, mesh.axis_names))}",
         got=f"an unknown axis{did_you_mean(unknown[0], mesh.axis_names)}",
         fix="use an axis of the mesh, or enter the mesh that has it",
@@ -213,7 +213,7 @@ def _unknown_failure(unknown: Sequence[Any], mesh: Any) -> Failure:
 def _repeated_failure(repeated: Sequence[Any], axes: Sequence[Any]) -> Failure:
     return Failure(
         what=f"cannot be mapped over mesh axis {', '.join(map(repr, repeated))} twice",
-        given=f"vmap(spmd_axis_name={axes!r}){_jax.used_at()}",
+        given=f"vmap(spmd_axis_name={axes!r}){_jax.core.used_at()}",
         expected="each mesh axis once",
         fix=f"drop one {repeated[0]!r}",
         error=ShardingError,
@@ -223,7 +223,7 @@ def _repeated_failure(repeated: Sequence[Any], axes: Sequence[Any]) -> Failure:
 def _taken_failure(taken: Sequence[Any], resource: ParsedPartitionSpec) -> Failure:
     return Failure(
         what=f"cannot be mapped over mesh axis {', '.join(map(repr, taken))}",
-        given=f"vmap(spmd_axis_name={taken[0]!r}){_jax.used_at()}",
+        given=f"vmap(spmd_axis_name={taken[0]!r}){_jax.core.used_at()}",
         expected="a mesh axis that the mapped function does not use",
         got=f"the spec {show_origin(resource)}",
         fix=f"drop {taken[0]!r} from the spec, or map over another axis",
@@ -235,7 +235,7 @@ def _taken_failure(taken: Sequence[Any], resource: ParsedPartitionSpec) -> Failu
 
 
 def _pjit_jvp(primals: Any, tangents: Any, *, jaxpr: Any, call: PjitCall) -> Any:
-    nz_in = tuple(type(t) is not _jax.Zero for t in tangents)
+    nz_in = tuple(type(t) is not _jax.core.Zero for t in tangents)
     jvp, jvp_call, nz_out = _jvp(jaxpr, call, nz_in)
     outs = pjit_p.bind(*primals, *compress(tangents, nz_in), jaxpr=jvp, call=jvp_call)
     count = len(jaxpr.out_avals)
@@ -244,7 +244,7 @@ def _pjit_jvp(primals: Any, tangents: Any, *, jaxpr: Any, call: PjitCall) -> Any
 
 @traced_under
 def _jvp(jaxpr: Any, call: PjitCall, nz_in: tuple[bool, ...]) -> tuple[Any, PjitCall, list[bool]]:
-    jvp, nz_out = _jax.jvp_jaxpr(jaxpr, nz_in, instantiate=False)
+    jvp, nz_out = _jax.transform.jvp_jaxpr(jaxpr, nz_in, instantiate=False)
     return jvp, call.jvp(nz_in, nz_out), nz_out
 
 
@@ -252,12 +252,12 @@ def _with_zeros(dense: Sequence[Any], nz_out: Sequence[bool], jaxpr: Any) -> lis
     """Tangents of all outputs of a jaxpr, from those that are not zero."""
     found, avals = iter(dense), jaxpr.out_avals
     return [
-        next(found) if nz else _jax.Zero(a.to_tangent_aval())
+        next(found) if nz else _jax.core.Zero(a.to_tangent_aval())
         for nz, a in zip(nz_out, avals, strict=True)
     ]
 
 
-_jax.primitive_jvps[pjit_p] = _pjit_jvp
+_jax.transform.primitive_jvps[pjit_p] = _pjit_jvp
 
 # Linearization
 
@@ -303,7 +303,7 @@ class _Halves:
         results = pjit_p.bind(*args, jaxpr=self.known, call=self.known_call)
         computed = iter(self.outputs)
         residuals = [results[next(computed)] if i is None else args[i] for i in self.inputs]
-        if any(isinstance(v, _jax.Tracer) for v in (*args, *results)):
+        if any(isinstance(v, _jax.core.Tracer) for v in (*args, *results)):
             return results, residuals, self.rest_call  # the partitioner places them, once for both
         if self.kept:
             _dispatch.warn_kept(self.kept, self.rest_call)
@@ -362,10 +362,10 @@ def _halves(
             is; None where it is computed.
     """
     n_out, n_consts = len(known_call.out_axis_resources), len(consts)
-    known, outputs = _jax.repeated_outputs(known, n_out)
+    known, outputs = _jax.transform.repeated_outputs(known, n_out)
     # What both halves close over is a constant of both.
     shared = [consts[i] if i is not None and i < n_consts else None for i in forwarded]
-    rest = _jax.bind_inputs(rest, shared)
+    rest = _jax.transform.bind_inputs(rest, shared)
     inputs = [None if i is None else i - n_consts for i in forwarded if i is None or i >= n_consts]
     alive = known_call.keep_alive(i for i in inputs if i is not None)
     changed = [a != b for a, b in zip(known_call.donated_invars, alive.donated_invars, strict=True)]
@@ -402,7 +402,7 @@ def _pjit_linearize(
 
 @traced_under
 def _linearize(jaxpr: Any, call: PjitCall, nz_in: tuple[bool, ...], is_vjp: bool) -> _Halves:
-    known, nz_out, forwarded, linear = _jax.linearize_jaxpr(jaxpr, nz_in, is_vjp=is_vjp)
+    known, nz_out, forwarded, linear = _jax.transform.linearize_jaxpr(jaxpr, nz_in, is_vjp=is_vjp)
     return _halves(
         consts=jaxpr.consts,
         known=known,
@@ -414,7 +414,7 @@ def _linearize(jaxpr: Any, call: PjitCall, nz_in: tuple[bool, ...], is_vjp: bool
     )
 
 
-_jax.linearization_rule(pjit_p, _pjit_linearize)
+_jax.rules.linearization_rule(pjit_p, _pjit_linearize)
 
 # Partial evaluation
 
@@ -431,14 +431,14 @@ def _pjit_partial_eval(trace: Any, *tracers: Any, jaxpr: Any, call: PjitCall) ->
     results, residuals, rest_call = halves.run_known(known_args)
     unk_args = [*map(trace.new_instantiated_const, residuals), *compress(tracers, unk_in)]
     params = {"jaxpr": halves.rest, "call": rest_call}
-    staged = iter(_jax.stage_unknown(trace, pjit_p, unk_args, params, halves.rest))
+    staged = iter(_jax.transform.stage_unknown(trace, pjit_p, unk_args, params, halves.rest))
     known = iter(results)
     return [next(staged) if unknown else next(known) for unknown in halves.in_rest]
 
 
-@_jax.weakref_lru_cache
+@_jax.core.weakref_lru_cache
 def _split(jaxpr: Any, call: PjitCall, unk_in: tuple[bool, ...]) -> _Halves:
-    known, unknown, unk_out, _, forwarded = _jax.partial_eval_jaxpr(
+    known, unknown, unk_out, _, forwarded = _jax.transform.partial_eval_jaxpr(
         jaxpr, unk_in, instantiate=False
     )
     return _halves(
@@ -452,7 +452,7 @@ def _split(jaxpr: Any, call: PjitCall, unk_in: tuple[bool, ...]) -> _Halves:
     )
 
 
-_jax.custom_partial_eval_rules[pjit_p] = _pjit_partial_eval
+_jax.transform.custom_partial_eval_rules[pjit_p] = _pjit_partial_eval
 
 
 def _pjit_partial_eval_custom(
@@ -476,7 +476,7 @@ def _pjit_partial_eval_custom(
     return dict(known, call=known_call), dict(staged, call=staged_call)
 
 
-_jax.partial_eval_rule(pjit_p, _pjit_partial_eval_custom)
+_jax.rules.partial_eval_rule(pjit_p, _pjit_partial_eval_custom)
 
 
 def residual_names(call: PjitCall, count: int) -> list[str]:
@@ -488,25 +488,25 @@ def residual_names(call: PjitCall, count: int) -> list[str]:
 
 
 def _pjit_transpose(cts: Any, *args: Any, jaxpr: Any, call: PjitCall) -> Any:
-    flat, key = _jax.flatten_transpose(cts, args)
-    nz_cts = tuple(type(ct) is not _jax.Zero for ct in cts)
+    flat, key = _jax.transform.flatten_transpose(cts, args)
+    nz_cts = tuple(type(ct) is not _jax.core.Zero for ct in cts)
     transposed, back, out_tree = _transpose(jaxpr, call, key, nz_cts)
     try:
         results = pjit_p.bind(*flat, jaxpr=transposed, call=back)
-    except _jax.InternalFloatingPointError as e:
-        _jax.find_nan_backward(e, jaxpr, cts, args)
-    return _jax.accumulate(out_tree, args, results)
+    except _jax.transform.InternalFloatingPointError as e:
+        _jax.transform.find_nan_backward(e, jaxpr, cts, args)
+    return _jax.transform.accumulate(out_tree, args, results)
 
 
 @traced_under
 def _transpose(
     jaxpr: Any, call: PjitCall, key: Any, nz_cts: tuple[bool, ...]
 ) -> tuple[Any, PjitCall, Any]:
-    transposed, out_tree, kept, has_ct, logs = _jax.transpose_jaxpr(jaxpr, key)
+    transposed, out_tree, kept, has_ct, logs = _jax.transform.transpose_jaxpr(jaxpr, key)
     return transposed, call.transpose(kept, nz_cts, has_ct).add_outputs(logs), out_tree
 
 
-_jax.fancy_transposes[pjit_p] = _pjit_transpose
+_jax.transform.fancy_transposes[pjit_p] = _pjit_transpose
 
 # Rematerialization
 
@@ -517,15 +517,15 @@ def _pjit_remat(call: PjitCall, res_out: int, res_in: int) -> tuple[PjitCall, Pj
     return call.add_outputs(res_out), call.add_inputs(names, leading=True)
 
 
-_jax.rematerialization_rule(pjit_p, _pjit_remat)
+_jax.rules.rematerialization_rule(pjit_p, _pjit_remat)
 
 # Dead code
 
-_jax.dead_code_rule(pjit_p, PjitCall.keep)
+_jax.rules.dead_code_rule(pjit_p, PjitCall.keep)
 
 # Mutable references
 
-_jax.discharge_rule(pjit_p, PjitCall.discharge)
+_jax.rules.discharge_rule(pjit_p, PjitCall.discharge)
 
 # Checks
 
@@ -535,14 +535,14 @@ def _pjit_checkify(call: PjitCall, errors_in: int, errors_out: int) -> PjitCall:
     return call.add_inputs(names, leading=True).add_outputs(errors_out, leading=True)
 
 
-_jax.checkify_rule(pjit_p, _pjit_checkify)
-_jax.key_reuse_rule(pjit_p)
+_jax.rules.checkify_rule(pjit_p, _pjit_checkify)
+_jax.rules.key_reuse_rule(pjit_p)
 
 # Taylor series, sparse values, values of several arrays
 
-_jax.jet_rule(pjit_p, PjitCall.series)
-_jax.sparsify_rule(pjit_p, PjitCall.expand)
-_jax.hijax_rule(pjit_p, PjitCall.expand)
+_jax.rules.jet_rule(pjit_p, PjitCall.series)
+_jax.rules.sparsify_rule(pjit_p, PjitCall.expand)
+_jax.rules.hijax_rule(pjit_p, PjitCall.expand)
 
 # Printing
 
@@ -557,10 +557,10 @@ def _pjit_pp(eqn: Any, context: Any, settings: Any) -> Any:
     if any(call.donated_invars):
         params["donated"] = Text(",".join(compress(call.arg_names, call.donated_invars)))
     params["jaxpr"] = eqn.params["jaxpr"]
-    return _jax.pp_equation(eqn, context, settings, params)
+    return _jax.core.pp_equation(eqn, context, settings, params)
 
 
-_jax.pp_eqn_rules[pjit_p] = _pjit_pp
+_jax.core.pp_eqn_rules[pjit_p] = _pjit_pp
 
 
 class Text(str):

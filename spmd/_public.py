@@ -89,6 +89,6 @@ _MODULES = (
     *("primitives", "sharding_spec", "stages", "testing"),
 )
 
-_jax.hide_own_frames()
+_jax.core.hide_own_frames()
 
 P = PartitionSpec

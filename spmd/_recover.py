@@ -27,7 +27,7 @@ from spmd._resolve import spec_failure
 from spmd._spec import REPLICATED, ParsedPartitionSpec
 from spmd.errors import Failure, RecoveryError, SpecTypeError, explain
 
-_Type = _jax.OpSharding.Type
+_Type = _jax.core.OpSharding.Type
 
 
 class _NoSpecError(Exception):
@@ -243,7 +243,7 @@ def parse_op_sharding(op_sharding: Any, mesh: Any) -> ParsedPartitionSpec | list
 
 def _parse(op_sharding: Any, mesh: Any, where: str, failures: list[Failure]) -> Any:
     what = f"element {where} " if where else ""
-    if not isinstance(op_sharding, _jax.OpSharding):
+    if not isinstance(op_sharding, _jax.core.OpSharding):
         failure = _not_a_proto(op_sharding)
         failures.append(replace(failure, what=what + failure.what))
         return None
@@ -264,7 +264,9 @@ def _readable(op_sharding: Any) -> Any:
         return op_sharding
     # XLA's newer form names mesh axes in a field that the Python proto does not show. Such a proto
     # says REPLICATED in `type`, whatever it means.
-    return _jax.HloSharding.v3_to_v2_sharding(_jax.HloSharding.from_proto(op_sharding)).to_proto()
+    return _jax.core.HloSharding.v3_to_v2_sharding(
+        _jax.core.HloSharding.from_proto(op_sharding)
+    ).to_proto()
 
 
 def _parse_leaf(proto: Any, mesh_shape: Mapping[Any, int]) -> ParsedPartitionSpec:
@@ -371,7 +373,7 @@ def tile_axes(op_sharding: Any, num_devices: int) -> tuple[int | None, list[Tile
         The rank of the value, None if all devices hold it whole; and dimension by dimension, from
         major to minor, its axes, those that replicate last. Or why there are none.
     """
-    if not isinstance(op_sharding, _jax.OpSharding):
+    if not isinstance(op_sharding, _jax.core.OpSharding):
         return _not_a_proto(op_sharding)
     proto = _readable(op_sharding)
     try:
@@ -476,7 +478,7 @@ def _malformed(expected: str, got: str) -> _NoSpecError:
 
 
 def _not_a_proto(value: Any) -> Failure:
-    is_hlo = isinstance(value, _jax.HloSharding)
+    is_hlo = isinstance(value, _jax.core.HloSharding)
     return Failure(
         what="cannot be parsed",
         given=repr(value),

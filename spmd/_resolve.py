@@ -36,7 +36,7 @@ def canonical_leaf(leaf: Any) -> Any:
 
 
 def _default_memory(sharding: NamedSharding) -> str | None:
-    if _jax.is_abstract(sharding.mesh):
+    if _jax.mesh.is_abstract(sharding.mesh):
         return None
     devices: Any = sharding.mesh.devices
     return devices.flat[0].default_memory().kind
@@ -64,7 +64,7 @@ def mesh_of_leaves(leaves: Sequence[Any], names: Sequence[str]) -> tuple[Any, li
 
 
 def _devices_text(mesh: Any) -> str:
-    return "no devices" if _jax.is_abstract(mesh) else show_devices(list(mesh.devices.flat))
+    return "no devices" if _jax.mesh.is_abstract(mesh) else show_devices(list(mesh.devices.flat))
 
 
 def no_mesh(*, constraint: bool = False) -> Failure:
@@ -168,19 +168,19 @@ def axes_size(part: Any, mesh: Any) -> int:
 
 def show_aval(aval: Any) -> str:
     """Returns ``f32[30,512]``."""
-    return _jax.short_aval(aval)
+    return _jax.core.short_aval(aval)
 
 
 def manual_failure(spec: Any, subject: str, given: str) -> Failure | None:
     """An enclosing `shard_map` maps over an axis that the spec uses."""
     if (spec := spec_of(spec)) is None:
         return None
-    taken = sorted(repr(a) for a in _jax.manual_axes() & set(spec.axes))
+    taken = sorted(repr(a) for a in _jax.mesh.manual_axes() & set(spec.axes))
     if not taken:
         return None
     return Failure(
         what=f"cannot split {subject} over mesh axis {', '.join(taken)}",
-        given=f"{given} = {show_origin(spec)}{_jax.used_at()}",
+        given=f"{given} = {show_origin(spec)}{_jax.core.used_at()}",
         expected="axes that no enclosing shard_map maps over: inside of it they are gone",
         fix=f"drop {taken[0]} from the spec, or from the shard_map's axis_names",
     )
@@ -197,7 +197,9 @@ def devices_failure(sharding: Any, mesh: Any, subject: str, given: str) -> Failu
     """
     if not isinstance(sharding, Sharding) or isinstance(sharding, NamedSharding):
         return None
-    if not _jax.is_abstract(mesh) and _jax.device_order(sharding) == [*mesh.devices.flat]:
+    if not _jax.mesh.is_abstract(mesh) and _jax.dispatch.device_order(sharding) == [
+        *mesh.devices.flat
+    ]:
         return None
     return Failure(
         what=f"cannot place {subject}: its sharding and the mesh have other devices",
@@ -221,11 +223,11 @@ def to_sharding(resource: Any, mesh: Any, *, inside: bool = False) -> Any:
             left to the partitioner; at its boundary it is unsharded.
     """
     if resource is UNSPECIFIED:
-        return _jax.UNSPECIFIED
+        return _jax.core.UNSPECIFIED
     if not isinstance(resource, ParsedPartitionSpec):
         return resource
     if resource.has_unconstrained and not inside:
-        return _jax.UNSPECIFIED  # the jaxpr constrains it inside
+        return _jax.core.UNSPECIFIED  # the jaxpr constrains it inside
     if inside:
         return _named(auto_mesh(mesh), resource.to_partition_spec(batch=UNCONSTRAINED))
     return _named(mesh, resource.to_partition_spec())
@@ -257,7 +259,7 @@ def show_sharding(sharding: Any) -> str:
 
 def placed_sharding(arg: Any) -> Sharding | None:
     """Returns the sharding of a committed array or of a struct that has one, else None."""
-    held = _jax.buffer_of(arg)
+    held = _jax.core.buffer_of(arg)
     sharding = getattr(held, "sharding", None)
     if sharding is None or not getattr(held, "_committed", True):
         return None
@@ -288,7 +290,7 @@ def input_sharding(
         wanted = _kept(placed, mesh) if placed is not None else _named(mesh, PartitionSpec())
     else:
         wanted = to_sharding(resource, mesh, inside=False)
-    abstract = isinstance(wanted, NamedSharding) and _jax.is_abstract(wanted.mesh)
+    abstract = isinstance(wanted, NamedSharding) and _jax.mesh.is_abstract(wanted.mesh)
     moves = placed is not None and not abstract and not is_equivalent(placed, wanted, ndim)
     return wanted, moves
 
@@ -296,7 +298,7 @@ def input_sharding(
 def _kept(placed: Sharding, mesh: Any) -> Sharding:
     """The sharding of a placed argument, on the devices of the mesh in the order of the mesh."""
     if mesh is None or (
-        not _jax.is_abstract(mesh) and placed._device_assignment == tuple(mesh.devices.flat)
+        not _jax.mesh.is_abstract(mesh) and placed._device_assignment == tuple(mesh.devices.flat)
     ):
         return placed
     if isinstance(placed, NamedSharding) and dict(placed.mesh.shape) == dict(mesh.shape):
@@ -306,7 +308,7 @@ def _kept(placed: Sharding, mesh: Any) -> Sharding:
 
 def device_failure(placed: Sharding | None, mesh: Any, subject: str) -> Failure | None:
     """A committed argument lives on other devices than the mesh has."""
-    if placed is None or _jax.is_abstract(mesh):
+    if placed is None or _jax.mesh.is_abstract(mesh):
         return None
     want = set(mesh.devices.flat)
     if placed.device_set == want:

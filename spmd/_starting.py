@@ -45,7 +45,7 @@ def crowds(outs: Sequence[Any]) -> Collection[Any]:
 
     Those on CPU devices of several processes, which wait for one another.
     """
-    if not _jax.HANGS_WHEN_CROWDED:
+    if not _jax.versions.HANGS_WHEN_CROWDED:
         return ()
     for one in outs:  # no generator: an interrupt that finds one running is lost
         if isinstance(one, jax.Array):  # a float0 is on no device

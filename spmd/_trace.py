@@ -80,13 +80,13 @@ def trace(
         return _trace(fun, signature, mesh, subject, origin)
 
 
-@_jax.weakref_lru_cache
+@_jax.core.weakref_lru_cache
 def _trace(
     fun: Callable, signature: Signature, mesh: Any, subject: str, origin: Callable | None
 ) -> Trace:
-    if _jax.no_tracing():
+    if _jax.core.no_tracing():
         raise RuntimeError(f"{subject} would trace, and jax_no_tracing is set.")
-    if _jax.explain_cache_misses():
+    if _jax.core.explain_cache_misses():
         _explain_miss(origin or fun, signature, mesh, subject)
     out_tree = out_names = None
 
@@ -106,23 +106,23 @@ def _trace(
     if signature.explicit:
         axes, types = signature.explicit, signature.types
         body = jax.sharding.explicit_axes(flat_fun, axes=axes, in_sharding=types)
-    info = _jax.debug_info(fun, signature.arg_names, lambda: out_names)
-    kind, name = subject.split(" of `")[0], _jax.fun_name(fun)
+    info = _jax.core.debug_info(fun, signature.arg_names, lambda: out_names)
+    kind, name = subject.split(" of `")[0], _jax.core.fun_name(fun)
     said = f"Finished tracing {{fun_name}} for {kind} in {{elapsed_time:.9f}} sec"
-    with _jax.log_elapsed(said, name):
-        jaxpr = _jax.trace_to_jaxpr(body, signature.avals, info)
+    with _jax.core.log_elapsed(said, name):
+        jaxpr = _jax.core.trace_to_jaxpr(body, signature.avals, info)
     count("traces")
-    _jax.result_paths(jaxpr, out_names or ())
-    jaxpr, consts = _jax.separate_live_consts(jaxpr)
+    _jax.core.result_paths(jaxpr, out_names or ())
+    jaxpr, consts = _jax.core.separate_live_consts(jaxpr)
     return Trace(jaxpr=jaxpr, consts=tuple(consts), out_tree=out_tree, out_names=out_names or ())
 
 
 def no_array(value: Any, name: str) -> Failure | None:
     """Says that a result is no array, or None if it is one."""
-    if isinstance(value, _jax.Tracer):
+    if isinstance(value, _jax.core.Tracer):
         return None
     try:
-        _jax.abstractify(value)
+        _jax.core.abstractify(value)
     except (TypeError, ValueError, OverflowError):
         return Failure(
             what=f"cannot return {name}: it is no array",
@@ -157,7 +157,7 @@ def _explain_miss(fun: Callable, signature: Signature, mesh: Any, subject: str) 
     logger.warning(
         "Trace cache miss of %s%s: %s",
         subject,
-        _jax.used_at(),
+        _jax.core.used_at(),
         "; ".join(reasons),
     )
     earlier[:] = [*earlier[-7:], (signature, mesh)]
@@ -182,6 +182,6 @@ def _difference(old: Signature, old_mesh: Any, new: Signature, mesh: Any) -> lis
     for arg, a, b in zip(new.arg_names, old.avals, new.avals, strict=True):
         if a != b:
             weak = " (weak type)" if a.weak_type != b.weak_type else ""
-            now, before = _jax.short_aval(b), _jax.short_aval(a)
+            now, before = _jax.core.short_aval(b), _jax.core.short_aval(a)
             reasons.append(f"{arg} is {now}, before {before}{weak}")
     return reasons

@@ -371,7 +371,7 @@ def sharding_spec_of(x: jax.Array) -> ShardingSpec:
         TypeError: `x` is no array, or a tracer, whose parts nobody knows yet.
         ValueError: No ShardingSpec says how it is split; the message tells why.
     """
-    if not isinstance(x, jax.Array) or isinstance(x, _jax.Tracer):
+    if not isinstance(x, jax.Array) or isinstance(x, _jax.core.Tracer):
         raise explain("sharding_spec_of", [_no_array(x)])
     sharding = x.sharding
     if isinstance(sharding, NamedSharding):
@@ -379,7 +379,7 @@ def sharding_spec_of(x: jax.Array) -> ShardingSpec:
     elif isinstance(sharding, SingleDeviceSharding):
         spec = ShardingSpec((NoSharding(),) * x.ndim, ())
     else:
-        proto = _jax.op_sharding(sharding, x.ndim)
+        proto = _jax.dispatch.op_sharding(sharding, x.ndim)
         spec = ShardingSpec.from_op_sharding(proto, x.ndim, len(sharding.device_set))
     return spec.unstacked(x.shape)
 
@@ -524,7 +524,7 @@ def _vague_failure(spec: PartitionSpec) -> Failure | None:
 
 
 def _no_array(value: Any) -> Failure:
-    traced = isinstance(value, _jax.Tracer)
+    traced = isinstance(value, _jax.core.Tracer)
     return Failure(
         what="cannot tell how it is split" if traced else "needs an array",
         expected="a jax.Array that exists",

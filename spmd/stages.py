@@ -102,7 +102,7 @@ class Stage:
     def args_info(self) -> Any:
         """Shape, dtype and donation of each argument, as a tree ``(args, kwargs)``."""
         donated = self._call.donated_invars[len(self._signature.consts) :]
-        return _jax.args_info(self.in_tree, jtu.tree_leaves(self.in_avals), donated)
+        return _jax.core.args_info(self.in_tree, jtu.tree_leaves(self.in_avals), donated)
 
     @property
     def donate_argnums(self) -> tuple[int, ...]:
@@ -148,7 +148,7 @@ class Traced(Stage):
     @property
     def effects(self) -> frozenset[Any]:
         """What the function does beside its results, as JAX knows it."""
-        return frozenset(_jax.positional_effects(self._jaxpr))
+        return frozenset(_jax.core.positional_effects(self._jaxpr))
 
     def lower(
         self,
@@ -169,9 +169,9 @@ class Traced(Stage):
         Raises:
             RuntimeError: There is no mesh, or an argument lives on other devices.
         """
-        jaxpr = _jax.plain_jaxpr(self._jaxpr)
+        jaxpr = _jax.transform.plain_jaxpr(self._jaxpr)
         mesh, shardings, _ = _dispatch.place(jaxpr, self._call, self._placed)
-        key = _jax.placement_key(shardings, jaxpr.in_avals)
+        key = _jax.dispatch.placement_key(shardings, jaxpr.in_avals)
         program = program_of(self._call, mesh)
         if lowering_platforms is not None:
             lowering = lower_for_export(
@@ -229,11 +229,11 @@ class Lowered(Stage):
             RuntimeError: The mesh is abstract: there is nothing to compile for.
             OutOfMemoryError: The compiler says that the program does not fit the devices.
         """
-        if _jax.is_abstract(self.mesh):
+        if _jax.mesh.is_abstract(self.mesh):
             failure: Any = described_failure(self.mesh)
             raise explain(self._call.subject, [failure])
         options = None if compiler_options is None else dict(compiler_options)
-        if options is not None or not _jax.is_compiled(self._lowering):
+        if options is not None or not _jax.lowering.is_compiled(self._lowering):
             count("compiles")
         try:
             executable = self._lowering.compile(options)
@@ -319,8 +319,8 @@ class Compiled(Stage):
         # One from a file may run without the HLO that only its readers need.
         self._whole = whole or (lambda: executable)
         self._described = described_failure(stage.mesh)
-        self._refs = _jax.ref_indices(self._jaxpr)
-        self._consts = _jax.const_args(hoisted, executable)
+        self._refs = _jax.core.ref_indices(self._jaxpr)
+        self._consts = _jax.core.const_args(hoisted, executable)
         self._dispatch = _dispatch.dispatcher(
             None, self.name, self._run, self._signature.params, "spmd.Compiled"
         )
@@ -342,7 +342,7 @@ class Compiled(Stage):
         """Checks the arguments and runs; the C++ dispatcher repeats it for arguments like them."""
         flat = self._flatten(args, kwargs)
         values = (*self._signature.consts, *flat)
-        if any(isinstance(x, _jax.Tracer) for x in flat):
+        if any(isinstance(x, _jax.core.Tracer) for x in flat):
             raise explain(self._call.subject, [_traced_call()])
         if self._described:
             raise explain(self._call.subject, [self._described])
@@ -356,7 +356,7 @@ class Compiled(Stage):
             outs = _dispatch.execute(self._executable, self._consts, values, self._call)
         data = None
         if repeatable and not crowds(outs) and self._signature.params.keeps_order(args, kwargs):
-            data = _jax.fast_path_data(self._executable, self._consts, self.out_tree, outs)
+            data = _jax.dispatch.fast_path_data(self._executable, self._consts, self.out_tree, outs)
         return jtu.tree_unflatten(self.out_tree, outs), data, False
 
     def _flatten(self, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
@@ -467,7 +467,7 @@ class Compiled(Stage):
         An argument that the program does not use is not part of it: its spec is None.
         """
         protos = self._executable.runtime_executable().get_parameter_shardings()
-        kept = [*_jax.kept_inputs(self._executable)]
+        kept = [*_jax.files.kept_inputs(self._executable)]
         specs = _specs(protos, self.mesh, len(kept))
         return self._of_arguments(dict(zip(kept, specs, strict=True)), None)
 
@@ -484,7 +484,7 @@ class Compiled(Stage):
     @property
     def input_shardings(self) -> Any:
         """Sharding of each argument as JAX's stage says it: None of one that is not used."""
-        kept = _jax.kept_inputs(self._executable)
+        kept = _jax.files.kept_inputs(self._executable)
         return self._of_arguments({i: sharding for i, (sharding, _) in kept.items()}, None)
 
     @property
@@ -495,14 +495,14 @@ class Compiled(Stage):
     @property
     def input_formats(self) -> Any:
         """Layout and sharding of each argument; both are None of one that is not used."""
-        kept = _jax.kept_inputs(self._executable)
+        kept = _jax.files.kept_inputs(self._executable)
         formats = {i: Format(layout, sharding) for i, (sharding, layout) in kept.items()}
         return self._of_arguments(formats, Format(None, None))
 
     @property
     def output_formats(self) -> Any:
         """Layout and sharding of each result."""
-        pairs = zip(_jax.output_layouts(self._executable), self._out_shardings(), strict=True)
+        pairs = zip(_jax.files.output_layouts(self._executable), self._out_shardings(), strict=True)
         return jtu.tree_unflatten(self.out_tree, [Format(*pair) for pair in pairs])
 
     def _of_arguments(self, known: Mapping[int, Any], unused: Any) -> Any:
@@ -567,7 +567,7 @@ def _tree_mismatch(expected: Any, got: Any) -> Failure:
 
 def _argument_mismatch(value: Any, name: str, aval: Any, sharding: Any) -> Failure | None:
     try:
-        have = _jax.abstractify(value)
+        have = _jax.core.abstractify(value)
     except (TypeError, ValueError, OverflowError):
         return Failure(
             what=f"cannot take argument {name}: it is no array",

@@ -301,7 +301,7 @@ TILINGS = {
 def test_sharding_that_names_no_axes(mesh, spec):
     """A sharding of tiles and devices is the spec that says the same."""
     tiles, order = TILINGS[spec]
-    opaque = _jax.tiled_sharding([*mesh.devices.flat], tiles, order, True, None)
+    opaque = _jax.dispatch.tiled_sharding([*mesh.devices.flat], tiles, order, True, None)
     f = pjit(lambda x: x * 2, in_shardings=opaque, out_shardings=opaque, mesh=mesh)
     for _ in range(3):
         assert_sharded(f(X), 2 * X, spec, mesh)

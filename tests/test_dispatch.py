@@ -220,7 +220,7 @@ def test_moving_happens_on_the_devices(mesh, case):
 
 def test_moving_under_settings_that_stop_programs(mesh, monkeypatch):
     """Moving an argument is not the user's program: settings for that one do not touch it."""
-    monkeypatch.setattr("spmd._jax.make_dispatcher", lambda *args: None)
+    monkeypatch.setattr("spmd._jax.dispatch.make_dispatcher", lambda *args: None)
     f = pjit(lambda x: jnp.where(jnp.isnan(x), 0, x), in_axis_resources=P("data"), mesh=mesh)
     x = put(np.where(X > 50, np.nan, X), mesh, P(None, "model"))
     want = np.where(X > 50, 0, X)
@@ -912,7 +912,7 @@ def test_donating_hit_runs_almost_no_python(count):
         mesh=mesh,
     )
     x = put(X, mesh, P("data"))
-    guards = ["_dispatch.py:guarded", "_jax.py:arrays_of"][: 2 if count > 1 else 1]
+    guards = ["_dispatch.py:guarded", "dispatch.py:arrays_of"][: 2 if count > 1 else 1]
     guards *= jax.__version_info__ < (0, 12)
     state = f(f(leaves(3, mesh, P("data")), x), x)
     ran = python_calls(lambda: f(state, x))
@@ -1235,7 +1235,7 @@ def test_implicit_reshard_error_lets_transformations_pass(mesh):
 @pytest.fixture
 def no_fast_path(monkeypatch):
     """A JAX that has no dispatcher of the kind that we use."""
-    monkeypatch.setattr("spmd._jax.make_dispatcher", lambda *args: None)
+    monkeypatch.setattr("spmd._jax.dispatch.make_dispatcher", lambda *args: None)
 
 
 def test_python_dispatcher_stands_in(mesh, no_fast_path):

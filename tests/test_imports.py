@@ -5,6 +5,7 @@ import importlib
 import inspect
 from pathlib import Path
 import pkgutil
+import re
 import subprocess
 import sys
 
@@ -89,6 +90,18 @@ def _imports(node, function):
         yield from _imports(child, function)
 
 
+def files_of(part):
+    """The files of a part of the package: one, or those of a folder."""
+    folder = PACKAGE / part
+    return sorted(folder.rglob("*.py")) if folder.is_dir() else [PACKAGE / f"{part}.py"]
+
+
+def part_imports(part):
+    """``(function or None, another part)`` for what a part imports of the package."""
+    found = {one for path in files_of(part) for one in own_imports(path)}
+    return {(function, other) for function, other in found if other != part}
+
+
 def own_imports(path):
     """``(function or None, part of the package)`` for what a file imports of the package."""
     parts = {p.stem if p.is_file() else p.name for p in PACKAGE.iterdir()} - {"__init__"}
@@ -104,13 +117,13 @@ def test_the_order_is_complete():
     """Every private module of the core stands in the order, and every name in it is a file."""
     private = {p.stem for p in PACKAGE.glob("_*.py")} - {"__init__", "__main__"}
     assert private <= set(CORE)
-    assert {f"{name}.py" for name in (*CORE, *DOORS)} <= {p.name for p in PACKAGE.glob("*.py")}
+    assert all(path.is_file() for name in (*CORE, *DOORS) for path in files_of(name))
 
 
 @pytest.mark.parametrize("name", CORE)
 def test_core_imports_point_one_way(name):
     """A core module imports only what stands before it, and features only where allowed."""
-    found = own_imports(PACKAGE / f"{name}.py")
+    found = part_imports(name)
     now = {part for function, part in found if function is None}
     assert now <= set(CORE[: CORE.index(name)])
     later = {(name, function, part) for function, part in found if function is not None}
@@ -122,7 +135,7 @@ def test_lazy_imports_exist():
     made = {
         (name, function, part)
         for name in CORE
-        for function, part in own_imports(PACKAGE / f"{name}.py")
+        for function, part in part_imports(name)
         if function is not None
     }
     assert made == LAZY
@@ -148,14 +161,15 @@ def test_nothing_imports_the_command_line(path):
 @pytest.mark.parametrize("name", [*CORE, *DOORS])
 def test_core_imports_modules_not_the_package(name):
     """`from spmd import x` in the core names a module: public names do not exist yet there."""
-    taken = {n.removeprefix("spmd.") for _, n in imports(PACKAGE / f"{name}.py") if "spmd." in n}
+    found = {n for path in files_of(name) for _, n in imports(path)}
+    taken = {n.removeprefix("spmd.") for n in found if n.startswith("spmd.")}
     assert {top(n) for n in taken} <= {*CORE, *{part for *_, part in LAZY}}
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_internals_of_jax(path):
-    """`jax._src` and `jaxlib` are named in one file, in no way that an import statement has."""
-    if path.name == "_jax.py":
+    """`jax._src` and `jaxlib` are named in one folder, in no way that an import statement has."""
+    if path.parent == PACKAGE / "_jax":
         return
     for node in ast.walk(ast.parse(path.read_text())):
         for name in names_in(node):
@@ -168,7 +182,19 @@ def test_internals_of_jax(path):
 
 def test_the_adapter_imports_nothing_of_ours():
     """The adapter stands on JAX alone."""
-    assert own_imports(PACKAGE / "_jax.py") == set()
+    assert part_imports("_jax") == set()
+
+
+def test_the_adapter_reads_from_top_to_bottom():
+    """Its files import one another only in the order in which it lists them."""
+    docstring = ast.get_docstring(ast.parse((PACKAGE / "_jax" / "__init__.py").read_text()))
+    order = re.findall(r"^- `(\w+)`:", docstring, re.M)
+    assert {path.stem for path in files_of("_jax")} == {"__init__", *order}
+    for i, name in enumerate(order):
+        path = PACKAGE / "_jax" / f"{name}.py"
+        taken = {n.split(".")[2] for _, n in imports(path) if n.startswith("spmd._jax.")}
+        assert taken <= {*order[:i]}, name
+        assert len(path.read_text().splitlines()) <= 450
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)

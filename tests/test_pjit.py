@@ -25,7 +25,7 @@ import pytest
 import spmd
 from spmd import NamedSharding, P, _jax, pjit, primitives, with_sharding_constraint
 from spmd._dispatch import references, resource_of
-from spmd._jax import HloSharding
+from spmd._jax.core import HloSharding
 from spmd._mesh import plain_mesh
 from spmd._spec import UNSPECIFIED
 
@@ -1090,11 +1090,11 @@ def test_late_rules_are_registered_once_by_whoever_comes_first(monkeypatch):
     """Threads that all make the first call find the rules registered when they go on."""
     registered, ready = [], threading.Barrier(8)
     rules = [(name, True, lambda _, name=name: registered.append(name)) for name in ("os", "re")]
-    monkeypatch.setattr(_jax, "_late_rules", rules)
+    monkeypatch.setattr(_jax.rules, "_late_rules", rules)
 
     def first():
         ready.wait(60)
-        _jax.load_late_rules()
+        _jax.rules.load_late_rules()
         assert {*registered} == {"os", "re"}
 
     with ThreadPoolExecutor(8) as pool:

@@ -30,7 +30,7 @@ from spmd.op_sharding import (
     unflatten_superdims,
 )
 
-Type = _jax.OpSharding.Type
+Type = _jax.core.OpSharding.Type
 many = settings(deadline=None, max_examples=300)
 BIG = OrderedDict(a=2, b=3, c=4, d=7, e=4)
 
@@ -47,12 +47,12 @@ def lower(spec, mesh):
 
 def parse(text, mesh):
     """What the sharding that HLO text spells recovers to."""
-    return parse_op_sharding(_jax.HloSharding.from_string(text).to_proto(), mesh)
+    return parse_op_sharding(_jax.core.HloSharding.from_string(text).to_proto(), mesh)
 
 
 def tiled(tiles, devices, groups=()):
     """A tiled proto with an explicit device list; `groups` are the subgroup types."""
-    proto = _jax.OpSharding()
+    proto = _jax.core.OpSharding()
     proto.type = Type.OTHER
     proto.tile_assignment_dimensions = [int(t) for t in tiles]
     proto.tile_assignment_devices = [int(d) for d in devices]
@@ -282,7 +282,7 @@ def test_tuple_is_a_list():
     elements = "{devices=[2,4]<=[4,2]T(1,0)}, {replicated}, {devices=[4,1,2]<=[8]}"
     got = parse(f"{{{elements}}}", fake_mesh({"x": 4, "y": 2}))
     assert [g.partitions for g in got] == [(("y",), ("x",)), (), (("x",), (), ("y",))]
-    empty = _jax.OpSharding()
+    empty = _jax.core.OpSharding()
     empty.type = Type.TUPLE
     assert parse_op_sharding(empty, fake_mesh({"x": 4, "y": 2})) == []
 
@@ -504,7 +504,7 @@ def test_long_device_lists_are_cut_in_messages():
 def test_no_proto():
     """What is no OpSharding is a TypeError that tells how to get one."""
     with pytest.raises(TypeError) as e:
-        parse_op_sharding(_jax.HloSharding.from_string("{manual}"), fake_mesh({"x": 4}))
+        parse_op_sharding(_jax.core.HloSharding.from_string("{manual}"), fake_mesh({"x": 4}))
     assert isinstance(e.value, SpecTypeError)
     assert (
         str(e.value)
@@ -697,10 +697,10 @@ def test_sharding_proto():
     mesh = fake_mesh({"x": 4, "y": 2})
     aval = ShapeDtypeStruct((5, 7, 3), np.float32)
     proto = get_aval_sharding_proto(aval, P(UNCONSTRAINED, ("y", "x")), mesh)
-    assert _jax.HloSharding.from_proto(proto) == _jax.HloSharding.from_string(
+    assert _jax.core.HloSharding.from_proto(proto) == _jax.core.HloSharding.from_string(
         "{devices=[1,8,1]<=[4,2]T(1,0)}"
     )
-    assert isinstance(proto, _jax.OpSharding)
+    assert isinstance(proto, _jax.core.OpSharding)
 
 
 def test_sharding_proto_errors():

@@ -189,7 +189,7 @@ REFUSED = {
         None,
     ),
     "manual": (
-        lambda: ShardingSpec.from_op_sharding(_jax.HloSharding.manual().to_proto(), 1, 2),
+        lambda: ShardingSpec.from_op_sharding(_jax.core.HloSharding.manual().to_proto(), 1, 2),
         spmd.RecoveryError,
         "OpSharding has no ShardingSpec: it is MANUAL.\n  given     {manual}\n"
         "  expected  REPLICATED, or dimensions tiled over the devices of the mesh\n"
@@ -365,7 +365,7 @@ def test_names_of_axes():
 
 def proto(text):
     """The proto of what HLO text spells."""
-    return _jax.HloSharding.from_string(text).to_proto()
+    return _jax.core.HloSharding.from_string(text).to_proto()
 
 
 @many
@@ -416,10 +416,10 @@ def test_every_device_order(tiles, count):
         indices = spec_to_indices(shape, spec)
         sayable[tuple(tuple(s.start or 0 for s in i) for i in indices)] = spec
     for order in itertools.permutations(range(count)):
-        sharding = _jax.OpSharding()
-        sharding.type = _jax.OpSharding.Type.OTHER
+        sharding = _jax.core.OpSharding()
+        sharding.type = _jax.core.OpSharding.Type.OTHER
         sharding.tile_assignment_dimensions = [*tiles, count // math.prod(tiles)]
-        sharding.last_tile_dims = [_jax.OpSharding.Type.REPLICATED]
+        sharding.last_tile_dims = [_jax.core.OpSharding.Type.REPLICATED]
         sharding.tile_assignment_devices = list(order)
         places = np.empty((count, len(tiles)), int)
         for at, device in zip(np.ndindex(*tiles, count // math.prod(tiles)), order, strict=True):

@@ -114,7 +114,7 @@ class _Line:
 
     def plan(self, args: tuple, kwargs: Any) -> tuple[Flat, Plan]:
         """Walks the line up to the bind."""
-        _jax.load_late_rules()
+        _jax.rules.load_late_rules()
         if nest_here():
             raise explain(self.options.subject, [_inside_failure()])
         flat = self.flatten(args, kwargs)
@@ -141,14 +141,17 @@ class _Line:
     def compile(self, flat: Flat, plan: Plan) -> None:
         """Compiles what a call does, at the first of its signature, however many threads call."""
         values = [*plan.consts, *flat.leaves]
-        if any(isinstance(v, _jax.Tracer) for v in values) or not _jax.trace_state_clean():
+        if (
+            any(isinstance(v, _jax.core.Tracer) for v in values)
+            or not _jax.core.trace_state_clean()
+        ):
             return
 
         def make() -> bool:
             if "local" in flat.semantics:
                 return True  # compiled when they are on the devices
             _dispatch.check_alive(values, plan.call)
-            _dispatch.prepare(values, _jax.plain_jaxpr(plan.jaxpr), plan.call)
+            _dispatch.prepare(values, _jax.transform.plain_jaxpr(plan.jaxpr), plan.call)
             return True
 
         self.programs.get(_key(flat.signature), make)
@@ -183,7 +186,7 @@ def _run_eagerly(line: _Line, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _run_inside(line: _Line, flat: Flat, nest: Nest) -> Any:
     """Runs a call that is part of what another `pmap` maps, on an axis of its mesh."""
     rows = zip(flat.leaves, flat.signature.arg_names, strict=True)
-    gone = [n for x, n in rows if isinstance(x, _jax.Array) and x.is_deleted()]
+    gone = [n for x, n in rows if isinstance(x, _jax.core.Array) and x.is_deleted()]
     if gone:
         raise explain(line.options.subject, [_dispatch.gone_failure(n) for n in gone])
     axes, size = find_mapping(line.options, flat.signature)
@@ -196,12 +199,12 @@ def _run_inside(line: _Line, flat: Flat, nest: Nest) -> Any:
     mapped = Mapped(line.fun, line.options, flat.signature, axes, nest, axis, parts)
     with nest.between():
         results = mapped(*dynamic, **by_name)
-    return jtu.tree_map(_jax.untyped, results)
+    return jtu.tree_map(_jax.transform.untyped, results)
 
 
 def _key(signature: Signature) -> tuple[Signature, Any]:
     """What a program depends on: the arguments, and what is set in JAX, here and globally."""
-    return signature, _jax.trace_context()
+    return signature, _jax.core.trace_context()
 
 
 def _make_plan(fun: Callable, options: PmapOptions, signature: Signature) -> Plan:
@@ -218,7 +221,11 @@ def _make_plan(fun: Callable, options: PmapOptions, signature: Signature) -> Pla
         axis, mesh = nest.names[0], nest.mesh()
         mapped = Mapped(fun, options, signature, axes, nest, axis)
         # What mesh a caller has set is of no account, as its size must be otherwise.
-        clear = contextlib.nullcontext() if _jax.manual_axes() else _jax.abstract_mesh_set(None)
+        clear = (
+            contextlib.nullcontext()
+            if _jax.mesh.manual_axes()
+            else _jax.mesh.abstract_mesh_set(None)
+        )
         with clear:
             traced = trace(mapped, bare, auto_mesh(mesh), options.subject, fun)
         # What an inner level maps may well stay where it is, too.
@@ -249,13 +256,13 @@ def _make_plan(fun: Callable, options: PmapOptions, signature: Signature) -> Pla
         out_tree=traced.out_tree,
         out_names=traced.out_names,
         from_array=(),
-        refs=_jax.ref_indices(traced.jaxpr),
+        refs=_jax.core.ref_indices(traced.jaxpr),
     )
 
 
 def _is_settled(plan: Plan) -> bool:
     """Whether a plan has no values of the trace that it was made in."""
-    return not any(isinstance(c, _jax.Tracer) for c in plan.consts)
+    return not any(isinstance(c, _jax.core.Tracer) for c in plan.consts)
 
 
 def _make_entries(fun: Callable, options: PmapOptions) -> Entries:
@@ -264,7 +271,7 @@ def _make_entries(fun: Callable, options: PmapOptions) -> Entries:
 
 
 # Code that maps a function anew at each step finds its plans again.
-_plans = _jax.weakref_lru_cache(_make_entries)
+_plans = _jax.core.weakref_lru_cache(_make_entries)
 
 
 class PmapFunction(PjitFunction):
@@ -402,7 +409,7 @@ def _prepare(line: _Line, args: tuple, kwargs: dict[str, Any]) -> tuple[Flat, Pl
     return flat, plan
 
 
-@_jax.api_boundary
+@_jax.core.api_boundary
 def _call(line: _Line, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
     """Calls once; returns results, data for the C++ dispatcher or None, and False (keep it)."""
     nest = nest_here()
@@ -421,7 +428,7 @@ _lines: weakref.WeakValueDictionary[int, _Line] = weakref.WeakValueDictionary()
 def _after_fork() -> None:
     """Forgets what threads that stay with the parent were making."""
     global _plans
-    _plans = _jax.weakref_lru_cache(_make_entries)
+    _plans = _jax.core.weakref_lru_cache(_make_entries)
     for ref in _lines.valuerefs():
         if line := ref():
             line.plans.after_fork()
@@ -448,7 +455,7 @@ class _Clearer:
 
 
 _clearer = _Clearer()
-_jax.register_cache(_clearer, "spmd.pmap")
+_jax.core.register_cache(_clearer, "spmd.pmap")
 
 # Copies
 
@@ -482,7 +489,7 @@ def _restore(version: int, state: dict[str, Any]) -> PmapFunction:
 def _show_key(key: tuple[Signature, Any]) -> str:
     signature, context = key
     rows = [
-        f"{name}: {_jax.short_aval(aval)}{', weak type' * bool(getattr(aval, 'weak_type', False))}"
+        f"{name}: {_jax.core.short_aval(aval)}{', weak type' * getattr(aval, 'weak_type', False)}"
         for name, aval in zip(signature.arg_names, signature.avals, strict=True)
     ]
     rows += [f"static {where}: {static.value!r}" for where, static in signature.statics]
@@ -494,13 +501,13 @@ def _show_key(key: tuple[Signature, Any]) -> str:
 
 def _named(context: Any) -> dict[str, Any]:
     values = context if isinstance(context, tuple) else (context,)
-    names = _jax.trace_context_names()
+    names = _jax.core.trace_context_names()
     if len(names) != len(values):
         names = [str(i) for i in range(len(values))]
     return dict(zip(names, values, strict=True))
 
 
-_at_import = _named(_jax.trace_context())
+_at_import = _named(_jax.core.trace_context())
 
 
 def _context_difference(old: Any, new: Any) -> str:

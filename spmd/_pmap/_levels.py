@@ -123,7 +123,7 @@ class Nest:
         values of two levels. So above the innermost they say no mesh.
         """
         outer, _here.nest = _nest(), self
-        mesh = nullcontext() if self.innermost else _jax.abstract_mesh_set(None)
+        mesh = nullcontext() if self.innermost else _jax.mesh.abstract_mesh_set(None)
         self._parts.append(parts)
         try:
             with mesh:
@@ -135,8 +135,8 @@ class Nest:
     @contextlib.contextmanager
     def between(self) -> Iterator[None]:
         """While the next level is entered: its `shard_map` needs the mesh of the last one."""
-        outside = _jax.partly_manual(self.mesh(), self.names[: self.depth])
-        with _jax.abstract_mesh_set(outside):
+        outside = _jax.mesh.partly_manual(self.mesh(), self.names[: self.depth])
+        with _jax.mesh.abstract_mesh_set(outside):
             yield
 
     def origin(self, value: Any) -> Part | None:
@@ -205,7 +205,7 @@ def _nest() -> Nest | None:
 
 def nest_here() -> Nest | None:
     """The `pmap` whose function is being traced in this thread."""
-    if _jax.trace_state_clean():
+    if _jax.core.trace_state_clean():
         return None
     return _nest() or _rule_nest()
 
@@ -215,7 +215,7 @@ def _rule_nest() -> Nest | None:
     mesh, subject = enclosing_pjit() or (None, "")
     if mesh is None or not subject.startswith("pmap of"):
         return None
-    bound = _jax.bound_axes()
+    bound = _jax.mesh.bound_axes()
     depth = next((i for i, n in enumerate(mesh.axis_names) if n not in bound), len(mesh.shape))
     if not depth:
         return None
@@ -285,7 +285,7 @@ def _mesh(devices: tuple[Any, ...], names: tuple[Hashable, ...], sizes: tuple[in
     return jax.sharding.Mesh(np.array(devices).reshape(sizes), names)
 
 
-_jax.register_cache(_mesh, "meshes of pmap")
+_jax.core.register_cache(_mesh, "meshes of pmap")
 
 
 # Failures

@@ -115,7 +115,7 @@ class Mapped:
     def _call_fun(self, slices: Sequence[Any]) -> Any:
         signature, options = self._signature, self._options
         if not self._nest.innermost:
-            slices = [_jax.untyped(x) for x in slices]
+            slices = [_jax.transform.untyped(x) for x in slices]
         dynamic = jtu.tree_unflatten(signature.tree, slices)
         args, kwargs = join_arguments(signature.positions, signature.statics, dynamic)
         with self._nest.open(self._slice_parts(slices)):
@@ -173,12 +173,12 @@ class Mapped:
 
 
 def _range_failure(axis: int | None, value: Any, name: str) -> Failure | None:
-    aval = _jax.abstractify(value)
+    aval = _jax.core.abstractify(value)
     if axis is None or -aval.ndim - 1 <= axis <= aval.ndim:
         return None
     return Failure(
         what=f"cannot put the mapped axis of {name} at {axis}",
-        given=f"{_jax.short_aval(aval)} on each device",
+        given=f"{_jax.core.short_aval(aval)} on each device",
         expected=f"an axis from {-aval.ndim - 1} to {aval.ndim}",
         error=OptionError,
     )
@@ -189,7 +189,7 @@ def _axis_failure(error: NameError, own: str | None) -> Failure | None:
     found = re.match(r"Found an unbound axis name: ([^\s.]+)\.", str(error))
     if found is None or isinstance(error, AxisNameError):
         return None
-    name, bound = found[1], sorted(map(str, _jax.bound_axes()))
+    name, bound = found[1], sorted(map(str, _jax.mesh.bound_axes()))
     return Failure(
         what=f"names the axis {name!r}, which nothing around it maps",
         expected=f"one of {', '.join(map(repr, bound))}" if own or len(bound) > 1 else "a name",

@@ -107,7 +107,7 @@ def parse(
         TypeError: An axis is no integer, or the name of the axis no string.
         ValueError: An option names an argument that is not there, or a size is out of range.
     """
-    name = _jax.fun_name(fun)
+    name = _jax.core.fun_name(fun)
     subject = f"pmap of `{name}`"
     params = parse_parameters(
         fun, subject, static_broadcasted_argnums, (), donate_argnums, (), _STATIC
@@ -310,7 +310,7 @@ def _range_failure(axis: int | None, aval: Any, name: str) -> Failure | None:
         return None
     return Failure(
         what=f"cannot map argument {name} over axis {axis}",
-        expected=f"an axis of {_jax.short_aval(aval)}",
+        expected=f"an axis of {_jax.core.short_aval(aval)}",
         got="a scalar" if not aval.ndim else f"{aval.ndim} axes",
         fix="say None in in_axes for what all devices get whole" if not aval.ndim else "",
         error=OptionError,

@@ -39,7 +39,7 @@ def globally(options: PmapOptions, flat: Flat) -> Flat:
 
 
 def _is_local(value: Any) -> bool:
-    if isinstance(value, _jax.Tracer):
+    if isinstance(value, _jax.core.Tracer):
         return False
     return not isinstance(value, jax.Array) or value.is_fully_addressable
 

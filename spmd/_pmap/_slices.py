@@ -103,7 +103,7 @@ class _Slice:
 
 
 def _slices(x: Any, axis: int | None, subject: str) -> Sequence[_Slice]:
-    if not isinstance(x, jax.Array) or isinstance(x, _jax.Tracer):
+    if not isinstance(x, jax.Array) or isinstance(x, _jax.core.Tracer):
         raise explain(subject, [_no_array(x)])
     if x.is_deleted():
         raise explain(subject, [_gone()])
@@ -119,8 +119,8 @@ def _take(x: Any, found: _Slice, subject: str) -> jax.Array:
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         keys = shard_at(jax.random.key_data(x), found.number, found.axis)
         return jax.random.wrap_key_data(keys, impl=jax.random.key_impl(x))
-    arrays = _jax.local_parts(x)
-    parts = [_jax.without_axis(arrays[i], found.axis) for i in found.parts]
+    arrays = _jax.dispatch.local_parts(x)
+    parts = [_jax.dispatch.without_axis(arrays[i], found.axis) for i in found.parts]
     if len(parts) == 1:
         return parts[0]
     return jax.make_array_from_single_device_arrays(found.shape, found.sharding, parts)
@@ -162,7 +162,7 @@ def _slice(
     at = dict(zip(names, place, strict=True))
     devices = np.asarray(mesh.devices[tuple(at.get(n, slice(None)) for n in mesh.axis_names)])
     others = tuple(n for n in mesh.axis_names if n not in at)
-    held = {d: i for i, d in enumerate(_jax.local_device_order(sharding))}
+    held = {d: i for i, d in enumerate(_jax.dispatch.local_device_order(sharding))}
     chosen = [d for d in np.ravel(devices) if d in held]
     if len(chosen) < devices.size:
         return _Slice(index, axis, (), shape, None)
@@ -173,7 +173,7 @@ def _slice(
     return _Slice(index, axis, tuple(held[d] for d in chosen), shape, result)
 
 
-_jax.register_cache(_layout, "slices of mapped arrays")
+_jax.core.register_cache(_layout, "slices of mapped arrays")
 
 
 def device_put_sharded(shards: Sequence[Any], devices: Sequence[Any]) -> Any:
@@ -242,12 +242,12 @@ def _column(name: str, leaves: Sequence[Any]) -> tuple[list[Any], list[Failure]]
     avals, failures = [], []
     for i, leaf in enumerate(leaves):
         try:
-            avals.append(_jax.abstractify(leaf))
+            avals.append(_jax.core.abstractify(leaf))
         except (TypeError, ValueError, OverflowError):
             failures.append(_no_leaf(f"shards[{i}]{name}" if len(leaves) > 1 else f"x{name}", leaf))
     kinds = dict.fromkeys((a.shape, a.dtype) for a in avals)
     if not failures and len(kinds) > 1:
-        shown = [f"shards[{i}]{name}: {_jax.short_aval(a)}" for i, a in enumerate(avals)]
+        shown = [f"shards[{i}]{name}: {_jax.core.short_aval(a)}" for i, a in enumerate(avals)]
         failures.append(_kind_failure(name, shown))
     return [*leaves], failures
 
@@ -268,7 +268,7 @@ def _stack(leaves: Sequence[Any], devices: Sequence[Any]) -> Any:
 
 
 def _row(number: Any) -> np.ndarray:
-    aval = _jax.abstractify(number)
+    aval = _jax.core.abstractify(number)
     return np.asarray(number, aval.dtype)[None]
 
 
@@ -300,7 +300,7 @@ def _no_index(index: Any) -> Failure:
 
 
 def _no_array(x: Any) -> Failure:
-    traced = isinstance(x, _jax.Tracer)
+    traced = isinstance(x, _jax.core.Tracer)
     return Failure(
         what="cannot say where a traced value lies" if traced else "takes arrays only",
         expected="an array that exists",

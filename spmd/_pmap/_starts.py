@@ -98,8 +98,8 @@ class Starts:
         return learns
 
 
-@_jax.weakref_lru_cache
+@_jax.core.weakref_lru_cache
 def _meets(jaxpr: Any, mesh: Any) -> bool:
     """Whether devices that run a program wait for one another."""
     # Between two levels it is the partitioner that adds collectives.
-    return len(mesh.axis_names) > 1 or _jax.has_effects(jaxpr.jaxpr)
+    return len(mesh.axis_names) > 1 or _jax.core.has_effects(jaxpr.jaxpr)

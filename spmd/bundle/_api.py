@@ -40,7 +40,7 @@ def save(compiled: Compiled, path: str | os.PathLike[str]) -> None:
         raise explain(subject, failures)
     devices = _devices_of(compiled)
     try:
-        code = _jax.serialized(compiled._executable)
+        code = _jax.files.serialized(compiled._executable)
         if failure := incomplete_failure(compiled, code):
             raise explain(subject, [failure])
         header = {
@@ -85,10 +85,10 @@ def _slim(code: bytes, devices: Devices) -> tuple[bytes, bytes]:
     if devices.ordered[0].platform != "cpu" or (parts := trim(code)) is None:
         return code, b""
     try:
-        flops, plan = _jax.planned(parts[0], devices.ordered)
+        flops, plan = _jax.files.planned(parts[0], devices.ordered)
     except jax.errors.JaxRuntimeError:
         return code, b""
-    alike = flops >= _CHEAP and plan == _jax.planned(code, devices.ordered)[1]
+    alike = flops >= _CHEAP and plan == _jax.files.planned(code, devices.ordered)[1]
     return parts if alike else (code, b"")
 
 
@@ -314,7 +314,7 @@ def _start_libraries(subject: str, header: Field, devices: Devices) -> None:
         ValueError: One of them is not registered in this process.
     """
     wanted = header["custom_calls"].strings()
-    missing = {*wanted} - _jax.custom_call_targets(devices.ordered[0].platform)
+    missing = {*wanted} - _jax.files.custom_call_targets(devices.ordered[0].platform)
     if missing:
         failure = Failure(
             what="cannot be loaded here: it calls functions that are not registered",
@@ -324,4 +324,4 @@ def _start_libraries(subject: str, header: Field, devices: Devices) -> None:
         )
         raise explain(subject, [failure])
     if any(name.startswith("lapack") for name in wanted):
-        _jax.start_lapack()
+        _jax.files.start_lapack()

@@ -122,7 +122,7 @@ def _contents(parts: _format.Parts, size: int) -> Contents:
 def _show_aval(field: Field) -> str:
     *rest, _ = field.items(5, exactly=5)
     plain = Field([*(f.value for f in rest), False], field.where)  # its mesh needs no devices
-    return _jax.short_aval(decode_aval(plain, None))
+    return _jax.core.short_aval(decode_aval(plain, None))
 
 
 def _show_sharding(field: Field) -> str:

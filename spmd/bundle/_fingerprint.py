@@ -37,7 +37,7 @@ def fingerprint(devices: Sequence[Any]) -> dict[str, _Value]:
     device = devices[0]
     found: dict[str, _Value] = {
         "jax": jax.__version__,
-        "jaxlib": _jax.JAXLIB_VERSION,
+        "jaxlib": _jax.versions.JAXLIB_VERSION,
         "platform": device.platform,
         "platform version": device.client.platform_version,
         "device kind": device.device_kind,

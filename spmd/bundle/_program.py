@@ -107,14 +107,14 @@ def _encode_arguments(compiled: Compiled, avals: _Table, shardings: _Table) -> l
 
 
 def _encode_executable(compiled: Compiled, avals: _Table, shardings: _Table) -> dict[str, Any]:
-    parts = _jax.parts_of(compiled._executable)
+    parts = _jax.files.parts_of(compiled._executable)
     kept = sorted(parts.kept_var_idx)
     pairs = zip(kept, parts.input_shardings, strict=True)
     return {
         "program_name": parts.name,
         "committed": bool(parts.committed),
         "kept": [[i, shardings.index(s)] for i, s in pairs],
-        "constants": [avals.index(_jax.abstractify(x)) for x in compiled._hoisted],
+        "constants": [avals.index(_jax.core.abstractify(x)) for x in compiled._hoisted],
     }
 
 
@@ -220,7 +220,7 @@ class Program:
         return Compiled(self.stage, self.shardings, self.constants, executable, whole)
 
     def _executable(self, code: bytes, devices: Devices) -> Any:
-        return _jax.load_executable(
+        return _jax.files.load_executable(
             code,
             devices.ordered,
             name=self.name,

@@ -44,10 +44,10 @@ def incomplete_failure(compiled: Compiled, code: bytes) -> Failure | None:
     code loads, and fails when it runs. Code that never had functions, as that of one library call,
     calls none, and loses something else when it is read and written.
     """
-    if _platform(compiled) != "cpu" or _jax.OBJECT_FILE in code:
+    if _platform(compiled) != "cpu" or _jax.files.OBJECT_FILE in code:
         return None
     devices = list(compiled.mesh.devices.flat)
-    if not calls_functions(code) and _jax.rewritten_size(code, devices) != len(code):
+    if not calls_functions(code) and _jax.files.rewritten_size(code, devices) != len(code):
         return None
     return Failure(
         what="cannot be saved: JAX took it from its persistent compilation cache, and XLA writes "
@@ -59,13 +59,13 @@ def incomplete_failure(compiled: Compiled, code: bytes) -> Failure | None:
 
 
 def _callback_failures(compiled: Compiled) -> list[Failure]:
-    ties = _jax.ties_of(compiled._executable)
+    ties = _jax.files.ties_of(compiled._executable)
     ties += [t for t in custom_calls(compiled) if _CALLBACK_TARGETS.match(t)]
     if not ties:
         return []
     calls = [
         f"{name} at {line}" if line else name
-        for name, line, _ in _jax.equations(compiled._jaxpr)
+        for name, line, _ in _jax.core.equations(compiled._jaxpr)
         if any(call in name for call in _CALLS)
     ]
     return [
@@ -81,7 +81,7 @@ def _callback_failures(compiled: Compiled) -> list[Failure]:
 
 def custom_calls(compiled: Compiled) -> list[str]:
     """Functions of libraries that the program calls by name and that a process must know."""
-    known = _jax.custom_call_targets(_platform(compiled))
+    known = _jax.files.custom_call_targets(_platform(compiled))
     return sorted({*_TARGET.findall(compiled.as_text() or "")} & known)
 
 

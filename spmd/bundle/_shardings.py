@@ -131,8 +131,8 @@ class Encoder:
         if isinstance(sharding, SingleDeviceSharding):
             (device,) = sharding.device_set
             return {"single": [device.id, sharding.memory_kind]}
-        if tiling := _jax.tiling_of(sharding):
-            ids = [d.id for d in _jax.device_order(sharding)]
+        if tiling := _jax.dispatch.tiling_of(sharding):
+            ids = [d.id for d in _jax.dispatch.device_order(sharding)]
             return {"tiled": [*tiling, ids, sharding.memory_kind]}
         raise NotPlainError(sharding)
 
@@ -204,7 +204,9 @@ def _decode_tiled(field: Field, devices: Devices) -> Any:
     found = [_device(f.integer(0, 1 << 40), f, devices) for f in ids.items(count, exactly=count)]
     if len({*found}) != count:
         raise ids.refuse("each device once")
-    return _jax.tiled_sharding(found, dims, places, last.boolean(), _memory(memory, devices))
+    return _jax.dispatch.tiled_sharding(
+        found, dims, places, last.boolean(), _memory(memory, devices)
+    )
 
 
 def check_fits(sharding: Any, aval: Any, where: str) -> None:
@@ -215,6 +217,8 @@ def check_fits(sharding: Any, aval: Any, where: str) -> None:
     """
     try:
         sharding.shard_shape(aval.shape)
-        _jax.op_sharding(sharding, aval.ndim)
+        _jax.dispatch.op_sharding(sharding, aval.ndim)
     except (ValueError, IndexError) as error:  # JAX indexes the dimensions by the spec
-        raise FormError(where, f"a sharding of {_jax.short_aval(aval)}", str(error)[:200]) from None
+        raise FormError(
+            where, f"a sharding of {_jax.core.short_aval(aval)}", str(error)[:200]
+        ) from None

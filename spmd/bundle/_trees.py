@@ -44,7 +44,7 @@ def encode_tree(tree: Any, depth: int = 0) -> Any:
     if kind is dict:
         return {"dict": [_plain(kind, list(data)), children]}
     name = _name_of(kind)
-    if kind not in _jax.registered_nodes():
+    if kind not in _jax.core.registered_nodes():
         return {"namedtuple": [name, [*kind._fields], children]}
     return {"custom": [name, _plain(kind, data), children]}
 
@@ -72,7 +72,7 @@ def find_class(module: str, qualname: str) -> type | None:
     here = _in_modules(module, qualname)
     found = [
         t
-        for t in _jax.registered_nodes()
+        for t in _jax.core.registered_nodes()
         if (t.__module__, t.__qualname__) == (module, qualname)
         and here in (None, t)
         and t not in _BUILT_IN
@@ -154,7 +154,7 @@ def _decode_class(field: Field) -> type:
 
 def _decode_fields(cls: Any, field: Field, count: int) -> None:
     fields = field.strings()
-    if cls in _jax.registered_nodes() or getattr(cls, "_fields", None) != fields:
+    if cls in _jax.core.registered_nodes() or getattr(cls, "_fields", None) != fields:
         got = ", ".join(getattr(cls, "_fields", ())) or "none"
         raise FormError(field.where, f"the fields {', '.join(fields)} of {_show(cls)}", got)
     if count != len(fields):
@@ -163,7 +163,7 @@ def _decode_fields(cls: Any, field: Field, count: int) -> None:
 
 def _check_custom(cls: type, data: Any, count: int, where: str) -> None:
     """Builds a node and takes it apart: JAX crashes on one with fewer children than it needs."""
-    registered = _jax.registered_nodes()
+    registered = _jax.core.registered_nodes()
     if cls not in registered:
         raise FormError(where, f"{_show(cls)}, registered as a pytree node", "not registered here")
     expected = f"{_show(cls)} with {count} children, as where it was written"

@@ -135,7 +135,7 @@ def encode_dtype(dtype: Any) -> Any:
     """
     if dtype == jax.dtypes.float0:
         return {"zero": "float0"}
-    for name, keys in _jax.key_dtypes().items():
+    for name, keys in _jax.core.key_dtypes().items():
         if dtype == keys:
             return {"keys": name}
     if DTYPES.get(getattr(dtype, "name", "")) != dtype:
@@ -150,7 +150,7 @@ def _decode_dtype(field: Field) -> Any:
     if kind == "zero":
         name.one_of("float0")
         return jax.dtypes.float0
-    known = _jax.key_dtypes()
+    known = _jax.core.key_dtypes()
     if kind != "keys" or name.string() not in known:
         raise field.refuse("a dtype, or the name of random keys that are registered here")
     return known[name.string()]
@@ -164,7 +164,7 @@ def encode_aval(aval: Any) -> Any:
     """
     spec = None if aval.sharding.mesh.empty else len(aval.sharding.spec)
     shape, dtype = [int(n) for n in aval.shape], encode_dtype(aval.dtype)
-    return [shape, dtype, aval.weak_type, _jax.memory_space_of(aval), spec is not None]
+    return [shape, dtype, aval.weak_type, _jax.core.memory_space_of(aval), spec is not None]
 
 
 def decode_aval(field: Field, abstract_mesh: Any) -> Any:
@@ -185,11 +185,11 @@ def decode_aval(field: Field, abstract_mesh: Any) -> Any:
     if on_mesh.boolean():
         whole = jax.sharding.PartitionSpec(*[None] * len(shape))
         sharding = jax.sharding.NamedSharding(abstract_mesh, whole)
-    return _jax.make_aval(
+    return _jax.core.make_aval(
         shape,
         _decode_dtype(dtype),
         weak_type=weak.boolean(),
-        memory=None if memory.is_none else memory.one_of(*_jax.MEMORY_SPACES),
+        memory=None if memory.is_none else memory.one_of(*_jax.core.MEMORY_SPACES),
         sharding=sharding,
     )
 

@@ -106,12 +106,12 @@ class ColocatedFunction:
         }
         return _restore, pack(subject(self._name), self, parts)
 
-    @_jax.api_boundary
+    @_jax.core.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function on the hosts; returns its arrays, ready or not."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         for x in leaves:
-            if type(x) is not _jax.Array or x.is_deleted():
+            if type(x) is not _jax.core.Array or x.is_deleted():
                 self._check_arrays(leaves, tree)
         key = fast_key(tree, leaves)
         function = self._functions.find(key)
@@ -172,7 +172,7 @@ class ColocatedFunction:
         if not failures and devices is None:
             if not specs.leaves:
                 raise explain(subject(self._name), [_NO_DEVICES])
-            devices = _jax.device_list(specs.leaves[0].sharding)
+            devices = _jax.dispatch.device_list(specs.leaves[0].sharding)
         failures = failures or _specs.elsewhere(devices, specs.leaves, paths, "cannot take")
         if not failures and any(d.platform != "cpu" for d in devices):
             failures = [_not_cpu(devices)]
@@ -217,7 +217,7 @@ def _devices(name: str, devices: Any) -> Any:
     if not devices or not all(isinstance(d, jax.Device) for d in devices):
         raise explain(subject(name), [_no_such_devices(devices)])
     mesh = Mesh(np.array(devices), ("devices",))
-    return _jax.device_list(jax.sharding.NamedSharding(mesh, jax.P()))
+    return _jax.dispatch.device_list(jax.sharding.NamedSharding(mesh, jax.P()))
 
 
 # What can be wrong

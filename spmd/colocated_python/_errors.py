@@ -33,11 +33,11 @@ def host() -> str:
     return f"process {jax.process_index()} ({platform.node()})"
 
 
-_jax.register_cache(host, "host of colocated functions")
+_jax.core.register_cache(host, "host of colocated functions")
 
 
 def _users_frames(where: TracebackType | None) -> list[traceback.FrameSummary]:
-    return [f for f in traceback.extract_tb(where) if _jax.is_user_file(f.filename)]
+    return [f for f in traceback.extract_tb(where) if _jax.core.is_user_file(f.filename)]
 
 
 def tell(name: str, error: BaseException) -> str:

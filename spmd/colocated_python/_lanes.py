@@ -322,7 +322,7 @@ def most_gates() -> int:
 
     Only the first of a lane on a device waits in there; those behind it have not started.
     """
-    return _spare_threads() if _jax.asynchronous_cpu() else 0
+    return _spare_threads() if _jax.dispatch.asynchronous_cpu() else 0
 
 
 @functools.lru_cache(maxsize=1)
@@ -333,7 +333,7 @@ def _spare_threads() -> int:
     return max(cores, devices) - devices
 
 
-_jax.register_cache(_spare_threads, "threads of XLA")
+_jax.core.register_cache(_spare_threads, "threads of XLA")
 
 
 lanes = Lanes()

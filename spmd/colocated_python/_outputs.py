@@ -84,9 +84,9 @@ class Plan:
         needs_flag = len(results) > 1 or all(0 in shape for shape, _ in results[0])
         first = _promises.program(results[0] + (_FLAG,) * needs_flag, waits=False)
         others = [_promises.program(r, waits=True) for r in results[1:]]
-        work, copy = _promises.work(self.gate), _jax.copier(self._copy_devices)
+        work, copy = _promises.work(self.gate), _jax.dispatch.copier(self._copy_devices)
         copied = self._copied + (len(results[0]),) * len(others)
-        assemblers = [_jax.assembler(x.shape, x.dtype, x.sharding) for x in specs.leaves]
+        assemblers = [_jax.dispatch.assembler(x.shape, x.dtype, x.sharding) for x in specs.leaves]
         leaves = [*zip(assemblers, self._sources, strict=True)]
         number = _promises.number
 
@@ -131,7 +131,7 @@ class Outputs:
         indices = leaf.sharding.addressable_devices_indices_map(leaf.shape)
         places: dict[Any, int] = {}
         targets = []
-        for device in _jax.local_device_order(leaf.sharding):
+        for device in _jax.dispatch.local_device_order(leaf.sharding):
             part = str(indices[device])
             if part not in places:
                 places[part] = len(self._values)
@@ -183,7 +183,7 @@ class Outputs:
     def nothing(self) -> Any:
         """Returns arrays of which this process has no part."""
         return self.specs.tree.unflatten(
-            [_jax.assembler(x.shape, x.dtype, x.sharding)([]) for x in self.specs.leaves]
+            [_jax.dispatch.assembler(x.shape, x.dtype, x.sharding)([]) for x in self.specs.leaves]
         )
 
 

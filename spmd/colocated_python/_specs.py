@@ -21,7 +21,9 @@ class Leaf(NamedTuple):
     sharding: Any
 
     def __str__(self) -> str:
-        return f"{_jax.short_aval(_jax.ShapedArray(self.shape, self.dtype))} {self.sharding}"
+        return (
+            f"{_jax.core.short_aval(_jax.core.ShapedArray(self.shape, self.dtype))} {self.sharding}"
+        )
 
     def struct(self) -> jax.ShapeDtypeStruct:
         """The same for users' functions."""
@@ -36,7 +38,10 @@ class Leaf(NamedTuple):
         )
 
     def _is_split_like(self, got: Leaf) -> bool:
-        mine, other = _jax.device_list(self.sharding), _jax.device_list(got.sharding)
+        mine, other = (
+            _jax.dispatch.device_list(self.sharding),
+            _jax.dispatch.device_list(got.sharding),
+        )
         return mine == other and self.sharding.is_equivalent_to(got.sharding, len(self.shape))
 
 
@@ -58,7 +63,7 @@ def leaf_of(x: Any) -> Leaf:
 
 def is_array(x: Any) -> bool:
     """Whether something is an array with values, or that will have some."""
-    return isinstance(x, jax.Array) and not isinstance(x, _jax.Tracer)
+    return isinstance(x, jax.Array) and not isinstance(x, _jax.core.Tracer)
 
 
 # Names of leaves
@@ -109,7 +114,7 @@ def not_arrays(leaves: Sequence[Any], paths: Sequence[str], verb: str) -> list[F
 
 def _not_an_array(x: Any, what: str) -> Failure:
     fix = "put it on the devices with jax.device_put(value, sharding)"
-    if isinstance(x, _jax.Tracer):
+    if isinstance(x, _jax.core.Tracer):
         fix = "call it outside of jit, grad and vmap, or use spmd.host_callback.call inside"
     return Failure(
         what=what, expected="a jax.Array", got=show_value(x), fix=fix, error=ShardingError
@@ -156,11 +161,13 @@ def elsewhere(
         Failure(
             what=f"{verb} {path}: it is on other devices",
             expected=f"devices {show_devices(devices)}",
-            got=f"devices {show_devices(_jax.device_list(leaf.sharding))}",
-            fix=_IN_ANY_ORDER if set(_jax.device_list(leaf.sharding)) == set(devices) else "",
+            got=f"devices {show_devices(_jax.dispatch.device_list(leaf.sharding))}",
+            fix=_IN_ANY_ORDER
+            if set(_jax.dispatch.device_list(leaf.sharding)) == set(devices)
+            else "",
         )
         for leaf, path in zip(leaves, paths, strict=True)
-        if order(_jax.device_list(leaf.sharding)) != devices
+        if order(_jax.dispatch.device_list(leaf.sharding)) != devices
     ]
 
 

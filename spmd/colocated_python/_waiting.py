@@ -118,7 +118,7 @@ def started() -> None:
         visit.started()
 
 
-_watch = _jax.watch_starts(started)
+_watch = _jax.dispatch.watch_starts(started)
 
 
 _LATE = (

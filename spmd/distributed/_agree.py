@@ -134,7 +134,7 @@ def _flatten(subject: str, tree: Any) -> tuple[list[str], list[Any], Any]:
 
 
 def _is_tracer(value: Any) -> bool:
-    return isinstance(value, _jax.Tracer)
+    return isinstance(value, _jax.core.Tracer)
 
 
 def _is_host_value(value: Any) -> bool:

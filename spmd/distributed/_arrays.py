@@ -79,7 +79,7 @@ def _converted(subject: str, tree: Any, mesh: Any, specs: Any, *, to_global: boo
     rows = zip(leaves, values, names, [parsed.names[i] for i in found], strict=True)
     cut = mesh.local_mesh if to_global else mesh
     failures = [
-        spec_failure(leaf, _jax.abstractify(v), cut, n, given, boundary=True)
+        spec_failure(leaf, _jax.core.abstractify(v), cut, n, given, boundary=True)
         for leaf, v, n, given in rows
     ]
     if failures := [f for f in failures if f]:

@@ -38,7 +38,7 @@ def check(on: bool = True) -> None:
         on: Whether to compare from now on.
     """
     _dispatch.announce = _compare if on else None
-    _jax.clear_dispatch_cache()  # what C++ has learned tells nobody
+    _jax.dispatch.clear_dispatch_cache()  # what C++ has learned tells nobody
 
 
 def _compare(args: Sequence[Any], call: PjitCall, jaxpr: Any) -> None:
@@ -47,13 +47,13 @@ def _compare(args: Sequence[Any], call: PjitCall, jaxpr: Any) -> None:
     Raises:
         RuntimeError: They are about to call something else, or do not come.
     """
-    if call.mesh is None or _jax.is_abstract(call.mesh):
+    if call.mesh is None or _jax.mesh.is_abstract(call.mesh):
         return
     processes = sorted({d.process_index for d in call.mesh.devices.flat})
     if len(processes) == 1 or jax.process_index() not in processes:
         return
     rows = _rows(args, call)
-    told = {"at": _jax.current_source() or "", "rows": rows, "program": _digest(jaxpr)}
+    told = {"at": _jax.core.current_source() or "", "rows": rows, "program": _digest(jaxpr)}
     found = exchange(call.subject, json.dumps(told).encode(), processes=processes)
     sides = dict(zip(processes, map(json.loads, found), strict=True))
     if all(_common(side) == _common(told) for side in sides.values()):
@@ -82,7 +82,10 @@ def _rows(args: Sequence[Any], call: PjitCall) -> list[str]:
     ins = zip(call.arg_names, args, call.in_axis_resources, strict=True)
     return [
         show_mesh(call.mesh),
-        *(f"argument {n}: {_jax.short_aval(_jax.abstractify(x))} {_shown(r)}" for n, x, r in ins),
+        *(
+            f"argument {n}: {_jax.core.short_aval(_jax.core.abstractify(x))} {_shown(r)}"
+            for n, x, r in ins
+        ),
         *(f"result {i}: {_shown(r)}" for i, r in enumerate(call.out_axis_resources)),
     ]
 
@@ -91,7 +94,7 @@ def _shown(resource: Any) -> str:
     return "as it comes" if resource is UNSPECIFIED else show_spec(resource)
 
 
-@_jax.weakref_lru_cache
+@_jax.core.weakref_lru_cache
 def _text(jaxpr: Any) -> str:
     return _ADDRESS.sub("0x", str(jaxpr))
 

@@ -134,7 +134,7 @@ def _resolve(
     process = _from_launch(PROCESS) if process is None else process
     ids = [devices] if isinstance(devices, int) else devices
     if None in (address, processes, process):
-        address, processes, process, ids = _jax.detected_cluster(
+        address, processes, process, ids = _jax.mesh.detected_cluster(
             address, processes, process, ids, method, max(1, int(timeout))
         )
     given = {
@@ -318,10 +318,10 @@ def _told(failure: Failure) -> dict[str, str]:
 
 
 def _check_fresh() -> None:
-    if _jax.coordination_client() is not None:
+    if _jax.mesh.coordination_client() is not None:
         failure = Failure(what="was called before", fix="call it once", error=DistributedError)
         raise explain(_SUBJECT, [failure])
-    if _jax.backends_started():
+    if _jax.mesh.backends_started():
         failure = Failure(
             what="comes too late: JAX has started, for this process alone",
             expected="a call before anything that asks for devices or makes an array",

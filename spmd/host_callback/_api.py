@@ -188,7 +188,7 @@ def barrier_wait(logging_name: str | None = None) -> None:
     errors, last_error = receiver.take_errors()
     if last_error is None:
         return
-    _jax.drop_failed_tokens()  # jax.effects_barrier would raise the same again
+    _jax.host.drop_failed_tokens()  # jax.effects_barrier would raise the same again
     error, text = last_error
     count = "one exception" if errors == 1 else f"{errors} exceptions"
     last = "It was" if errors == 1 else "The last one was"
@@ -238,21 +238,21 @@ def _mesh(leaves: Sequence[Any]) -> Any:
     """The mesh that a call is made on, as far as anything says: the active one, or an operand's."""
     if (mesh := current_mesh()) is not None:
         return mesh
-    shardings = [getattr(x, "sharding", None) for x in leaves if isinstance(x, _jax.Array)]
+    shardings = [getattr(x, "sharding", None) for x in leaves if isinstance(x, _jax.core.Array)]
     mesh = next((s.mesh for s in shardings if isinstance(s, NamedSharding)), None)
-    return _jax.typed_mesh(leaves) if mesh is None else mesh
+    return _jax.core.typed_mesh(leaves) if mesh is None else mesh
 
 
 def _split_by_device(values: Sequence[Any], mesh: Any) -> Any:
     rows = PartitionSpec(mesh.axis_names)
-    if _jax.explicit_axes():
+    if _jax.mesh.explicit_axes():
         return jax.sharding.reshard(values, rows)
     return jax.lax.with_sharding_constraint(values, NamedSharding(auto_mesh(mesh), rows))
 
 
 def _stack(mesh: Any) -> int | None:
     """How many devices stack their results; None inside of `shard_map`."""
-    if _jax.manual_axes():
+    if _jax.mesh.manual_axes():
         return None
     return 1 if mesh is None else mesh.size
 
@@ -263,7 +263,7 @@ def _leaves(arg: Any) -> tuple[list[Any], Any, list[Failure]]:
     for path, leaf in paths:
         name = "arg" + jtu.keystr(path)
         try:
-            _jax.abstractify(leaf)
+            _jax.core.abstractify(leaf)
         except OverflowError:
             failures.append(_too_large(name, leaf))
         except (TypeError, ValueError):
@@ -276,8 +276,8 @@ def _result_avals(result_shape: Any) -> tuple[tuple[Any, ...], Any, list[Failure
     results, failures = [], []
     for path, leaf in paths:
         try:
-            aval = _jax.abstractify(leaf)
-            dtype = np.dtype(_jax.canonical_dtype(aval.dtype))
+            aval = _jax.core.abstractify(leaf)
+            dtype = np.dtype(_jax.core.canonical_dtype(aval.dtype))
             results.append((tuple(aval.shape), dtype))
         except (TypeError, ValueError, OverflowError, AttributeError):
             failures.append(_no_result("result_shape" + jtu.keystr(path), leaf))
@@ -297,7 +297,7 @@ def _more_keywords(kwargs: dict[str, Any], func: Any) -> Failure:
     names = ", ".join(kwargs)
     known = ("result", "tap_with_device", "device_index", "per_shard")
     hint = "".join(did_you_mean(n, known) for n in kwargs)
-    name = _jax.fun_name(func) if callable(func) else "tap_func"
+    name = _jax.core.fun_name(func) if callable(func) else "tap_func"
     bound = ", ".join(f"{k}=..." for k in kwargs)
     return Failure(
         what=f"does not take the keyword{'s' * (len(kwargs) != 1)} {names}{hint}",
@@ -325,7 +325,7 @@ def _function_failures(func: Any, names: Sequence[str], keywords: Sequence[str])
     except TypeError:
         return [
             Failure(
-                what=f"cannot tell calls of `{_jax.fun_name(func)}` apart: it has no hash",
+                what=f"cannot tell calls of `{_jax.core.fun_name(func)}` apart: it has no hash",
                 got=show_value(func),
                 fix="pass a function, a method, or an object with __hash__",
                 error=ArgumentError,
@@ -339,7 +339,7 @@ def _function_failures(func: Any, names: Sequence[str], keywords: Sequence[str])
         signature.bind(*names, **dict.fromkeys(keywords))
     except TypeError as error:
         taken = ", ".join([*names, *(f"{k}=..." for k in keywords)])
-        name = _jax.fun_name(func)
+        name = _jax.core.fun_name(func)
         return [
             Failure(
                 what=f"cannot call `{name}` with {taken}: {error}",

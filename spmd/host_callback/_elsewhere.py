@@ -29,16 +29,18 @@ class HostFunctionError(RuntimeError):
 def lower(ctx: Any, operands: Sequence[Any], entry: Entry) -> Sequence[Any]:
     """Emits a callback of JAX that hands its operands over as the handlers of the CPU do."""
     call = entry.call
-    partitions, axes, manual = _jax.partition_of(ctx)
-    platform = _jax.platforms_of(ctx)[0]
+    partitions, axes, manual = _jax.lowering.partition_of(ctx)
+    platform = _jax.lowering.platforms_of(ctx)[0]
     if failure := _failure(entry, platform, partitions, manual):
         raise explain(call.kind, [failure])
     site = Site("each", partitions, axes) if manual and partitions > 1 else None
     stack = () if call.stack is None else (call.stack,)
     results = [((*stack, *shape), dtype) for shape, dtype in call.results]
-    devices = _jax.mesh_devices(ctx) if site else []
+    devices = _jax.lowering.mesh_devices(ctx) if site else []
     fun = functools.partial(_received, entry, platform, site, devices)
-    return _jax.emit_python_callback(ctx, fun, operands, results, by_partition=site is not None)
+    return _jax.host.emit_python_callback(
+        ctx, fun, operands, results, by_partition=site is not None
+    )
 
 
 def _failure(entry: Entry, platform: str, partitions: int, manual: bool | None) -> Failure | None:

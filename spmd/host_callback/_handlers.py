@@ -41,7 +41,7 @@ def _device(ordinal: int) -> Any:
     return next(d for d in jax.local_devices(backend="cpu") if d.id == ordinal)
 
 
-_jax.register_cache(_device, "devices of host callbacks")
+_jax.core.register_cache(_device, "devices of host callbacks")
 
 
 class _Meeting:

@@ -65,8 +65,8 @@ def placement(shape: Sequence[int], sharding: Any, partitions: int) -> Placement
 def stacked(shape: Sequence[int], partitions: int) -> Any:
     """The sharding of one result per device, stacked along a new leading dimension."""
     if partitions == 1:
-        return _jax.HloSharding.replicate()
-    return _jax.HloSharding.iota_tile([partitions] + [1] * len(shape))
+        return _jax.core.HloSharding.replicate()
+    return _jax.core.HloSharding.iota_tile([partitions] + [1] * len(shape))
 
 
 def mesh_coordinates(axes: dict[str, int], partition: int) -> dict[str, int]:

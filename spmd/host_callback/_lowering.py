@@ -35,39 +35,41 @@ def lower(ctx: Any, *operands: Any, call: HostCall) -> Sequence[Any]:
     receiver.prepare()
     receiver.calls_used = receiver.calls_used or call.out_tree is not None
     entry = _registry.register(call, _registry.operand_avals(ctx.avals_in))
-    if _jax.platforms_of(ctx) != NATIVE:
+    if _jax.lowering.platforms_of(ctx) != NATIVE:
         return _elsewhere.lower(ctx, operands, entry)
-    _jax.keep_with_program(ctx, entry, _jax.partition_of(ctx)[0])
+    _jax.host.keep_with_program(ctx, entry, _jax.lowering.partition_of(ctx)[0])
     values = [
-        v if c == d else _jax.convert_elements(v, c)
+        v if c == d else _jax.lowering.convert_elements(v, c)
         for v, d, c in zip(operands, entry.dtypes, entry.carriers, strict=True)
     ]
     outs = _emit(ctx, values, entry)
     return [
-        v if carrier(d) == d else _jax.convert_elements(v, d)
+        v if carrier(d) == d else _jax.lowering.convert_elements(v, d)
         for v, (_, d) in zip(outs, call.results, strict=True)
     ]
 
 
 def _emit(ctx: Any, values: Sequence[Any], entry: Entry) -> Sequence[Any]:
     call = entry.call
-    partitions, axes, manual = _jax.partition_of(ctx)
+    partitions, axes, manual = _jax.lowering.partition_of(ctx)
     results = _result_types(call)
     if failure := split_failure(call, partitions, manual=manual):
         raise explain(call.kind, [failure])
     if partitions == 1:
         attributes: Any = {"id": entry.id}
-        return _jax.emit_host_call(ctx, TARGET, values, results, attributes, by_partition=False)
+        return _jax.host.emit_host_call(
+            ctx, TARGET, values, results, attributes, by_partition=False
+        )
     if manual:
         if copies_loops():
             warnings.warn(_LATE, stacklevel=2)
-        mode = "together" if _jax.runs_on_all_devices([*axes]) else "each"
+        mode = "together" if _jax.lowering.runs_on_all_devices([*axes]) else "each"
         attributes = {"id": entry.id, "site": entry.add_site(Site(mode, partitions, axes))}
-        return _jax.emit_host_call(ctx, TARGET, values, results, attributes, by_partition=True)
+        return _jax.host.emit_host_call(ctx, TARGET, values, results, attributes, by_partition=True)
     register_partitioner()
     site = Site("shards" if call.per_shard else "one", partitions, axes or dict(call.axes))
     text = f"{entry.id} {entry.add_site(site)}"
-    return _jax.emit_host_call(ctx, PARTITIONED, values, results, text, by_partition=False)
+    return _jax.host.emit_host_call(ctx, PARTITIONED, values, results, text, by_partition=False)
 
 
 def _result_types(call: HostCall) -> list[tuple[tuple[int, ...], Any]]:
@@ -120,7 +122,7 @@ def split_failure(call: HostCall, partitions: int, *, manual: bool | None) -> Fa
 @functools.lru_cache(maxsize=1)
 def register_partitioner() -> None:
     """Tells XLA how to split a call, once per process."""
-    _jax.register_partitioner(PARTITIONED, _partition, _spread)
+    _jax.lowering.register_partitioner(PARTITIONED, _partition, _spread)
 
 
 def _found(text: str | bytes) -> tuple[Entry, Site]:
@@ -140,7 +142,7 @@ def _partition(
     shapes = [shape for shape, _ in entry.avals]
     token, *shardings = arg_shardings
     if site.mode == "one":
-        shardings = [_jax.HloSharding.replicate() for _ in shardings]
+        shardings = [_jax.core.HloSharding.replicate() for _ in shardings]
     places = [
         placement(shape, sharding, site.partitions)
         for shape, sharding in zip(shapes, shardings, strict=True)
@@ -150,7 +152,7 @@ def _partition(
     stack = () if entry.call.stack is None else (1,)
     results = [((*stack, *shape), carrier(d)) for shape, d in entry.call.results]
     attributes: dict[str, int | str] = {"id": entry.id, "site": entry.add_site(final)}
-    module = _jax.shard_module(TARGET, operands, results, attributes)
+    module = _jax.lowering.shard_module(TARGET, operands, results, attributes)
     spread = _spread(arg_shapes, arg_shardings, result_shape, text)
     return module, [token, *shardings], spread
 
@@ -159,11 +161,11 @@ def _spread(arg_shapes: Any, arg_shardings: Any, result_shape: Any, text: Any) -
     """Returns how the results are split: whole everywhere, or one per device."""
     del arg_shapes, arg_shardings
     entry, site = _found(text)
-    token = _jax.HloSharding.replicate()
+    token = _jax.core.HloSharding.replicate()
     if not result_shape.is_tuple():
         return token
     if entry.call.stack is None:
-        parts = [_jax.HloSharding.replicate() for _ in entry.call.results]
+        parts = [_jax.core.HloSharding.replicate() for _ in entry.call.results]
     else:
         parts = [stacked(shape, site.partitions) for shape, _ in entry.call.results]
-    return _jax.HloSharding.tuple_sharding(result_shape, [token, *parts])
+    return _jax.core.HloSharding.tuple_sharding(result_shape, [token, *parts])

@@ -72,7 +72,7 @@ def metrics_tap(name: str, tree: Any, *, sink: Any, step: Any = None, device_ind
     tap = _MetricsTap(str(name), tuple(tags), write, sink)
     send = functools.partial(_tap, "metrics_tap", tap, with_device=False, per_shard=False)
     arg = (dict(zip(tags, leaves, strict=True)), step)
-    axes = _jax.manual_axes()
+    axes = _jax.mesh.manual_axes()
     if axes:
         first = functools.reduce(jnp.logical_and, (jax.lax.axis_index(a) == 0 for a in axes))
         jax.lax.cond(first, lambda arg: _none(send(arg, device_index=0)), _none, arg)
@@ -200,12 +200,12 @@ def _not_real_scalar(
 ) -> str:
     """What a leaf is that is no scalar of these kinds; empty if it is one."""
     try:
-        aval = _jax.abstractify(leaf)
+        aval = _jax.core.abstractify(leaf)
     except (TypeError, ValueError, OverflowError):
         return show_value(leaf)
     if not aval.shape and any(jnp.issubdtype(aval.dtype, kind) for kind in kinds):
         return ""
-    return _jax.short_aval(aval)
+    return _jax.core.short_aval(aval)
 
 
 def _no_scalar(tag: str, got: str) -> Failure:

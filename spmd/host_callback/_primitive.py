@@ -24,9 +24,9 @@ from spmd.host_callback._records import HostCall
 
 # Primitive
 
-host_tap_p = _jax.Primitive("host_tap")
+host_tap_p = _jax.core.Primitive("host_tap")
 host_tap_p.multiple_results = True
-host_call_p = _jax.Primitive("host_call")
+host_call_p = _jax.core.Primitive("host_call")
 host_call_p.multiple_results = True
 
 # Impl
@@ -47,7 +47,7 @@ def _program(primitive: Any, call: HostCall) -> Any:
     return jax.jit(host_callback)
 
 
-_jax.register_cache(_program, "eager host callbacks")
+_jax.core.register_cache(_program, "eager host callbacks")
 _as_arrays = jax.jit(lambda args: args)
 
 
@@ -71,14 +71,14 @@ host_call_p.def_impl(functools.partial(_host_impl, host_call_p))
 
 def _tap_abstract_eval(*avals: Any, call: HostCall) -> tuple[Any, set[Any]]:
     del call
-    return avals, {_jax.HOST_EFFECT}
+    return avals, {_jax.host.HOST_EFFECT}
 
 
 def _call_abstract_eval(*avals: Any, call: HostCall) -> tuple[Any, set[Any]]:
     del avals
     stack = () if call.stack is None else (call.stack,)
-    outs = [_jax.varying_aval((*stack, *shape), dtype) for shape, dtype in call.results]
-    return outs, {_jax.HOST_EFFECT}
+    outs = [_jax.core.varying_aval((*stack, *shape), dtype) for shape, dtype in call.results]
+    return outs, {_jax.host.HOST_EFFECT}
 
 
 host_tap_p.def_effectful_abstract_eval(_tap_abstract_eval)
@@ -93,8 +93,8 @@ def _tap_lower(ctx: Any, *operands: Any, call: HostCall) -> Sequence[Any]:
 
 
 # Not cacheable: the entry that a program calls has to be kept alive by that program.
-_jax.register_lowering(host_tap_p, _tap_lower, cacheable=False)
-_jax.register_lowering(host_call_p, _lowering.lower, cacheable=False)
+_jax.lowering.register_lowering(host_tap_p, _tap_lower, cacheable=False)
+_jax.lowering.register_lowering(host_call_p, _lowering.lower, cacheable=False)
 
 # Batching
 
@@ -111,8 +111,8 @@ def _call_batch(args: Sequence[Any], dims: Sequence[Any], *, call: HostCall) -> 
     return _batching.batch(host_call_p, args, dims, call)
 
 
-_jax.primitive_batchers[host_tap_p] = _tap_batch
-_jax.primitive_batchers[host_call_p] = _call_batch
+_jax.transform.primitive_batchers[host_tap_p] = _tap_batch
+_jax.transform.primitive_batchers[host_call_p] = _call_batch
 
 # JVP
 
@@ -152,23 +152,23 @@ def _tap_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: HostCall)
 
 
 def _call_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: HostCall) -> tuple:
-    if any(type(t) is not _jax.Zero for t in tangents):
+    if any(type(t) is not _jax.core.Zero for t in tangents):
         raise explain("call", [_no_rule(call, "jvp or grad", _JVP)])
     outs = host_call_p.bind(*primals, call=call)
-    return outs, [_jax.zero_tangent(o) for o in outs]
+    return outs, [_jax.transform.zero_tangent(o) for o in outs]
 
 
-_jax.primitive_jvps[host_tap_p] = _tap_jvp
-_jax.primitive_jvps[host_call_p] = _call_jvp
+_jax.transform.primitive_jvps[host_tap_p] = _tap_jvp
+_jax.transform.primitive_jvps[host_call_p] = _call_jvp
 
 # Transpose
 
 
 def _tap_transpose(cts: Sequence[Any], *args: Any, call: HostCall) -> Sequence[Any]:
     # A tap that was given tangents is given their cotangents.
-    values = [_jax.instantiate(ct) for ct in cts]
+    values = [_jax.transform.instantiate(ct) for ct in cts]
     outs = host_tap_p.bind(*values, call=call.transformed("transpose"))
-    return [o if _jax.is_linear(x) else None for o, x in zip(outs, args, strict=True)]
+    return [o if _jax.transform.is_linear(x) else None for o, x in zip(outs, args, strict=True)]
 
 
 def _call_transpose(cts: Sequence[Any], *args: Any, call: HostCall) -> Any:
@@ -176,8 +176,8 @@ def _call_transpose(cts: Sequence[Any], *args: Any, call: HostCall) -> Any:
     raise explain("call", [_no_rule(call, "transposition", _JVP)])
 
 
-_jax.primitive_transposes[host_tap_p] = _tap_transpose
-_jax.primitive_transposes[host_call_p] = _call_transpose
+_jax.transform.primitive_transposes[host_tap_p] = _tap_transpose
+_jax.transform.primitive_transposes[host_call_p] = _call_transpose
 
 # Rematerialization
 
@@ -187,23 +187,25 @@ def _host_remat(
 ) -> tuple[Any, Any, list[bool], list[bool], list[Any]]:
     """Runs in both passes, unless the policy saves the results or nothing is known."""
     count = len(eqn.outvars)
-    needed = _jax.uninstantiated(eqn, inst_in)
+    needed = _jax.transform.uninstantiated(eqn, inst_in)
     if any(unks_in):
         return None, eqn, [True] * count, [True] * count, needed
-    if _jax.is_saved(saveable(eqn.primitive, *[v.aval for v in eqn.invars], **eqn.params)):
+    if _jax.transform.is_saved(
+        saveable(eqn.primitive, *[v.aval for v in eqn.invars], **eqn.params)
+    ):
         return eqn, None, [False] * count, [False] * count, []
     return eqn, eqn, [False] * count, [True] * count, needed
 
 
-_jax.partial_eval_custom_rules[host_tap_p] = _host_remat
-_jax.partial_eval_custom_rules[host_call_p] = _host_remat
+_jax.transform.partial_eval_custom_rules[host_tap_p] = _host_remat
+_jax.transform.partial_eval_custom_rules[host_call_p] = _host_remat
 
 # Printing
 
 
 def _host_pp(eqn: Any, context: Any, settings: Any) -> Any:
-    return _jax.pp_equation(eqn, context, settings, eqn.params["call"].shown())
+    return _jax.core.pp_equation(eqn, context, settings, eqn.params["call"].shown())
 
 
-_jax.pp_eqn_rules[host_tap_p] = _host_pp
-_jax.pp_eqn_rules[host_call_p] = _host_pp
+_jax.core.pp_eqn_rules[host_tap_p] = _host_pp
+_jax.core.pp_eqn_rules[host_call_p] = _host_pp

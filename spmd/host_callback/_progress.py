@@ -66,7 +66,7 @@ class Progress:
         if failure := _step_failure(step):
             raise explain("progress", [failure])
         _close_at_exit()
-        if not isinstance(step, _jax.Tracer):
+        if not isinstance(step, _jax.core.Tracer):
             self._tell(int(step))
         elif step.dtype.itemsize < 4:
             self._tell(step.astype(jnp.int32))  # the length may not fit into its own type
@@ -112,7 +112,7 @@ class Progress:
         return moves & (step >= 0) & (step < self.length)
 
     def _send_if(self, step: Any, due: Any) -> None:
-        axes = _jax.manual_axes()
+        axes = _jax.mesh.manual_axes()
         if axes and not self.per_device:
             due = due & functools.reduce(
                 jnp.logical_and, (jax.lax.axis_index(a) == 0 for a in axes)
@@ -197,7 +197,7 @@ def progress(
 
 def _device_count() -> int:
     """How many devices of this process will move a bar."""
-    manual, sizes = _jax.manual_axes(), _jax.manual_mesh() or dict(_axes())
+    manual, sizes = _jax.mesh.manual_axes(), _jax.mesh.manual_mesh() or dict(_axes())
     count = math.prod(n for axis, n in sizes.items() if axis in manual or not manual)
     return min(count, jax.local_device_count())
 
@@ -218,10 +218,10 @@ def _exit() -> None:
 
 def _step_failure(step: Any) -> Failure | None:
     try:
-        aval = _jax.abstractify(step)
+        aval = _jax.core.abstractify(step)
         if not aval.shape and jnp.issubdtype(aval.dtype, np.integer):
             return None
-        got = _jax.short_aval(aval)
+        got = _jax.core.short_aval(aval)
     except (TypeError, ValueError, OverflowError):
         got = show_value(step)
     return Failure(

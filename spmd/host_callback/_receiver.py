@@ -175,7 +175,7 @@ class Receiver:
             if self._governs:
                 return
             self._governs = True
-        self._running = _jax.govern_tokens(self._program_starts, lambda: self.calls_used)
+        self._running = _jax.host.govern_tokens(self._program_starts, lambda: self.calls_used)
         # Registered later than JAX's own handler and so called before it, which would wait for
         # programs that wait for a thread of ours.
         atexit.register(self._exit)
@@ -283,7 +283,7 @@ class Receiver:
         me = _consumer_here()
         if me is None:
             for token in [*self._running]:
-                _jax.ended_well(token)
+                _jax.host.ended_well(token)
         with self._lock:
             counts = [(c, c.received) for c in self._consumers.values() if c is not me]
             if me is not None:
@@ -338,14 +338,14 @@ class Receiver:
                 pending = any(c.pending for c in self._consumers.values())
                 if not pending and all(token.is_ready() for token in self._running):
                     break
-        _jax.drop_failed_tokens()
+        _jax.host.drop_failed_tokens()
 
     def _after_fork(self) -> None:
         # The threads stay with the parent, and so does what they have to do.
         self._forget()
         self._running.clear()
         forget_threads()
-        _jax.forget_tokens()
+        _jax.host.forget_tokens()
         _here.consumer = None
 
 

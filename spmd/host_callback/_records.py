@@ -51,7 +51,7 @@ class HostCall:
     def name(self) -> str:
         """How the host function is called."""
         try:
-            return _jax.fun_name(self.func)
+            return _jax.core.fun_name(self.func)
         except Exception:  # an object may raise whatever it is asked
             return type(self.func).__name__
 
@@ -68,7 +68,7 @@ class HostCall:
         return params
 
 
-_jax.hold_weakly(HostCall)
+_jax.host.hold_weakly(HostCall)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

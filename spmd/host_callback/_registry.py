@@ -154,4 +154,4 @@ def unknown(number: int) -> str:
 
 def operand_avals(avals: Any) -> tuple[Any, ...]:
     """Shape and dtype of the arrays behind avals."""
-    return tuple(_jax.physical_shape(a) for a in avals)
+    return tuple(_jax.core.physical_shape(a) for a in avals)

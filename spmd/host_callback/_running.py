@@ -110,12 +110,12 @@ def call_results(call: HostCall, value: Any) -> list[np.ndarray]:
 def _show(dtype: Any, shape: tuple[int, ...]) -> str:
     if dtype.kind in "OSUMm":  # strings, objects and times, which JAX has no name for
         return f"{dtype}[{','.join(map(str, shape))}]"
-    return _jax.short_aval(jax.ShapeDtypeStruct(shape, dtype))
+    return _jax.core.short_aval(jax.ShapeDtypeStruct(shape, dtype))
 
 
 def _mismatch(call: HostCall, got: str, expected: str) -> str:
     return (
-        f"{_jax.CALL_FAILED}{call.name}` got another result than its result_shape says.\n"
+        f"{_jax.host.CALL_FAILED}{call.name}` got another result than its result_shape says.\n"
         f"  expected  {expected}\n  got       {got}"
     )
 
@@ -147,7 +147,7 @@ def error_text(call: HostCall, error: BaseException) -> str:
         text = str(error)
     except Exception:  # its own method fails
         text = "<its text cannot be made>"
-    return f"{_jax.CALL_FAILED}{call.name}` raised {type(error).__name__}: {text}\n{stack}"
+    return f"{_jax.host.CALL_FAILED}{call.name}` raised {type(error).__name__}: {text}\n{stack}"
 
 
 def without_own_frames(error: BaseException) -> BaseException:
@@ -166,10 +166,10 @@ def run_here(call: HostCall, args: Sequence[Any], axes: dict[str, int]) -> Seque
         args: Arrays on one set of devices, of which a tap is the identity.
         axes: The axes of the mesh.
     """
-    devices = _jax.device_order(args[0].sharding) if args else [_jax.default_device()]
+    devices = _jax.dispatch.device_order(args[0].sharding) if args else [_jax.mesh.default_device()]
     if not call.per_shard:
         device = devices[call.device_index]
-        values = [np.array(_jax.physical_value(x)) for x in args]
+        values = [np.array(_jax.core.physical_value(x)) for x in args]
         value = run(call, values, {"device": device} if call.with_device else {}, device)
         return args if call.out_tree is None else _placed(call, [value], None)
     here = [i for i, d in enumerate(devices) if d.process_index == jax.process_index()]
@@ -179,7 +179,7 @@ def run_here(call: HostCall, args: Sequence[Any], axes: dict[str, int]) -> Seque
 
 def _run_shard(call: HostCall, args: Sequence[Any], device: Any, place: dict[str, int]) -> Any:
     shards = [
-        next(s for s in _jax.physical_value(x).addressable_shards if s.device == device)
+        next(s for s in _jax.core.physical_value(x).addressable_shards if s.device == device)
         for x in args
     ]
     indices = [

@@ -64,7 +64,7 @@ _DISABLED = "--xla_disable_hlo_passes="
 
 def copies_loops() -> bool:
     """Whether taps in the loops of some `shard_map` may arrive many times; see `prepare_xla`."""
-    return _jax.WRAPS_TOKEN_ONLY_BODIES and not _prepared
+    return _jax.versions.WRAPS_TOKEN_ONLY_BODIES and not _prepared
 
 
 _prepared = False
@@ -86,9 +86,9 @@ def prepare_xla(threads: int = 0) -> None:
     global _prepared, _set_threads
     flags = os.environ.get("XLA_FLAGS", "")
     _prepared = _WRONG_PASS in flags
-    if _jax.backends_started():
+    if _jax.mesh.backends_started():
         return
-    if _jax.WRAPS_TOKEN_ONLY_BODIES and not _prepared:
+    if _jax.versions.WRAPS_TOKEN_ONLY_BODIES and not _prepared:
         if _DISABLED in flags:
             flags = flags.replace(_DISABLED, f"{_DISABLED}{_WRONG_PASS},")
         else:

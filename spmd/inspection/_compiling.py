@@ -260,7 +260,7 @@ def _current(compiled: Any) -> Any:
 
 
 def _shardings(compiled: Any) -> list[Any]:
-    return jax.tree.leaves(_jax.shardings_of(compiled))
+    return jax.tree.leaves(_jax.lowering.shardings_of(compiled))
 
 
 def lowered_of(compiled: Any) -> Any:
@@ -273,7 +273,7 @@ def devices_of(compiled: Any) -> list[Any]:
     if isinstance(compiled, stages.Compiled):
         return [*compiled.mesh.devices.flat]
     found = next(iter(_shardings(compiled)), None)
-    return jax.devices()[:1] if found is None else _jax.device_order(found)
+    return jax.devices()[:1] if found is None else _jax.dispatch.device_order(found)
 
 
 def shape_of(leaf: Any, sharding: Any = None) -> Any:

@@ -225,7 +225,7 @@ class _Question:
 
     def judge(self, lowered: Any) -> Fit:
         """Compiles what was lowered, and says whether it fits."""
-        with entered(self.mesh), _jax.lines_in_cache_key():
+        with entered(self.mesh), _jax.lowering.lines_in_cache_key():
             try:
                 compiled = lowered.compile() if hasattr(lowered, "compile") else lowered
             except Exception as e:

@@ -38,7 +38,7 @@ def _leaves(compiled: Any, names: Sequence[str]) -> Iterator[tuple[str, Any, Any
         yield from compiled._taken_arguments()
         return
     infos = jax.tree_util.tree_leaves_with_path(compiled.args_info)
-    shardings, _ = _jax.shardings_of(compiled)
+    shardings, _ = _jax.lowering.shardings_of(compiled)
     if len(infos) != len(shardings):
         return  # what the program does not use has no sharding, and nothing says which it is
     # JAX names no argument where one is a reference.
@@ -69,7 +69,7 @@ def argument(name: str, aval: Any, sharding: Any, mesh: Any) -> Argument:
     elements = math.prod(s.block for s in splits) if splits is not None else math.prod(aval.shape)
     return Argument(
         path=name,
-        dtype=_jax.short_aval(aval).partition("[")[0],
+        dtype=_jax.core.short_aval(aval).partition("[")[0],
         shape=tuple(aval.shape),
         sharding=_show(sharding),
         splits=splits,
@@ -119,7 +119,7 @@ def _spec_on(sharding: Any, mesh: Any, ndim: int) -> Any:
     if isinstance(sharding, NamedSharding) and dict(sharding.mesh.shape) == dict(mesh.shape):
         return sharding.spec
     try:
-        parsed: Any = parse_op_sharding(_jax.op_sharding(sharding, ndim), mesh)
+        parsed: Any = parse_op_sharding(_jax.dispatch.op_sharding(sharding, ndim), mesh)
         return parsed.to_partition_spec()
     except (RecoveryError, AttributeError):
         return None  # a part of an axis, say, or a sharding that the compiler has no form for

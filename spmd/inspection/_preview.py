@@ -108,9 +108,9 @@ def _several_sizes(names: _shardy.Names) -> Failure:
 def _devices(lowered: Any) -> tuple[str, str]:
     """Platform and kind of the devices that a program is for, as far as it says."""
     if not isinstance(lowered, stages.Lowered):
-        devices = _jax.lowered_devices(lowered)
+        devices = _jax.lowering.lowered_devices(lowered)
     else:
-        devices = () if _jax.is_abstract(lowered.mesh) else lowered.mesh.devices.flat
+        devices = () if _jax.mesh.is_abstract(lowered.mesh) else lowered.mesh.devices.flat
     for device in devices:
         return device.platform, device.device_kind
     return "any backend", ""

@@ -250,16 +250,16 @@ _lines_of: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDict
 
 def compile_and_catch(lowered: Any) -> Any:
     """Compiles, and remembers what the partitioner warns of for `warnings_of`."""
-    with caught() as lines, _jax.lines_in_cache_key():
+    with caught() as lines, _jax.lowering.lines_in_cache_key():
         compiled = lowered.compile()
     if lines:
-        _lines_of.setdefault(_jax.executable_of(compiled), tuple(lines))
+        _lines_of.setdefault(_jax.lowering.executable_of(compiled), tuple(lines))
     return compiled
 
 
 def warnings_of(compiled: Any) -> tuple[str, ...]:
     """The partitioner's warnings, if it was a report that compiled the program."""
-    return _lines_of.get(_jax.executable_of(compiled), ())
+    return _lines_of.get(_jax.lowering.executable_of(compiled), ())
 
 
 # Reading
@@ -378,8 +378,8 @@ def _axes(one: _Tiling, axis_sizes: Mapping[str, int]) -> _Axes | None:
     """The mesh axes that split each dimension; None where no PartitionSpec says this."""
     if not one.plain or not axis_sizes:
         return None
-    proto = _jax.OpSharding()
-    proto.type = _jax.OpSharding.Type.OTHER
+    proto = _jax.core.OpSharding()
+    proto.type = _jax.core.OpSharding.Type.OTHER
     copies = len(one.devices) // math.prod(one.tiles)
     proto.tile_assignment_dimensions = [*one.tiles, copies]
     proto.tile_assignment_devices = list(one.devices)

@@ -83,10 +83,10 @@ def report(f: Any, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
         if isinstance(found, COMPILED):
             compiled, lowered, is_new = found, lowered_of(found), False
         else:
-            is_new = not _jax.is_compiled(found._lowering)
+            is_new = not _jax.lowering.is_compiled(found._lowering)
             compiled, lowered = compile_and_catch(found), found
         made = _report_of(compiled, mesh_of(compiled, mesh), lowered, [*ignored.values()])
-        if not is_new and _jax.may_have_other_lines() and _has_other_lines(made, lowered):
+        if not is_new and _jax.lowering.may_have_other_lines() and _has_other_lines(made, lowered):
             warnings.warn(_OTHER_LINES, stacklevel=2)
         return made
 

@@ -106,7 +106,7 @@ OWN_RULE = "spmd.sharding_rule"
 """The attribute with the rule of an operation that Shardy has none for."""
 
 #: What XLA keeps as a call that it does not partition.
-_OPAQUE = ("chlo.erf",) if _jax.ERF_IS_OPAQUE else ()
+_OPAQUE = ("chlo.erf",) if _jax.versions.ERF_IS_OPAQUE else ()
 
 _LETTERS = "ijklmnopqrstuvwxyz"
 

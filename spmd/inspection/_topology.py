@@ -145,7 +145,7 @@ def is_described(where: Any) -> bool:
     Args:
         where: A mesh, a device, or devices.
     """
-    return any(map(_jax.is_described, _devices_of(where)))
+    return any(map(_jax.mesh.is_described, _devices_of(where)))
 
 
 def is_stand_in(where: Any) -> bool:
@@ -326,7 +326,7 @@ def _stand_ins(sizes: tuple[int, ...]) -> list[Any]:
 
 @functools.lru_cache(maxsize=16)
 def _virtual(count: int) -> list[Any]:
-    return _jax.new_cpu_devices(count)
+    return _jax.mesh.new_cpu_devices(count)
 
 
 @functools.lru_cache(maxsize=32)
@@ -378,7 +378,7 @@ def _quiet_libtpu() -> Iterator[None]:
         "TPU_LOG_DIR": "disabled",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
-    own = {} if _jax.tpu_chips() else {k: v for k, v in answers.items() if k not in os.environ}
+    own = {} if _jax.mesh.tpu_chips() else {k: v for k, v in answers.items() if k not in os.environ}
     os.environ.update(own)
     try:
         yield

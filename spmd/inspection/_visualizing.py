@@ -45,7 +45,7 @@ def picture_of(given: Any, shape: Sequence[int] | None, path: str = "") -> Pictu
     if isinstance(given, Tracer):
         _refuse_shape(shape, "a traced value")
         # Eager `grad` works on an array that lies somewhere; under `vmap` that has another shape.
-        held = _jax.underlying(given)
+        held = _jax.core.underlying(given)
         if isinstance(held, Tracer) or held.shape != given.shape:
             return _of_traced(given)
         given = held
@@ -69,7 +69,7 @@ def _of_host(given: Any) -> Picture:
     """What is on no device yet is drawn where it would be, and says so."""
     # The default device is a matter of several options, which JAX combines.
     sharding = jax.numpy.zeros(()).sharding
-    picture = _of_sharding(sharding, _jax.abstractify(given), typed=True)
+    picture = _of_sharding(sharding, _jax.core.abstractify(given), typed=True)
     note = "It is in the memory of the host: this is where jax.numpy.asarray places it."
     return dataclasses.replace(picture, notes=(note,))
 
@@ -135,7 +135,7 @@ def _of_sharding(sharding: Any, aval: Any, *, typed: bool) -> Picture:
     mesh = dict(sharding.mesh.shape) if named else {}
     facts = {
         "shape": tuple(aval.shape),
-        "dtype": _jax.short_aval(aval).partition("[")[0] if typed else "",
+        "dtype": _jax.core.short_aval(aval).partition("[")[0] if typed else "",
         "itemsize": aval.dtype.itemsize if typed else 0,
         "sharding": show_spec(sharding.spec) if named else _resolve.show_sharding(sharding),
         "mesh": mesh,
@@ -165,7 +165,7 @@ def _check(sharding: Any, aval: Any) -> None:
 
 def _devices(mesh: Any) -> tuple[Sequence[int], str]:
     """Ids of the devices in mesh order, and their platform; places for a mesh without devices."""
-    if _jax.is_abstract(mesh):
+    if _jax.mesh.is_abstract(mesh):
         return range(math.prod(mesh.shape.values())), ""
     return [device.id for device in mesh.devices.flat], mesh.devices.flat[0].platform
 
@@ -200,7 +200,7 @@ def _of_traced(x: Any) -> Picture:
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     manual = [name for name in sizes if types[name] == AxisType.Manual]
     auto = [name for name in sizes if types[name] == AxisType.Auto]
-    varying, checked = _jax.varying_axes(aval)
+    varying, checked = _jax.core.varying_axes(aval)
     differing = [name for name in manual if name in varying or not checked]
     ids, platform = _devices_like(mesh)
     decided = bool(sizes) and (len(auto) < len(sizes))
@@ -211,7 +211,7 @@ def _of_traced(x: Any) -> Picture:
     )
     return Picture(
         shape=tuple(aval.shape),
-        dtype=_jax.short_aval(aval).partition("[")[0],
+        dtype=_jax.core.short_aval(aval).partition("[")[0],
         itemsize=aval.dtype.itemsize,
         sharding=show_spec(spec) if decided else "a traced value",
         mesh=sizes,

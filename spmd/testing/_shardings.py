@@ -77,7 +77,7 @@ def _nothing(x: Any) -> Failure:
 
 
 def _refuse_tracers(names: Sequence[str], values: Sequence[Any]) -> None:
-    traced = [n for n, v in zip(names, values, strict=True) if isinstance(v, _jax.Tracer)]
+    traced = [n for n, v in zip(names, values, strict=True) if isinstance(v, _jax.core.Tracer)]
     if traced:
         failure = Failure(
             what=f"cannot see where {traced[0]} is: it is traced, and has no place yet",

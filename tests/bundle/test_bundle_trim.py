@@ -48,7 +48,7 @@ def made(mesh, tmp_path_factory):
     compiled = f.lower(X, W, np.int32(2)).compile()
     path = tmp_path_factory.mktemp("trim") / "f.spmd"
     compiled.save(path)
-    return compiled, (X, W), _jax.serialized(compiled._executable), path
+    return compiled, (X, W), _jax.files.serialized(compiled._executable), path
 
 
 @pytest.fixture(scope="module")

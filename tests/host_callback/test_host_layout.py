@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from strategies import fake_mesh, mesh_shapes, meshes, meshes_and_specs, specs
 
-from spmd._jax import HloSharding
+from spmd._jax.core import HloSharding
 from spmd.host_callback._layout import Placement, mesh_coordinates, placement, stacked
 from spmd.host_callback._registry import Site
 

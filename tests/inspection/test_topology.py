@@ -586,11 +586,11 @@ def test_a_machine_with_tpus_keeps_its_settings(monkeypatch):
     from spmd import _jax
     from spmd.inspection import _topology
 
-    monkeypatch.setattr(_jax, "tpu_chips", lambda: 4)
+    monkeypatch.setattr(_jax.mesh, "tpu_chips", lambda: 4)
     before = dict(os.environ)
     with _topology._quiet_libtpu():
         assert dict(os.environ) == before
-    monkeypatch.setattr(_jax, "tpu_chips", lambda: 0)
+    monkeypatch.setattr(_jax.mesh, "tpu_chips", lambda: 0)
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "mine")
     with _topology._quiet_libtpu():
         assert os.environ["TPU_WORKER_HOSTNAMES"] == "mine"

@@ -419,7 +419,7 @@ def rounds(count):
     def sizes():
         caches = [_dispatch._prepare, _dispatch._program, _dispatch._repeater]
         caches = [c.cache_info().currsize for c in caches]
-        return live(), len(_api._lines), *caches, _jax._dispatch_cache().size()
+        return live(), len(_api._lines), *caches, _jax.dispatch._dispatch_cache().size()
 
     def base(x):
         return x * 2
