@@ -1,10 +1,14 @@
 """Settings that every test runs under; they have to stand before anything imports JAX."""
 
+import collections
 import os
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("SPMD_TEST_PLATFORM", "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    # Without LLVM's optimizations, which take a quarter of the time, XLA's programs are the same.
+    os.environ["XLA_FLAGS"] = (
+        "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    )
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # A user's own setting must not change what a test of the default sees.
@@ -32,6 +36,21 @@ def pytest_addoption(parser):
         default=2000,
         help="with how many programs the slow test looks for leaks (default: %(default)s)",
     )
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
+def pytest_collection_modifyitems(items):
+    """Marks the cases of a test as slow that its mark `few` leaves out, spread evenly."""
+    cases = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+            cases[item.parent, item.originalname].append(item)
+    for of_one in cases.values():
+        (count,) = of_one[0].get_closest_marker("few").args
+        kept = {i * len(of_one) // count for i in range(count)}
+        for i, item in enumerate(of_one):
+            if i not in kept:
+                item.add_marker("slow")
 
 
 @pytest.fixture

@@ -358,6 +358,7 @@ def test_mappings_of_other_classes_match(mesh, specs_in, values_in):
     assert_sharded(held["b"]["d"], X + 1, P("model"), mesh)
 
 
+@pytest.mark.slow
 def test_modules_are_attributes():
     """After `import spmd` each public module is an attribute, and a star does not import it."""
     code = """
@@ -376,6 +377,7 @@ print(*(n for n in names if n in globals()))
     assert starred == features
 
 
+@pytest.mark.slow
 def test_star_import():
     """`from spmd import *` brings the public names, in a process that used none before."""
     code = "from spmd import *; print(pjit.__module__, P.__name__, FROM_ARRAY)"

@@ -409,6 +409,7 @@ def affine(a, b, n, c, *, d):
 AFFINE = {"in_axis_resources": (A, None, D, B), "donate_argnames": "b", "static_argnums": 2}
 
 
+@pytest.mark.slow
 @given(st.lists(calls, min_size=1, max_size=4))
 @settings(max_examples=30, deadline=None)
 def test_any_split_is_one_call(splits):

@@ -106,6 +106,7 @@ DERIVATIVES = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_derivative(name, mesh):
     """Each derivative is that of the unsharded function, eagerly and in `jax.jit`."""
@@ -143,6 +144,7 @@ def test_transpose_of_what_is_not_linear_names_the_operation(mesh):
     assert str(ours.value) == str(jits.value)
 
 
+@pytest.mark.slow
 def test_has_aux(mesh):
     """What is carried along beside value and derivative comes out as computed."""
 
@@ -166,6 +168,7 @@ def _aux_of_vjp(g):
     return value, pull(jnp.float32(2)), aux
 
 
+@pytest.mark.slow
 def test_has_aux_outside_of_the_call(mesh):
     """A value between two calls that comes out as aux is that of this trace."""
     f = pjit(jnp.sin, P("data"), P("data"), mesh=mesh)
@@ -177,6 +180,7 @@ def test_has_aux_outside_of_the_call(mesh):
     close(*[jax.grad(functools.partial(loss, g), has_aux=True)(X) for g in (f, jnp.sin)])
 
 
+@pytest.mark.slow
 def test_one_array_as_two_arguments(mesh):
     """The derivative of a repeated argument is the sum of both."""
     f = pjit(lambda a, b: a * jnp.sin(b), (P("data"), P(None, "model")), P("data"), mesh=mesh)
@@ -346,6 +350,7 @@ def _zeros(like):
     return jax.tree.map(zero, like)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["jvp", "vjp", "linearize", "grad", "jit vjp", "vmap jvp"])
 def test_integers_booleans_and_keys(how, mesh):
     """Arguments and results without a derivative have float0 tangents and cotangents."""
@@ -403,6 +408,7 @@ def test_custom_rules_inside_with_nondiff_arguments(mesh):
         np.testing.assert_allclose(g(X), want, **CLOSE)
 
 
+@pytest.mark.slow
 def test_custom_rules_around(mesh):
     """A call may be the function, and be used in the rules, of a custom derivative."""
     f = pjit(jnp.sin, P("data"), P("data"), mesh=mesh)
@@ -497,6 +503,7 @@ def loss_of(f):
     return jax.value_and_grad(lambda w, x: f(w, x).sum(), argnums=(0, 1))
 
 
+@pytest.mark.slow
 def test_gradients_are_split_like_inputs_without_further_collectives(mesh, programs):
     """Both halves of an eager gradient exchange no byte that the hand-written step would not."""
     args = placed(mesh)
@@ -512,6 +519,7 @@ def test_gradients_are_split_like_inputs_without_further_collectives(mesh, progr
     assert sum(row[2] for row in ours) <= sum(row[2] for row in theirs)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("placed_already", [True, False])
 def test_gradient_in_one_jit_exchanges_what_the_hand_written_does(mesh, placed_already):
     """`jit(grad(pjit f))` and the hand-written program have the same collectives."""
@@ -524,6 +532,7 @@ def test_gradient_in_one_jit_exchanges_what_the_hand_written_does(mesh, placed_a
     assert "all-to-all" not in text
 
 
+@pytest.mark.slow
 def test_gradients_of_jit_are_split_like_inputs(mesh):
     """Inside of `jax.jit`, and of a jit of its own per half, gradients have the inputs' specs."""
     want = hand_written(mesh)(*placed(mesh))[1]
@@ -639,6 +648,7 @@ RESIDUALS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", RESIDUALS)
 def test_residuals_lie_as_the_compiler_chose(name, mesh):
     """Per shape, what is held on a device is no larger than what stock `vjp(jit)` holds."""

@@ -102,6 +102,7 @@ def argument(shape, axis, dtype=np.float32):
     return RNG.uniform(-2, 2, shape).astype(dtype)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("axes", MIXED, ids=[str(i) for i in range(len(MIXED))])
 def test_any_axes_of_a_tree(axes, mesh):
     """Leading, middle, negative and missing axes, per leaf or per subtree, as JAX maps them."""
@@ -176,6 +177,7 @@ def row_on(mesh, **options):
 XS = X[..., 0].copy()  # [3, 8, 4]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("in_axis", "out_axis", "inputs", "spec"),
     [
@@ -259,6 +261,7 @@ def test_record_says_how_far_its_specs_are_from_the_users(mesh):
         assert [s.unsafe_user_spec for s in specs] == [P(None, "model"), P("model"), P("model")]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("in_axis", [0, 1, 2, -1])
 def test_axis_is_put_where_the_dimension_is(in_axis, mesh):
     """The mapped dimension, wherever it is, is split over the axis: inputs, results, gradients."""
@@ -290,6 +293,7 @@ def test_two_nested_axes():
     assert_sharded(one_named(xs), np.sin(xs), P("b", None, "c"), mesh, **CLOSE)
 
 
+@pytest.mark.slow
 def test_axis_in_scan_and_cond(mesh):
     """Inside of loops and branches the calls are split over the axis too."""
     f = pjit(jnp.sin, P(None, "model"), P(None, "model"), mesh=mesh)
@@ -486,6 +490,7 @@ def f_of(x, w):
     return (jnp.tanh(x @ w) ** 2).sum()
 
 
+@pytest.mark.slow
 def test_vmap_of_grad_of_vmap(mesh):
     """Per-example gradients of a mapped loss, with a mesh axis on either map or none."""
     f = pjit(f_of, (P(None, "model"), P("model")), P(), mesh=mesh)
@@ -506,6 +511,7 @@ def test_vmap_of_grad_of_vmap(mesh):
     assert_sharded(dx, want[0], P(None, "data", None, "model"), mesh, **CLOSE)
 
 
+@pytest.mark.slow
 def test_jacobians_and_hessians_under_vmap(mesh):
     """Derivatives that map themselves are mapped once more."""
 
@@ -521,6 +527,7 @@ def test_jacobians_and_hessians_under_vmap(mesh):
     close(hessian(xs), jax.jit(jax.vmap(jax.hessian(lambda x: fun(x).sum())))(xs))
 
 
+@pytest.mark.slow
 def test_vmap_of_linearize_and_of_vjp(mesh):
     """The linear map of a mapped call may be mapped over its argument."""
     f = pjit(f_of, (P("data"), None), P(), mesh=mesh)
@@ -599,6 +606,7 @@ def test_sequential_vmap_inside(mesh):
 # Keys
 
 
+@pytest.mark.slow
 def test_keys_mapped_in_every_place(mesh):
     """Typed keys, split over the mesh and mapped over any dimension, are the same keys."""
     keys = jax.random.split(jax.random.key(7), (4, 8))
@@ -622,6 +630,7 @@ def test_keys_mapped_in_every_place(mesh):
     close(grads, jax.vmap(jax.grad(lambda x, k: draw(k, x)[0].sum()), (None, 0))(x, keys))
 
 
+@pytest.mark.slow
 def test_keys_that_are_constrained(in_mesh):
     """A constraint on keys has the keys' own dimensions, and one more under vmap."""
     keys = jax.random.split(jax.random.key(7), (3, 8))

@@ -65,6 +65,7 @@ def _params():
     return model.init(jax.random.key(0), CONFIG)
 
 
+@pytest.mark.slow
 def test_the_model_is_as_large_as_promised(params):
     """Four layers and at least 0.8 million parameters, counted from the arrays."""
     assert CONFIG.layers == 4
@@ -83,6 +84,7 @@ def _plain(x):
     return x
 
 
+@pytest.mark.slow
 def test_no_character_sees_the_next(params):
     """Changing one character leaves the scores of every place before it as they were."""
     tokens = np.arange(32, dtype=np.int32)[None] % 62
@@ -94,6 +96,7 @@ def test_no_character_sees_the_next(params):
     assert float(jnp.abs(a[0, 20:] - b[0, 20:]).max()) > 1e-3
 
 
+@pytest.mark.slow
 def test_the_first_loss_is_that_of_guessing(params):
     """An untrained model knows nothing: its loss is ln(vocabulary)."""
     tokens = np.random.default_rng(0).integers(0, 62, (8, 33), dtype=np.int32)
@@ -141,6 +144,7 @@ def test_sharded_and_unsharded_training_agree(trained, text):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_state_is_donated(trained):
     """A step takes over the memory of the state that it was given."""
     _, _, first, _ = trained
@@ -180,6 +184,7 @@ def _report(tmp_path_factory):
     return report, out.getvalue()
 
 
+@pytest.mark.slow
 def test_parameters_are_reported_as_they_lie(report):
     """Specs are the model's own, and bytes are four for each element, halved where split."""
     rows = {row.name: row for row in report[0].parameters}

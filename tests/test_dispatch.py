@@ -692,6 +692,7 @@ def test_failing_trace_in_many_threads_leaves_nothing(mesh):
 # Memory
 
 
+@pytest.mark.slow
 def test_dropped_functions_die_with_their_programs():
     """Caches hold a function weakly: create, compile, call, drop leaves nothing behind."""
     from spmd import _api, _dispatch, _trace
@@ -743,6 +744,7 @@ def test_ten_thousand_rounds_do_not_grow():
     assert _trace._trace.cache_info().currsize < 100
 
 
+@pytest.mark.slow
 def test_ten_thousand_wrappers_of_one_function_do_not_grow(mesh):
     """Decorating one function again and again shares its program and leaves no wrappers."""
 
@@ -1086,6 +1088,7 @@ RISKY = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", RISKY)
 def test_array_that_is_gone_never_crashes(case):
     """Using a donated or deleted array is an exception at every call, never a crash."""
@@ -1213,6 +1216,7 @@ def test_implicit_reshard_names_every_misplaced_argument(mesh):
     assert "reshard argument batch['y']" in str(e.value)
 
 
+@pytest.mark.slow
 def test_implicit_reshard_error_lets_transformations_pass(mesh):
     """Under "error", grad of well placed arguments works: no one misplaced its cotangents."""
     f = pjit(

@@ -80,6 +80,7 @@ def _marks(name: str) -> tuple:
     return (pytest.mark.slow,) if name in SLOW else ()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "page",
     [pytest.param(p, marks=_marks(p.name), id=p.name) for p in PAGES],

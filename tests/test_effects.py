@@ -543,6 +543,7 @@ def ref_by_stages(m):
 REFS = [v for k, v in list(globals().items()) if k.startswith("ref_")]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("program", REFS, ids=lambda p: p.__name__)
 def test_reference(program, mesh):
     """Programs that read and write references give what the peer gives, and leave it there."""
@@ -665,6 +666,7 @@ CHECKED = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", CHECKED)
 def test_checkify(case, mesh):
     """`checkify` of calls finds what it finds in `jax.jit`, eagerly and under it, or nothing."""

@@ -75,6 +75,7 @@ UNTYPED = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["option", "set"])
 @pytest.mark.parametrize("case", TYPED)
 def test_code_for_explicit_axes(explicit, case, how):

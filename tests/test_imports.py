@@ -204,6 +204,7 @@ def test_no_relative_imports(path):
     assert not [n for n in nodes if isinstance(n, ast.ImportFrom) and n.level]
 
 
+@pytest.mark.slow
 def test_import_is_light():
     """`import spmd` loads no JAX; its names load no demo, no other feature, and no backend."""
     code = (

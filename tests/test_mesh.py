@@ -282,6 +282,7 @@ def swap(x):
     return with_sharding_constraint(x * 2, P("model"))
 
 
+@pytest.mark.slow
 def test_same_function_under_every_context(mesh, other):
     """One function, called under all contexts in turn and again, always runs on the mesh that wins.
 
@@ -303,6 +304,7 @@ def test_same_function_under_every_context(mesh, other):
                 assert with_sharding_constraint(x, P("data")).sharding.mesh == winner, name
 
 
+@pytest.mark.slow
 def test_option_beats_every_context(mesh, other, third):
     """`mesh=` wins everywhere, and where JAX's two contexts differ."""
     f = pjit(swap, P("data"), P("data"), mesh=third)

@@ -102,6 +102,7 @@ def test_mesh(name):
     check(pjit(fun, specs, out, mesh=mesh), mesh, specs, out)
 
 
+@pytest.mark.slow
 def test_two_parts_of_the_devices_in_turn():
     """One function runs on both halves of the devices, each with results of its own."""
     halves = [mesh_of({"data": 4}, range(4)), mesh_of({"data": 4}, range(4, 8))]
@@ -228,6 +229,7 @@ def test_eager_gradient_on_an_explicit_mesh_that_is_not_set():
         np.testing.assert_allclose(got, want, **CLOSE)
 
 
+@pytest.mark.slow
 def test_scan_on_an_explicit_mesh():
     """A loop of calls whose carry keeps its type, differentiated, with the mesh set."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)

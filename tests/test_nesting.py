@@ -323,6 +323,7 @@ def transforms_of(program):
     return found
 
 
+@pytest.mark.few(1)
 @programs
 def test_transformed_under_jit(program, mesh):
     """Every transformation of a program gives under `jax.jit` what the peer gives."""
@@ -346,6 +347,7 @@ EAGER = (
 )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("program", EAGER, ids=lambda p: p.__name__)
 def test_eager(program, mesh):
     """Value and gradient without an outer `jax.jit` are the peer's."""
@@ -355,6 +357,7 @@ def test_eager(program, mesh):
     close(transform(fun)(X), jax.jit(transform(peer))(X))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("program", [switch_of_three_calls, cond_in_scan], ids=lambda p: p.__name__)
 def test_eager_vmap(program, mesh):
     """An eager vmap maps loops and branches, predicates that differ included."""
@@ -576,6 +579,7 @@ def test_pmap_around(mesh, specs):
 # Jaxprs and shapes
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "program",
     [fori_of_a_call, custom_jvp_around_calls, cond_in_scan],

@@ -163,6 +163,7 @@ def test_three_levels_and_mixed_nesting(in_mesh):
 # Differentiation
 
 
+@pytest.mark.few(1)
 @sampled
 def test_sampled_vjp_and_jvp(case):
     """Both derivatives agree with the unsharded function's and with each other.
@@ -215,6 +216,7 @@ def test_grad_inside_pjit(in_mesh):
         close(value, want_value)
 
 
+@pytest.mark.slow
 def test_second_derivatives(mesh):
     """Hessian-vector products, forward over reverse and reverse over reverse."""
     f = layer_on(mesh)
@@ -232,6 +234,7 @@ def test_second_derivatives(mesh):
         close(derivative(f, X, X + 1), derivative(plain_layer, X, X + 1), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_jacobians(mesh):
     """`jacfwd` and `jacrev`, which map a derivative over basis vectors."""
     f = pjit(
@@ -492,6 +495,7 @@ def test_vmap_spmd_axis_name_in_use_is_refused(mesh):
     assert "test_pjit.py" in str(e.value)
 
 
+@pytest.mark.slow
 def test_vmap_of_vmap_and_of_grad(mesh):
     """Two new dimensions, and per-example gradients, agree with the plain function."""
     f = layer_on(mesh)
@@ -528,6 +532,7 @@ def test_vmap_of_unmapped_output(mesh):
     close((a, b), (np.stack([X, X + 1]) * 2, X + 1))
 
 
+@pytest.mark.slow
 def test_vmap_with_raw_keys(mesh):
     """Typed PRNG keys pass as arguments, mapped or not."""
     f = pjit(lambda k: jax.random.normal(k, (8,)), out_axis_resources=P("data"), mesh=mesh)
@@ -539,6 +544,7 @@ def test_vmap_with_raw_keys(mesh):
 # Control flow
 
 
+@pytest.mark.slow
 def test_inside_scan(mesh):
     """A call in the body of `scan`, values and gradients."""
 
@@ -556,6 +562,7 @@ def test_inside_scan(mesh):
     close(*grads, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_inside_cond_and_switch(mesh):
     """A call in one branch only, values and gradients, taken or not."""
     f = layer_on(mesh)
@@ -629,6 +636,7 @@ def test_closed_over_constant_that_changes(mesh):
         close(build(c)(X), X * np.asarray(c))
 
 
+@pytest.mark.slow
 def test_closed_over_tracers(mesh):
     """A function may close over values that are being traced by grad, vmap, jit and scan."""
 
@@ -652,6 +660,7 @@ def test_closed_over_tracers(mesh):
     close(got, jax.vmap(plain)(ws))
 
 
+@pytest.mark.slow
 def test_closed_over_tracers_do_not_leak(mesh):
     """Nothing keeps a tracer that a function closed over once its trace is done."""
 
@@ -678,6 +687,7 @@ def test_closed_over_tracers_of_several_traces(mesh):
 # Manual regions
 
 
+@pytest.mark.slow
 def test_shard_map_inside(in_mesh):
     """A `shard_map` inside of a call sees the mesh, and its collectives are right."""
 
@@ -964,6 +974,7 @@ def test_jet_through_a_call(mesh):
     )
 
 
+@pytest.mark.slow
 def test_sparse_arguments(mesh):
     """`sparsify` runs a call on sparse matrices."""
     dense = X * (X > 0.3)
@@ -986,6 +997,7 @@ def test_key_reuse_is_found_inside(mesh):
             f(key)
 
 
+@pytest.mark.slow
 def test_checkify_loads_with_the_first_call():
     """A check inside of a call that was traced before checkify was imported is not lost."""
     code = """

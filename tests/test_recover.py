@@ -106,6 +106,7 @@ def proto_blocks(tiles, devices, rank):
 # Lowering and parsing back
 
 
+@pytest.mark.slow
 @many
 @given(meshes_and_specs())
 @example((fake_mesh(BIG), P(("e", "a"), None, ("d", "b"))))
@@ -126,6 +127,7 @@ def test_round_trip(mesh_and_spec):
         )
 
 
+@pytest.mark.slow
 @many
 @given(st.data())
 def test_round_trip_on_the_big_mesh(data):
@@ -146,6 +148,7 @@ def test_round_trip_of_named_shardings(mesh_and_spec):
     assert got.partitions == canonical(spec, mesh.shape)
 
 
+@pytest.mark.slow
 @many
 @given(st.data(), st.randoms(use_true_random=False))
 def test_replicas_come_in_any_order(data, random):
@@ -165,6 +168,7 @@ def test_replicas_come_in_any_order(data, random):
     assert parse_op_sharding(proto, mesh).partitions == canonical(spec, mesh.shape)
 
 
+@pytest.mark.slow
 @many
 @given(st.data())
 def test_anything_tiled(data):
@@ -732,6 +736,7 @@ MESHES = {
 ORDERS = {"in order": range(8), "permuted": (3, 1, 6, 0, 7, 5, 2, 4)}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
 @pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES.keys())
 def test_executable_shardings(shape, order):

@@ -134,6 +134,7 @@ def gradient_of(place, wrap, **options):
     return jax.grad(lambda x, w: fun(x, w).sum(), argnums=(0, 1))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", POLICIES)
 def test_policy_decides_what_is_saved_and_what_is_computed_again(name, place, mesh, capsys):
@@ -155,6 +156,7 @@ def test_counts_of_policies_differ():
 VALUES = ("default", "everything", "dots", "two names", "anything but names", "offloaded names")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", ["around", "inside"])
 @pytest.mark.parametrize("name", VALUES)
 def test_values_under_a_policy(name, place, mesh):
@@ -228,6 +230,7 @@ def test_nested_checkpoints(mesh):
     close(jax.jit(ours)(X), jax.jit(peer)(X))
 
 
+@pytest.mark.slow
 def test_checkpoint_of_scan_and_scan_of_checkpoint(mesh):
     """Loops of calls in checkpoints and of checkpoints in calls save and compute as the peer's."""
     policy = policies.save_only_these_names("first")
@@ -245,6 +248,7 @@ def test_checkpoint_of_scan_and_scan_of_checkpoint(mesh):
     close(jax.jit(ours)(X, ws), jax.jit(peer)(X, ws))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", ["around", "inside"])
 def test_other_transformations_of_a_checkpoint(place, mesh):
     """Second derivatives, maps and linear maps of a checkpointed call are the peer's."""

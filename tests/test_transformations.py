@@ -66,6 +66,7 @@ def draw(outer, count, part):
     run()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("outer", TRANSFORMATIONS)
 def test_two_transformations(outer):
     """`outer(inner(pjit(f)))` is `outer(inner(f))`, with all declared shardings, traced once."""
@@ -124,6 +125,7 @@ FOUND = {
 }  # fmt: skip
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", FOUND.values(), ids=FOUND)
 def test_cases_that_once_failed(case):
     """What the sampler once found holds."""
@@ -281,6 +283,7 @@ def _push(f, x, w, t):
     return jax.jvp(lambda x: f(x, w), (x,), (t,))[1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("calls", "want"), PATTERNS.values(), ids=PATTERNS)
 def test_traces_lowerings_and_compiles(calls, want, in_mesh):
     """Each pattern of calls traces the body once and compiles what it needs, once."""

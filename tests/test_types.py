@@ -91,6 +91,7 @@ def shuffled(tree):
     return {k: shuffle(x) if k in MOVED else (x, x.T, x) for k, x in tree.items()}
 
 
+@pytest.mark.slow
 def test_every_dtype(mesh):
     """Values of any dtype go in, across devices and out as by `jax.jit`, to the bit."""
     tree = {dtype: values(dtype) for dtype in ALL}
@@ -125,6 +126,7 @@ def test_sums_over_devices(mesh):
     same(f(tree), jax.jit(sums)(tree))
 
 
+@pytest.mark.slow
 def test_gradients_have_the_dtype_of_their_input(mesh):
     """Gradients and tangents of any dtype keep it, and lie as the input does."""
     names = [*FLOATS, "complex64", "float8_e4m3fn", "float8_e5m2"]
@@ -144,6 +146,7 @@ def test_gradients_have_the_dtype_of_their_input(mesh):
     same(jax.jvp(f, (tree,), (tree,))[1], jax.jvp(jax.jit(loss), (tree,), (tree,))[1])
 
 
+@pytest.mark.slow
 def test_wide_dtypes(mesh):
     """Under x64 nothing is narrowed, and the same function takes narrow values outside of it."""
 
@@ -203,6 +206,7 @@ def doubled(x):
     return x, x * 2, jnp.ones(4, jnp.bfloat16) * 1, jnp.stack([x, x])
 
 
+@pytest.mark.slow
 def test_numbers(mesh):
     """Numbers of Python, NumPy and JAX come out as `jax.jit` returns them, weak or not."""
 
@@ -221,6 +225,7 @@ def test_numbers(mesh):
     same(one(NUMBERS), want)
 
 
+@pytest.mark.slow
 def test_weak_types_in_derivatives(mesh):
     """A gradient by a Python number is as weak as by `jax.jit`, of first and second order."""
 
@@ -334,6 +339,7 @@ def test_empty_beside_full(mesh):
 # Keys
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_arrays_of_keys(impl, mesh):
     """An array of typed keys is split like any other, in, out, moved, and under transformations."""
@@ -467,6 +473,7 @@ def forward_on(mesh):
     )
 
 
+@pytest.mark.slow
 def test_nodes_of_every_kind(mesh):
     """Registered classes, dataclasses and named tuples, in arguments, specs and results."""
     f = forward_on(mesh)
@@ -646,6 +653,7 @@ def test_functions(name, mesh):
     assert counted(f, X)[1] == spmd.Counts()
 
 
+@pytest.mark.slow
 def test_functions_with_every_kind_of_parameter(mesh):
     """Positional, default, variadic and keyword parameters under transformations."""
 

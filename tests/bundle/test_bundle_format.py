@@ -152,6 +152,7 @@ WRONG = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None, database=None)
 @given(st.floats(0, 1, exclude_max=True), st.sampled_from(["replace", "repeat", "drop"]), WRONG)
 def test_forged_headers(file, tmp_path_factory, at, change, wrong):

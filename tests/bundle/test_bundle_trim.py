@@ -61,6 +61,7 @@ def _operations(text):
     return text.count(" = ")
 
 
+@pytest.mark.slow
 def test_it_runs_alike(made, loaded):
     """What runs has fewer operations in its HLO, and the same results to the bit."""
     whole, (x, w), *_ = made

@@ -406,6 +406,7 @@ def test_a_call_takes_programs_that_have_started(devices, seconds):
             assert started.outputs is spare().outputs
 
 
+@pytest.mark.slow
 def test_calls_unlike_the_last_one():
     """Programs that have started for another function, shape or sharding are given up."""
     twice = colocated_python(lambda x: like(x, np.asarray(x) * 2)).specialize(out_specs_fn=same)

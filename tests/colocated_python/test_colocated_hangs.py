@@ -57,6 +57,7 @@ def test_more_threads_than_room(devices):
     passes("more_threads_than_room", devices=devices)
 
 
+@pytest.mark.slow
 def test_nested_without_room():
     """Functions of 40 threads call others, when there is no room for more."""
     passes("nested_without_room", devices=2)
@@ -94,31 +95,37 @@ def test_programs_with_consumers(devices):
     assert (out, err) == ("passed\n", "")
 
 
+@pytest.mark.slow
 def test_late_programs():
     """So they do where they start their programs long after they were called."""
     passes("late_programs")
 
 
+@pytest.mark.slow
 def test_places_of_idle_threads():
     """Programs that wait for a next call make room for the calls of others."""
     passes("places_of_idle_threads")
 
 
+@pytest.mark.slow
 def test_settings():
     """What a process looks at or forbids by settings of JAX does not concern pending results."""
     passes("settings")
 
 
+@pytest.mark.slow
 def test_no_room():
     """Without a thread of XLA to spare, calls are synchronous; it is said once."""
     passes("no_room", NPROC="8")
 
 
+@pytest.mark.slow
 def test_no_asynchronous_dispatch():
     """So they are where JAX was told to run programs of the CPU in their caller."""
     passes("no_asynchronous_dispatch")
 
 
+@pytest.mark.slow
 def test_exit():
     """What is pending at the end of the process still runs, and programs for no call end."""
     out, err = finish(start("exits"))
@@ -128,16 +135,19 @@ def test_exit():
     )
 
 
+@pytest.mark.slow
 def test_fork():
     """A child has no calls of its parent, and makes its own threads."""
     passes("fork")
 
 
+@pytest.mark.slow
 def test_interrupts():
     """An interrupt of who waits for a first call leaves the function usable."""
     passes("interrupts")
 
 
+@pytest.mark.slow
 def test_processes():
     """Of two processes each runs the function on its own shards; without any, it does not."""
     with socket.socket() as s:

@@ -83,6 +83,7 @@ print([float(counter.add(x)[0]) for _ in range(2)])
 """
 
 
+@pytest.mark.slow
 def test_another_process_runs_them(tmp_path):
     """A closure over a sharding, and a class, of no module that the other process could import."""
     sharding = spread()

@@ -185,6 +185,7 @@ process_allgather was not called by all processes.
   fix       make the same calls in the same order in every process"""
 
 
+@pytest.mark.slow
 def test_differences_are_named_in_all_processes(tmp_path):
     """The first differing path is told with both sides, everywhere; then the run goes on."""
     said = passed(

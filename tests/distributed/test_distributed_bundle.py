@@ -1,8 +1,10 @@
 """A program over several processes is no file of one of them."""
 
+import pytest
 from runs import passed
 
 
+@pytest.mark.slow
 def test_refused(tmp_path):
     """Each process refuses, names the mesh, and writes nothing."""
     saved = tmp_path / "saved"

@@ -92,6 +92,7 @@ equal
 equal"""
 
 
+@pytest.mark.slow
 def test_divergence(tmp_path):
     """Other functions, operations, specs, shapes, meshes and kinds of calls show both sides."""
     said = passed(
@@ -125,6 +126,7 @@ def test_divergence(tmp_path):
     assert said[1].count("in process 0") == said[0].count("in process 0") == 3
 
 
+@pytest.mark.slow
 def test_one_call_more(tmp_path):
     """A process that waits for one that has ended is told so."""
     said = passed(

@@ -87,6 +87,7 @@ def test_port_in_use():
     )
 
 
+@pytest.mark.slow
 def test_nobody_listens():
     """A process that cannot reach process 0 says so after the time that it was given."""
     port = free_port()
@@ -162,6 +163,7 @@ def test_a_process_is_missing():
     assert told == [want, want]
 
 
+@pytest.mark.slow
 def test_counts_differ():
     """Processes that disagree on their number say who believes what."""
     address = f"127.0.0.1:{free_port()}"
@@ -174,6 +176,7 @@ def test_counts_differ():
     assert told == [want, want]
 
 
+@pytest.mark.slow
 def test_one_number_twice():
     """Two processes of one number are both told."""
     address = f"127.0.0.1:{free_port()}"
@@ -184,6 +187,7 @@ def test_one_number_twice():
     assert told == [want] * 3
 
 
+@pytest.mark.slow
 def test_versions_differ():
     """Processes with different packages are told both lists."""
     address = f"127.0.0.1:{free_port()}"
@@ -237,6 +241,7 @@ UNKNOWN = (
 )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("args", "text"),
     [
@@ -284,6 +289,7 @@ def test_too_late():
     )
 
 
+@pytest.mark.slow
 def test_twice_and_shutdown(tmp_path):
     """A second call is an error; after `shutdown` a process ends by itself, all are well."""
     run = launch(

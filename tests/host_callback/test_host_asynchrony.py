@@ -165,6 +165,7 @@ def test_stop_and_start_again():
     assert seen == [*map(float, range(12))]
 
 
+@pytest.mark.slow
 def test_barriers_inside_of_taps():
     """Taps of two devices that wait at the barrier at the same time do not wait for each other."""
     script = """
@@ -186,6 +187,7 @@ def test_barriers_inside_of_taps():
     assert run_alone(script, limit=40) == ["[0.0, 0.0, 1.0, 1.0, 2.0, 2.0]"]
 
 
+@pytest.mark.slow
 def test_a_tap_that_prints_keeps_its_place():
     """A host function that starts programs with taps of its own runs one at a time, in order."""
     script = """
@@ -210,6 +212,7 @@ def test_a_tap_that_prints_keeps_its_place():
     assert run_alone(script) == [str([*range(8)]), f"{first} 8"]
 
 
+@pytest.mark.slow
 def test_devices_do_not_wait_for_one_another():
     """A program with a tap runs on a device while the same program still runs on another."""
     script = """
@@ -236,6 +239,7 @@ def test_devices_do_not_wait_for_one_another():
     assert run_alone(script) == ["True", "[-1.0, 1.0]"]
 
 
+@pytest.mark.slow
 def test_nothing_starts_at_import():
     """Importing starts no thread and no backend; tracing and lowering call nobody."""
     code = (
@@ -252,6 +256,7 @@ def test_nothing_starts_at_import():
     assert run_alone(script) == ["0"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["one device", "eight devices", "pjit", "shard_map"])
 def test_pending_taps_at_exit(way):
     """What is pending when the interpreter ends is delivered, in order, and it ends with code 0."""
@@ -281,6 +286,7 @@ def test_pending_taps_at_exit(way):
         assert lines == [f"{i} 28.0" for i in range(5)]
 
 
+@pytest.mark.slow
 def test_a_forked_child_is_sane():
     """A child has no pending taps, its barrier returns, and the parent's taps arrive once."""
     script = """

@@ -130,6 +130,7 @@ def processes(tmp_path_factory):
     return _process("first", folder), _process("second", folder)
 
 
+@pytest.mark.slow
 def test_persistent_cache_is_shared(processes):
     """The cache works: a program without host functions is found in the second process."""
     assert [p["bare"]["hits"] for p in processes] == [0, 1]
@@ -426,6 +427,7 @@ def left_of(make, count):
     return sum(h() is not None for h in hosts), *entries
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", LIVES, ids=lambda f: f.__name__.strip("_"))
 def test_host_functions_die_with_their_programs(make):
     """When a program is gone its host function is, and what the registry held of it."""
@@ -433,6 +435,7 @@ def test_host_functions_die_with_their_programs(make):
     assert left_of(make, 4) == (0, 0, 0, 0)
 
 
+@pytest.mark.slow
 def test_programs_that_die_while_the_main_thread_is_blocked():
     """Host functions go while the main thread waits, which is the one that Python interrupts."""
     left = []
@@ -513,6 +516,7 @@ def test_running_programs_keep_their_host_functions():
     assert seen.arg == 1
 
 
+@pytest.mark.slow
 def test_threads_register_at_once():
     """Equal and unequal host functions of many threads are each called, once per program."""
     logs = [Listener() for _ in range(4)]

@@ -594,6 +594,7 @@ def _untouched(when):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_import_changes_nothing(untouched):
     """The module is no part of `import spmd`; importing it starts no thread and hooks nothing."""
     assert not untouched["loaded by spmd"]
@@ -612,6 +613,7 @@ def test_programs_without_taps_keep_their_fast_path(untouched):
     assert "spmd_host_callback" not in "".join(used["text"])
 
 
+@pytest.mark.slow
 def test_programs_without_taps_compile_to_the_same(untouched):
     """Imported before JAX starts, the module leaves programs without taps what they were."""
     early = _untouched("early")

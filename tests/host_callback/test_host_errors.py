@@ -440,6 +440,7 @@ def test_unusual_exceptions(case, row, monkeypatch):
         np.testing.assert_array_equal(np.asarray(wrapped(good, row, way)()), (X + 1) * 3)
 
 
+@pytest.mark.slow
 def test_an_exception_without_text():
     """An exception that raises where it is printed ends no thread, and its kind is told."""
     script = """
@@ -613,6 +614,7 @@ def test_stopping_keeps_errors():
     assert type(at_barrier().__cause__) is KeyError
 
 
+@pytest.mark.slow
 def test_a_log_handler_that_raises():
     """Not even an error while an error is logged stops the thread of the device."""
     script = """
@@ -697,6 +699,7 @@ def test_exit_after_errors(asked):
     assert run_alone(script) == [*result, *barrier]
 
 
+@pytest.mark.slow
 def test_ctrl_c():
     """Interrupts of the main thread, wherever they find it, leave taps, calls and barrier alive."""
     script = """
@@ -751,6 +754,7 @@ def test_errors_keep_one_operand():
     assert not any(ref() is not None for ref in operands)
 
 
+@pytest.mark.slow
 def test_errors_of_other_effects_are_left_to_jax():
     """A barrier that tells the error of a tap leaves what JAX's own callbacks raised to JAX."""
     run_alone(

@@ -434,6 +434,7 @@ def test_broken_console():
         hcb.barrier_wait()
 
 
+@pytest.mark.slow
 def test_exit():
     """At exit the pending steps are drawn, and the cursor of the terminal comes back."""
     code = """

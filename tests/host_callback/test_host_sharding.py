@@ -326,6 +326,7 @@ def _placed(draw):
     return mesh_of(axes, [int(i) for i in order]), shape, draw(specs(tuple(axes), len(shape)))
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(_placed())
 def test_any_value_on_any_mesh(placed):
@@ -464,6 +465,7 @@ def _found(run, *args):
     return collections.Counter(tuple(str(getattr(c, f)) for f in fields) for c in found)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "program",
     some(PROGRAMS, ("contraction", "scan", "cond", "while", "gradient", "constraints", "uneven")),

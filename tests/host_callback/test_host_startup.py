@@ -31,6 +31,7 @@ COUNT_TAPS = """
     """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("given", "set_to"),
     [
@@ -54,6 +55,7 @@ def test_a_wrong_pass_is_left_out(given, set_to):
     assert flags == (set_to if COPIES else given)
 
 
+@pytest.mark.slow
 def test_import_after_jax_has_started():
     """Where loops would be copied it is said, at lowering, what to do; nothing is changed then."""
     script = COUNT_TAPS + "say(os.environ['XLA_FLAGS'], 'NPROC' in os.environ)"
@@ -70,6 +72,7 @@ def test_import_after_jax_has_started():
         assert (said, taps) == ([], str([i for i in range(3) for _ in range(8)]))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("given", [None, "5"])
 def test_threads_for_programs_of_host_functions(given):
     """There are threads for two more programs per device, or as many as the user says."""

@@ -452,6 +452,7 @@ def looped_checkpoint(tap):
     return lambda x: lax.scan(lambda c, _: (step(c), None), x, None, length=2)[0]
 
 
+@pytest.mark.few(1)
 @mainly_jit
 @pytest.mark.parametrize("case", DIFFERENTIATED)
 def test_derivatives_see_primal_values(case, way):
@@ -650,6 +651,7 @@ LINEAR = {
 }
 
 
+@pytest.mark.few(1)
 @mainly_jit
 @pytest.mark.parametrize("case", LINEAR)
 def test_tangents_and_cotangents(case, way):
@@ -717,6 +719,7 @@ TRACINGS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tracing", TRACINGS)
 def test_tracing_never_calls(tracing):
     """Tracing, lowering and compiling call no host function."""

@@ -490,6 +490,7 @@ def test_help_and_diff_import_no_jax(here):
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.slow
 def test_the_command_sets_its_devices(here):
     """In a process of its own, as many virtual devices start as the mesh has."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
@@ -563,6 +564,7 @@ def test_a_command_survives_the_end_of_its_compiler(here):
     assert "  fix       constrain the value to P() in between, or split dimensions" in said
 
 
+@pytest.mark.slow
 def test_a_command_tells_the_signal_that_ended_its_compiler(here):
     """What the system killed, for its memory say, is told; nothing is compiled again for it."""
     code, out, err = _ended(here, "os.kill(os.getpid(), 9)")
@@ -587,6 +589,7 @@ subprocess.run([sys.executable, "-m", "spmd", "report", "a_started:step"])
 """
 
 
+@pytest.mark.slow
 def test_a_command_that_the_users_code_starts_is_its_own(here):
     """A command that a module starts while another one reads it is nobody's child process."""
     (here / "a_starter.py").write_text(STARTS_ANOTHER)

@@ -222,6 +222,7 @@ def _found(draw):
     return Propagation(axis_sizes=sizes, values=values, links=links, marks=marks)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(_found(), st.randoms(use_true_random=False))
 def test_of_any_relations_the_nearest_stops_are_told(found, random):

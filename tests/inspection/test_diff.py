@@ -168,6 +168,7 @@ def test_plain_paths(given, expected):
     assert plain_path(collective(op_name=given)) == expected
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(reports)
 def test_no_difference_to_itself(one):

@@ -171,6 +171,7 @@ def test_products_of_one_line_that_are_split_alike():
     assert split.cost.flops < report.cost.flops - whole // 2
 
 
+@pytest.mark.slow
 def test_work_in_a_loop():
     """What a loop repeats counts as often as the loop runs, in both passes."""
 

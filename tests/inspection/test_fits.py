@@ -503,6 +503,7 @@ def test_an_error_at_one_size_names_it(mesh):
     assert note in e.value.__notes__
 
 
+@pytest.mark.slow
 def test_programs_of_a_search_are_released(mesh):
     """What was compiled for a size is gone afterwards, and the function's own caches stay."""
 

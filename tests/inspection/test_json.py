@@ -154,6 +154,7 @@ def error(function, *args):
 # Round trip
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(reports)
 def test_round_trip(one):

@@ -593,6 +593,7 @@ def _bodies(text):
     return {name: sorted(trips, key=lambda n: (n is None, n)) for name, trips in found.items()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["cpu", "tpu"])
 def test_loops_of_real_compilers(backend):
     """Each loop that JAX writes has the count that its Python says, without a printed one."""

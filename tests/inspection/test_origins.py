@@ -207,6 +207,7 @@ def test_origins_are_not_compared(compiled):
     assert "origins" not in repr(dataclasses.replace(SMALL))
 
 
+@pytest.mark.slow
 def test_the_program_is_let_go():
     """What origins are worked out of lives until they are asked for, and no longer."""
 

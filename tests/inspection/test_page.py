@@ -99,6 +99,7 @@ BROKEN = """() => {
 # What is shown
 
 
+@pytest.mark.slow
 def test_opens_without_a_fault(real, browser, tmp_path):
     """At every width: no error, no request, and nothing wider than the window."""
     alone = report(num_devices=1, mesh={})
@@ -145,6 +146,7 @@ def test_findings_come_first(browser, tmp_path):
         ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_pictures_stand_beside_each_other_below_the_findings(real, browser, tmp_path):
     """Memory and mesh are in the first sight of a page, and below each other on narrow screens."""
     one = dataclasses.replace(real[-1], findings=SMALL.findings)
@@ -159,6 +161,7 @@ def test_pictures_stand_beside_each_other_below_the_findings(real, browser, tmp_
         assert memory[2] < mesh[1]
 
 
+@pytest.mark.slow
 def test_one_device_is_told_that_findings_were_skipped(browser, tmp_path):
     """A page of one device says why it has no findings on shardings, and a larger one does not."""
     for one, wanted in (
@@ -174,6 +177,7 @@ def test_one_device_is_told_that_findings_were_skipped(browser, tmp_path):
             assert tab.inner_text("#findings").split("\n")[-1] == wanted
 
 
+@pytest.mark.slow
 def test_a_line_is_never_broken(browser, tmp_path):
     """On screens from 320 pixels on no `transformer.py:42` is split, nor in details and facts."""
     facts = (
@@ -245,6 +249,7 @@ def test_memory(real, browser, tmp_path):
 # The mesh
 
 
+@pytest.mark.slow
 def test_hover_shows_the_shard_that_jax_has_there(real, browser, tmp_path):
     """For every argument and device, what the page says is held is what JAX says."""
     mesh, specs, args, one = real
@@ -315,6 +320,7 @@ def on_mesh(axes, shape, spec):
     )  # fmt: skip
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("axes", "device", "held"),
     [
@@ -358,6 +364,7 @@ def test_a_large_mesh_is_drawn_whole(axes, device, held, browser, tmp_path):
         assert min(right - left, bottom - top) >= 3
 
 
+@pytest.mark.slow
 def test_a_large_mesh_on_a_narrow_screen(browser, tmp_path):
     """Where the devices have no room they scroll, by hand and by the keys."""
     one = on_mesh({"data": 64, "model": 128}, (640, 1280), (("data",), ("model",)))
@@ -375,6 +382,7 @@ def test_a_large_mesh_on_a_narrow_screen(browser, tmp_path):
 # Sorting, filtering, keys
 
 
+@pytest.mark.slow
 def test_sorting(browser, tmp_path):
     """A click on a header sorts by the figures of the records, another one the other way."""
     rows = SOME.collectives
@@ -389,6 +397,7 @@ def test_sorting(browser, tmp_path):
         assert tab.locator("#rows [aria-sort]").count() == 1
 
 
+@pytest.mark.slow
 def test_filtering(browser, tmp_path):
     """Text, kind, axis and direction hide what does not fit, together and each by itself."""
     rows = SOME.collectives
@@ -413,6 +422,7 @@ def test_filtering(browser, tmp_path):
         assert len(order(tab)) == 240
 
 
+@pytest.mark.slow
 def test_two_thousand_collectives(browser, tmp_path):
     """A sort of 2,000 rows lays out those in sight and no others, and filters find every row."""
     with opened(browser, saved(many(2000), tmp_path)) as tab:
@@ -435,6 +445,7 @@ def test_a_line_leads_to_its_rows(browser, tmp_path):
         assert tab.input_value("#filter-text") == "/w/model/transformer.py:42"
 
 
+@pytest.mark.slow
 def test_keyboard_walk(real, browser, tmp_path):
     """Without a mouse: the skip link, a header, a row's details, and the devices."""
     one = dataclasses.replace(real[-1], collectives=SMALL.collectives)
@@ -498,6 +509,7 @@ def test_details(browser, tmp_path):
 # Looks
 
 
+@pytest.mark.slow
 def test_themes(browser, tmp_path):
     """Dark and light follow the system until the button says otherwise."""
     path = saved(SMALL, tmp_path)
@@ -520,6 +532,7 @@ def test_themes(browser, tmp_path):
 _CONTRAST = (Path(__file__).parent / "contrast.js").read_text(encoding="utf-8")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_contrast(scheme, real, browser, tmp_path):
     """All text has the contrast of WCAG AA to what is behind it, heat and devices included."""
@@ -565,6 +578,7 @@ def evil_report():
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_names_stay_text(browser, tmp_path):
     """Whatever a name or a line of source holds, it is shown and never markup or script."""
     one = evil_report()
@@ -615,6 +629,7 @@ def test_no_address(real):
         assert not re.findall(r"(?:url\(|@import|\bsrc=|<link(?! rel=\"icon\"))", one.to_html())
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(reports, reports)
 def test_any_report_has_a_page(one, other):
@@ -628,6 +643,7 @@ def test_any_report_has_a_page(one, other):
 # Notebooks
 
 
+@pytest.mark.slow
 def test_in_a_notebook(browser, tmp_path):
     """A notebook shows the page in a frame that works and reaches nothing outside of itself."""
     one = evil_report()

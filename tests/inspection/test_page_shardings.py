@@ -102,6 +102,7 @@ def opens(tab):
 # What is said
 
 
+@pytest.mark.slow
 def test_a_click_says_what_why_says(demo, browser, tmp_path):
     """A click on a value of the demo opens the words that `why` prints of it."""
     lowered, one = demo
@@ -124,6 +125,7 @@ def test_a_click_says_what_why_says(demo, browser, tmp_path):
     assert any(len(origin.steps) > 3 for origin in values[travelled].origins)
 
 
+@pytest.mark.slow
 def test_every_value_of_the_demo(demo, browser, tmp_path):
     """All values are there in their groups, and each says what a terminal says."""
     _, one = demo
@@ -245,6 +247,7 @@ def test_filter(browser, tmp_path):
         assert tab.input_value("#values-text") == ""
 
 
+@pytest.mark.slow
 def test_an_argument_of_the_mesh_leads_to_its_value(browser, tmp_path):
     """The sharding of an argument is a link that opens its value, even where that was hidden."""
     with opened(browser, saved(WITH_ARGUMENT, tmp_path)) as tab:
@@ -269,6 +272,7 @@ def test_a_line_leads_to_what_it_makes(browser, tmp_path):
         assert tab.locator("#made-2").inner_text() == "/w/model/transformer.py:42"
 
 
+@pytest.mark.slow
 def test_by_keyboard(browser, tmp_path):
     """Tab leads from the filter to a value, Enter opens it, Escape closes it and stays there."""
     with opened(browser, saved(SMALL, tmp_path)) as tab:
@@ -288,6 +292,7 @@ def test_by_keyboard(browser, tmp_path):
         assert opens(tab) == [2]
 
 
+@pytest.mark.slow
 def test_without_script(browser, tmp_path):
     """Without JavaScript values open all the same, links lead there, and no filter is shown."""
     with opened(browser, saved(WITH_ARGUMENT, tmp_path), java_script_enabled=False) as tab:
@@ -302,6 +307,7 @@ def test_without_script(browser, tmp_path):
 # Looks
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_open_values_fit_and_can_be_read(scheme, demo, browser, tmp_path):
     """With values open nothing is wider than the window, and all text has contrast."""
@@ -322,6 +328,7 @@ def test_open_values_fit_and_can_be_read(scheme, demo, browser, tmp_path):
             assert wide <= room
 
 
+@pytest.mark.slow
 def test_print(demo, browser, tmp_path):
     """Paper has all values, and what of them is open, without a control."""
     with opened(browser, saved(demo[1], tmp_path)) as tab:
@@ -336,6 +343,7 @@ def test_print(demo, browser, tmp_path):
 # Safety
 
 
+@pytest.mark.slow
 def test_names_stay_text(browser, tmp_path):
     """Whatever a name holds, it is shown as it is, filtered by, and never markup or script."""
     place = dataclasses.replace(source(3), file=f"/w/{EVIL}", function=EVIL)

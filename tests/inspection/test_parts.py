@@ -232,6 +232,7 @@ def test_shares_add_up(total, weights):
         assert not sum(weights) or abs(share - total * weight / sum(weights)) <= 1 + total / 2**50
 
 
+@pytest.mark.slow
 @given(reports, st.sampled_from([*KEYS]))
 def test_sums_by_anything_are_the_whole(one, key):
     """Whatever collectives are summed by, the bytes are those of all parts together."""

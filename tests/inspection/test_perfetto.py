@@ -81,6 +81,7 @@ def test_giant_figures_stay_in_range():
     assert "(1 us = 1,000,000,000,000,000 bytes)" in one.trace_events()[0]["args"]["name"]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(reports)
 def test_structure(one):
@@ -140,6 +141,7 @@ def test_scalars_of_nothing():
     assert "cost/flops_per_wire_byte" not in found
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(reports)
 def test_scalars_are_plain_finite_numbers(one):

@@ -102,6 +102,7 @@ def _assert_parts(one, row):
     assert {_place(part.source) for part in one.parts} == (set(row.at) if one.parts else set())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "backend"),
     [(name, backend) for name, (_, backends, _) in PROGRAMS.items() for backend in backends],

@@ -379,6 +379,7 @@ with remat.caught():
 """
 
 
+@pytest.mark.slow
 def test_last_words():
     """What a process writes before it aborts arrives, once, though nobody in it passes it on."""
     done = subprocess.run([sys.executable, "-c", ABORTING], capture_output=True, check=False)

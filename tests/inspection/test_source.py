@@ -464,6 +464,7 @@ say(lambda: called.lower(x).compile().report())
 """
 
 
+@pytest.mark.slow
 def test_lines_that_have_moved_since_a_program_was_cached(tmp_path):
     """JAX's persistent cache knows no lines: a report compiles for its own, or says so."""
     model = "import jax.numpy as jnp\n{}def model(x):\n    return jnp.tanh(x).sum()\n"

@@ -282,6 +282,7 @@ def test_no_name_is_markup_or_control():
     assert "\r" not in text
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(reports, st.integers(60, 200), st.booleans())
 def test_any_report_fits_any_width(one, width, all_frames):

@@ -564,6 +564,7 @@ assert dict(os.environ) == before | {"TPU_LIBRARY_PATH": os.environ["TPU_LIBRARY
 
 
 # Without JAX_PLATFORMS, JAX itself starts libtpu with its first device, and that one does print.
+@pytest.mark.few(1)
 @needs_libtpu
 @pytest.mark.parametrize("env", [{}, {"JAX_PLATFORMS": "cpu"}], ids=["first", "after JAX"])
 def test_nothing_is_printed_and_nothing_is_left_behind(env):
@@ -573,6 +574,7 @@ def test_nothing_is_printed_and_nothing_is_left_behind(env):
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_processes_describe_at_once():
     """While one process holds libtpu, another describes devices too: no TPU is there to guard."""

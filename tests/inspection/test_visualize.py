@@ -314,6 +314,7 @@ def test_under_eager_grad():
 # HTML
 
 
+@pytest.mark.slow
 def test_html(tmp_path):
     """The page shows the same devices in the same cells, and needs nothing from elsewhere."""
     picture = spmd.visualize(NamedSharding(MESH, P("data", "model")), shape=(8, 16))

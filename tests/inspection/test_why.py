@@ -300,6 +300,7 @@ def _several(batch, w, ws):
     }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "specs",
     [(P("data"), P(None, "model"), P()), (P("data", "model"), P(), P(None, "model"))],

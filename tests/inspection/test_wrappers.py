@@ -113,6 +113,7 @@ def _summed(report):
     return report.total.payload_bytes
 
 
+@pytest.mark.few(1)
 def test_functions_and_stages_of_other_libraries(call):
     """The gradients of weights and of the bias are summed, whatever stage the function is at."""
     f, args = call

@@ -135,6 +135,7 @@ def in_order(axis):
     return isinstance(axis, str) or [*axis] == sorted(axis)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("axis", ["i", "j", *slow(("i", "j"), ("j", "i"))], ids=str)
 def test_collectives_of_two_levels(axis):
     """Each collective over the outer, the inner and both axes, and its gradient, are vmap's."""
@@ -407,6 +408,7 @@ SLOW_INSIDE = (
 )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", [*(n for n in INSIDE if n not in SLOW_INSIDE), *slow(*SLOW_INSIDE)]
 )
@@ -416,6 +418,7 @@ def test_inside_of_the_outer_function(name):
     assert_like(*(m(functools.partial(fun, m), axis_name="i") for m in (pmap, jax.vmap)), X)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [custom_jvp, custom_vjp])
 def test_rules_that_map_deeper_than_their_function(kind):
     """Such a rule is traced after the mesh was made: an error, but for derivatives inside."""
@@ -472,6 +475,7 @@ AROUND = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", ["jit", "vmap", *slow(*(n for n in AROUND if n not in ("jit", "vmap")))]
 )
@@ -609,6 +613,7 @@ def outer(fun=lambda x: x * lax.psum(x, "j"), **options):
 WANT = X * X.sum(1, keepdims=True) + 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_one_program_per_signature(depth):
     """A level is met by tracing, so each function is traced once more than what it calls."""
@@ -731,6 +736,7 @@ def test_threads():
     assert [f._cache_size for f in funs] == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_nothing_is_kept():
     """Levels are found by traces that end early; they leak no tracer and keep no function."""
     with jax.checking_leaks():
@@ -831,6 +837,7 @@ SHARED = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name",
     [
@@ -934,6 +941,7 @@ def test_inside_of_pjit():
     )
 
 
+@pytest.mark.slow
 def test_without_jit():
     """`jax.disable_jit` changes no value."""
     fun = outer()
@@ -1223,6 +1231,7 @@ def test_callbacks_of_jax_in_the_innermost_function():
     np.testing.assert_array_equal(nested(pmap, halved)(X), X)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("where", ["inner", "outer"])
 def test_taps(where):
     """In the innermost function each device calls, where JAX can do it; else the error says so."""

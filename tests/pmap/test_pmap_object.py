@@ -173,6 +173,7 @@ def live():
     return now
 
 
+@pytest.mark.slow
 def test_garbage():
     """A function that is called and dropped goes, also where it is part of a cycle."""
     gc.collect()

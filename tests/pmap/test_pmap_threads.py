@@ -44,36 +44,43 @@ def alone(case, *args, devices=8, limit=60, script="thread_cases.py"):
     assert (out.splitlines()[-1], err) == ("passed", "")
 
 
+@pytest.mark.slow
 def test_eight_threads_share_a_function():
     """200 calls of each of 8 threads end, with the values of NumPy, by one trace and program."""
     alone("shared")
 
 
+@pytest.mark.slow
 def test_one_trace_and_compile_per_signature():
     """Seven threads wait for the trace, and then for the compile, of the eighth; it goes on."""
     alone("one_compile")
 
 
+@pytest.mark.slow
 def test_two_signatures_at_once():
     """Two traces, and two compiles, end only together; what is compiled is called meanwhile."""
     alone("at_once")
 
 
+@pytest.mark.slow
 def test_a_failure_releases_who_waits():
     """All get the error of a trace or a compile, no entry stays, and the next call works."""
     alone("failures")
 
 
+@pytest.mark.slow
 def test_an_interrupted_maker():
     """The interrupt is its own, one of the waiting threads traces anew, all others get values."""
     alone("interrupted_maker")
 
 
+@pytest.mark.slow
 def test_an_interrupted_waiter():
     """A thread that waits for an entry, or to start, is interrupted, and leaves the lock free."""
     alone("interrupted_waiter")
 
 
+@pytest.mark.slow
 def test_tracers_in_threads():
     """Calls with tracers leave no entry, beside calls with arrays, which make one."""
     alone("tracers")
@@ -85,6 +92,7 @@ def test_a_function_calls_itself(devices):
     alone("itself", devices=devices)
 
 
+@pytest.mark.slow
 def test_a_tap_calls_a_mapped_function():
     """The host functions of taps run another one, while threads call the one that taps."""
     alone("from_taps")
@@ -100,21 +108,25 @@ def test_a_program_waits_for_a_mapped_function(way, size):
     alone("from_calls", way, size, limit=20)
 
 
+@pytest.mark.slow
 def test_a_host_function_in_the_thread_of_the_caller():
     """It compiles while another thread calls what its own thread has not yet returned from."""
     alone("inline_and_waiting", limit=20)
 
 
+@pytest.mark.slow
 def test_caches_are_cleared_while_functions_are_made():
     """`jax.clear_caches` in one thread does not fail where others make functions."""
     alone("made_and_forgotten")
 
 
+@pytest.mark.slow
 def test_rounds_in_threads():
     """Functions that 8 threads make, call and drop leave no object and no program behind."""
     alone("rounds", 80)
 
 
+@pytest.mark.slow
 def test_a_fork():
     """A child takes the lock that a thread held at the fork, and makes what another was making."""
     alone("fork", limit=20)

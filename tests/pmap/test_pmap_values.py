@@ -61,6 +61,7 @@ def test_axes(in_axes, out_axes, size):
         np.testing.assert_array_equal(g, w)
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, derandomize=True, database=None)
 @given(st.data())
 def test_any_axes(data):
@@ -160,6 +161,7 @@ COLLECTIVES = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", SOME_SLOW)
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_collectives(name, size):
@@ -233,6 +235,7 @@ INSIDE = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", SOME_SLOW)
 @pytest.mark.parametrize("name", AROUND)
 def test_transformations_around(name, size):

@@ -257,6 +257,7 @@ def test_update_in_ci(inner, pytester, monkeypatch):
     assert " | 2 runs | " in next(pytester.path.rglob("*.ledger")).read_text()
 
 
+@pytest.mark.slow
 def test_xdist(inner, pytester, monkeypatch):
     """Several processes write several goldens, in CI too; the summary lists all of them, once."""
     monkeypatch.setenv("CI", "true")
@@ -275,6 +276,7 @@ def test_xdist(inner, pytester, monkeypatch):
     assert listed == sorted(names) == files(pytester)
 
 
+@pytest.mark.slow
 def test_conflicts_between_processes(inner):
     """Two tests in two processes that write one file differently fail the run, which names it."""
     test = """
