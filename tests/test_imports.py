@@ -1,6 +1,7 @@
 """Imports point one way, JAX's internals stay in one file, and public names are documented."""
 
 import ast
+import dataclasses
 import importlib
 import inspect
 from pathlib import Path
@@ -331,6 +332,44 @@ def test_public_names_are_those_of_public():
 
 
 def test_marks_stand_at_their_tests():
-    """No conftest changes what was collected: its hook would see the tests of all folders."""
-    for path in Path(__file__).parent.rglob("conftest.py"):
+    """No conftest of a folder changes what was collected: its hook would see all folders' tests.
+
+    That of `tests` looks only at what has the mark `few`.
+    """
+    top = Path(__file__).parent / "conftest.py"
+    for path in {*top.parent.rglob("conftest.py")} - {top}:
         assert "pytest_collection_modifyitems" not in path.read_text(), path
+
+
+@dataclasses.dataclass
+class Item:
+    """What the hook of `tests/conftest.py` sees of a case."""
+
+    originalname: str
+    marks: dict
+    parent: str = "file"
+
+    def get_closest_marker(self, name):
+        return self.marks.get(name)
+
+    def add_marker(self, name):
+        self.marks[name] = None
+
+
+@pytest.mark.parametrize(
+    ("cases", "few", "kept"),
+    [(1, 1, [0]), (5, 1, [0]), (7, 3, [0, 2, 4]), (4, 2, [0, 2]), (3, 9, [0, 1, 2])],
+)
+def test_few_cases_of_a_test_run_by_default(request, cases, few, kept):
+    """Of each test with the mark `few` so many cases stay, spread evenly; other tests all stay."""
+    (conftest,) = (
+        one
+        for one in request.config.pluginmanager.get_plugins()
+        if getattr(one, "__file__", "") == str(Path(__file__).parent / "conftest.py")
+    )
+    marked = [Item("test_f", {"few": pytest.mark.few(few).mark}) for _ in range(cases)]
+    slow = Item("test_f", {"few": pytest.mark.few(few).mark, "slow": pytest.mark.slow.mark})
+    other = [Item("test_g", {}) for _ in range(3)]
+    conftest.pytest_collection_modifyitems([slow, *marked, *other])
+    assert [i for i, item in enumerate(marked) if "slow" not in item.marks] == kept
+    assert not any(item.marks for item in other)

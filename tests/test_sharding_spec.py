@@ -469,7 +469,7 @@ def test_spec_of_what_the_compiler_chose():
     x = np.arange(64, dtype=np.float32).reshape(8, 8)
     aval = jax.ShapeDtypeStruct(x.shape, x.dtype)
     text = get_aval_sharding_proto(aval, P("b", "a"), mesh)
-    sharding = _jax.sharding_impls.GSPMDSharding([*mesh.devices.flat], text)
+    sharding = _jax.core.sharding_impls.GSPMDSharding([*mesh.devices.flat], text)
     found = sharding_spec_of(jax.device_put(x, sharding))
     assert found == ShardingSpec((Chunked(4), Chunked(2)), (ShardedAxis(1), ShardedAxis(0)))
     out = pjit(lambda x: x * 2, P("a"), P("a"), mesh=mesh)(x)
