@@ -15,12 +15,10 @@ import sys
 import traceback
 
 import spmd
-from spmd.bundle import _cli as bundle_cli
+from spmd.cli import bundle as bundle_cli, launch as launch_cli, report as cli_report, supervised
+from spmd.cli.options import CommandError
 from spmd.demo.options import Options, add_arguments, options_from
 from spmd.errors import SpmdError
-from spmd.inspection import _cli, _supervised
-from spmd.inspection._options import CommandError
-from spmd.launch import _cli as launch_cli
 
 _USAGE = 2
 _FAILED = 1
@@ -50,9 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     # A program that calls this keeps all in its own process.
     if argv is None and getattr(args, "compiles", False) and os.name == "posix":
-        if not _supervised.is_child():
-            return _supervised.run(sys.argv[1:])
-        _supervised.follow_parent()
+        if not supervised.is_child():
+            return supervised.run(sys.argv[1:])
+        supervised.follow_parent()
     try:
         return args.command(args)
     except (CommandError, SpmdError) as error:
@@ -83,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_arguments(demo)
     demo.set_defaults(command=_demo)
-    _cli.add_commands(commands, set_device_count)
+    cli_report.add_commands(commands, set_device_count)
     bundle_cli.add_command(commands, set_device_count)
     launch_cli.add_command(commands)
     return parser

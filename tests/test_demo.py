@@ -20,10 +20,10 @@ from rich.console import Console
 
 import spmd
 from spmd import Report
+from spmd.cli.options import CommandError
 from spmd.demo import corpus, model, records, render, run, train
 from spmd.demo.options import Options, add_arguments, options_from
 from spmd.inspection import Cost
-from spmd.inspection._options import CommandError
 
 CONFIG = model.Config(vocab=62)
 MESH = {"data": 4, "model": 2}

@@ -55,7 +55,7 @@ LAZY = {
 
 
 def module_name(path):
-    """``inspection._hlo`` for a file of the package."""
+    """``inspection.hlo.text`` for a file of the package."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(p for p in parts if p != "__init__") or "spmd"
 

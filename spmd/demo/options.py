@@ -8,7 +8,7 @@ import difflib
 import math
 from pathlib import Path
 
-from spmd.inspection._options import CommandError, parse_axes, writable
+from spmd.cli.options import CommandError, parse_axes, writable
 
 AXES = ("data", "model")
 BATCH = 32

@@ -23,10 +23,10 @@ from spmd.demo.records import (
     Verification,
 )
 from spmd.inspection import Diff, Report
-from spmd.inspection._bytes import show_bytes
-from spmd.inspection._diff_text import render_diff
-from spmd.inspection._layout import Indented
-from spmd.inspection._text import Flow, render_findings
+from spmd.inspection.records.sizes import show_bytes
+from spmd.inspection.show.diff import render_diff
+from spmd.inspection.show.layout import Indented
+from spmd.inspection.show.terminal import Flow, render_findings
 
 # Pairs that stay apart for most colour-blind readers; the letters say the same without colour.
 _SHARD_STYLES = ("black on cyan", "black on yellow", "white on blue", "black on green")

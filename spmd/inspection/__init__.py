@@ -11,20 +11,20 @@ use of its name, so that ``spmd diff`` starts at once.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from spmd.inspection._bytes import parse_bytes as parse_bytes, show_bytes as show_bytes
-from spmd.inspection._diff import Diff as Diff, diff as diff
-from spmd.inspection._fit import Fit as Fit
-from spmd.inspection._groups import expand_replica_groups as expand_replica_groups
-from spmd.inspection._hlo import (
+from spmd.inspection.hlo.groups import expand_replica_groups as expand_replica_groups
+from spmd.inspection.hlo.ledger import collectives as collectives, wire_bytes as wire_bytes
+from spmd.inspection.hlo.oom import explain_oom as explain_oom, oom_failure as oom_failure
+from spmd.inspection.hlo.text import (
     Computation as Computation,
     Instruction as Instruction,
     Module as Module,
     parse_module as parse_module,
     parse_modules as parse_modules,
 )
-from spmd.inspection._ledger import collectives as collectives, wire_bytes as wire_bytes
-from spmd.inspection._oom import explain_oom as explain_oom, oom_failure as oom_failure
-from spmd.inspection._origins import (
+from spmd.inspection.records.arrays import Argument as Argument, Excerpt as Excerpt, Split as Split
+from spmd.inspection.records.diff import Diff as Diff, diff as diff
+from spmd.inspection.records.fit import Fit as Fit
+from spmd.inspection.records.origins import (
     Annotation as Annotation,
     Conflict as Conflict,
     Origin as Origin,
@@ -32,9 +32,13 @@ from spmd.inspection._origins import (
     Step as Step,
     ValueOrigins as ValueOrigins,
 )
-from spmd.inspection._pictures import Pictures as Pictures
-from spmd.inspection._pieces import Argument as Argument, Excerpt as Excerpt, Split as Split
-from spmd.inspection._records import (
+from spmd.inspection.records.pictures import (
+    Picture as Picture,
+    Pictures as Pictures,
+    Shard as Shard,
+    visualize as visualize,
+)
+from spmd.inspection.records.report import (
     DIRECTIONS as DIRECTIONS,
     KINDS as KINDS,
     Buffer as Buffer,
@@ -50,39 +54,35 @@ from spmd.inspection._records import (
     Total as Total,
     Unread as Unread,
 )
-from spmd.inspection._sums import totals as totals
-from spmd.inspection._visualize import (
-    Picture as Picture,
-    Shard as Shard,
-    visualize as visualize,
-)
+from spmd.inspection.records.sizes import parse_bytes as parse_bytes, show_bytes as show_bytes
+from spmd.inspection.records.sums import totals as totals
 
 if TYPE_CHECKING:
-    from spmd.inspection._fits import fits as fits
-    from spmd.inspection._preview import preview as preview
-    from spmd.inspection._report import report as report
-    from spmd.inspection._sweep import Sweep as Sweep, SweepRow as SweepRow, sweep as sweep
-    from spmd.inspection._topology import (
+    from spmd.inspection.compile.fits import fits as fits
+    from spmd.inspection.compile.preview import preview as preview
+    from spmd.inspection.compile.report import report as report
+    from spmd.inspection.compile.topology import (
         hbm_bytes as hbm_bytes,
         is_described as is_described,
         is_stand_in as is_stand_in,
         topology as topology,
     )
-    from spmd.inspection._why import Why as Why, why as why
+    from spmd.inspection.records.sweep import Sweep as Sweep, SweepRow as SweepRow, sweep as sweep
+    from spmd.inspection.shardy.why import Why as Why, why as why
 
 _COMPILING = {
-    "fits": "_fits",
-    "report": "_report",
-    "Sweep": "_sweep",
-    "SweepRow": "_sweep",
-    "sweep": "_sweep",
-    "topology": "_topology",
-    "hbm_bytes": "_topology",
-    "is_described": "_topology",
-    "is_stand_in": "_topology",
-    "preview": "_preview",
-    "Why": "_why",
-    "why": "_why",
+    "fits": "compile.fits",
+    "report": "compile.report",
+    "Sweep": "records.sweep",
+    "SweepRow": "records.sweep",
+    "sweep": "records.sweep",
+    "topology": "compile.topology",
+    "hbm_bytes": "compile.topology",
+    "is_described": "compile.topology",
+    "is_stand_in": "compile.topology",
+    "preview": "compile.preview",
+    "Why": "shardy.why",
+    "why": "shardy.why",
 }
 
 

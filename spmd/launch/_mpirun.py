@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 
-from spmd.inspection._options import CommandError
+from spmd.cli.options import CommandError
 from spmd.launch._local import (
     BECOME_PROGRAM,
     Launch,

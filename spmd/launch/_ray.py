@@ -14,7 +14,7 @@ import sys
 import threading
 from typing import Any
 
-from spmd.inspection._options import CommandError
+from spmd.cli.options import CommandError
 from spmd.launch import ADDRESS, PROCESS, PROCESSES
 from spmd.launch._local import (
     BECOME_PROGRAM,

@@ -7,8 +7,8 @@ import dataclasses
 from typing import Any
 
 from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, explain
-from spmd.inspection._bytes import parse_bytes, show_bytes
-from spmd.inspection._records import KINDS, Collective
+from spmd.inspection.records.report import KINDS, Collective
+from spmd.inspection.records.sizes import parse_bytes, show_bytes
 
 # pytest shows the user's line and the message, and no frame of this file.
 __tracebackhide__ = True

@@ -19,10 +19,10 @@ import sys
 from typing import Any
 
 from spmd.errors import Failure, OptionError, explain
-from spmd.inspection._bytes import show_bytes
-from spmd.inspection._names import joined, place, stacks
-from spmd.inspection._records import Collective, Report, Shape
-from spmd.inspection._source import direction_of
+from spmd.inspection.hlo.names import joined, place, stacks
+from spmd.inspection.hlo.source import direction_of
+from spmd.inspection.records.report import Collective, Report, Shape
+from spmd.inspection.records.sizes import show_bytes
 from spmd.testing._assertions import as_report, show_backend
 
 # pytest shows the user's line and the message, and no frame of this file.

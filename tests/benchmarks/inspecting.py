@@ -63,15 +63,15 @@ def large_module(text: str, size: int) -> str:
 
 READ = """
 import resource, sys, time
-from spmd.inspection import _hlo, _ledger, _cost, _memory, _walk
+from spmd.inspection.hlo import calls, cost, ledger, memory, text as reader
 text = open(sys.argv[1]).read()
 start = time.perf_counter()
-module = _hlo.parse_modules(text)[0]
+module = reader.parse_modules(text)[0]
 parsed = time.perf_counter()
-visited = _walk.visits(module)
-found = list(_ledger.ledger(module, visited, {"data": 4, "model": 2}))
-_cost.cost_of(module, visited)
-_memory.largest_buffers(module)
+visited = calls.visits(module)
+found = list(ledger.ledger(module, visited, {"data": 4, "model": 2}))
+cost.cost_of(module, visited)
+memory.largest_buffers(module)
 done = time.perf_counter()
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(len(text), len(found), parsed - start, done - start, peak * 1024)

@@ -27,7 +27,7 @@ import numpy as np
 
 import spmd
 from spmd import with_sharding_constraint as constrain
-from spmd.inspection._topology import topology
+from spmd.inspection.compile.topology import topology
 
 AXES = {"data": 4, "model": 2}
 DATA, MODEL = AXES["data"], AXES["model"]

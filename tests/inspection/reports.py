@@ -2,7 +2,8 @@
 
 from hypothesis import strategies as st
 
-from spmd.inspection._origins import (
+from spmd.inspection.records.arrays import Argument, Excerpt, Split
+from spmd.inspection.records.origins import (
     REASONS,
     Annotation,
     Conflict,
@@ -12,8 +13,7 @@ from spmd.inspection._origins import (
     ValueOrigins,
     known,
 )
-from spmd.inspection._pieces import Argument, Excerpt, Split
-from spmd.inspection._records import (
+from spmd.inspection.records.report import (
     DIRECTIONS,
     FINDINGS,
     KINDS,

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from spmd import __main__ as cli
+from spmd.cli.options import CommandError, load, parse_axes, parse_limits, parse_vary
 from spmd.inspection import Report, show_bytes
-from spmd.inspection._options import CommandError, load, parse_axes, parse_limits, parse_vary
 
 TRAIN = """
 import jax, jax.numpy as jnp

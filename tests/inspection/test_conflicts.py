@@ -11,9 +11,9 @@ import pytest
 
 import spmd
 from spmd import P
-from spmd.inspection import _conflicts, _propagation, _routes, _shardy
-from spmd.inspection._propagation import Link, Mark, Propagation, Value
-from spmd.inspection._shardy import Dimension
+from spmd.inspection.shardy import conflicts, passes, propagation, routes
+from spmd.inspection.shardy.passes import Dimension
+from spmd.inspection.shardy.propagation import Link, Mark, Propagation, Value
 
 # The definition
 
@@ -82,7 +82,7 @@ def split(found, link, p, d, factor):
     for name in link.factors[p][d]:
         left, mine = sizes[name], []
         while rest and left > 1:
-            left //= max(_shardy.size_of(rest[0], found.axis_sizes), 1)
+            left //= max(passes.size_of(rest[0], found.axis_sizes), 1)
             mine.append(rest.pop(0))
         if name == factor:
             return tuple(mine)
@@ -97,7 +97,7 @@ def at_border(found, place):
         others = [row for row in rows if row[0] == k]
         for axis in theirs:
             if not has(mine, axis):
-                lost = _routes.route_of(found, j, axis).mark
+                lost = routes.route_of(found, j, axis).mark
                 why, met = reason(found, place, k, factor, axis, (j, e), others)
                 won, against = (None, met) if why == "tie" else (met, None)
                 yield k, i, d, axis, why, lost, won, against, found.values[i].axes[d]
@@ -138,7 +138,7 @@ def reason(found, place, k, factor, axis, other, others):
 
 def mark(found, i, axes, axis):
     """The annotation that an axis of a value comes from, of which a part may be asked for."""
-    return _routes.route_of(found, i, axis if axis in axes else axis.split(":(")[0]).mark
+    return routes.route_of(found, i, axis if axis in axes else axis.split(":(")[0]).mark
 
 
 def told(found, i):
@@ -148,7 +148,7 @@ def told(found, i):
             *(stop.distance, stop.dimension, stop.link, stop.at, stop.axis, stop.reason),
             *(id(stop.lost), id(stop.won), id(stop.against), stop.kept),
         )
-        for stop in _conflicts.conflicts(found, i)
+        for stop in conflicts.conflicts(found, i)
     ]
 
 
@@ -234,8 +234,8 @@ def test_of_any_relations_the_nearest_stops_are_told(found, random):
 
 
 def _read(lowered):
-    module = _shardy.module_of(lowered, subject="why")
-    return _propagation.propagate(module, subject="why")
+    module = passes.module_of(lowered, subject="why")
+    return propagation.propagate(module, subject="why")
 
 
 @pytest.mark.parametrize(
@@ -282,11 +282,11 @@ def _work(layers, monkeypatch):
         patch.setattr(owner, name, call)
 
     with monkeypatch.context() as patch:
-        counted(_conflicts, "_look", lambda *_: 1)
-        counted(_routes, "_reached", lambda *_: 1)
-        counted(_conflicts._Region, "_walk", lambda region, _: len(region.beyond))
-        counted(_conflicts._Region, "_search", lambda region, _: len(region.beyond))
-        stops = [_conflicts.conflicts(found, i) for i in range(len(found.values))]
+        counted(conflicts, "_look", lambda *_: 1)
+        counted(routes, "_reached", lambda *_: 1)
+        counted(conflicts._Region, "_walk", lambda region, _: len(region.beyond))
+        counted(conflicts._Region, "_search", lambda region, _: len(region.beyond))
+        stops = [conflicts.conflicts(found, i) for i in range(len(found.values))]
     # One goes from the last layer to the first for it.
     assert max(stop.distance for one in stops for stop in one) > layers
     return counts

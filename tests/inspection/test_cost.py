@@ -15,8 +15,9 @@ import programs
 from programs import array
 import pytest
 
-from spmd.inspection import Cost, _cost, _hlo
-from spmd.inspection._walk import visits
+from spmd.inspection import Cost
+from spmd.inspection.hlo import cost as hlo_cost, text as hlo_text
+from spmd.inspection.hlo.calls import visits
 
 BACKENDS = ["cpu", "tpu"]
 
@@ -36,8 +37,8 @@ def _compiled(backend, f, *args):
 
 
 def _cost_of(text):
-    module = _hlo.parse_module(text)
-    return _cost.cost_of(module, visits(module))
+    module = hlo_text.parse_module(text)
+    return hlo_cost.cost_of(module, visits(module))
 
 
 def _cost_on(backend, f, *args):
@@ -592,7 +593,7 @@ def test_nothing_costs_nothing():
 )
 def test_sizes_in_main_memory(text, nbytes):
     """Arrays in other memories count nothing, tuples the sum of theirs."""
-    assert _cost.hbm_size(text) == nbytes
+    assert hlo_cost.hbm_size(text) == nbytes
 
 
 def test_a_sharded_step_by_hand():

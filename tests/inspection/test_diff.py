@@ -14,11 +14,11 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from spmd.errors import ArgumentError, ReportError
-from spmd.inspection import _diff_text, _page
-from spmd.inspection._bytes import show_bytes
-from spmd.inspection._diff import COMPARED, Delta, Difference, Pair, diff, match, plain_path
-from spmd.inspection._layout import plain
-from spmd.inspection._records import Cost, Shapes
+from spmd.inspection.records.diff import COMPARED, Delta, Difference, Pair, diff, match, plain_path
+from spmd.inspection.records.report import Cost, Shapes
+from spmd.inspection.records.sizes import show_bytes
+from spmd.inspection.show import diff as show_diff, page
+from spmd.inspection.show.layout import plain
 
 GOLDENS = Path(__file__).parent / "goldens"
 replace = dataclasses.replace
@@ -60,7 +60,7 @@ def test_in_a_notebook(monkeypatch):
     shown = found._repr_html_()
     assert html.escape(found.to_html()) in shown
     assert f'title="{html.escape(sentence)}"' in shown
-    monkeypatch.setattr(_page, "LARGEST_CELL", 1000)
+    monkeypatch.setattr(page, "LARGEST_CELL", 1000)
     assert found._repr_html_() is None
 
 
@@ -300,7 +300,7 @@ def test_show():
 
 def test_changes_of_figures():
     """A change is told with its sign and its share; from nothing it has no share."""
-    show = _diff_text.show_change
+    show = show_diff.show_change
     assert show(100, 150, show_bytes) == "+50 B (+50.0%)"
     assert show(MIB, 0, show_bytes) == "-1.0 MiB (-100.0%)"
     assert show(0, 7, show_bytes) == "+7 B"

@@ -9,8 +9,8 @@ import optax
 import pytest
 
 from spmd import P, pjit
-from spmd.inspection._findings_batch import batch_finding, unsplit_batches
-from spmd.inspection._propagation import propagate
+from spmd.inspection.findings.batch import batch_finding, unsplit_batches
+from spmd.inspection.shardy.propagation import propagate
 
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 N, ROWS = 1024, 4096

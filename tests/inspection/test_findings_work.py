@@ -12,9 +12,9 @@ import pytest
 import spmd
 from spmd import P, pjit, with_sharding_constraint as constrain
 from spmd.inspection import topology
-from spmd.inspection._findings import _repeated
-from spmd.inspection._hlo import parse_module
-from spmd.inspection._walk import visits
+from spmd.inspection.findings.rules import _repeated
+from spmd.inspection.hlo.calls import visits
+from spmd.inspection.hlo.text import parse_module
 
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 N, ROWS = 1024, 4096

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from spmd import inspection
-from spmd.inspection import _groups, _hlo
+from spmd.inspection.hlo import groups as hlo_groups, text as hlo_text
 
 GOLDENS = Path(__file__).parent / "goldens"
 TEXTS = sorted(GOLDENS.glob("*.hlo.txt"))
@@ -111,7 +111,7 @@ def test_a_ring_through_the_largest_pod_is_one_group():
     ring = [(i, (i + 1) % 8192) for i in range(8192)]
     order = np.random.default_rng(0).permutation(8192)
     for pairs in (ring, [ring[i] for i in order], [(b, a) for a, b in ring]):
-        assert _groups.connected(pairs) == (tuple(range(8192)),)
+        assert hlo_groups.connected(pairs) == (tuple(range(8192)),)
 
 
 # The four spellings, made from one mesh
@@ -163,14 +163,14 @@ def _over_mesh(sizes, order, axes, name):
 
 def _axes_of(text, mesh, count):
     """The mesh axes of a collective with these groups in a program of `count` partitions."""
-    found = _hlo.parse_module(
+    found = hlo_text.parse_module(
         f"HloModule m, num_partitions={count}\n\nENTRY %main (a: f32[]) -> f32[] {{\n"
         "  %a = f32[] parameter(0)\n"
         f"  ROOT %sum = f32[] all-reduce(%a), channel_id=1, replica_groups={text}, "
         "use_global_device_ids=true\n}\n"
     )
     one = found.computations["main"].instructions[1]
-    return _groups.mesh_axes_of(_groups.logical_groups(one, found), mesh)
+    return hlo_groups.mesh_axes_of(hlo_groups.logical_groups(one, found), mesh)
 
 
 @settings(max_examples=60, deadline=None)
@@ -195,7 +195,7 @@ def test_all_spellings_of_the_same_groups_are_the_same(mesh):
     for devices, texts in spelled.items():
         wanted = sorted(_members(sizes, devices, axes))
         for text in texts:
-            assert sorted(_groups.expand_replica_groups(text)) == wanted, text
+            assert sorted(hlo_groups.expand_replica_groups(text)) == wanted, text
     # Numbers are positions on the mesh, so axes can be told where the order is plain.
     crossed = tuple(own(i) for i in sorted(axes) if sizes[i] > 1)
     for text in spelled[plain]:
@@ -212,6 +212,6 @@ def test_a_part_of_an_axis_is_named_as_it_is_spelled(factors, data):
     text = f"mesh['m'=2,'x'={size}] {{'x':({before}){part}}}"
     split = np.arange(2 * size).reshape(2 * before, part, -1)
     wanted = sorted(map(tuple, split.transpose(0, 2, 1).reshape(-1, part).tolist()))
-    assert sorted(_groups.expand_replica_groups(text)) == wanted
+    assert sorted(hlo_groups.expand_replica_groups(text)) == wanted
     name = "x" if part == size else f"x:({before}){part}"
     assert _axes_of(text, {"m": 2, "x": size}, 2 * size) == (name,)

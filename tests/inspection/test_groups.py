@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from spmd.inspection import _groups, _hlo
+from spmd.inspection.hlo import groups as hlo_groups, text as hlo_text
 
 MESH = {"data": 4, "model": 2}
 DATA = ((0, 2, 4, 6), (1, 3, 5, 7))
@@ -41,7 +41,7 @@ MODEL = ((0, 1), (2, 3), (4, 5), (6, 7))
 )
 def test_every_spelling_expands_to_the_same_groups(text, groups):
     """The four spellings of replica groups give the ids that they stand for."""
-    assert sorted(_groups.expand_replica_groups(text)) == sorted(groups)
+    assert sorted(hlo_groups.expand_replica_groups(text)) == sorted(groups)
 
 
 ODD_NAMES = [
@@ -71,21 +71,21 @@ def test_names_of_axes_that_look_like_syntax(name, order):
     )
     head = "HloModule jit_f, num_partitions=8\n\n"
     text = f"{head}ENTRY %main (x: f32[2]) -> f32[2] {{\n{line}\n  %y = f32[] constant(0)\n}}\n"
-    (computation,) = _hlo.parse_module(text).computations.values()
+    (computation,) = hlo_text.parse_module(text).computations.values()
     one, after = computation.instructions
     assert (one.opcode, after.name, one.op_name) == ("all-reduce", "y", "it's 'so'")
     assert one.callees() == {"to_apply": ("add",)}
     assert one.attribute("use_global_device_ids") == "true"
-    assert _groups.expand_replica_groups(one.attribute("replica_groups")) == DATA
-    assert _groups.logical_groups(one, _hlo.parse_module(text)) == DATA
+    assert hlo_groups.expand_replica_groups(one.attribute("replica_groups")) == DATA
+    assert hlo_groups.logical_groups(one, hlo_text.parse_module(text)) == DATA
     part = f"mesh['{name}'=4,'model'=2] {{'{name}':(2)2}}"
-    assert _groups.expand_replica_groups(part) == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert hlo_groups.expand_replica_groups(part) == ((0, 2), (1, 3), (4, 6), (5, 7))
 
 
 def test_an_unknown_spelling_is_an_error():
     """A fifth spelling is not silently taken for no groups."""
     with pytest.raises(ValueError, match="unknown spelling: 'blob'"):
-        _groups.expand_replica_groups("blob")
+        hlo_groups.expand_replica_groups("blob")
 
 
 def _partition(sizes: dict[str, int], axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -103,9 +103,9 @@ def test_every_subset_of_axes_is_recognised():
     for count in range(4):
         for axes in itertools.combinations(("a", "b", "c"), count):
             groups = _partition(sizes, axes)
-            assert _groups.mesh_axes_of(groups, sizes) == axes
+            assert hlo_groups.mesh_axes_of(groups, sizes) == axes
             backwards = tuple(tuple(reversed(g)) for g in reversed(groups))
-            assert _groups.mesh_axes_of(backwards, sizes) == axes
+            assert hlo_groups.mesh_axes_of(backwards, sizes) == axes
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_every_subset_of_axes_is_recognised():
 )
 def test_a_part_of_an_axis_is_named(groups, axes):
     """What crosses a part of an axis says which part, and what is no such part says that."""
-    assert _groups.mesh_axes_of(groups, MESH) == axes
+    assert hlo_groups.mesh_axes_of(groups, MESH) == axes
 
 
 def test_parts_of_an_axis_are_those_of_shardy():
@@ -131,27 +131,31 @@ def test_parts_of_an_axis_are_those_of_shardy():
     sizes, before, count = {"a": 2, "b": 24}, 2, 3
     grid = np.arange(48).reshape(2, before, count, 24 // (before * count))
     groups = tuple(map(tuple, grid.transpose(0, 1, 3, 2).reshape(-1, count).tolist()))
-    assert _groups.mesh_axes_of(groups, sizes) == ("b:(2)3",)
+    assert hlo_groups.mesh_axes_of(groups, sizes) == ("b:(2)3",)
 
 
 def test_groups_outside_the_mesh_have_no_axes():
     """A program for more devices than the mesh has is not forced onto it."""
-    assert _groups.mesh_axes_of(((0, 8),), MESH) == ()
+    assert hlo_groups.mesh_axes_of(((0, 8),), MESH) == ()
 
 
 def test_pairs_of_a_permute_are_joined():
     """A ring is one group, and a device that keeps its own data is one by itself."""
-    assert _groups.connected([(0, 2), (2, 4), (4, 0), (1, 3), (5, 5)]) == ((0, 2, 4), (1, 3), (5,))
+    assert hlo_groups.connected([(0, 2), (2, 4), (4, 0), (1, 3), (5, 5)]) == (
+        (0, 2, 4),
+        (1, 3),
+        (5,),
+    )
 
 
 def _logical(opcode: str, attributes: str, replicas: int, partitions: int):
-    instruction = _hlo.Instruction(
+    instruction = hlo_text.Instruction(
         name="x", opcode=opcode, type="f32[]", operands="", attributes=attributes
     )
-    module = _hlo.Module(
+    module = hlo_text.Module(
         name="m", entry="", computations={}, num_replicas=replicas, num_partitions=partitions
     )
-    return _groups.logical_groups(instruction, module)
+    return hlo_groups.logical_groups(instruction, module)
 
 
 @pytest.mark.parametrize(
@@ -195,4 +199,4 @@ def test_the_mesh_form_agrees_with_numpy_on_random_meshes():
         rest = [i for i in range(len(sizes)) if i not in named]
         wanted = order.reshape(sizes).transpose(rest + named)
         wanted = wanted.reshape(-1, math.prod(sizes[i] for i in named))
-        np.testing.assert_array_equal(_groups.expand_replica_groups(text), wanted)
+        np.testing.assert_array_equal(hlo_groups.expand_replica_groups(text), wanted)

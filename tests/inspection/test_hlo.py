@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spmd.inspection import _hlo
+from spmd.inspection.hlo import text as hlo_text
 
 MODULE = """\
 HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}, \
@@ -34,7 +34,7 @@ to_apply=%add, metadata={op_name="jit(step)/all-gather(x), to_apply=%other" stac
 
 @pytest.fixture(name="module")
 def _module():
-    return _hlo.parse_module(MODULE)
+    return hlo_text.parse_module(MODULE)
 
 
 def test_module_header_and_computations(module):
@@ -53,7 +53,7 @@ def test_instructions_are_cut_at_the_opcode(module):
         ("tuple", "tuple"),
     ]
     assert entry[2].operand_names == ("all-reduce.1", "param")
-    assert [str(s) for s in _hlo.parse_shapes(entry[2].type)] == ["f32[8]", "s32[]"]
+    assert [str(s) for s in hlo_text.parse_shapes(entry[2].type)] == ["f32[8]", "s32[]"]
 
 
 def test_operands_behind_a_comment_are_operands():
@@ -63,7 +63,7 @@ def test_operands_behind_a_comment_are_operands():
         names = [f"/*index={i}*/" * (i % 5 == 0 < i) + types + n for i, n in enumerate(names)]
         root = f"  ROOT %t = (f32[2]{{0}}) tuple({', '.join(names)})"
         text = f"HloModule m\n\nENTRY %e () -> () {{\n{root}\n}}"
-        one = _hlo.parse_module(text).computations["e"].instructions[0]
+        one = hlo_text.parse_module(text).computations["e"].instructions[0]
         assert one.operand_names == tuple(f"x.{i}" for i in range(12))
 
 
@@ -80,7 +80,7 @@ ENTRY %e (%x.1: f32[2], %y: f32[2]) -> (f32[2], pred[]) {
   ROOT %t = (f32[2]{0}, pred[]) tuple(%sum-1, %yes)
 }"""
     names = [
-        [one.operand_names for one in _hlo.parse_module(t).computations["e"].instructions]
+        [one.operand_names for one in hlo_text.parse_module(t).computations["e"].instructions]
         for t in (text, text.replace("%", ""))
     ]
     assert names[0] == [(), (), ("x.1", "y"), (), (), ("sum-1", "yes")]
@@ -94,7 +94,7 @@ def test_op_names_are_not_escaped():
 ENTRY %e () -> f32[] {
   ROOT %p = f32[] parameter(0), metadata={op_name="batch[\\'x\\']/\\303\\251t\\303\\251"}
 }"""
-    one = _hlo.parse_module(text).computations["e"].instructions[0]
+    one = hlo_text.parse_module(text).computations["e"].instructions[0]
     assert one.op_name == "batch['x']/été"
 
 
@@ -118,7 +118,7 @@ def test_names_inside_strings_are_no_callees(module):
 @pytest.mark.parametrize("text", ["", "\n", "HloModule empty\n"])
 def test_a_module_without_computations_is_empty(text):
     """No text is too short to read."""
-    module = _hlo.parse_module(text)
+    module = hlo_text.parse_module(text)
     assert (module.entry, module.computations, module.num_partitions) == ("", {}, 1)
 
 
@@ -137,7 +137,7 @@ def test_a_module_without_computations_is_empty(text):
 )
 def test_bytes_of_a_shape(text, nbytes):
     """Sizes follow the element type, packed below a byte, and a dynamic dimension's bound."""
-    (shape,) = _hlo.parse_shapes(text)
+    (shape,) = hlo_text.parse_shapes(text)
     assert shape.nbytes == nbytes
 
 
@@ -154,19 +154,23 @@ def test_every_jax_dtype_has_the_size_that_numpy_gives_it(name):
     with jax.enable_x64(True):
         struct = jax.ShapeDtypeStruct((3,), getattr(jnp, name))
         text = jax.jit(lambda x: x).lower(struct).as_text("hlo")
-    module = _hlo.parse_module(text)
+    module = hlo_text.parse_module(text)
     (parameter,) = (
         i for i in module.computations[module.entry].instructions if i.opcode == "parameter"
     )
-    (shape,) = _hlo.parse_shapes(parameter.type)
+    (shape,) = hlo_text.parse_shapes(parameter.type)
     assert shape.nbytes == 3 * struct.dtype.itemsize
 
 
 def test_tuple_elements_are_one_level_deep():
     """The type of a start splits into operand, result and contexts."""
     text = "((f32[4]{0}, f32[2]{0:T(8,128)}), /*index=1*/f32[8]{0}, u32[])"
-    assert _hlo.tuple_elements(text) == ("(f32[4]{0}, f32[2]{0:T(8,128)})", "f32[8]{0}", "u32[]")
-    assert _hlo.tuple_elements("f32[4]{0}") == ("f32[4]{0}",)
+    assert hlo_text.tuple_elements(text) == (
+        "(f32[4]{0}, f32[2]{0:T(8,128)})",
+        "f32[8]{0}",
+        "u32[]",
+    )
+    assert hlo_text.tuple_elements("f32[4]{0}") == ("f32[4]{0}",)
 
 
 LOOPS = """\
@@ -181,7 +185,7 @@ ENTRY %e (t: s32[]) -> s32[] {
 
 def test_trip_count_is_read_where_it_is_printed():
     """A while loop says how often it runs, or nothing."""
-    known, unknown = _hlo.parse_module(LOOPS).computations["e"].instructions
+    known, unknown = hlo_text.parse_module(LOOPS).computations["e"].instructions
     assert (known.trip_count, unknown.trip_count) == (12, None)
     assert known.callees() == {"condition": ("c",), "body": ("b",)}
 
@@ -216,7 +220,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 
 def test_an_instruction_ends_where_its_brackets_and_strings_do():
     """Lines of a kernel's metadata, and of an axis' name, belong to the instruction before."""
-    module = _hlo.parse_module(KERNEL)
+    module = hlo_text.parse_module(KERNEL)
     assert module.unread == ()
     kernel = module.computations["double"].root
     assert (kernel.name, kernel.op_name, kernel.frame_id) == ("kernel", "jit(f)/pallas_call", 2)
@@ -254,7 +258,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 
 def test_lines_that_are_not_understood_are_kept():
     """What is not read is told, in order, and takes nothing of what follows with it."""
-    module = _hlo.parse_module(BROKEN)
+    module = hlo_text.parse_module(BROKEN)
     lines = [line.strip() for line in BROKEN.splitlines()]
     before, after = ("a line", "and one"), ("%y", '"which')
     assert [line.strip() for line in module.unread] == [
@@ -270,17 +274,17 @@ def test_lines_that_are_not_understood_are_kept():
 def test_a_text_that_stops_early_says_so():
     """A computation without its end is read as far as it goes; no module at all is all unread."""
     cut = BROKEN.rpartition("}\n}")[0]
-    (module,) = _hlo.parse_modules("// a comment\n" + cut)
+    (module,) = hlo_text.parse_modules("// a comment\n" + cut)
     assert module.unread[-1] == "the end of a computation"
     assert [one.name for one in module.computations["main"].instructions] == ["x", "y", "z"]
-    assert _hlo.parse_modules("no module\nat all")[0].unread == ("no module", "at all")
+    assert hlo_text.parse_modules("no module\nat all")[0].unread == ("no module", "at all")
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_lines_of_metadata_take_linear_time(count, monkeypatch):
     """However many lines an instruction has, and whether it ends, each is seen once or twice."""
     looked = []
-    real = _hlo._COMPUTATION
+    real = hlo_text._COMPUTATION
 
     class Counting:
         def match(self, line):
@@ -289,9 +293,9 @@ def test_lines_of_metadata_take_linear_time(count, monkeypatch):
 
     rows = "\n".join(f'"k{i}":"v"' for i in range(1000 * count))
     head = "HloModule m\n\nENTRY %e () -> f32[] {\n  ROOT %c = f32[] constant(0), x={\n"
-    monkeypatch.setattr(_hlo, "_COMPUTATION", Counting())
-    assert _hlo.parse_module(f"{head}{rows}\n}}\n}}\n").unread == ()
+    monkeypatch.setattr(hlo_text, "_COMPUTATION", Counting())
+    assert hlo_text.parse_module(f"{head}{rows}\n}}\n}}\n").unread == ()
     assert len(looked) <= 1000 * count + 10
     del looked[:]
-    assert len(_hlo.parse_module(f"{head}{rows}\n}}\n").unread) == 1
+    assert len(hlo_text.parse_module(f"{head}{rows}\n}}\n").unread) == 1
     assert len(looked) <= 1000 * count + 10

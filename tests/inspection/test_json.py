@@ -11,9 +11,9 @@ from reports import MIB, SMALL, collective, part, report, reports, source, value
 
 import spmd
 from spmd.errors import ReportError
-from spmd.inspection import _json
-from spmd.inspection._origins import Origins, known
-from spmd.inspection._records import Cost, Report, Shapes
+from spmd.inspection.records import codec
+from spmd.inspection.records.origins import Origins, known
+from spmd.inspection.records.report import Cost, Report, Shapes
 
 SCHEMA = json.loads(
     (Path(spmd.__file__).parent / "inspection" / "report.schema.json").read_text(encoding="utf-8")
@@ -468,4 +468,4 @@ def test_every_field_comes_back_changed():
 
 def test_version_is_the_schema_s():
     """The version that is written is the one that the schema describes."""
-    assert SCHEMA["properties"]["schema"]["const"] == _json.SCHEMA
+    assert SCHEMA["properties"]["schema"]["const"] == codec.SCHEMA

@@ -12,7 +12,7 @@ import numpy as np
 import programs
 import pytest
 
-from spmd.inspection import _hlo, _loops, _walk
+from spmd.inspection.hlo import calls, loops, text as hlo_text
 
 COMPARE = {
     "LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge,
@@ -42,19 +42,19 @@ SMALL = st.integers(-40, 40)
 @example(5, 5, 0, "LE")
 def test_the_formula_agrees_with_simulation(first, limit, step, direction):
     """For every start, limit, step and direction the count is that of running the loop."""
-    found = _loops.count_trips(first, limit, step, direction)
+    found = loops.count_trips(first, limit, step, direction)
     assert found == _simulate(first, limit, step, direction)
 
 
 def test_huge_counts_are_exact():
     """Counts beyond what a float holds come out to the last digit."""
-    assert _loops.count_trips(0, 10**30 + 1, 1, "LT") == 10**30 + 1
-    assert _loops.count_trips(0, 10**30 + 1, 10**15, "LE") == 10**15 + 1
+    assert loops.count_trips(0, 10**30 + 1, 1, "LT") == 10**30 + 1
+    assert loops.count_trips(0, 10**30 + 1, 10**15, "LE") == 10**15 + 1
 
 
 def test_an_unknown_direction_has_no_count():
     """A comparison that no compiler writes today is not guessed at."""
-    assert _loops.count_trips(0, 4, 1, "XX") is None
+    assert loops.count_trips(0, 4, 1, "XX") is None
 
 
 # Loops as text
@@ -96,7 +96,7 @@ def _text(condition, body, starts, *, types=None, before="", more=""):
 
 
 def _trips(text):
-    found = _walk.visits(_hlo.parse_module(text))
+    found = calls.visits(hlo_text.parse_module(text))
     return found["body"].executions
 
 
@@ -473,7 +473,7 @@ def test_damaged_loops_have_no_count(damage):
     """A text that misses a part of the loop is read without a count and without a crash."""
     text = _counter("s32[]", 0, 10, 1, "LT")
     assert damage[0] in text
-    found = _walk.visits(_hlo.parse_module(text.replace(*damage)))
+    found = calls.visits(hlo_text.parse_module(text.replace(*damage)))
     assert found["body"].executions is None if "body" in found else "nowhere" in damage[1]
 
 
@@ -582,8 +582,8 @@ def _lowered(device):
 
 def _bodies(text):
     """How often the body of each loop runs, by the scope in which the loop was written."""
-    module = _hlo.parse_module(text)
-    visited = _walk.visits(module)
+    module = hlo_text.parse_module(text)
+    visited = calls.visits(module)
     found = {name: [] for name in REAL}
     for name in visited:
         for one in module.computations[name].instructions:

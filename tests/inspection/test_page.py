@@ -18,8 +18,9 @@ from reports import MIB, SMALL, collective, many, report, reports, source
 import spmd
 from spmd import P
 from spmd.errors import ReportError
-from spmd.inspection import Report, _page, show_bytes
-from spmd.inspection._pieces import Argument, Excerpt, Split
+from spmd.inspection import Report, show_bytes
+from spmd.inspection.records.arrays import Argument, Excerpt, Split
+from spmd.inspection.show import page as show_page
 
 EVIL = "</script><script>window.broken=1</script><img src=x onerror=window.broken=1>\"'&<!--"
 
@@ -600,7 +601,7 @@ def test_names_stay_text(browser, tmp_path):
 def test_embedded_data():
     """The data block has no sign that could end it, and comes back as it was."""
     data = {EVIL: [EVIL, "\u2028\u2029", "層", "\ud800"]}
-    text = _page.embed(data)
+    text = show_page.embed(data)
     assert json.loads(text) == data
     assert not set("<>&\u2028\u2029") & set(text)
 
@@ -660,7 +661,7 @@ def test_in_a_notebook(browser, tmp_path):
 def test_a_page_that_is_too_large_for_a_notebook(monkeypatch):
     """A notebook shows text instead of a page that would make its file too large."""
     assert SMALL._repr_html_()
-    monkeypatch.setattr(_page, "LARGEST_CELL", 1000)
+    monkeypatch.setattr(show_page, "LARGEST_CELL", 1000)
     assert SMALL._repr_html_() is None
 
 

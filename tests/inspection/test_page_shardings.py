@@ -12,7 +12,7 @@ from rich.console import Console
 
 import spmd
 from spmd.inspection import Argument, Origins, Split, Why
-from spmd.inspection._origins import Annotation, Origin, Step, known
+from spmd.inspection.records.origins import Annotation, Origin, Step, known
 
 EVIL = "</script><script>window.broken=1</script><img src=x onerror=window.broken=1>\"'&<!--"
 _CONTRAST = (Path(__file__).parent / "contrast.js").read_text(encoding="utf-8")

@@ -13,10 +13,10 @@ from reports import SMALL, collective, part, report, reports
 
 import spmd
 from spmd import inspection
-from spmd.inspection._names import module
-from spmd.inspection._page import _view
-from spmd.inspection._parts import divided
-from spmd.inspection._sums import KEYS, by_line, shares
+from spmd.inspection.hlo.names import module
+from spmd.inspection.hlo.parts import divided
+from spmd.inspection.records.sums import KEYS, by_line, shares
+from spmd.inspection.show.page import view as page_view
 
 AXES = {"data": 4, "model": 2}
 
@@ -128,7 +128,7 @@ def test_a_budget_on_a_line_counts_what_the_line_sends(step):
 
 def test_the_page_divides_it(step):
     """The source view, the modules and the details of the page have the bytes of the parts."""
-    view = _view.view(step)
+    view = page_view.view(step)
     (file,) = [file for file in view["files"] if file["path"].endswith("test_parts.py")]
     texts = {line["text"].partition("# here: ")[2]: line for p in file["parts"] for line in p}
     assert {name: texts[name]["wire"] for name in FLOATS} == {
@@ -468,7 +468,7 @@ def test_what_has_no_line_is_said():
     text = str(found)
     assert "12 B  no line  f32[1] -> f32[4]" in text
     assert "no line         12 B" in text
-    assert _view.view(found)["lost"] == "12 B"
+    assert page_view.view(found)["lost"] == "12 B"
     assert "12 B have no line" in found.to_html()
 
 

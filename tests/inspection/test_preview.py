@@ -16,7 +16,9 @@ import pytest
 
 import spmd
 from spmd import P
-from spmd.inspection import Report, _exchanges, _preview, _shardy, _trips, preview
+from spmd.inspection import Report, preview
+from spmd.inspection.compile import preview as compile_preview
+from spmd.inspection.shardy import exchanges, passes, trips
 
 CPU = [name for name, (_, backends, _) in programs.PROGRAMS.items() if "cpu" in backends]
 
@@ -125,12 +127,12 @@ def _sent(f, *args, specs, outs, mesh, platform):
         return jax.tree.map(lambda s: NamedSharding(mesh, s), tree)
 
     jitted = jax.jit(f, in_shardings=place(specs), out_shardings=place(outs))
-    module = _shardy.module_of(jitted.lower(*args), subject="test")
-    done = _shardy.run(module, _preview._PASSES, subject="test")
+    module = passes.module_of(jitted.lower(*args), subject="test")
+    done = passes.run(module, compile_preview._PASSES, subject="test")
     with module.context:
         return [
             (c.kind, c.mesh_axes, c.dtype, c.executions, c.total_wire_bytes)
-            for c in _exchanges.exchanges(done, platform)
+            for c in exchanges.exchanges(done, platform)
         ]
 
 
@@ -330,7 +332,7 @@ def test_trips_are_those_of_the_loop(way, start, bound, step):
         i, count = i + step, count + 1
     # A loop that starts outside of its bound does not run, whichever way it counts.
     towards = (step > 0) == (way in ("LT", "LE"))
-    assert _trips._count(way, start, bound, step) == (count if towards else None)
+    assert trips._count(way, start, bound, step) == (count if towards else None)
 
 
 def _layers_gradient(remat):
@@ -505,7 +507,7 @@ def test_a_compiled_program_has_a_report(product):
 
 def test_passes_that_are_missing(product, monkeypatch):
     """A jaxlib without the passes gets an error that names them."""
-    monkeypatch.setattr(_preview, "_PASSES", ("sdy-see-the-future",))
+    monkeypatch.setattr(compile_preview, "_PASSES", ("sdy-see-the-future",))
     with pytest.raises(spmd.ReportError) as error:
         product.preview()
     lines = str(error.value).splitlines()

@@ -16,7 +16,8 @@ import pytest
 
 import spmd
 from spmd import P
-from spmd.inspection import Cost, Report, _report
+from spmd.inspection import Cost, Report
+from spmd.inspection.compile import report
 
 AXES = {"data": 4, "model": 2}
 X = jax.ShapeDtypeStruct((16, 8), jnp.float32)
@@ -157,7 +158,7 @@ def test_names(mesh):
 
 def test_public_names():
     """The function and the record are public names of spmd."""
-    assert spmd.report is _report.report
+    assert spmd.report is report.report
     assert spmd.Report is Report
 
 
@@ -501,7 +502,7 @@ def test_moved_bytes_agree_with_masks(given_spec, wanted_spec, shape):
     held, needed = _held(given, shape), _held(wanted, shape)
     missing = max(int((needed[d] & ~held[d]).sum()) for d in needed)
     aval = jax.ShapeDtypeStruct(shape, jnp.float32)
-    assert _report._moved_bytes(aval, given, wanted) == 4 * missing
+    assert report._moved_bytes(aval, given, wanted) == 4 * missing
 
 
 def test_arguments_that_move_are_told(mesh):

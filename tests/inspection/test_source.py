@@ -17,13 +17,14 @@ import pytest
 
 import spmd
 from spmd import P
-from spmd.inspection import Source, _hlo, _source
+from spmd.inspection import Source
+from spmd.inspection.hlo import source as hlo_source, text as hlo_text
 
 # Tables
 
 
 def _module(tables, metadata="stack_frame_id=1", op="all-reduce(%x), to_apply=%add"):
-    return _hlo.parse_module(
+    return hlo_text.parse_module(
         f"HloModule m\n\n{tables}\n"
         "ENTRY %main (x: f32[8]) -> f32[8] {\n  %x = f32[8]{0} parameter(0)\n"
         f"  ROOT %r = f32[8]{{0}} {op}, metadata={{{metadata}}}\n}}\n"
@@ -32,7 +33,7 @@ def _module(tables, metadata="stack_frame_id=1", op="all-reduce(%x), to_apply=%a
 
 def _frames(tables, metadata="stack_frame_id=1"):
     module = _module(tables, metadata)
-    return _source.frames_of(module.computations["main"].root, module)
+    return hlo_source.frames_of(module.computations["main"].root, module)
 
 
 # A chain of train -> loss -> layer, and a second outermost frame, as XLA numbers them.
@@ -143,17 +144,19 @@ def test_tables_are_no_computations(name):
     """Whatever a function or a file is called, the module's computations are those it has."""
     module = _module(TABLES.replace("<module>", name))
     assert [*module.computations] == ["main"]
-    (frame,) = _source.frames_of(module.computations["main"].root, module)
+    (frame,) = hlo_source.frames_of(module.computations["main"].root, module)
     assert frame.function == name
 
 
 def test_each_of_several_modules_has_its_own_tables():
     """Frame numbers count in each module anew."""
     text = f"HloModule a\n\n{TABLES}ENTRY %e () -> f32[] {{\n  ROOT %x = f32[] constant(0)\n}}\n\n"
-    a, b = _hlo.parse_modules(text + text.replace("HloModule a", "HloModule b").replace("70", "71"))
+    a, b = hlo_text.parse_modules(
+        text + text.replace("HloModule a", "HloModule b").replace("70", "71")
+    )
     assert (a.name, b.name) == ("a", "b")
     assert (a.frames[1][0].line, b.frames[1][0].line) == (70, 71)
-    assert _hlo.parse_modules("") == ()
+    assert hlo_text.parse_modules("") == ()
 
 
 def test_the_older_spelling():
@@ -189,7 +192,7 @@ STDLIB = sysconfig.get_path("stdlib")
 )
 def test_libraries(file):
     """Python, installed packages and spmd are libraries, on this machine and on others."""
-    assert _source.is_library(file)
+    assert hlo_source.is_library(file)
 
 
 @pytest.mark.parametrize(
@@ -211,20 +214,20 @@ def test_libraries(file):
 )
 def test_users(file):
     """Scripts, notebooks and folders that only look like an environment are the user's."""
-    assert not _source.is_library(file)
+    assert not hlo_source.is_library(file)
 
 
 def test_the_demo_is_a_users():
     """The demo's model is user code, wherever the package lies; the rest of it is a library."""
     package = Path(spmd.__file__).parent
-    assert not _source.is_library(str(package / "demo" / "model.py"))
-    assert _source.is_library(str(package / "stages.py"))
-    assert _source.is_library(str(package / "inspection" / "_report.py"))
+    assert not hlo_source.is_library(str(package / "demo" / "model.py"))
+    assert hlo_source.is_library(str(package / "stages.py"))
+    assert hlo_source.is_library(str(package / "inspection" / "compile" / "report.py"))
 
 
 def _source_in(*files):
     frames = [Source(file=file, line=n, column=0, function="") for n, file in enumerate(files, 1)]
-    return _source.user_source(frames)
+    return hlo_source.user_source(frames)
 
 
 def test_the_innermost_frame_outside_of_libraries_is_the_users():
@@ -258,7 +261,7 @@ def test_the_innermost_frame_outside_of_libraries_is_the_users():
 )
 def test_direction_of_a_name_stack(op_name, direction):
     """Transformations tell the direction; functions and primitives of the same name do not."""
-    assert _source.direction_of(op_name) == direction
+    assert hlo_source.direction_of(op_name) == direction
 
 
 @jax.custom_vjp
@@ -314,11 +317,11 @@ def test_direction_of_what_jax_writes(name):
     """The matrix products of a program lie in the directions that its Python says."""
     f, wanted = DIRECTIONS[name]
     text = jax.jit(f).lower(jax.ShapeDtypeStruct((8, 8), jnp.float32)).compile().as_text()
-    module = _hlo.parse_module(text)
+    module = hlo_text.parse_module(text)
     products = [
         one for c in module.computations.values() for one in c.instructions if one.opcode == "dot"
     ]
-    assert {_source.direction_of(one.op_name) for one in products} == wanted
+    assert {hlo_source.direction_of(one.op_name) for one in products} == wanted
 
 
 # Programs
@@ -426,11 +429,11 @@ def _short_locations():
 def test_without_full_stacks_there_is_the_line_alone():
     """With JAX's short locations, the frame is the one that JAX writes."""
     lowered = jax.jit(lambda x: jnp.sin(x)).lower(programs.array(8))  # here: short
-    module = _hlo.parse_module(lowered.compile().as_text())
+    module = hlo_text.parse_module(lowered.compile().as_text())
     sine = next(
         one for c in module.computations.values() for one in c.instructions if one.opcode == "sine"
     )
-    (frame,) = _source.frames_of(sine, module)
+    (frame,) = hlo_source.frames_of(sine, module)
     assert _place(frame)[:2] == (__file__, "short")
 
 

@@ -17,9 +17,9 @@ from rich.console import Console
 import spmd
 from spmd import pjit
 from spmd.inspection import Collective, Cost, Memory, Report, Shape, Shapes, Unread
-from spmd.inspection._sweep import Sweep, SweepRow, sweep
-from spmd.inspection._sweep_text import plain, render_sweep
-from spmd.inspection._topology import topology
+from spmd.inspection.compile.topology import topology
+from spmd.inspection.records.sweep import Sweep, SweepRow, sweep
+from spmd.inspection.show.sweep import plain, render_sweep
 
 
 def exchange(*axes, wire, executions=1):

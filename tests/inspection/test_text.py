@@ -15,10 +15,10 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from spmd.inspection import _text
-from spmd.inspection._bytes import show_bytes
-from spmd.inspection._layout import Column, Grid, Row, cell, flow, plain
-from spmd.inspection._records import Shapes
+from spmd.inspection.records.report import Shapes
+from spmd.inspection.records.sizes import show_bytes
+from spmd.inspection.show import terminal
+from spmd.inspection.show.layout import Column, Grid, Row, cell, flow, plain
 
 GOLDENS = Path(__file__).parent / "goldens"
 
@@ -94,7 +94,7 @@ def test_order_of_the_ledger():
         collective(kind="send", wire_bytes=29, executions=None),
         collective(kind="recv", wire_bytes=1000, executions=0),
     )
-    lines = drawn(_text.render_collectives(report(collectives=found)), 200).splitlines()[2:]
+    lines = drawn(terminal.render_collectives(report(collectives=found)), 200).splitlines()[2:]
     kinds = [line.split()[0] for line in lines if not line.startswith("    ")]
     assert kinds == ["all-reduce", "all-to-all", "all-gather", "send", "recv"]
     assert row_of("\n".join(lines), "all-to-all").count("unknown") == 2
@@ -103,9 +103,9 @@ def test_order_of_the_ledger():
 def test_unknown_is_never_one():
     """A sum over unknown counts says that it is a lower bound, or that nothing is known."""
     known, unknown = collective(wire_bytes=5 * MIB), collective(executions=None)
-    text = drawn(_text.render_totals(report(collectives=(known, unknown))))
+    text = drawn(terminal.render_totals(report(collectives=(known, unknown))))
     assert ">= 5.0 MiB" in text
-    text = drawn(_text.render_totals(report(collectives=(unknown,))))
+    text = drawn(terminal.render_totals(report(collectives=(unknown,))))
     assert row_of(text, "all-reduce") == ["all-reduce", "data", "1", *["unknown"] * 3]
 
 
@@ -117,7 +117,7 @@ def test_limit():
     # 1 + 2 + 3 + 4 + 5 of them
     assert "  5 more rows (15.0 MiB on the wire), not shown\n" in text
     assert "  5 more lines, not shown\n" in text
-    everything = drawn(_text.render_report(report(collectives=found), limit=None), 140)
+    everything = drawn(terminal.render_report(report(collectives=found), limit=None), 140)
     assert everything.count("all-reduce  data       f32") == 45
     assert "not shown" not in everything
 
@@ -128,7 +128,7 @@ def test_two_thousand_rows():
         collective(wire_bytes=i, source=source(i), op_name=f"layer_{i}") for i in range(2000)
     )
     big = report(collectives=found)
-    whole = plain(_text.render_collectives(big, limit=None), width=160)
+    whole = plain(terminal.render_collectives(big, limit=None), width=160)
     assert all(f"transformer.py:{i} block" in whole for i in range(2000))
     assert "1,960 more rows" in str(big)
 
@@ -182,7 +182,7 @@ def test_paths_are_relative_to_here():
     text = drawn(report(collectives=(collective(source=source(7, file=here)),)), 160)
     assert "pkg/train.py:7 block" in text.replace(os.sep, "/")
     assert os.getcwd() not in text
-    assert _text.short_path("/elsewhere/train.py") == "/elsewhere/train.py"
+    assert terminal.short_path("/elsewhere/train.py") == "/elsewhere/train.py"
 
 
 def test_long_paths_leave_room():
@@ -196,22 +196,24 @@ def test_long_paths_leave_room():
 def test_spellings_of_a_line():
     """A line is spelled with its path and qualified name first, and its bare place last."""
     inner = source(7, "loss.<locals>.body", "/w/train.py")
-    assert [text.plain for text in _text.source_cell(inner, prefix="for ")] == [
+    assert [text.plain for text in terminal.source_cell(inner, prefix="for ")] == [
         "for /w/train.py:7 loss.<locals>.body",
         "for train.py:7 loss.<locals>.body",
         "for train.py:7 body",
         "for train.py:7",
     ]
-    assert [text.plain for text in _text.source_cell(None)] == ["no line"]
+    assert [text.plain for text in terminal.source_cell(None)] == ["no line"]
 
 
 def test_rich_is_loaded_when_something_is_drawn():
     """Records, JSON, traces and differences come without rich; drawing loads it."""
     code = (
         "import sys, reports\n"
-        "from spmd.inspection import _diff, _json, _perfetto, _scalars\n"
+        "from spmd.inspection import diff\n"
+        "from spmd.inspection.records import codec\n"
+        "from spmd.inspection.show import perfetto, scalars\n"
         "reports.SMALL.to_json(), reports.SMALL.trace_events(), reports.SMALL.scalars()\n"
-        "_diff.diff(reports.SMALL, reports.report())\n"
+        "diff(reports.SMALL, reports.report())\n"
         "assert 'rich' not in sys.modules\n"
         "str(reports.SMALL)\n"
         "assert 'rich' in sys.modules\n"
@@ -229,7 +231,7 @@ def test_shapes_are_compact():
     """Equal neighbours are counted, and sides that are the same are shown once."""
     a, b = shape(8), shape(4, 2, dtype="bf16")
     texts = [
-        [spelling.plain for spelling in _text.shapes_cell(Shapes(*sides))]
+        [spelling.plain for spelling in terminal.shapes_cell(Shapes(*sides))]
         for sides in (((a, a, a), (a, a, a)), ((a,), (b,)), ((a, b, b), (a,)), ((), (a,)))
     ]
     assert texts == [
@@ -244,13 +246,13 @@ def test_ratios():
     """FLOPs per wire byte and wire bytes per HBM byte are those of the records."""
     cost = dataclasses.replace(SMALL.cost, unknown_loops=0, opaque_calls=0)
     found = (collective(wire_bytes=1000, executions=5),)
-    text = drawn(_text.render_cost(report(cost=cost, collectives=found)))
+    text = drawn(terminal.render_cost(report(cost=cost, collectives=found)))
     # 123,456,789,012 / 5,000 and 5,000 / 5,368,709,120
     assert row_of(text, "FLOPs per wire byte")[-1] == "24,691,358"
     assert row_of(text, "wire bytes per HBM byte")[-1] == "9.31e-07"
     assert row_of(text, "FLOPs") == ["FLOPs", "123.5", "GFLOP"]
     assert "lower bound" not in text
-    assert "ratio of" not in drawn(_text.render_cost(report()))
+    assert "ratio of" not in drawn(terminal.render_cost(report()))
 
 
 def test_bars_show_shares():
@@ -258,7 +260,7 @@ def test_bars_show_shares():
     memory = dataclasses.replace(
         SMALL.memory, arguments=50, outputs=1, temporaries=100, aliased=0, code=25, peak=100
     )
-    rows = drawn(_text.render_memory(memory)).splitlines()
+    rows = drawn(terminal.render_memory(memory)).splitlines()
     bars = {row.split()[0]: row.count("█") for row in rows[:7]}
     del bars[rows[5].split()[0]]
     assert bars == {
@@ -269,7 +271,7 @@ def test_bars_show_shares():
 def test_memory_counts_hidden_buffers():
     """Ten buffers are drawn, and the rest is counted."""
     memory = dataclasses.replace(SMALL.memory, buffers=SMALL.memory.buffers * 6)
-    assert drawn(_text.render_memory(memory)).splitlines()[-1] == "2 more buffers, not shown"
+    assert drawn(terminal.render_memory(memory)).splitlines()[-1] == "2 more buffers, not shown"
 
 
 def test_no_name_is_markup_or_control():
@@ -287,7 +289,7 @@ def test_no_name_is_markup_or_control():
 @given(reports, st.integers(60, 200), st.booleans())
 def test_any_report_fits_any_width(one, width, all_frames):
     """No line is longer than the terminal, trails blanks or holds what cannot be printed."""
-    body = _text.render_report(one, all_frames=all_frames)
+    body = terminal.render_report(one, all_frames=all_frames)
     for line in drawn(body, width).split("\n"):
         assert cell_len(line) <= width
         assert line == line.rstrip()
@@ -298,7 +300,7 @@ def test_any_report_fits_any_width(one, width, all_frames):
 @given(reports, st.integers(60, 200))
 def test_no_figure_is_cut(one, width):
     """Every figure of the ledger is in the text as a whole, at any width."""
-    text = " ".join(drawn(_text.render_collectives(one), width).split())
+    text = " ".join(drawn(terminal.render_collectives(one), width).split())
     for found in one.collectives:
         assert show_bytes(found.wire_bytes) in text
         assert show_bytes(found.payload_bytes) in text

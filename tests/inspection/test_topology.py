@@ -19,7 +19,7 @@ import pytest
 
 import spmd
 from spmd import pjit
-from spmd.inspection._topology import hbm_bytes, is_described, is_stand_in, topology
+from spmd.inspection.compile.topology import hbm_bytes, is_described, is_stand_in, topology
 
 
 def two_products(params, x):
@@ -139,9 +139,9 @@ def test_rings_are_those_of_real_slices(monkeypatch):
     """3D slices of multiples of four, and 2D axes as long as a pod, close to rings; no others."""
     from jax.experimental import topologies
 
-    from spmd.inspection import _topology
+    from spmd.inspection.compile import topology as compile_topology
 
-    _topology._described.cache_clear()
+    compile_topology._described.cache_clear()
     asked = {}
     real = topologies.get_topology_desc
 
@@ -551,7 +551,7 @@ import jax
 before = dict(os.environ)
 if "JAX_PLATFORMS" in os.environ:
     assert jax.devices()[0].platform == "cpu"
-from spmd.inspection._topology import topology
+from spmd.inspection.compile.topology import topology
 mesh = topology("v5e:4x4", {"data": 16})
 x = jax.ShapeDtypeStruct((16, 16), "float32")
 import spmd
@@ -586,15 +586,15 @@ def test_processes_describe_at_once():
 def test_a_machine_with_tpus_keeps_its_settings(monkeypatch):
     """Where TPUs are, and where a user has set a variable, libtpu is not told anything else."""
     from spmd import _jax
-    from spmd.inspection import _topology
+    from spmd.inspection.compile import topology as compile_topology
 
     monkeypatch.setattr(_jax.mesh, "tpu_chips", lambda: 4)
     before = dict(os.environ)
-    with _topology._quiet_libtpu():
+    with compile_topology._quiet_libtpu():
         assert dict(os.environ) == before
     monkeypatch.setattr(_jax.mesh, "tpu_chips", lambda: 0)
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "mine")
-    with _topology._quiet_libtpu():
+    with compile_topology._quiet_libtpu():
         assert os.environ["TPU_WORKER_HOSTNAMES"] == "mine"
         assert os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] == "1"
     assert os.environ["TPU_WORKER_HOSTNAMES"] == "mine"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from spmd.inspection import _hlo, _loops
-from spmd.inspection._walk import visits
+from spmd.inspection.hlo import loops, text as hlo_text
+from spmd.inspection.hlo.calls import visits
 
 
 def _module(**computations):
@@ -13,7 +13,7 @@ def _module(**computations):
         entry = "ENTRY " if name == "main" else ""
         inside = "".join(f"  {line}\n" for line in lines)
         text += f"{entry}%{name} (p: f32[8]) -> f32[8] {{\n{inside}}}\n\n"
-    return _hlo.parse_module(text)
+    return hlo_text.parse_module(text)
 
 
 X = "%x = f32[8]{0} parameter(0)"
@@ -212,8 +212,8 @@ def test_names_that_are_nowhere_are_left_out():
 def test_without_an_entry_nothing_runs():
     """A module without an entry, or without anything, has nothing that runs."""
     assert visits(_module(work=[X])) == {}
-    assert visits(_hlo.parse_module("")) == {}
-    assert visits(_hlo.parse_module("HloModule empty\n")) == {}
+    assert visits(hlo_text.parse_module("")) == {}
+    assert visits(hlo_text.parse_module("HloModule empty\n")) == {}
 
 
 def test_deep_call_graphs():
@@ -233,12 +233,12 @@ def test_many_loops_do_not_read_their_surroundings_anew(monkeypatch):
     """A computation with a thousand loops is opened once, not once for each."""
     opened = []
 
-    class Reader(_loops._Reader):
+    class Reader(loops._Reader):
         def __init__(self, module, computation, *rest):
             opened.append(computation.name)
             super().__init__(module, computation, *rest)
 
-    monkeypatch.setattr(_loops, "_Reader", Reader)
+    monkeypatch.setattr(loops, "_Reader", Reader)
     module = _module(body=[X], test=[X], main=[X, *[_loop(f"w{i}", "body") for i in range(1000)]])
     assert visits(module)["body"].unknown_loops == {f"w{i}" for i in range(1000)}
     assert opened.count("main") == 1

@@ -17,7 +17,8 @@ from rich.console import Console
 import spmd
 from spmd import P
 from spmd._spec import UNSPECIFIED
-from spmd.inspection import Annotation, Conflict, _propagation, _shardy, why
+from spmd.inspection import Annotation, Conflict, why
+from spmd.inspection.shardy import passes, propagation
 
 FILE = "tests/inspection/test_why.py"
 
@@ -320,10 +321,10 @@ def test_the_spec_is_what_the_compiler_gives(grid, specs):
 def _origins_of(name):
     target = programs.cpu_target()
     lowered, _ = programs.PROGRAMS[name][0](target)
-    found = _propagation.propagate(lowered.compiler_ir(), subject="why")
-    from spmd.inspection import _why
+    found = propagation.propagate(lowered.compiler_ir(), subject="why")
+    from spmd.inspection.shardy import why as shardy_why
 
-    return [_why.describe(found, i) for i in range(len(found.values))]
+    return [shardy_why.describe(found, i) for i in range(len(found.values))]
 
 
 @pytest.mark.parametrize(
@@ -560,7 +561,7 @@ def test_names_of_axes_that_look_like_syntax(name):
 def test_names_of_axes_that_are_escaped():
     """MLIR writes quotes, backslashes and what is not printable ASCII in digits; they are read."""
     text = r'#sdy.sharding<@mesh, [{"a\22b", "\\", "\C3\A9"}, {"\0A":(1)2, ?}]>'
-    ((first, second),) = _shardy.shardings_in(text)
+    ((first, second),) = passes.shardings_in(text)
     assert first.axes == ('a"b', "\\", "é")
     assert (second.axes, second.closed) == (("\n:(1)2",), False)
 
@@ -657,7 +658,7 @@ def test_the_module_stays_as_it_is(grid):
 
 def test_passes_that_are_missing(grid, monkeypatch):
     """A jaxlib without the passes gets an error that names them."""
-    monkeypatch.setattr(_propagation, "_PASSES", ("sdy-import-pipeline", "sdy-tell-all{a=b}"))
+    monkeypatch.setattr(propagation, "_PASSES", ("sdy-import-pipeline", "sdy-tell-all{a=b}"))
     low = spmd.pjit(lambda x: x, P("data"), mesh=grid).lower(f32(8))
     with pytest.raises(spmd.ReportError) as error:
         low.why("x")

@@ -1,0 +1,86 @@
+"""The command ``spmd bundle``: what a bundle holds, and whether this process could load it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from spmd.cli.options import CommandError
+
+_OK, _DIFFERS = 0, 1
+_DEVICES = 8
+
+_EXAMPLES = """\
+examples:
+  spmd bundle step.spmd
+
+The exit code is 0 where this machine could load it, 1 where it could not, and 2 for an error.
+"""
+
+
+def add_command(commands: Any, set_device_count: Callable[[int], None]) -> None:
+    """Adds ``bundle`` to the commands of the command line.
+
+    Args:
+        commands: what ``parser.add_subparsers`` gave.
+        set_device_count: makes JAX start on so many virtual CPU devices.
+    """
+    parser = commands.add_parser(
+        "bundle",
+        help="show what a saved program holds, and whether it could be loaded here",
+        description="Show what a bundle holds: names, types, specs, versions. Its code is not run.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("path", metavar="PATH", help="the file that Compiled.save wrote")
+    parser.add_argument(
+        "--devices",
+        type=int,
+        metavar="N",
+        help="compare with so many virtual CPU devices instead of those that JAX finds",
+    )
+    parser.set_defaults(command=lambda args: _run(args, set_device_count))
+
+
+def _run(args: argparse.Namespace, set_device_count: Callable[[int], None]) -> int:
+    if args.devices is not None:
+        if args.devices < 1:
+            raise CommandError(f"--devices {args.devices} is too few: at least 1 is needed.")
+        set_device_count(args.devices)
+    from spmd.bundle import contents
+
+    try:
+        found = contents(args.path)
+    except OSError as error:
+        raise CommandError(f"{args.path} cannot be read: {error.strerror}.") from None
+    print("\n".join(lines_of(found)))
+    return _DIFFERS if found.differences else _OK
+
+
+def lines_of(found: Any) -> list[str]:
+    """The lines that the command prints for a `Contents`."""
+    axes = ", ".join(f"{n}={s}" for n, s in found.mesh.items())
+    names = ("jax", "jaxlib", "platform", "device kind")
+    jax, jaxlib, platform, kind = (found.compiled_for.get(n, "unknown") for n in names)
+    lines = [
+        f"{found.name}: mesh {axes} of {len(found.devices)} devices ({platform}, {kind})",
+        f"spmd {found.spmd}, jax {jax}, jaxlib {jaxlib}",
+        f"{found.total_bytes:,} bytes, of which {found.code_bytes:,} are compiled code",
+        "",
+        *_table("arguments", found.arguments),
+        "",
+        *_table("results", found.results),
+        "",
+    ]
+    if not found.differences:
+        return [*lines, "It can be loaded here."]
+    rows = [f"  {d.field}: {d.bundle}; here: {d.here}" for d in found.differences]
+    return [*lines, "It cannot be loaded here:", *rows]
+
+
+def _table(title: str, values: Sequence[Any]) -> list[str]:
+    rows = [(v.name, v.type, v.sharding + " donated" * v.donated) for v in values]
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
+    shown = [f"  {n:<{widths[0]}}  {t:<{widths[1]}}  {s}" for n, t, s in rows]
+    return [f"{title}:", *(shown or ["  none"])]

@@ -1,0 +1,214 @@
+"""The command ``spmd show``: which device holds which part of an array.
+
+Arguments are checked before anything here imports JAX.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import inspect
+import math
+from pathlib import Path
+import re
+from typing import Any
+
+from spmd.cli.options import CommandError, load, parse_axes, writable
+
+EPILOG = """\
+examples:
+  spmd show "P('data', None)" --mesh data=4,model=2 --shape 8,16
+  spmd show "P('data', 'model')" --mesh data=16,model=16 --topology v5e:16x16 --shape 4096,4096
+  spmd show r.json "batch['x']" --html x.html
+  spmd show weights.npy --spec "P('model')" --mesh model=8
+  spmd show train:batch --mesh data=8
+"""
+
+ABOUT = """\
+Show which device holds which part of an array.
+
+WHAT is a PartitionSpec, which needs --mesh and --shape; a report that --json wrote, with the path
+of one of its arguments; a .npy file, of which only the shape is read, with --spec and --mesh; or
+module:name of an array, a ShapeDtypeStruct with a sharding, a tree of these, or a function without
+arguments that returns one of them and is called within the mesh.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser, set_device_count: Any) -> None:
+    """Declares what the command takes."""
+    parser.description, parser.epilog = ABOUT, EPILOG
+    parser.add_argument("what", metavar="WHAT", help="such as \"P('data', None)\" or r.json")
+    parser.add_argument("argument", metavar="ARGUMENT", nargs="?", help="of a report")
+    parser.add_argument("--mesh", metavar="AXES", help="axis sizes, such as data=4,model=2")
+    parser.add_argument("--shape", metavar="SIZES", help="of the array, such as 8,16")
+    parser.add_argument("--spec", metavar="SPEC", help="of a .npy file, such as \"P('data')\"")
+    parser.add_argument("--topology", metavar="NAME", help="devices, such as v5e:4x4")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to FILE too")
+    parser.set_defaults(set_device_count=set_device_count)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command."""
+    writable(args.html, "--html", ".html")
+    picture = _picture(args)
+    from rich.console import Console
+
+    Console(highlight=False).print(picture)
+    if args.html:
+        picture.save(args.html)
+    return 0
+
+
+def _picture(args: argparse.Namespace) -> Any:
+    if args.what.endswith(".json"):
+        return _of_report(args)
+    if args.argument is not None:
+        raise CommandError(f"show takes {args.argument} only with a report: write r.json first.")
+    if args.what.endswith(".npy"):
+        if args.spec is None:
+            raise CommandError("show needs --spec for a .npy file, such as --spec \"P('data')\".")
+        return _of_spec(args, parse_spec(args.spec), _npy_shape(args.what))
+    # A name after a colon, which no spec has outside of its quotes.
+    if re.fullmatch(r"[\w./\\-]+:[\w.]+", args.what):
+        return _of_object(args)
+    if args.shape is None:
+        raise CommandError("show needs --shape for a PartitionSpec, such as --shape 8,16.")
+    return _of_spec(args, parse_spec(args.what), parse_shape(args.shape))
+
+
+def _of_report(args: argparse.Namespace) -> Any:
+    from spmd.inspection import Report
+    from spmd.inspection.records.pictures import of_argument
+
+    try:
+        report = Report.load(args.what)
+    except OSError as error:
+        raise CommandError(f"{args.what} cannot be read: {error.strerror}.") from None
+    if args.argument is None:
+        paths = ", ".join(one.path for one in report.arguments) or "none: it is of an older version"
+        raise CommandError(f"show needs an argument of {args.what}; it has {paths}.")
+    return of_argument(report, args.argument)
+
+
+def _of_spec(args: argparse.Namespace, spec: tuple[Any, ...], shape: tuple[int, ...]) -> Any:
+    axes = _axes(args)
+    from jax.sharding import AbstractMesh, PartitionSpec
+
+    import spmd
+    from spmd.inspection.compile.visualize import picture_on
+
+    entries = [PartitionSpec.UNCONSTRAINED if e is _UNCONSTRAINED else e for e in spec]
+    if args.topology:
+        mesh: Any = spmd.topology(args.topology, mesh=axes)
+    else:
+        # No device has to start for a picture of where they are.
+        mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
+    return picture_on(mesh, PartitionSpec(*entries), shape)
+
+
+def _axes(args: argparse.Namespace) -> dict[str, int]:
+    if args.mesh is None:
+        raise CommandError("show needs --mesh for a PartitionSpec, such as --mesh data=4,model=2.")
+    return parse_axes(args.mesh, open_size=bool(args.topology))
+
+
+def _of_object(args: argparse.Namespace) -> Any:
+    axes = None if args.mesh is None else parse_axes(args.mesh)
+    shape = None if args.shape is None else parse_shape(args.shape)
+    args.set_device_count(math.prod(axes.values()) if axes else 8)
+    import spmd
+
+    mesh: Any = contextlib.nullcontext()
+    if args.topology:
+        mesh = spmd.topology(args.topology, mesh=axes)
+    elif axes:
+        mesh = spmd.make_mesh(axes)
+    found = load(args.what, "WHAT")
+    with mesh:
+        given = _made(found, args.what) if _is_function(found) else found
+        return spmd.visualize(given, shape=shape)
+
+
+def _is_function(found: Any) -> bool:
+    return callable(found) and not hasattr(found, "sharding")
+
+
+def _made(function: Any, what: str) -> Any:
+    """What a function without arguments gives."""
+    try:
+        inspect.signature(function).bind()
+    except ValueError:
+        pass  # some callables have no signature
+    except TypeError as error:
+        raise CommandError(
+            f"{what} is a function of arguments, and show draws arrays: {error}. For how it is "
+            f"split, write spmd report {what} --args ... --json r.json, then spmd show r.json."
+        ) from None
+    return function()
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """Reads ``8,16``; nothing between commas is a scalar.
+
+    Raises:
+        CommandError: the text is no shape.
+    """
+    parts = [part.strip() for part in text.strip("()[] ").split(",") if part.strip()]
+    if not all(part.isdecimal() for part in parts):
+        raise CommandError(f"--shape {text} is no shape: write sizes, such as 8,16.")
+    return tuple(map(int, parts))
+
+
+def _npy_shape(path: str) -> tuple[int, ...]:
+    import numpy as np
+
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False).shape
+    except OSError as error:
+        raise CommandError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except ValueError as error:
+        raise CommandError(f"{path} holds no array: {error}.") from None
+
+
+_UNCONSTRAINED = object()
+_NAMES = ("P", "PartitionSpec")
+
+
+def parse_spec(text: str) -> tuple[Any, ...]:
+    """Reads ``P('data', None)``, without running anything.
+
+    Returns:
+        Its entries: None, names and tuples of names.
+
+    Raises:
+        CommandError: the text is no PartitionSpec.
+    """
+    wrong = CommandError(
+        f"{text} is no PartitionSpec: write P('data', None), with axis names in quotes."
+    )
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError:
+        raise wrong from None
+    if not isinstance(call, ast.Call) or call.keywords or ast.unparse(call.func) not in _NAMES:
+        raise wrong
+    entries = tuple(map(_entry, call.args))
+    if not all(_is_entry(entry) for entry in entries):
+        raise wrong
+    return entries
+
+
+def _entry(node: ast.expr) -> Any:
+    if isinstance(node, ast.Attribute) and node.attr == "UNCONSTRAINED":
+        return _UNCONSTRAINED
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return ...
+
+
+def _is_entry(entry: Any) -> bool:
+    if isinstance(entry, tuple):
+        return all(isinstance(name, str) for name in entry)
+    return entry is None or entry is _UNCONSTRAINED or isinstance(entry, str)

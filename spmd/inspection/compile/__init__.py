@@ -1,0 +1,15 @@
+"""From a function, or any stage of it, to records: what needs JAX and a compiler.
+
+In the order of reading:
+
+- `program`: from a function to a compiled program, its mesh and its text.
+- `topology`: hardware that is only described.
+- `carrying`: arguments for other devices than those where they lie.
+- `arguments`: how arguments lie, as records.
+- `excerpts`: the source text around the lines of a report.
+- `report`: the report.
+- `preview`: the collectives before the compile.
+- `search`: the largest size, by few trials.
+- `fits`: whether a program fits, and up to which size.
+- `visualize`: from an array, a sharding or a spec to a picture.
+"""

@@ -1,0 +1,573 @@
+"""Whether a program fits the memory of its devices, and the largest size that does.
+
+The compiler plans all memory of a program ahead, so nothing has to run: what it planned, or its
+refusal, is the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import functools
+import math
+import re
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+
+from spmd import _api, _jax, _mesh
+from spmd._arguments import argument_names, parse_parameters
+from spmd._resolve import placed_sharding
+from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, explain
+from spmd.inspection.compile.carrying import carried, mesh_of_arguments
+from spmd.inspection.compile.program import (
+    STAGES,
+    devices_of,
+    entered,
+    lower,
+    memory_plan,
+    mesh_of,
+    shape_of,
+    stage_of,
+    text_of,
+    unbound,
+)
+from spmd.inspection.compile.search import IndivisibleSizeError, Trial, search
+from spmd.inspection.compile.topology import hbm_bytes, topology as describe
+from spmd.inspection.hlo.oom import OutOfMemory, out_of_memory
+from spmd.inspection.hlo.text import parse_modules
+from spmd.inspection.records.fit import Fit, size_verdict_of, verdict_of
+from spmd.inspection.records.report import Buffer, Memory
+from spmd.inspection.records.sizes import parse_bytes
+from spmd.inspection.show.progress import quiet, showing
+
+
+def fits(
+    f: Any,
+    /,
+    *specs: Any,
+    topology: Any = None,
+    mesh: Any = None,
+    budget: int | float | str | None = None,
+    vary: Any = None,
+    max_compiles: int = 24,
+    tolerance: float = 0.0,
+    progress: Callable[[int, Fit], None] | bool | None = None,
+    **kwargs: Any,
+) -> Fit:
+    """Says whether a function fits the memory of its devices, by how much, or up to which size.
+
+    Nothing is run and nothing is allocated. What a program needs on each device is what its
+    compiler planned: arguments, results that do not lie in donated arguments, temporaries and, on
+    TPU, its code. A refusal of the TPU compiler is an answer, not an exception; any other error
+    passes through.
+
+    With `vary`, the largest size is found over compiles: sizes double until one does not fit, then
+    the interval is halved, or cut where a straight line through what is known says. This takes for
+    granted that every size below one that fits does, too. Sizes go in the steps that the shardings
+    of the arguments and results allow.
+
+    Args:
+        f: a function of `spmd.pjit` or `jax.jit`; without `vary`, also a stage of one.
+        *specs: what `f` is called with: arrays or `jax.ShapeDtypeStruct`s, in any pytrees. Those
+            that lie on other devices are split over the axes of the same names.
+        topology: the name of described hardware, such as ``"v5e:4x4"``, or a mesh.
+        mesh: sizes by axis name, or a mesh. By default the axes are those of the current mesh, else
+            of the arguments' own, of which the first grows or shrinks to the size of the topology.
+        budget: memory of one device, such as ``"16GB"``; by default what the hardware has.
+        vary: an argument's path and a dimension of it, ``("batch['x']", 0)``, or several such
+            pairs that all get the same size.
+        max_compiles: no more sizes are tried.
+        tolerance: how far below the largest size the search may stop, as a part of the size: with
+            0.01 the next one that is known not to fit is at most 1 % larger. Most compiles of an
+            exact search are spent on the last percent.
+        progress: called with each size and its answer. Or whether the standard error shows what is
+            tried: True for a line each time, False for nothing; None for one that moves in a
+            terminal, and nothing elsewhere.
+        **kwargs: keyword arguments of the call.
+
+    Returns:
+        The answer; ``print`` shows it with the largest arrays.
+
+    Raises:
+        ValueError: the budget is missing or unreadable, or `vary` names nothing that can vary.
+        TypeError: `f` is nothing that can be compiled.
+        RuntimeError: the topology or mesh does not exist or does not fit the function.
+
+    Example:
+        fit = spmd.fits(step, state, batch, topology="v5e:4x4", vary=("batch['x']", 0))
+        print(fit.largest)
+    """
+    f, given, named = unbound(stage_of(f), specs, kwargs)
+    subject = f"fits of `{_name(f)}`"
+    on = _mesh_for(topology, mesh, (given, named), subject)
+    question = _Question(
+        f=f, mesh=on, budget=_read_budget(budget, subject), subject=subject, name=_name(f)
+    )
+    question.check()
+    if vary is None:
+        return question.answer(given, named)
+    options = {"max_trials": max_compiles, "tolerance": tolerance}
+    seen = progress if callable(progress) else _unseen
+    shown = (
+        quiet()
+        if callable(progress) or progress is False
+        else showing(subject, lines=bool(progress))
+    )
+    with shown as say:
+        return _largest(question, given, named, vary, options, seen, say)
+
+
+def _unseen(size: int, fit: Fit) -> None:
+    """In the place of a `progress` that nobody gave."""
+
+
+# The question
+
+
+def _name(f: Any) -> str:
+    name = getattr(f, "name", None) or getattr(f, "__name__", None)
+    if isinstance(f, (jax.stages.Lowered, jax.stages.Compiled)):
+        name = "the program"
+    return str(name or type(f).__name__)
+
+
+def _read_budget(budget: Any, subject: str) -> int | None:
+    try:
+        return None if budget is None else parse_bytes(budget)
+    except ValueError as e:
+        failure = Failure(what="cannot read the budget", got=str(e), error=OptionError)
+        raise explain(subject, [failure]) from None
+
+
+def _mesh_for(topology: Any, mesh: Any, arguments: Any, subject: str) -> Any:
+    """The mesh to compile for, or None for that of the function."""
+    if isinstance(topology, str):
+        return _described(topology, mesh, arguments)
+    if topology is not None and mesh is not None:
+        failure = Failure(
+            what="got a mesh twice",
+            given=f"topology={_show(topology)}, mesh={_show(mesh)}",
+            expected="topology='v5e:4x4' with the sizes of its axes as mesh, or one mesh",
+            error=OptionError,
+        )
+        raise explain(subject, [failure])
+    found = mesh if topology is None else topology
+    if isinstance(found, Mapping):
+        return _mesh.make_mesh(found)
+    if found is not None and not isinstance(found, jax.sharding.Mesh):
+        failure = Failure(
+            what="cannot use this mesh",
+            expected="a mesh, or sizes by axis name",
+            got=type(found).__name__,
+            error=ArgumentError,
+        )
+        raise explain(subject, [failure])
+    return found
+
+
+def _described(name: str, mesh: Any, arguments: Any) -> Any:
+    if isinstance(mesh, Mapping):
+        return describe(name, mesh)
+    found, current = describe(name), mesh if mesh is not None else _mesh.current_mesh()
+    current = mesh_of_arguments(arguments) if current is None else current
+    if current is None:
+        return found
+    first, *others = current.shape.items()
+    axes = {first[0]: found.size // math.prod(size for _, size in others), **dict(others)}
+    return describe(name, axes) if math.prod(axes.values()) == found.size else found
+
+
+def _show(mesh: Any) -> str:
+    return _mesh.show_mesh(mesh) if isinstance(mesh, jax.sharding.Mesh) else repr(mesh)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Question:
+    """What is asked, up to the arguments.
+
+    Args:
+        f: the function, or a stage.
+        mesh: to compile for; None for that of the function.
+        budget: bytes; None for what the devices have.
+        subject: the first words of an error.
+        name: of the function.
+    """
+
+    f: Any
+    mesh: Any
+    budget: int | None
+    subject: str
+    name: str
+
+    def check(self) -> None:
+        """Refuses what no compile can answer, before one starts.
+
+        Raises:
+            ValueError: there is no budget, and the devices are known to have none.
+        """
+        if self.mesh is not None and not isinstance(self.f, STAGES):
+            self.limit(self.mesh.devices.flat[0])
+
+    def answer(self, specs: Sequence[Any], kwargs: Mapping[str, Any]) -> Fit:
+        """Compiles, and says whether the program fits."""
+        return self.judge(self.lower(specs, kwargs))
+
+    def lower(self, specs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Everything up to the compile."""
+        specs, kwargs = carried(self.f, specs, kwargs, self.mesh, subject=self.subject)
+        # Without another mesh arrays stay: not all that lowers takes their shapes.
+        if self.mesh is not None:
+            specs, kwargs = jtu.tree_map(_shape, (specs, kwargs))
+        with entered(self.mesh):
+            return lower(self.f, specs, kwargs, subject=self.subject, verb="fits")
+
+    def judge(self, lowered: Any) -> Fit:
+        """Compiles what was lowered, and says whether it fits."""
+        with entered(self.mesh), _jax.lowering.lines_in_cache_key():
+            try:
+                compiled = lowered.compile() if hasattr(lowered, "compile") else lowered
+            except Exception as e:
+                verdict = out_of_memory(e)
+                if verdict is None:
+                    raise
+            else:
+                return self._planned(compiled)
+        return self._refused(lowered, verdict)
+
+    def limit(self, device: Any) -> int:
+        """Bytes that the program may take on a device.
+
+        Raises:
+            ValueError: that is not known.
+        """
+        if self.budget is not None:
+            return self.budget
+        known = hbm_bytes(device.device_kind) or _own_limit(device)
+        if known is None:
+            raise explain(self.subject, [_no_budget(device)])
+        return known
+
+    def _planned(self, compiled: Any) -> Fit:
+        mesh, devices = mesh_of(compiled, self.mesh), devices_of(compiled)
+        memory = memory_plan(compiled, parse_modules(text_of(compiled)))
+        if memory is None:
+            raise explain(self.subject, [_no_plan(devices[0])])
+        budget = self.limit(devices[0])
+        return self._fit(
+            mesh, devices, budget=budget, needed=memory.peak, memory=memory, buffers=memory.buffers
+        )
+
+    def _refused(self, lowered: Any, verdict: OutOfMemory) -> Fit:
+        mesh = self.mesh if self.mesh is not None else getattr(lowered, "mesh", None)
+        devices = [] if mesh is None else [*mesh.devices.flat]
+        known = [] if verdict.available is None else [verdict.available]
+        if self.budget is not None or not known:
+            known.append(self.limit(devices[0]) if devices else self.budget or 0)
+        needed = verdict.needed
+        return self._fit(mesh, devices, budget=min(known), needed=needed, buffers=verdict.buffers)
+
+    def _fit(
+        self,
+        mesh: Any,
+        devices: Sequence[Any],
+        *,
+        budget: int,
+        needed: int | None,
+        buffers: tuple[Buffer, ...],
+        memory: Memory | None = None,
+    ) -> Fit:
+        device = devices[0] if devices else None
+        fit = Fit(
+            fits=memory is not None and memory.peak <= budget,
+            needed=needed,
+            budget=budget,
+            memory=memory,
+            buffers=buffers,
+            verdict="",
+            name=self.name,
+            mesh={} if mesh is None else dict(mesh.shape),
+            num_devices=len(devices),
+            device_kind=device.device_kind if device else "",
+            backend=device.platform if device else "tpu",
+            stand_in=device is not None and device.platform == "cpu",
+        )
+        return dataclasses.replace(fit, verdict=verdict_of(fit))
+
+
+def _shape(leaf: Any) -> Any:
+    """An array as its shape, on its devices."""
+    return shape_of(leaf, placed_sharding(leaf))
+
+
+def _own_limit(device: Any) -> int | None:
+    """What a device that is there leaves to programs, where its runtime says it."""
+    try:
+        return (device.memory_stats() or {}).get("bytes_limit")
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return None  # described devices have no runtime
+
+
+def _no_budget(device: Any) -> Failure:
+    return Failure(
+        what="needs a budget",
+        expected="the memory of one device, which is not known",
+        got=f"devices of kind {device.device_kind!r}",
+        fix="budget='16GB', or topology='v5e:4x4', whose memory is known",
+        error=OptionError,
+    )
+
+
+def _no_plan(device: Any) -> Failure:
+    return Failure(
+        what="has no answer: the compiler tells nothing about memory",
+        got=f"devices of kind {device.device_kind!r}",
+        error=OptionError,
+    )
+
+
+# The largest size
+
+
+def _largest(
+    question: _Question,
+    specs: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    vary: Any,
+    options: Mapping[str, Any],
+    progress: Callable[[int, Fit], None],
+    say: Callable[[str], None],
+) -> Fit:
+    if isinstance(question.f, STAGES):
+        raise explain(question.subject, [_stage_with_vary(question.f)])
+    if failure := _bad_options(**options):
+        raise explain(question.subject, [failure])
+    call = _Call.of(question, specs, kwargs, vary)
+    answers: dict[int, Fit] = {}
+
+    def trial(size: int) -> Trial:
+        say(f"compiling size {size:,}, after {len(answers)} others")
+        fit = call.answer(size, first=not answers)
+        answers[size] = fit
+        progress(size, fit)
+        return Trial(size, fit.needed, fit.fits)
+
+    def budget() -> int | None:
+        return next((fit.budget for fit in answers.values()), None)
+
+    found = search(trial, start=call.size, budget=budget, **options)
+    best = answers[found.largest] if found.largest else answers[min(answers)]
+    fit = dataclasses.replace(
+        best,
+        vary=call.vary,
+        largest=found.largest,
+        too_large=found.too_large,
+        step=found.step,
+        tried=found.tried,
+    )
+    return dataclasses.replace(fit, verdict=size_verdict_of(fit))
+
+
+_DIVISIBLE = re.compile(r"divisible by (\d+)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """A call whose arguments vary in size.
+
+    Args:
+        question: what is asked.
+        leaves: of the arguments.
+        tree: of ``(args, kwargs)``.
+        vary: paths and dimensions.
+        places: the same, with the number of the leaf for its path.
+    """
+
+    question: _Question
+    leaves: tuple[Any, ...]
+    tree: Any
+    vary: tuple[tuple[str, int], ...]
+    places: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(
+        cls, question: _Question, specs: Sequence[Any], kwargs: Mapping[str, Any], vary: Any
+    ) -> _Call:
+        """Finds the leaves that vary.
+
+        Raises:
+            ValueError: a path or a dimension is not there.
+            TypeError: `vary` is no pair of a path and a dimension, nor several.
+        """
+        pairs = _pairs(vary, question.subject)
+        fun = getattr(question.f, "__wrapped__", question.f)
+        params = parse_parameters(fun, question.subject, (), (), (), ())
+        args, named = params.bind(tuple(specs), kwargs)
+        leaves, tree = jtu.tree_flatten((args, named))
+        names = argument_names(params, range(len(args)), tree)
+        failures, places = [], []
+        for path, dim in pairs:
+            found = _place(path, dim, names, leaves)
+            (failures if isinstance(found, Failure) else places).append(found)
+        if failures:
+            raise explain(question.subject, failures)
+        shown = tuple((names[i], dim) for i, dim in places)
+        return cls(
+            question=question, leaves=tuple(leaves), tree=tree, vary=shown, places=tuple(places)
+        )
+
+    @property
+    def size(self) -> int:
+        """The size that the first of the arguments has now."""
+        index, dim = self.places[0]
+        return self.leaves[index].shape[dim]
+
+    def answer(self, size: int, *, first: bool) -> Fit:
+        """Compiles for one size, with a copy of the function whose programs go with it.
+
+        Args:
+            size: to compile for.
+            first: True where no size was ever lowered, so that an error need not be of the size.
+
+        Raises:
+            IndivisibleSizeError: a sharding or the function itself takes multiples only.
+        """
+        question = dataclasses.replace(self.question, f=_copied(self.question.f))
+        try:
+            lowered = question.lower(*self._resized(size))
+        except Exception as e:
+            factor = self._factor(e, size, first=first)
+            if factor is not None:
+                raise IndivisibleSizeError(factor) from None
+            self._name_size(e, size)
+            raise
+        try:
+            return question.judge(lowered)
+        except Exception as e:
+            self._name_size(e, size)
+            raise
+
+    def _resized(self, size: int) -> tuple[Any, Any]:
+        leaves = list(self.leaves)
+        for index, dim in self.places:
+            leaf = _shape(leaves[index])
+            shape = (*leaf.shape[:dim], size, *leaf.shape[dim + 1 :])
+            leaves[index] = leaf.update(shape=shape)
+        return jtu.tree_unflatten(self.tree, leaves)
+
+    def _factor(self, error: Exception, size: int, *, first: bool) -> int | None:
+        """What sizes should be a multiple of, where that may be what is wrong with this one."""
+        said = [int(n) for n in _DIVISIBLE.findall(str(error))]
+        if factor := next((n for n in said if n and size % n), None):
+            return factor
+        # A function may reshape its arguments: it took the size that it was given, so it will
+        # take multiples of a divisor of that one.
+        if first or not self.size or size % self.size == 0:
+            return None
+        step = math.gcd(size, self.size)
+        rest = self.size // step
+        return step * next(p for p in range(2, rest + 1) if rest % p == 0)
+
+    def _name_size(self, error: Exception, size: int) -> None:
+        what = " and ".join(f"dimension {d} of {path}" for path, d in self.vary)
+        error.add_note(f"This is from spmd.fits, which tried {size:,} for {what}.")
+
+
+def _copied(f: Any) -> Any:
+    """A pjit function with caches of its own, so that what is compiled for it is not kept."""
+    if not isinstance(f, _api.PjitFunction):
+        return f
+    fun = f._line.fun
+
+    def copy(*args: Any, **kwargs: Any) -> Any:
+        return fun(*args, **kwargs)
+
+    return _api.pjit_function(functools.wraps(fun)(copy), f._line.options)
+
+
+def _pairs(vary: Any, subject: str) -> list[tuple[str, int]]:
+    one = isinstance(vary, (tuple, list)) and len(vary) == 2 and isinstance(vary[0], str)
+    pairs = [vary] if one else vary
+    if isinstance(pairs, (tuple, list)) and pairs:
+        right = [
+            isinstance(p, (tuple, list))
+            and len(p) == 2
+            and isinstance(p[0], str)
+            and isinstance(p[1], int)
+            and not isinstance(p[1], bool)
+            for p in pairs
+        ]
+        if all(right):
+            return [(path, dim) for path, dim in pairs]
+    failure = Failure(
+        what="cannot read vary",
+        given=f"vary={vary!r}"[:200],
+        expected="an argument's path and a dimension, or a list of such pairs",
+        fix="vary=(\"batch['x']\", 0)",
+        error=ArgumentError,
+    )
+    raise explain(subject, [failure])
+
+
+def _place(
+    path: str, dim: int, names: Sequence[str], leaves: Sequence[Any]
+) -> tuple[int, int] | Failure:
+    """The leaf that a path names, and the dimension counted from the first."""
+    given, wanted = f"vary=({path!r}, {dim})", path.replace('"', "'")
+    if wanted not in names:
+        inside = [n for n in names if n.startswith((f"{wanted}[", f"{wanted}."))]
+        missing = f"has no array {path}{did_you_mean(wanted, names)}"
+        return Failure(
+            what=f"cannot vary {path}, which holds several arrays" if inside else missing,
+            given=given,
+            expected="the path of an array: " + _listed(inside or names),
+            error=OptionError,
+        )
+    leaf = leaves[names.index(wanted)]
+    rank = len(getattr(leaf, "shape", ()))
+    if not -rank <= dim < rank:
+        return Failure(
+            what=f"has no dimension {dim} in {path}",
+            given=given,
+            expected=f"a dimension from {-rank} to {rank - 1}"
+            if rank
+            else "an array of rank 1 or more",
+            got=f"shape {tuple(leaf.shape)}"
+            if hasattr(leaf, "shape")
+            else f"a {type(leaf).__name__}",
+            error=OptionError,
+        )
+    return names.index(wanted), dim % rank
+
+
+def _listed(names: Sequence[str], most: int = 10) -> str:
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "") or "there is none"
+
+
+def _stage_with_vary(f: Any) -> Failure:
+    return Failure(
+        what=f"cannot vary the size of a {type(f).__name__} stage",
+        expected="a function, which is lowered for each size",
+        fix="fits(function, *args, vary=...)",
+        error=ArgumentError,
+    )
+
+
+def _bad_options(max_trials: Any, tolerance: Any) -> Failure | None:
+    if not isinstance(max_trials, int) or max_trials < 1:
+        return Failure(
+            what="cannot compile so often",
+            given=f"max_compiles={max_trials!r}",
+            expected="a whole number of at least 1",
+            error=OptionError,
+        )
+    if not isinstance(tolerance, (int, float)) or not 0 <= tolerance < 1:
+        return Failure(
+            what="cannot stop there",
+            given=f"tolerance={tolerance!r}",
+            expected="a part of the size, from 0 to 1",
+            error=OptionError,
+        )
+    return None

@@ -1,0 +1,116 @@
+"""A report before compilation, by the passes of Shardy alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spmd import _jax, stages
+from spmd.errors import Failure, ReportError, explain
+from spmd.inspection.compile.program import COMPILED, check_lowered, entered, lower, stage_of
+from spmd.inspection.compile.report import versions
+from spmd.inspection.records.report import Cost, Report
+from spmd.inspection.shardy import passes
+from spmd.inspection.shardy.exchanges import exchanges
+from spmd.inspection.shardy.listing import origins_later
+from spmd.inspection.shardy.targets import target_of
+from spmd.inspection.shardy.why import function_of
+
+_PASSES = (
+    passes.PROPAGATION,
+    "func.func(sdy-insert-explicit-reshards{enable-full-version=true})",
+    "func.func(sdy-reshard-to-collectives)",
+)
+
+
+def preview(f: Any, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
+    """Predict the collectives of a function without compiling it.
+
+    Shardy propagates the shardings and makes every exchange explicit that they demand. Those are
+    changed by the rules that are known of the compiler of the mesh's devices, for CPU and TPU:
+    `Report.prediction` says which. What else the compiler does is not in it: it combines and moves
+    exchanges, and replaces some by others.
+
+    Args:
+        f: a function of `spmd.pjit` or `jax.jit`, or what one of them was traced or lowered to.
+        *args: what the function is called with; none for a stage.
+        mesh: the mesh to lower for; by default the current one or the function's own.
+        **kwargs: keyword arguments of the call.
+
+    Returns:
+        A report with `predicted` True: collectives with their lines, axes, bytes and executions.
+        Its cost is zero and its memory None, since only a compiled program has them.
+
+    Raises:
+        ReportError: this jaxlib lacks the passes of Shardy, `f` is compiled already, or meshes of
+            it give an axis several sizes.
+        TypeError: `f` cannot be lowered.
+        RuntimeError: the program is for another mesh.
+
+    Example:
+        print(spmd.preview(step, state, batch))
+    """
+    subject = "preview"
+    f = stage_of(f)
+    if isinstance(f, COMPILED):
+        raise explain(subject, [_compiled(f)])
+    with entered(mesh):
+        lowered = lower(f, args, kwargs, subject=subject, verb="preview")
+    return _report_of(lowered, mesh, subject)
+
+
+def _compiled(f: Any) -> Failure:
+    return Failure(
+        what="is for what is not compiled yet",
+        got=f"{type(f).__module__}.{type(f).__name__}",
+        fix="report(compiled), which says what the program does",
+        error=ReportError,
+    )
+
+
+def _report_of(lowered: Any, mesh: Any, subject: str) -> Report:
+    module = passes.module_of(lowered, subject=subject)
+    count = passes.count_devices(module)
+    check_lowered(lowered, count, mesh, subject=subject)
+    platform, kind = _devices(lowered)
+    done = passes.run(module, _PASSES, subject=subject)
+    with module.context:
+        if names := passes.apart(done):
+            raise explain(subject, [_several_sizes(names)])
+        found = exchanges(done, platform)
+        return Report(
+            name=function_of(module),
+            backend=platform,
+            device_kind=kind,
+            stand_in=False,
+            mesh=passes.axis_sizes(done),
+            num_devices=count,
+            versions=versions(),
+            collectives=found,
+            cost=Cost.zeros(),
+            memory=None,
+            predicted=True,
+            prediction=target_of(platform).rules,
+            _origins=origins_later(lowered, found, subject=subject),
+        )
+
+
+def _several_sizes(names: passes.Names) -> Failure:
+    """The passes leave it to the partitioner to go from one such mesh to another."""
+    axes = dict.fromkeys(name for _, name in names)
+    return Failure(
+        what="cannot say what is sent between meshes that give an axis several sizes",
+        got=f"several sizes of {', '.join(map(repr, axes))}",
+        fix="compile it, and see its report",
+        error=ReportError,
+    )
+
+
+def _devices(lowered: Any) -> tuple[str, str]:
+    """Platform and kind of the devices that a program is for, as far as it says."""
+    if not isinstance(lowered, stages.Lowered):
+        devices = _jax.lowering.lowered_devices(lowered)
+    else:
+        devices = () if _jax.mesh.is_abstract(lowered.mesh) else lowered.mesh.devices.flat
+    for device in devices:
+        return device.platform, device.device_kind
+    return "any backend", ""

@@ -1,0 +1,261 @@
+"""From a function, or any stage of it, to a report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+import importlib.metadata
+import itertools
+import logging
+import re
+from typing import Any
+import warnings
+
+import jax
+
+import spmd
+from spmd import _jax, _mesh, _resolve, stages
+from spmd.errors import ReportError
+from spmd.inspection.compile.arguments import arguments_of
+from spmd.inspection.compile.excerpts import excerpts
+from spmd.inspection.compile.program import (
+    COMPILED,
+    devices_of,
+    entered,
+    lower,
+    lowered_of,
+    memory_plan,
+    mesh_of,
+    refuse_arguments,
+    text_of,
+)
+from spmd.inspection.findings.constraints import ignored_constraints
+from spmd.inspection.findings.rematerialization import (
+    compile_and_catch,
+    rematerializations,
+    warnings_of,
+)
+from spmd.inspection.findings.rules import Program, findings
+from spmd.inspection.hlo.calls import visits
+from spmd.inspection.hlo.cost import cost_of
+from spmd.inspection.hlo.ledger import ledger
+from spmd.inspection.hlo.text import Module, parse_modules
+from spmd.inspection.records.report import Cost, Finding, Report, Reshard, Source, Unread
+from spmd.inspection.shardy.listing import origins_later
+from spmd.inspection.shardy.passes import frames_of, module_of, operations_in
+from spmd.inspection.shardy.propagation import Propagation, propagate
+
+logger = logging.getLogger(__name__)
+
+
+def report(f: Any, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
+    """Compile a function, and say what the program does between and on its devices.
+
+    Nothing is run: the arguments may be arrays or `jax.ShapeDtypeStruct`s.
+
+    Args:
+        f: a function of `spmd.pjit` or `jax.jit`, or what one of them was traced, lowered or
+            compiled to, `jax.stages.Lowered` and `jax.stages.Compiled` included; also a method that
+            is one, and a `functools.partial` of one.
+        *args: what the function is called with; none for a stage, which has them already.
+        mesh: the mesh to compile for, real or from `spmd.topology`. By default it is the current
+            mesh or the function's own, and for `jax.jit` the mesh of its shardings.
+        **kwargs: keyword arguments of the call. For one called ``mesh``, report ``f.lower(...)``.
+
+    Returns:
+        The collectives with their lines, axes and bytes, the cost, and the memory.
+
+    Raises:
+        TypeError: `f` is nothing that can be compiled, a stage is given arguments, or `mesh` is no
+            mesh.
+        RuntimeError: the program is for another mesh.
+
+    Example:
+        report = spmd.report(step, state, batch)
+        print(report)
+    """
+    if isinstance(f, Report):
+        refuse_arguments(f, args, kwargs, subject="report", verb="report")
+        return f
+    with entered(mesh):
+        with ignored_constraints() as ignored:
+            found = lower(f, args, kwargs, subject="report", verb="report")
+        if isinstance(found, COMPILED):
+            compiled, lowered, is_new = found, lowered_of(found), False
+        else:
+            is_new = not _jax.lowering.is_compiled(found._lowering)
+            compiled, lowered = compile_and_catch(found), found
+        made = _report_of(compiled, mesh_of(compiled, mesh), lowered, [*ignored.values()])
+        if not is_new and _jax.lowering.may_have_other_lines() and _has_other_lines(made, lowered):
+            warnings.warn(_OTHER_LINES, stacklevel=2)
+        return made
+
+
+_OTHER_LINES = (
+    "report: the lines are those of another version of the source. Before the report, JAX took the "
+    "program from its persistent compilation cache, whose key leaves lines out. Report a function "
+    "before it is called or compiled, or set jax_compilation_cache_include_metadata_in_key."
+)
+
+
+def _has_other_lines(report: Report, lowered: Any) -> bool:
+    """Whether a collective has a line that the program was not lowered from."""
+    used = {(one.source.file, one.source.line) for one in report.collectives if one.source}
+    if lowered is None or not used:
+        return False
+    module = lowered.compiler_ir()
+    with module.context:
+        frames = (frames_of(one.location) for one in operations_in(module.operation))
+        return bool(used - {(frame.file, frame.line) for found in frames for frame in found})
+
+
+def _report_of(compiled: Any, mesh: Any, lowered: Any, ignored: Sequence[Source] = ()) -> Report:
+    devices = devices_of(compiled)
+    axis_sizes = dict(mesh.shape) if mesh is not None else {}
+    modules = parse_modules(text_of(compiled))
+    visited = [visits(module) for module in modules]
+    pairs = [*zip(modules, visited, strict=True)]
+    found = tuple(itertools.chain.from_iterable(ledger(m, v, axis_sizes) for m, v in pairs))
+    memory = memory_plan(compiled, modules)
+    parameters = _parameter_names(modules)
+    report = Report(
+        name=_name(compiled, modules),
+        backend=devices[0].platform,
+        device_kind=devices[0].device_kind,
+        stand_in=devices[0].platform == "cpu",
+        mesh=axis_sizes,
+        num_devices=len(devices),
+        versions=versions(),
+        collectives=found,
+        cost=sum((cost_of(m, v) for m, v in pairs), Cost.zeros()),
+        memory=memory,
+        reshards=_reshards(compiled) if isinstance(compiled, stages.Compiled) else (),
+        arguments=arguments_of(compiled, mesh, parameters),
+        device_ids=tuple(device.id for device in devices),
+        excerpts=excerpts(found, memory),
+        unread=_unread(modules),
+        _origins=origins_later(lowered, found, subject="report"),
+    )
+    program = Program(
+        report=report,
+        modules=pairs,
+        parameters=parameters,
+        donated=_donated(compiled, report),
+        propagation=_propagation(lowered),
+        rematerialized=rematerializations(warnings_of(compiled), modules[-1], axis_sizes)
+        if modules
+        else (),
+        # On one device, and meant for one, there is nothing to constrain.
+        ignored=ignored if len(devices) > 1 or _is_partitioned_here() else (),
+    )
+    return dataclasses.replace(report, findings=_spoken(findings(program), compiled))
+
+
+def _spoken(found: Iterable[Finding], compiled: Any) -> tuple[Finding, ...]:
+    """Findings in the words of what was called: rules write those of `spmd.pjit`."""
+    words = {"in_axis_resources": "in_shardings"}
+    if not isinstance(compiled, stages.Compiled):
+        words["in_axis_resources"] += " of jax.jit, as NamedSharding(mesh, spec)"
+        words["with_sharding_constraint"] = "jax.lax.with_sharding_constraint"
+    elif not any(name.startswith("in_shardings") for name in compiled._call.given):
+        return tuple(found)
+    pattern = re.compile("|".join(words))
+    return tuple(
+        dataclasses.replace(one, fix=pattern.sub(lambda word: words[word[0]], one.fix))
+        for one in found
+    )
+
+
+def _unread(modules: tuple[Module, ...]) -> Unread | None:
+    lines = [line for module in modules for line in module.unread]
+    return Unread(lines=len(lines), first=lines[0].strip()[:200]) if lines else None
+
+
+def _is_partitioned_here() -> bool:
+    mesh = _mesh.current_mesh()
+    return mesh is not None and mesh.size > 1
+
+
+def _propagation(lowered: Any) -> Propagation | None:
+    """How the values of a program are split, where that can be known."""
+    if lowered is None:
+        return None
+    try:
+        module = module_of(lowered, subject="report")
+        return propagate(module, subject="report", steps=False)
+    except ReportError:
+        return None  # lowered for another partitioner, or by a jaxlib without the passes
+    except Exception:  # whatever a program has that is not foreseen, it has a report
+        logger.warning("report: its findings are not complete", exc_info=True)
+        return None
+
+
+def _donated(compiled: Any, report: Report) -> list[str]:
+    """Paths of the arguments that were given away."""
+    if isinstance(compiled, stages.Compiled):
+        flags = [i in compiled.donate_argnums for i in range(len(report.arguments))]
+    else:
+        flags = [info.donated for info in jax.tree.leaves(compiled.args_info)]
+    if len(flags) != len(report.arguments):
+        return []
+    return [a.path for a, flag in zip(report.arguments, flags, strict=True) if flag]
+
+
+def versions() -> Mapping[str, str]:
+    """Versions of what decides how a program is compiled."""
+    return {
+        "spmd": spmd.__version__,
+        "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+    }
+
+
+def _name(compiled: Any, modules: tuple[Module, ...]) -> str:
+    if isinstance(compiled, stages.Compiled):
+        return compiled.name
+    # XLA's names hold no angle brackets.
+    name = re.sub("^(p?jit|pmap)_", "", modules[0].name) if modules else ""
+    return "<lambda>" if name.strip("_") == "lambda" else name
+
+
+def _parameter_names(modules: tuple[Module, ...]) -> list[str]:
+    """Paths of the parameters of the last module, which holds the program."""
+    entry = modules[-1].computations.get(modules[-1].entry) if modules else None
+    found = [one for one in entry.instructions if one.opcode == "parameter"] if entry else []
+    return [one.op_name for one in sorted(found, key=lambda one: int(one.operands))]
+
+
+# Arguments that move
+
+
+def _reshards(compiled: stages.Compiled) -> tuple[Reshard, ...]:
+    return tuple(
+        Reshard(
+            argument=name,
+            given=_resolve.show_sharding(given),
+            wanted=_resolve.show_sharding(wanted),
+            nbytes=_moved_bytes(aval, given, wanted),
+        )
+        for name, aval, given, wanted in compiled._moved_arguments()
+    )
+
+
+def _moved_bytes(aval: Any, given: Any, wanted: Any) -> int:
+    """Bytes that the device which lacks most of its new shard has to receive."""
+    held = given.devices_indices_map(aval.shape)
+    needed = wanted.devices_indices_map(aval.shape)
+    missing = (
+        _count(index, index, aval.shape) - _count(index, held[device], aval.shape)
+        for device, index in needed.items()
+    )
+    # Keys of random numbers have a dtype that NumPy does not know, and a size.
+    return max(missing, default=0) * aval.dtype.itemsize
+
+
+def _count(a: tuple[slice, ...], b: tuple[slice, ...], shape: tuple[int, ...]) -> int:
+    """Elements that two blocks of an array have in common."""
+    common = 1
+    for x, y, size in zip(a, b, shape, strict=True):
+        (x0, x1, _), (y0, y1, _) = x.indices(size), y.indices(size)
+        common *= max(0, min(x1, y1) - max(x0, y0))
+    return common

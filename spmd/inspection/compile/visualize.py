@@ -1,0 +1,254 @@
+"""From an array, a traced value, a sharding or a spec of JAX to a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import math
+import operator
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
+import numpy as np
+
+from spmd import _jax, _mesh, _resolve
+from spmd._spec import ParsedPartitionSpec, show_spec
+from spmd.errors import Failure, OptionError, explain, show_value
+from spmd.inspection.compile.arguments import splits_of_spec
+from spmd.inspection.records.pictures import (
+    Picture,
+    Pictures,
+    Shard,
+    no_mesh,
+    no_shape,
+    no_sharding,
+    shards_of,
+)
+
+_SUBJECT = "visualize"
+_PLACES = "No devices are known: numbers are places on the mesh, the last axis fastest."
+
+
+def draw(given: Any, shape: Sequence[int] | None) -> Picture | Pictures:
+    """The picture of whatever `spmd.visualize` takes, or one for each leaf of a tree."""
+    leaves, tree = jax.tree_util.tree_flatten_with_path(given)
+    if jax.tree_util.treedef_is_leaf(tree) or not leaves:
+        return picture_of(given, shape)
+    named = [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
+    return Pictures(pictures={name: picture_of(leaf, shape, name) for name, leaf in named})
+
+
+def picture_of(given: Any, shape: Sequence[int] | None, path: str = "") -> Picture:
+    """The picture of one array or sharding; `path` is its place in a tree."""
+    if isinstance(given, Tracer):
+        _refuse_shape(shape, "a traced value")
+        # Eager `grad` works on an array that lies somewhere; under `vmap` that has another shape.
+        held = _jax.core.underlying(given)
+        if isinstance(held, Tracer) or held.shape != given.shape:
+            return _of_traced(given)
+        given = held
+    if isinstance(given, (Sharding, PartitionSpec)):
+        if shape is None:
+            raise no_shape(f"a {type(given).__name__}")
+        # Only the dimensions count, so any element type does for the checks.
+        aval = jax.ShapeDtypeStruct(_dims(shape), jax.numpy.float32)
+        return _of_sharding(_with_mesh(given), aval, typed=False)
+    if isinstance(given, (np.ndarray, np.generic, bool, int, float, complex)):
+        _refuse_shape(shape, "an array")
+        return _of_host(given)
+    sharding = getattr(given, "sharding", None)
+    if not isinstance(sharding, Sharding):
+        raise no_sharding(given, path)
+    _refuse_shape(shape, "an array")
+    return _of_sharding(sharding, given, typed=True)
+
+
+def _of_host(given: Any) -> Picture:
+    """What is on no device yet is drawn where it would be, and says so."""
+    # The default device is a matter of several options, which JAX combines.
+    sharding = jax.numpy.zeros(()).sharding
+    picture = _of_sharding(sharding, _jax.core.abstractify(given), typed=True)
+    note = "It is in the memory of the host: this is where jax.numpy.asarray places it."
+    return dataclasses.replace(picture, notes=(note,))
+
+
+def _dims(shape: Any) -> tuple[int, ...]:
+    try:
+        dims = tuple(map(operator.index, shape))
+    except TypeError:
+        dims = None
+    if dims is None or any(n < 0 for n in dims):
+        failure = Failure(
+            what="takes the shape of the array",
+            expected="a tuple of whole numbers that are not negative, such as shape=(8, 16)",
+            got=f"shape={show_value(shape)}",
+            error=OptionError,
+        )
+        raise explain(_SUBJECT, [failure])
+    return dims
+
+
+def picture_on(mesh: Any, spec: PartitionSpec, shape: Sequence[int]) -> Picture:
+    """The picture of a PartitionSpec on a mesh, of which only a shape is known.
+
+    Args:
+        mesh: of devices, or abstract.
+        spec: checked here, in words of ours.
+        shape: of the array.
+    """
+    # Only the dimensions count, so any element type does for the checks.
+    aval = jax.ShapeDtypeStruct(tuple(shape), jax.numpy.float32)
+    return _of_sharding(_Placed(mesh, spec), aval, typed=False)
+
+
+def _refuse_shape(shape: Sequence[int] | None, what: str) -> None:
+    if shape is not None:
+        failure = Failure(
+            what=f"takes no shape with {what}, which has one",
+            given=f"shape={tuple(shape)}",
+            fix="leave it out",
+            error=OptionError,
+        )
+        raise explain(_SUBJECT, [failure])
+
+
+def _with_mesh(given: Any) -> Any:
+    if isinstance(given, Sharding):
+        return given
+    mesh = _mesh.current_mesh()
+    if mesh is None:
+        raise no_mesh()
+    return _Placed(mesh, given)
+
+
+class _Placed:
+    """A PartitionSpec on a mesh, which JAX would check for a NamedSharding in words of its own."""
+
+    def __init__(self, mesh: Any, spec: PartitionSpec):
+        self.mesh, self.spec = mesh, spec
+
+
+def _of_sharding(sharding: Any, aval: Any, *, typed: bool) -> Picture:
+    named = isinstance(sharding, (NamedSharding, _Placed))
+    mesh = dict(sharding.mesh.shape) if named else {}
+    facts = {
+        "shape": tuple(aval.shape),
+        "dtype": _jax.core.short_aval(aval).partition("[")[0] if typed else "",
+        "itemsize": aval.dtype.itemsize if typed else 0,
+        "sharding": show_spec(sharding.spec) if named else _resolve.show_sharding(sharding),
+        "mesh": mesh,
+    }
+    if not named:
+        platform = next(iter(sharding.device_set)).platform
+        return Picture(**facts, platform=platform, shards=_listed(sharding, aval.shape))
+    _check(sharding, aval)
+    splits = splits_of_spec(aval.shape, sharding.spec, mesh)
+    ids, platform = _devices(sharding.mesh)
+    return Picture(
+        **facts,
+        platform=platform,
+        shards=shards_of(aval.shape, splits, mesh, ids),
+        notes=tuple(_notes(sharding.spec, platform)),
+    )
+
+
+def _check(sharding: Any, aval: Any) -> None:
+    parsed = ParsedPartitionSpec.from_user_input(sharding.spec, "spec", allow_unconstrained=True)
+    failure = _resolve.spec_failure(
+        parsed, aval, sharding.mesh, "the array", "the spec", boundary=False
+    )
+    if failure:
+        raise explain(_SUBJECT, [failure])
+
+
+def _devices(mesh: Any) -> tuple[Sequence[int], str]:
+    """Ids of the devices in mesh order, and their platform; places for a mesh without devices."""
+    if _jax.mesh.is_abstract(mesh):
+        return range(math.prod(mesh.shape.values())), ""
+    return [device.id for device in mesh.devices.flat], mesh.devices.flat[0].platform
+
+
+def _notes(spec: Any, platform: str) -> Iterator[str]:
+    if PartitionSpec.UNCONSTRAINED in tuple(spec):
+        yield "Unconstrained dimensions are drawn whole: the partitioner decides about them."
+    if partial := getattr(spec, "unreduced", None):
+        axes = ", ".join(sorted(map(str, partial)))
+        yield f"Devices along {axes} hold parts of a sum, which are not added up yet."
+    if not platform:
+        yield _PLACES
+
+
+def _listed(sharding: Any, shape: Sequence[int]) -> tuple[Shard, ...]:
+    """The parts of a sharding that has no spec, as it lists them itself."""
+    found: dict[Any, list[int]] = {}
+    for device, index in sharding.devices_indices_map(tuple(shape)).items():
+        ranges = tuple(part.indices(n)[:2] for part, n in zip(index, shape, strict=True))
+        found.setdefault(ranges, []).append(device.id)
+    return tuple(Shard(index=i, devices=tuple(sorted(d))) for i, d in sorted(found.items()))
+
+
+# Values that are being traced
+
+
+def _of_traced(x: Any) -> Picture:
+    aval = jax.typeof(x)
+    sharding = aval.sharding
+    mesh, spec = sharding.mesh, sharding.spec
+    sizes = dict(mesh.shape)
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    manual = [name for name in sizes if types[name] == AxisType.Manual]
+    auto = [name for name in sizes if types[name] == AxisType.Auto]
+    varying, checked = _jax.core.varying_axes(aval)
+    differing = [name for name in manual if name in varying or not checked]
+    ids, platform = _devices_like(mesh)
+    decided = bool(sizes) and (len(auto) < len(sizes))
+    shards = (
+        shards_of(aval.shape, splits_of_spec(aval.shape, spec, sizes), sizes, ids, differing)
+        if decided
+        else ()
+    )
+    return Picture(
+        shape=tuple(aval.shape),
+        dtype=_jax.core.short_aval(aval).partition("[")[0],
+        itemsize=aval.dtype.itemsize,
+        sharding=show_spec(spec) if decided else "a traced value",
+        mesh=sizes,
+        platform=platform,
+        shards=shards,
+        notes=(
+            *_traced_notes(manual, differing, auto, checked, sizes),
+            *([_PLACES] if shards and not platform else []),
+        ),
+    )
+
+
+def _devices_like(mesh: Any) -> tuple[Sequence[int], str]:
+    """The devices of the mesh that a traced value is on, where this thread has entered it."""
+    current = _mesh.current_mesh()
+    if current is not None and dict(current.shape) == dict(mesh.shape):
+        return _devices(current)
+    return _devices(mesh)
+
+
+def _traced_notes(
+    manual: Sequence[str],
+    differing: Sequence[str],
+    auto: Sequence[str],
+    checked: bool,
+    sizes: Mapping[str, int],
+) -> Iterator[str]:
+    if manual:
+        yield f"Inside of shard_map over {', '.join(manual)}: the shape is that of one place."
+        if not checked:
+            yield "check_vma=False: what is drawn apart may be the same."
+        elif same := [name for name in manual if name not in differing]:
+            yield f"The value is the same along {', '.join(same)}."
+    if auto:
+        axes = ", ".join(auto)
+        yield f"How {axes} split{'s' * (len(auto) == 1)} it, the partitioner decides later."
+    if not sizes:
+        yield (
+            "No mesh is known while this is traced: spmd.report says what the partitioner decides."
+        )

@@ -1,0 +1,339 @@
+"""What costs a program more than it has to, and what to write instead.
+
+Each rule is a function that gives findings; `RULES` lists them. Those on arguments that are whole,
+on batches, on values between arguments and results, and on work that is repeated are in files of
+their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+import dataclasses
+import math
+
+from spmd.inspection.findings.arguments import whole_arguments
+from spmd.inspection.findings.batch import batch_finding, unsplit_batches
+from spmd.inspection.findings.constraints import constraint_finding
+from spmd.inspection.findings.rematerialization import Rematerialization
+from spmd.inspection.findings.values import value_findings
+from spmd.inspection.findings.work import Repeated, Work, work_finding
+from spmd.inspection.hlo.calls import Visit
+from spmd.inspection.hlo.ledger import is_collective
+from spmd.inspection.hlo.memory import donations
+from spmd.inspection.hlo.source import users_own
+from spmd.inspection.hlo.text import Computation, Instruction, Module, parse_shapes
+from spmd.inspection.records.report import Collective, Finding, Report, Shape, Source
+from spmd.inspection.shardy.propagation import Propagation
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What is known of a compiled program.
+
+    Args:
+        report: without findings.
+        modules: its text, with how each computation runs.
+        parameters: paths of the arguments that the last module takes, in its order.
+        donated: paths of the arguments that the user gave away.
+        propagation: how its values are split; None where it was compiled by others, or this
+            jaxlib lacks the passes.
+        rematerialized: what the partitioner warned of; none where it was compiled by others.
+        ignored: the lines whose constraints it was traced without.
+    """
+
+    report: Report
+    modules: Sequence[tuple[Module, Mapping[str, Visit]]]
+    parameters: Sequence[str]
+    donated: Sequence[str]
+    propagation: Propagation | None
+    rematerialized: Sequence[Rematerialization] = ()
+    ignored: Sequence[Source] = ()
+
+
+def findings(program: Program) -> tuple[Finding, ...]:
+    """All findings: constraints that do nothing, repeated work, then the most bytes first.
+
+    Whole arguments, which may be meant so, are last.
+    """
+    found = [finding for rule in RULES for finding in rule(program)]
+    ranks = {"ignored-constraint": 0, "replicated-argument": 2}
+    return tuple(sorted(found, key=lambda one: (ranks.get(one.kind, 1), -one.flops, -one.nbytes)))
+
+
+# Constraints
+
+
+def _ignored_constraints(program: Program) -> Iterator[Finding]:
+    if program.ignored:
+        yield constraint_finding([*program.ignored])
+
+
+# Arguments
+
+
+def _moved_arguments(program: Program) -> Iterator[Finding]:
+    for one in program.report.reshards:
+        given, wanted = (text.partition(" on mesh ")[0] for text in (one.given, one.wanted))
+        yield Finding(
+            kind="moved-argument",
+            subject=f"{one.argument} is moved before the program starts",
+            source=None,
+            nbytes=one.nbytes,
+            measure="wire",
+            facts=(f"it lies as {one.given}", f"the program takes {one.wanted}"),
+            fix=f"jax.device_put(x, NamedSharding(mesh, {wanted})) where it is made, or "
+            f"{given} in in_axis_resources",
+        )
+
+
+def _unused_donations(program: Program) -> Iterator[Finding]:
+    if not program.modules:
+        return
+    module = program.modules[-1][0]
+    taken = {number for number, _ in donations(module.header).values()}
+    kept = {program.parameters[i] for i in taken if i < len(program.parameters)}
+    arguments = {a.path: a for a in program.report.arguments}
+    for path in program.donated:
+        one = arguments.get(path)
+        if one is None or path in kept or path not in program.parameters or not one.nbytes:
+            continue
+        yield Finding(
+            kind="unused-donation",
+            subject=f"{path} is donated, and its memory is not used again",
+            source=None,
+            nbytes=one.nbytes,
+            measure="memory",
+            facts=(f"it is {one.dtype}[{','.join(map(str, one.shape))}], split as {one.sharding}",),
+            fix="a donated argument makes room for a result of the same shape, dtype and sharding: "
+            "return one, give that result the same spec in out_axis_resources, or do not donate it",
+        )
+
+
+# Loops
+
+
+def _collectives_in_loops(program: Program) -> Iterator[Finding]:
+    records = {one.name: one for one in program.report.collectives}
+    for module, visited in program.modules:
+        for name, visit in visited.items():
+            loop = visit.caller
+            if loop is None or loop.opcode != "while" or name not in _body_of(loop):
+                continue
+            outside = visited[visit.home].executions
+            for one in _repeated(module, visited, name):
+                if record := records.get(one.name):
+                    yield _repeated_finding(record, outside)
+
+
+def _body_of(loop: Instruction) -> tuple[str, ...]:
+    return loop.callees().get("body", ())
+
+
+def _repeated(module: Module, visited: Mapping[str, Visit], name: str) -> Iterator[Instruction]:
+    """The collectives of a loop's body whose operands are the same each time.
+
+    A permute of constants is not the user's: where the compiler makes a loop of a product and its
+    exchange, it sends the zeros that the sum begins with.
+    """
+    body = module.computations[name]
+    same, constants = _invariants(body), _constants(module, visited, name)
+    for one in body.instructions:
+        if is_collective(one) and {*one.operand_names} <= same:
+            permute = one.opcode.startswith("collective-permute")
+            if not (permute and {*one.operand_names} <= constants):
+                yield one
+
+
+#: What gives the same result for the same operands, and may be done elsewhere.
+_IMPURE = {"parameter", "infeed", "outfeed", "send", "recv", "custom-call", "rng", "while"}
+
+
+def _constants(module: Module, visited: Mapping[str, Visit], name: str) -> set[str]:
+    """Values of a computation that are made of constants alone, be it outside of the loop."""
+    visit, given = visited[name], set[int]()
+    if visit.caller is not None and visit.caller.opcode == "while":
+        outside = {one.name: one for one in module.computations[visit.home].instructions}
+        first = outside.get(visit.caller.operand_names[0])
+        if first is not None and first.opcode == "tuple":
+            known = _constants(module, visited, visit.home)
+            given = {i for i, one in enumerate(first.operand_names) if one in known}
+    return _invariants(module.computations[name], given)
+
+
+def _invariants(body: Computation, given: Container[int] | None = None) -> set[str]:
+    """Values of a loop's body that are the same each time.
+
+    Args:
+        body: of the loop.
+        given: which elements of what the loop carries count; None for all.
+    """
+    root = body.root
+    made = {one.name: one for one in body.instructions}
+    handed_on = root.operand_names if root and root.opcode == "tuple" else ()
+    found: set[str] = set()
+    for one in body.instructions:
+        if one.opcode == "get-tuple-element" and _is_parameter(made, one):
+            index = int(one.attribute("index") or 0)
+            same = index < len(handed_on) and _origin(made, handed_on[index]) == one.name
+            if same and (given is None or index in given):
+                found.add(one.name)
+        elif one.opcode.removesuffix("-start") not in _IMPURE and {*one.operand_names} <= found:
+            found.add(one.name)
+    return found
+
+
+def _is_parameter(made: Mapping[str, Instruction], one: Instruction) -> bool:
+    source = made.get(one.operand_names[0])
+    return source is not None and source.opcode == "parameter"
+
+
+def _origin(made: Mapping[str, Instruction], name: str) -> str:
+    """What a value is a copy of."""
+    while (one := made.get(name)) and one.opcode in ("copy", "bitcast"):
+        name = one.operand_names[0]
+    return name
+
+
+def _repeated_finding(one: Collective, outside: int | None) -> Finding:
+    times = one.executions
+    once = max(outside or 1, 1)
+    saved = one.wire_bytes * max((times or 2) - once, 0)
+    return Finding(
+        kind="collective-in-loop",
+        subject=f"a loop repeats an {one.kind} of the same values"
+        if one.kind[0] in "aeiou"
+        else f"a loop repeats a {one.kind} of the same values",
+        source=users_own(one.source),
+        nbytes=saved,
+        measure="wire",
+        facts=(
+            f"{', '.join(map(str, one.shapes.operands))} over "
+            f"{', '.join(one.mesh_axes) or 'no axis of the mesh'}",
+            f"{times} times in one call, where {once} would do"
+            if times is not None
+            else "an unknown number of times in one call",
+        ),
+        fix="do it before the loop: with_sharding_constraint on the value there, to what the body "
+        "needs, where its memory allows it",
+    )
+
+
+# Reshards
+
+
+def _rematerializations(program: Program) -> Iterator[Finding]:
+    for one in program.rematerialized:
+        name = one.op_name.rpartition("/")[2] if one.source else one.op_name
+        yield Finding(
+            kind="full-rematerialization",
+            subject=f"{one.shape} of {name or 'a value'} is gathered whole, "
+            "only to be split otherwise",
+            source=users_own(one.source),
+            nbytes=one.nbytes,
+            measure="memory",
+            facts=(
+                f"it is split as {one.given}",
+                f"it is wanted as {one.wanted}",
+                "every device holds all of it in between",
+                *([f"at {one.sites} places in the program"] if one.sites > 1 else []),
+            ),
+            fix=_ONE_DEVICE if "maximal" in one.wanted else _constraints(one.route),
+        )
+
+
+_ONE_DEVICE = (
+    "a callback of JAX runs on one device and takes all of it there: host_callback.id_tap(f, x, "
+    "per_shard=True) calls with what each device holds"
+)
+
+
+def _constraints(route: Sequence[str]) -> str:
+    if not route:
+        return (
+            "with_sharding_constraint(value, ...) in between, to a sharding that shares a mesh "
+            "axis with both, or the same sharding on both sides"
+        )
+    first, *rest = route
+    then = "".join(f", then with_sharding_constraint(value, {spec})" for spec in rest)
+    return f"with_sharding_constraint(value, {first}){then} in between"
+
+
+# What no axis splits
+
+
+def _splits(program: Program) -> Iterator[Finding]:
+    """What no mesh axis splits: each cause once, with what follows from it."""
+    found, report = program.propagation, program.report
+    if found is None:
+        yield from whole_arguments(report.arguments, report.mesh)
+        return
+    shapes = _buffer_shapes(program)
+    work = Work(found, report, program.modules)
+    batches = [*unsplit_batches(found, shapes)]
+    for batch in batches:
+        yield batch_finding(found, batch, work.take(batch.axis, batch.splits))
+    unused = [*_unused_axes(program)]
+    for axis in unused:
+        if axis not in {batch.axis for batch in batches}:
+            yield _unused_axis(axis, report.mesh[axis], work.take(axis))
+    told = {i for batch in batches for i in batch.values}
+    values = [*value_findings(found, shapes, told)]
+    for repeated in work.rest():
+        here = [one for one in values if repeated.makes_whole(one, report.mesh, unused)]
+        values = [one for one in values if one not in here]
+        yield work_finding(found, repeated, here)
+    yield from values
+    names = {found.values[i].name for batch in batches for i in batch.arguments}
+    rest = [one for one in report.arguments if one.path not in names]
+    yield from whole_arguments(rest, report.mesh)
+
+
+def _unused_axes(program: Program) -> Iterator[str]:
+    found = program.propagation
+    if found is None or all(math.prod(value.shape) <= 1 for value in found.values):
+        return
+    values = {axis for v in found.values for axes in v.axes for axis in axes}
+    marks = {axis for m in found.marks.values() for d in m.dimensions for axis in d.axes}
+    exchanged = {axis for one in program.report.collectives for axis in one.axis_names}
+    used = {axis.partition(":")[0] for axis in values | marks | exchanged}
+    for axis, size in program.report.mesh.items():
+        if size > 1 and axis not in used:
+            yield axis
+
+
+def _unused_axis(axis: str, size: int, work: Repeated | None) -> Finding:
+    return Finding(
+        kind="unused-axis",
+        subject=f"nothing is split over mesh axis {axis!r}",
+        source=None,
+        nbytes=0,
+        flops=work.flops if work else 0,
+        measure="",
+        facts=(
+            f"the {size} devices along it all do the same work",
+            *([work.fact] if work else []),
+        ),
+        fix=f"name {axis!r} in a spec of an argument or in a constraint, or use a mesh without it",
+    )
+
+
+def _buffer_shapes(program: Program) -> set[Shape]:
+    """The shapes of everything that takes memory in the compiled program."""
+    types = {
+        one.type
+        for module, visited in program.modules
+        for name, visit in visited.items()
+        if not visit.in_fusion
+        for one in module.computations[name].instructions
+    }
+    return {shape for text in types for shape in parse_shapes(text)}
+
+
+RULES = (
+    _ignored_constraints,
+    _moved_arguments,
+    _unused_donations,
+    _collectives_in_loops,
+    _rematerializations,
+    _splits,
+)

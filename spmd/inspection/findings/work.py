@@ -1,0 +1,450 @@
+"""Findings on products of matrices that several devices compute alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+import dataclasses
+import itertools
+import math
+import re
+from typing import Any, NamedTuple
+
+from spmd.inspection.findings.values import Lines, parts_of, place_of
+from spmd.inspection.hlo.calls import Visit
+from spmd.inspection.hlo.cost import products_of
+from spmd.inspection.hlo.source import frames_of
+from spmd.inspection.hlo.text import Module
+from spmd.inspection.records.report import Finding, Report, Source
+from spmd.inspection.records.sizes import show_count
+from spmd.inspection.shardy import passes
+from spmd.inspection.shardy.propagation import Link, Propagation
+
+#: FLOPs that a device repeats in one call from which on they are worth a finding: an accelerator
+#: takes about a microsecond for them.
+MANY = 10**8
+
+#: Their least share of all that the device computes.
+SHARE = 0.05
+
+_PRODUCTS = ("dot_general", "convolution")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """A product of matrices, or a convolution, as the annotations split it.
+
+    Args:
+        link: the operation.
+        flops: that each device computes in one call.
+        missing: the mesh axes that split nothing of it, whose devices all compute the same.
+    """
+
+    link: Link
+    flops: int
+    missing: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Repeated:
+    """Products that all devices along some mesh axes compute alike.
+
+    Args:
+        axes: of the mesh.
+        devices: along them.
+        flops: that each device computes in one call, and would not if the axes split them.
+        products: all of them.
+        most: the products of the line that costs most.
+        source: that line; None where all is in libraries.
+        total: FLOPs of all that each device computes.
+        lines: of all products.
+    """
+
+    axes: tuple[str, ...]
+    devices: int
+    flops: int
+    products: Sequence[Product]
+    most: Sequence[Product]
+    source: Source | None
+    total: int
+    lines: frozenset[tuple[str, int]]
+
+    def makes_whole(self, one: Finding, mesh: Mapping[str, int], unused: Container[str]) -> bool:
+        """Whether a value is whole since no axis at all splits the product on its line."""
+        others = (axis for axis, size in mesh.items() if size > 1 and axis not in self.axes)
+        everywhere = all(axis in unused for axis in others)
+        own = one.kind in ("replicated-value", "replicated-residual") and one.source
+        return everywhere and bool(own) and (own.file, own.line) in self.lines
+
+    @property
+    def fact(self) -> str:
+        """What is repeated, in a sentence."""
+        place = f", most of it at {place_of(self.source)}" if self.source else ""
+        return (
+            f"{_show(self.flops)} of the {_show(self.total)} that each device computes in one "
+            f"call would be saved if {_names(self.axes)} split them{place}"
+        )
+
+
+class Work:
+    """What devices compute alike. A cause takes what follows from it, so nothing is said twice.
+
+    Args:
+        found: how the annotations split the values.
+        report: of the compiled program.
+        modules: its text, with how each computation runs.
+    """
+
+    def __init__(
+        self,
+        found: Propagation,
+        report: Report,
+        modules: Sequence[tuple[Module, Mapping[str, Visit]]],
+    ):
+        self._sizes, self._total = found.axis_sizes, report.cost.flops
+        self._lines = Lines(found)
+        devices = math.prod(self._sizes.values())
+        # Of several meshes that give an axis several sizes, which one is missing cannot be known.
+        known = devices > 1 and not found.names and devices == report.num_devices
+        self._products = [*_products(found, _compiled(modules))] if known else []
+
+    def take(
+        self, axis: str, follows: Callable[[Link], bool] = lambda link: True
+    ) -> Repeated | None:
+        """What is repeated along an axis by operations that follow from a cause, if it is much.
+
+        It is no other finding's from then on.
+        """
+        mine, left = [], []
+        for one in self._products:
+            if axis in one.missing and follows(one.link):
+                mine.append(dataclasses.replace(one, missing=frozenset([axis])))
+                one = dataclasses.replace(one, missing=one.missing - {axis})
+            left.append(one)
+        self._products = left
+        return self._repeated(mine)
+
+    def rest(self) -> Iterator[Repeated]:
+        """What is repeated for no cause that is known, by the axes along which it is."""
+        groups: dict[frozenset[str], list[Product]] = {}
+        for one in self._products:
+            if one.missing:
+                groups.setdefault(one.missing, []).append(one)
+        yield from filter(None, map(self._repeated, groups.values()))
+
+    def _saved(self, one: Product) -> int:
+        """FLOPs that a device would not compute if the axes split the product too."""
+        return one.flops - one.flops // math.prod(self._sizes[axis] for axis in one.missing)
+
+    def _repeated(self, products: Sequence[Product]) -> Repeated | None:
+        flops = sum(map(self._saved, products))
+        if flops < max(MANY, SHARE * self._total):
+            return None
+        lines: dict[tuple[str, int], list[Product]] = {}
+        for one in products:
+            lines.setdefault(self._lines[one.link.values[-1]].key, []).append(one)
+        most = max(lines.values(), key=lambda ones: sum(one.flops for one in ones))
+        axes = tuple(axis for axis in self._sizes if axis in products[0].missing)
+        return Repeated(
+            axes=axes,
+            devices=math.prod(self._sizes[axis] for axis in axes),
+            flops=flops,
+            products=products,
+            most=most,
+            source=self._lines[most[0].link.values[-1]].own,
+            total=self._total,
+            lines=frozenset(lines),
+        )
+
+
+def work_finding(found: Propagation, one: Repeated, values: Sequence[Finding]) -> Finding:
+    """The finding on work that is repeated for no cause that is known.
+
+    Args:
+        found: how the annotations split the values.
+        one: the work.
+        values: findings on values that are whole because of it.
+    """
+    largest = max(one.most, key=lambda product: product.flops)
+    return Finding(
+        kind="duplicated-work",
+        subject=f"the {one.devices} devices along {_names(one.axes)} compute the same products",
+        source=one.source,
+        nbytes=max((value.nbytes for value in values), default=0),
+        flops=one.flops,
+        measure="memory" if values else "",
+        facts=(one.fact, *(value.subject for value in values)),
+        fix=_fix(found, one, largest),
+    )
+
+
+def _names(axes: Sequence[str]) -> str:
+    return " and ".join(map(repr, axes))
+
+
+def _show(flops: int) -> str:
+    return f"{show_count(flops)}FLOP"
+
+
+# What to write
+
+
+def _fix(found: Propagation, one: Repeated, product: Product) -> str:
+    """A constraint on the result of the costliest product that splits it over the axes as well."""
+    value = found.values[product.link.values[-1]]
+    entries = [[*axes] for axes in value.axes]
+    split = {passes.whole_of(axis) for axes in entries for axis in axes}
+    for axis in one.axes:
+        if axis in split:  # which the compiler did not heed
+            continue
+        d = _dimension(found, value.shape, entries, axis)
+        if d is None:
+            return f"use a mesh without {axis!r}, or sizes that its {found.axis_sizes[axis]} divide"
+        entries[d].append(axis)
+    while entries and not entries[-1]:
+        entries.pop()
+    spec = ", ".join(map(_entry, entries))
+    where = "on that line" if one.source else "on what goes into that library or comes out of it"
+    return (
+        f"with_sharding_constraint(value, P({spec})) {where}, or {_names(one.axes)} in the spec of "
+        "an argument that it is made of"
+    )
+
+
+def _dimension(
+    found: Propagation, shape: Sequence[int], entries: Sequence[Sequence[str]], axis: str
+) -> int | None:
+    """The dimension that an axis should split: a whole one first, then the largest on a device."""
+    parts = [parts_of(found, axes) for axes in entries]
+    n = found.axis_sizes[axis]
+    fits = [d for d, size in enumerate(shape) if size % (parts[d] * n) == 0]
+    return max(fits, key=lambda d: (not entries[d], shape[d] // parts[d]), default=None)
+
+
+def _entry(axes: Sequence[str]) -> str:
+    if len(axes) > 1:
+        return f"({', '.join(map(repr, axes))})"
+    return repr(axes[0]) if axes else "None"
+
+
+# What the annotations demand, and what the compiler made of it
+
+_Place = tuple[str, int]
+"""A file and a line."""
+
+
+class _Made(NamedTuple):
+    """A product of the compiled program: FLOPs in one call, and the scopes of its name."""
+
+    flops: int
+    scope: str
+
+
+def _compiled(modules: Sequence[tuple[Module, Mapping[str, Visit]]]) -> dict[_Place, list[_Made]]:
+    """The products of the compiled program by their innermost line."""
+    found: dict[_Place, list[_Made]] = {}
+    for module, visited in modules:
+        for name, visit in visited.items():
+            for one, flops in products_of(module.computations[name]):
+                caller = [visit.caller] if visit.caller else []
+                frames = (source for i in (one, *caller) for source in frames_of(i, module))
+                found.setdefault(_place(next(frames, None)), []).append(
+                    _Made(flops * (visit.executions or 0), _scope(one.op_name))
+                )
+    return found
+
+
+def _scope(op_name: str) -> str:
+    return op_name.rpartition("/")[0]
+
+
+def _place(source: Source | None) -> _Place:
+    return (source.file, source.line) if source else ("", 0)
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Demand:
+    """A product before it is known how the compiler split it.
+
+    Args:
+        link: the operation.
+        flops: of all of it, or of one device's part in a `shard_map`.
+        ways: how it may be split, likely ones first: in how many parts, and by which axes not.
+        local: whether it is in a `shard_map`, which is meant as it is.
+    """
+
+    link: Link
+    flops: int
+    ways: Sequence[tuple[int, frozenset[str]]]
+    local: bool
+
+
+def _products(found: Propagation, compiled: Mapping[_Place, list[_Made]]) -> Iterator[Product]:
+    """The products of a program, with what each device computes of them.
+
+    The partitioner does better than the annotations demand, or worse: so each product is found
+    again in the compiled program, by its line, its scopes and its FLOPs.
+    """
+    nowhere = compiled.get(_place(None), [])  # what the compiler writes anew may have no line
+    for place, demands in _demands(found).items():
+        pool = compiled.get(place, nowhere)
+        local = [one for one in demands if one.local]
+        others = [one for one in demands if not one.local]
+        _each(local, pool)
+        total = sum(one.flops for one in pool)
+        made = _each(others, pool)
+        if pool is not nowhere and (len(made) < len(others) or any(one.flops for one in pool)):
+            made = _together(others, total) or made
+        yield from made
+
+
+def _each(demands: Sequence[_Demand], pool: list[_Made]) -> list[Product]:
+    """The products that are in the compiled program as they are, which leave the pool.
+
+    Products of one line are told apart by their scopes, such as those of the two directions; the
+    compiler may have written some in another way.
+    """
+    made = []
+    for one in demands:
+        scope = _scope(one.link.op_name)
+        own = [product for product in pool if product.scope == scope]
+        hits = (
+            (near, missing)
+            for some in (own, pool)
+            for parts, missing in one.ways
+            if (near := _nearest(some, one.flops // parts)).flops
+        )
+        if hit := next(hits, None):
+            pool.remove(hit[0])
+            made.append(Product(link=one.link, flops=hit[0].flops, missing=hit[1]))
+    return made
+
+
+def _nearest(pool: Iterable[_Made], flops: int) -> _Made:
+    """What is next to the FLOPs that are expected: padding adds some, borders take some."""
+    near = [one for one in pool if abs(one.flops - flops) <= flops // 10]
+    return min(near, key=lambda one: abs(one.flops - flops), default=_Made(0, ""))
+
+
+def _together(demands: Sequence[_Demand], flops: int) -> list[Product]:
+    """The products of a line that the compiler has made one, or has taken apart into loops."""
+    total = sum(one.flops for one in demands)
+    for parts, missing in demands[0].ways if demands else ():
+        if _nearest([_Made(flops, "")], total // parts).flops:
+            return [
+                Product(link=one.link, flops=one.flops // parts, missing=missing) for one in demands
+            ]
+    return []
+
+
+def _demands(found: Propagation) -> dict[_Place, list[_Demand]]:
+    """The products of a program by their innermost line."""
+    lines, demands = Lines(found), {}
+    trips: dict[Any, int | None] = {}
+    for link in found.links:
+        if link.name in _PRODUCTS:
+            made = found.values[link.values[-1]]
+            if times := _times(made.operation, trips):
+                one = _Demand(
+                    link=link,
+                    flops=times * _flops(found, link),
+                    ways=_ways(found, link),
+                    local=made.local,
+                )
+                place = _place(lines[link.values[-1]].inner)
+                demands.setdefault(place, []).append(one)
+    return demands
+
+
+def _ways(found: Propagation, link: Link) -> list[tuple[int, frozenset[str]]]:
+    """How a product may be split: as annotations demand, by more axes, or else by any."""
+    sizes = {axis: n for axis, n in found.axis_sizes.items() if n > 1}
+    axes = {axis for i in link.values for d in found.values[i].axes for axis in d}
+    wholes = {passes.whole_of(axis) for axis in axes}
+    # A part of an axis counts only where all of it does not occur.
+    parts = {axis for axis in axes if axis in wholes or passes.whole_of(axis) not in axes}
+    subsets = [
+        frozenset(chosen)
+        for n in range(len(sizes) + 1)
+        for chosen in itertools.combinations(sizes, n)
+    ]
+    subsets.sort(key=lambda chosen: (not chosen >= wholes, len(chosen ^ wholes)))
+    return [
+        (parts_of(found, parts), frozenset(sizes) - wholes),
+        *((parts_of(found, chosen), frozenset(sizes) - chosen) for chosen in subsets),
+    ]
+
+
+def _flops(found: Propagation, link: Link) -> int:
+    """FLOPs of a whole product, two for a multiplication with its addition."""
+    made = found.values[link.values[-1]]
+    if link.name == "dot_general":
+        terms = math.prod(link.sizes.values())
+    else:  # each output adds up what the kernel has for its feature
+        kernel = found.values[link.values[1]]
+        features = {name for dims in link.factors[-1] for name in dims}
+        own = [names for names in link.factors[1] if features.intersection(names)]
+        outputs = math.prod(link.sizes[name] for names in own for name in names)
+        terms = math.prod(made.shape) * math.prod(kernel.shape) // max(1, outputs)
+    return terms * (8 if made.dtype.startswith("c") else 2)
+
+
+# How often it runs
+
+_NUMBER = re.compile(r"dense<(-?\d+)>")
+_CONSTANTS = ("stablehlo.constant", "sdy.constant")
+
+
+def _times(operation: Any, trips: dict[Any, int | None]) -> int | None:
+    """How often an operation runs in one call; None where a loop around it runs unknown often."""
+    times = 1
+    while (operation := operation.parent) is not None:
+        operation = operation.operation
+        if operation.name == "stablehlo.while":
+            if operation not in trips:
+                trips[operation] = _trips(operation)
+            trip = trips[operation]
+            if trip is None:
+                return None
+            times *= trip
+        if operation.name == "func.func":
+            break
+    return times
+
+
+def _trips(loop: Any) -> int | None:
+    """How often the body of a loop runs that counts by one, as `scan` and `fori_loop` do."""
+    condition, body = passes.blocks(loop)
+    compare = _maker(_returned(condition)[0])
+    if compare is None or compare.name != "stablehlo.compare" or "LT" not in str(compare):
+        return None
+    counter, end = compare.operands
+    number = getattr(counter, "arg_number", None)
+    if number is None or (stop := _constant(end)) is None:
+        return None
+    start = _constant(loop.operands[number])
+    step = _maker(_returned(body)[number])
+    if start is None or step is None or step.name != "stablehlo.add":
+        return None
+    return max(0, stop - start) if 1 in map(_constant, step.operands) else None
+
+
+def _returned(block: Any) -> Sequence[Any]:
+    return block.operations[len(block.operations) - 1].operation.operands
+
+
+def _maker(value: Any) -> Any:
+    """The operation that makes a value; None for an argument of a block."""
+    while (owner := getattr(value.owner, "operation", None)) is not None:
+        if owner.name != "sdy.data_flow_edge":
+            return owner
+        value = owner.operands[0]
+    return None
+
+
+def _constant(value: Any) -> int | None:
+    """A number that the program holds."""
+    maker = _maker(value)
+    if maker is None or maker.name not in _CONSTANTS:
+        return None
+    found = _NUMBER.fullmatch(passes.text_of(maker, "value").partition(" :")[0])
+    return int(found[1]) if found else None

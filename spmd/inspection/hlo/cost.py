@@ -1,0 +1,422 @@
+"""What the instructions of a program compute, and what they move through main memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+import functools
+import math
+import re
+
+from spmd.inspection.hlo.calls import Visit
+from spmd.inspection.hlo.text import Computation, Instruction, Module, parse_shapes, tuple_elements
+from spmd.inspection.records.report import Cost, Shape
+
+
+def cost_of(module: Module, visited: Mapping[str, Visit]) -> Cost:
+    """Sum what one device computes and moves in one call of a program.
+
+    Both branches of a conditional count, and what runs an unknown number of times does not.
+
+    Args:
+        module: the program.
+        visited: how its computations run.
+
+    Returns:
+        The cost, with the number of loops and calls that are not in it.
+    """
+    traffic = _Traffic(module)
+    unknown = frozenset[str]().union(*(visit.unknown_loops for visit in visited.values()))
+    total = Cost(flops=0, hbm_bytes=0, unknown_loops=len(unknown))
+    for name, visit in visited.items():
+        computation = module.computations[name]
+        times = visit.executions or 0
+        total += Cost(
+            flops=times * sum(flops_of(computation)),
+            hbm_bytes=0 if visit.in_fusion else times * sum(traffic.of(computation)),
+            opaque_calls=sum(map(_is_opaque, computation.instructions)),
+        )
+    return total
+
+
+# Computing
+
+
+def flops_of(computation: Computation) -> Iterator[int]:
+    """FLOPs of each matrix product and convolution, two for a multiplication with its addition."""
+    return (flops for _, flops in products_of(computation))
+
+
+def products_of(computation: Computation) -> Iterator[tuple[Instruction, int]]:
+    """What multiplies matrices or convolves in a computation, each with its FLOPs."""
+    types: dict[str, str] = {}
+    for one in computation.instructions:
+        rule = _FLOPS.get(one.opcode)
+        if rule:
+            types = types or {other.name: other.type for other in computation.instructions}
+            yield one, rule(one, _operands(one, types))
+
+
+def _base(one: Instruction) -> str:
+    """What an instruction does, or starts to do: ``slice`` for a ``slice-start``."""
+    return one.opcode.removesuffix("-start")
+
+
+def _result_type(one: Instruction) -> str:
+    """The type of what an instruction gives, or of what its start will have given at its end.
+
+    Starts give (operands, result, contexts...), copies (result, operand, contexts...), and
+    all-reduces the result alone.
+    """
+    elements = tuple_elements(one.type)
+    if not one.opcode.endswith("-start") or len(elements) < 2 or _base(one) == "all-reduce":
+        return one.type
+    return elements[0] if _base(one) == "copy" else elements[1]
+
+
+def _operands(one: Instruction, types: Mapping[str, str]) -> list[Shape]:
+    inline = parse_shapes(one.operands)
+    named = (parse_shapes(types.get(name, "")) for name in one.operand_names)
+    return [*inline] or [shapes[0] for shapes in named if shapes]
+
+
+def _numbers(one: Instruction, attribute: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", one.attribute(attribute) or "")]
+
+
+def _dot_flops(one: Instruction, operands: list[Shape]) -> int:
+    contracted = _numbers(one, "lhs_contracting_dims")
+    return _product_flops(one, operands, contracted)
+
+
+def _product_flops(one: Instruction, operands: list[Shape], contracted: list[int]) -> int:
+    result = parse_shapes(_result_type(one))[0]
+    sums = math.prod(result.dims) * math.prod(operands[0].dims[d] for d in contracted)
+    return _flops_per_term(result) * sums
+
+
+def _flops_per_term(result: Shape) -> int:
+    """Of a multiplication with its addition; one of complex numbers is four of real ones."""
+    return 8 if result.dtype.startswith("c") else 2
+
+
+def _convolution_flops(one: Instruction, operands: list[Shape]) -> int:
+    """Each output adds up input features times those kernel positions that meet the input.
+
+    TPU writes matrix products with batch dimensions as convolutions whose windows lie mostly
+    outside of the input, so the positions that are inside have to be counted.
+    """
+    labels = re.match(r"(\w+)_(\w+)->(\w+)", one.attribute("dim_labels") or "")
+    if not labels:
+        return 0
+    result = parse_shapes(one.type)[0]
+    sizes = [
+        dict(zip(names, shape.dims, strict=True))
+        for names, shape in zip(labels.groups(), (*operands, result), strict=True)
+    ]
+    window = _window(one.attribute("window") or "")
+    inputs, kernel, outputs = sizes
+    met = math.prod(
+        _met(inputs[d], kernel[d], outputs[d], *(w[int(d)] for w in window))
+        for d in outputs
+        if d.isdigit()
+    )
+    return _flops_per_term(result) * outputs["b"] * outputs["f"] * kernel["i"] * met
+
+
+def _window(text: str) -> tuple[list[int], ...]:
+    """Strides, low paddings and dilations of input and kernel, by spatial dimension."""
+    fields = dict(field.split("=") for field in text.strip("{}").split() if "=" in field)
+    rank = len(fields.get("size", "").split("x"))
+
+    def read(name: str, default: str) -> list[int]:
+        parts = fields.get(name, "x".join([default] * rank)).split("x")
+        return [int(part.split("_")[0]) for part in parts]
+
+    return read("stride", "1"), read("pad", "0"), read("lhs_dilate", "1"), read("rhs_dilate", "1")
+
+
+@functools.lru_cache(maxsize=1024)
+def _met(
+    size: int, kernel: int, out: int, stride: int, low: int, spread: int, kernel_spread: int
+) -> int:
+    """Pairs of an output and a kernel position that meet an element of the input.
+
+    Output o and position k lie at o * stride + k * kernel_spread - low of the input, whose elements
+    are `spread` apart. A window may be as large as a batch, so outputs are counted, not listed.
+    """
+    divisor = math.gcd(stride, spread)
+    period = spread // divisor
+    inverse = pow(stride // divisor, -1, period)
+    count = 0
+    for start in range(-low, kernel * kernel_spread - low, kernel_spread):
+        if start % divisor == 0:
+            # Outputs first, first + period, ... lie on elements; some of them inside.
+            first = -(start // divisor) * inverse % period
+            lowest = max(0, -(start // stride))
+            end = min(out, ((size - 1) * spread - start) // stride + 1)
+            count += max(0, (end - 1 - first) // period - (lowest - 1 - first) // period)
+    return count
+
+
+# Matrix products that a library computes: GPU's cuBLAS and CPU's oneDNN.
+_PRODUCT_CALL = re.compile(r"gemm|matmul")
+_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+# These stand for places in memory and for parts of other operations; they compute nothing.
+_EMPTY_CALLS = re.compile(
+    r"Sharding|SPMD|AllocateBuffer|AsyncCollective|AssumeGatherIndicesInBound|ConcatBitcast"
+    r"|SliceId|annotate_device_placement|MoveTo|LayoutConstraint|xla\.sdy"
+)
+# TPU splits numbers of 64 bits into two of 32, and joins them: they are moved, not computed with.
+_HALVES = ("X64SplitLow", "X64SplitHigh")
+_MOVING_CALLS = (*_HALVES, "X64Combine")
+_CALLS = ("custom-call", "custom-call-start")
+
+
+def _call_flops(one: Instruction, operands: list[Shape]) -> int:
+    contracted = _library_product(one)
+    return 0 if contracted is None else _product_flops(one, operands, contracted)
+
+
+def _library_product(one: Instruction) -> list[int] | None:
+    if not _PRODUCT_CALL.search(_target(one)):
+        return None
+    found = _CONTRACTED.search(one.attributes)
+    return [int(n) for n in re.findall(r"\d+", found[1])] if found else None
+
+
+def _is_opaque(one: Instruction) -> bool:
+    if one.opcode not in _CALLS or _library_product(one) is not None:
+        return False
+    return not _is_empty_call(one) and _target(one) not in _MOVING_CALLS
+
+
+def _is_empty_call(one: Instruction) -> bool:
+    return bool(_EMPTY_CALLS.search(_target(one)))
+
+
+def _is_half(one: Instruction) -> bool:
+    return one.opcode in _CALLS and _target(one) in _HALVES
+
+
+def _target(one: Instruction) -> str:
+    """What a custom call calls."""
+    return (one.attribute("custom_call_target") or "").strip('"')
+
+
+_FLOPS: dict[str, Callable[[Instruction, list[Shape]], int]] = {
+    "dot": _dot_flops,
+    "convolution": _convolution_flops,
+    **dict.fromkeys(_CALLS, _call_flops),
+}
+
+
+# Moving
+
+_TYPE = re.compile(r"\b[a-z]\w*\[[\d,<=? ]*\](?:\{[^}]*\})?")
+_OTHER_SPACE = re.compile(r"S\([1-9]\d*\)")
+
+
+@functools.lru_cache(maxsize=65536)
+def hbm_size(type_text: str) -> int:
+    """Bytes of a type that lie in main memory, tuples summed.
+
+    A layout such as ``{1,0:T(8,128)S(1)}`` says that an array lies in another memory: on TPU, 1 is
+    the vector memory on the chip.
+    """
+    return sum(
+        shape.nbytes
+        for text in _TYPE.findall(type_text)
+        if not _OTHER_SPACE.search(text)
+        for shape in parse_shapes(text)
+    )
+
+
+@functools.lru_cache(maxsize=65536)
+def _logical_size(type_text: str) -> int:
+    # Inside a fusion nothing has a place yet: what is sliced from main memory is read from there.
+    return sum(shape.nbytes for shape in parse_shapes(type_text))
+
+
+# Names for places, and what is counted inside or was counted at its start.
+_FREE = (
+    "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "conditional",
+    "call", "while-start", "conditional-start", "call-start", "async-start", "after-all",
+    "add-dependency", "partition-id", "replica-id", "opt-barrier", "domain",
+)  # fmt: skip
+_LATER = ("-done", "-update")
+_SLICES = ("dynamic-slice", "slice", "gather")
+_UPDATES = ("dynamic-update-slice", "scatter")
+_RENAMES = ("bitcast", "reshape")
+_TURNS = (*_RENAMES, "copy", "transpose", "convert")
+_PARTIAL = frozenset((*_SLICES, *_UPDATES, "fusion"))
+_DEEPEST = 50
+
+
+class _Traffic:
+    """Bytes that instructions read from and write to main memory."""
+
+    def __init__(self, module: Module):
+        self.module = module
+        self.fusions: dict[str, _Fused | None] = {}
+        self.depth = 0
+
+    def of(self, computation: Computation) -> Iterator[int]:
+        types = {one.name: one.type for one in computation.instructions}
+        for one in computation.instructions:
+            if one.opcode not in _FREE and not one.opcode.endswith(_LATER):
+                yield self._instruction(one, types)
+
+    def _instruction(self, one: Instruction, types: Mapping[str, str]) -> int:
+        operands = [types.get(name, "") for name in one.operand_names]
+        result = _result_type(one)
+        match _base(one):
+            case "fusion":
+                names = one.callees().get("calls", ())
+                return sum(fused.total() for name in names if (fused := self.fused(name)))
+            case "custom-call" if _is_empty_call(one):
+                return 0
+            case kind if operands and (kind in _SLICES or _is_half(one)):
+                read = min(hbm_size(operands[0]), _logical_size(result))
+                return read + sum(map(hbm_size, operands[1:])) + hbm_size(result)
+            case "dynamic-update-slice" if len(operands) > 1:
+                written = min(hbm_size(result), _logical_size(operands[1]))
+                return written + sum(map(hbm_size, operands[1:]))
+            case "scatter":  # of operands, indices and updates: reads what it adds to
+                count = len(operands) // 2
+                updates = sum(map(_logical_size, operands[count + 1 :]))
+                return 2 * min(hbm_size(result), updates) + sum(map(hbm_size, operands[count:]))
+            case "send":  # gives its operand back
+                result = ""
+        read = {name: hbm_size(types.get(name, "")) for name in one.operand_names}
+        return sum(read.values()) + hbm_size(result)
+
+    def fused(self, name: str) -> _Fused | None:
+        """The inside of a fusion; None where the text has none, or one that is too deep."""
+        if name not in self.fusions:
+            self.fusions[name] = None
+            computation = self.module.computations.get(name)
+            if computation and self.depth < _DEEPEST:
+                self.depth += 1
+                self.fusions[name] = _Fused(self, computation)
+                self.depth -= 1
+        return self.fusions[name]
+
+
+class _Fused:
+    """The inside of a fusion: only its parameters and its result touch memory.
+
+    Args:
+        traffic: of the module.
+        computation: what is fused.
+
+    Attributes:
+        used: bytes that are needed of a value; all of one that is not here.
+    """
+
+    def __init__(self, traffic: _Traffic, computation: Computation):
+        self.traffic = traffic
+        self.used: dict[str, int] = {}
+        self.instructions = {one.name: one for one in computation.instructions}
+        self.root = computation.root
+        # Most fusions use all that they get.
+        opcodes = {one.opcode for one in computation.instructions}
+        if opcodes.isdisjoint(_PARTIAL) and (self.root is None or self.root.opcode != "tuple"):
+            return
+        self.in_place = {one.name for output, _ in self._outputs() for one in self._updates(output)}
+        self.users: dict[str, list[Instruction]] = {}
+        for one in computation.instructions:
+            for name in dict.fromkeys(one.operand_names):
+                self.users.setdefault(name, []).append(one)
+        # Users stand behind what they use.
+        for one in reversed(computation.instructions):
+            if one.opcode in ("parameter", *_TURNS, *_UPDATES):
+                self.used[one.name] = self._use(one)
+
+    def total(self) -> int:
+        return sum(
+            min(hbm_size(one.type), self.used.get(one.name, hbm_size(one.type)))
+            for one in self.instructions.values()
+            if one.opcode == "parameter"
+        ) + sum(self._written(one, text) for one, text in self._outputs())
+
+    def parameter_use(self, index: int) -> int | None:
+        """Bytes that are used of a parameter; None for all."""
+        found = (
+            self.used.get(one.name)
+            for one in self.instructions.values()
+            if one.opcode == "parameter" and one.operands == str(index)
+        )
+        return next(found, None)
+
+    def _use(self, one: Instruction) -> int:
+        size = _logical_size(one.type)
+        return min(
+            size, sum(self._used_by(one, user, size) for user in self.users.get(one.name, ()))
+        )
+
+    def _used_by(self, one: Instruction, user: Instruction, size: int) -> int:
+        """Bytes of a value that one of its users needs."""
+        if user.opcode == "fusion":
+            return self._used_in_fusion(one, user, size)
+        if user.opcode == "tuple" and user is self.root:
+            return 0  # it is passed on
+        if one.name in user.operand_names[1:]:
+            return size
+        if user.opcode in _SLICES:
+            return _logical_size(user.type)
+        if user.opcode in _UPDATES:
+            return self._used_by_update(user, size)
+        if user.opcode in _TURNS and user is not self.root:
+            # Only those elements are turned or converted that are used then.
+            return self.used.get(user.name, size) * size // max(1, _logical_size(user.type))
+        return size
+
+    def _used_by_update(self, user: Instruction, size: int) -> int:
+        if user.name not in self.in_place:
+            return self.used.get(user.name, size) if user is not self.root else size
+        # A slice is overwritten; what a scatter adds to is read.
+        return self._new(user) if user.opcode == "scatter" else 0
+
+    def _used_in_fusion(self, one: Instruction, user: Instruction, size: int) -> int:
+        fused = self.traffic.fused(user.callees().get("calls", ("",))[0])
+        places = [i for i, name in enumerate(user.operand_names) if name == one.name]
+        uses = [fused.parameter_use(i) if fused else None for i in places]
+        return sum(size if use is None else use for use in uses)
+
+    def _outputs(self) -> list[tuple[Instruction, str]]:
+        """What makes each element of the result, with the type that says where it lies."""
+        if self.root is None or self.root.opcode != "tuple":
+            return [(self.root, self.root.type)] if self.root else []
+        elements = zip(self.root.operand_names, tuple_elements(self.root.type), strict=False)
+        return [(self.instructions[n], text) for n, text in elements if n in self.instructions]
+
+    def _updates(self, one: Instruction) -> list[Instruction]:
+        """The updates that make a value of a parameter, in its place; none for one that is new."""
+        found = []
+        for _ in self.instructions:
+            if one.opcode == "parameter":
+                return found
+            if one.opcode == "dynamic-update-slice" or _is_single_scatter(one):
+                found.append(one)
+            elif one.opcode not in _RENAMES:
+                break
+            operand = one.operand_names[:1]
+            if not operand or operand[0] not in self.instructions:
+                break
+            one = self.instructions[operand[0]]
+        return []
+
+    def _written(self, one: Instruction, text: str) -> int:
+        """Bytes of an element of the result that are new."""
+        if one.opcode == "parameter":
+            return 0
+        updates = self._updates(one)
+        return min(hbm_size(text), sum(map(self._new, updates))) if updates else hbm_size(text)
+
+    def _new(self, update: Instruction) -> int:
+        name = update.operand_names[2 if update.opcode == "scatter" else 1]
+        return _logical_size(self.instructions[name].type) if name in self.instructions else 0
+
+
+def _is_single_scatter(one: Instruction) -> bool:
+    return one.opcode == "scatter" and len(one.operand_names) == 3

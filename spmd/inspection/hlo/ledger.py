@@ -1,0 +1,290 @@
+"""Every collective of a compiled program as a record: its data, its axes, its line, its count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+import dataclasses
+import itertools
+import warnings
+
+from spmd.inspection.hlo import groups as hlo_groups, source, text as hlo_reader
+from spmd.inspection.hlo.calls import Visit, calls_of, visits
+from spmd.inspection.hlo.near import Around, Origin
+from spmd.inspection.hlo.parts import Divider, Whole
+from spmd.inspection.hlo.text import Computation, Instruction, Module
+from spmd.inspection.records.report import KINDS, Collective, Shape, Shapes, Source
+
+
+def collectives(hlo_text: str, axis_sizes: Mapping[str, int]) -> tuple[Collective, ...]:
+    """List every collective of a compiled program.
+
+    Args:
+        hlo_text: what ``compiled.as_text()`` gives.
+        axis_sizes: the axes of the mesh that the program was compiled for, major to minor, as
+            ``mesh.shape`` gives them.
+
+    Returns:
+        One record per place in the program, in the order in which the program reaches them. Lines
+        that were not understood are in the `unread` of `parse_modules`, and a warning says so.
+    """
+    modules = hlo_reader.parse_modules(hlo_text)
+    if unread := [line for module in modules for line in module.unread]:
+        text = f"collectives: {len(unread)} lines not understood; first: {unread[0].strip()[:200]}"
+        warnings.warn(text, stacklevel=2)
+    return tuple(one for module in modules for one in ledger(module, visits(module), axis_sizes))
+
+
+def ledger(
+    module: Module, visited: Mapping[str, Visit], axis_sizes: Mapping[str, int]
+) -> Iterator[Collective]:
+    """List the collectives of a module whose computations run as `visited` says."""
+    reader = _Reader(module, visited, axis_sizes)
+    for one, computation in _in_program_order(module, visited):
+        if is_collective(one) and not reader.goes_on(one, computation):
+            yield reader.record(one, computation, visited[computation.name])
+
+
+def _in_program_order(
+    module: Module, visited: Mapping[str, Visit]
+) -> Iterator[tuple[Instruction, Computation]]:
+    """Every instruction that runs, where the program first reaches it, with its computation."""
+    if not visited:
+        return
+    entered = {module.entry}
+    entry = module.computations[module.entry]
+    pending = [(entry, iter(entry.instructions))]
+    while pending:
+        computation, rest = pending[-1]
+        one = next(rest, None)
+        if one is None:
+            pending.pop()
+            continue
+        yield one, computation
+        inside = dict.fromkeys(name for name, _ in calls_of(one) if name in visited)
+        callees = [module.computations[name] for name in reversed(inside) if name not in entered]
+        entered.update(inside)
+        pending += [(callee, iter(callee.instructions)) for callee in callees]
+
+
+def wire_bytes(kind: str, operand: int, result: int, group_size: int) -> int:
+    """Bytes that one device sends in one collective when devices form a ring.
+
+    With S bytes of payload and n devices in a group: an all-reduce sends 2(n-1)/n S, the reduce-
+    scatter, all-gather and all-to-all (n-1)/n S, where S is the larger of operand and result; a
+    permute, a broadcast and a send S, and a recv nothing, since its bytes are counted where they
+    are sent. The first two are lower bounds of any algorithm, and a ring reaches them: P. Patarasuk
+    and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", J. Parallel
+    Distrib. Comput. 69 (2009). NCCL's documentation calls them bus bandwidth factors. How much a
+    ragged all-to-all sends is known only at run time: this is the most that its operand allows.
+
+    Args:
+        kind: one of `KINDS`.
+        operand: bytes on one device before it.
+        result: bytes on one device after it.
+        group_size: devices in a group.
+
+    Returns:
+        Bytes, rounded up.
+    """
+    others = group_size - 1
+    if others < 1 or kind == "recv":
+        return 0
+    match kind:
+        case "all-reduce":
+            return -(-2 * others * operand // group_size)
+        case "all-gather" | "reduce-scatter" | "all-to-all":
+            return -(-others * max(operand, result) // group_size)
+        case "ragged-all-to-all":
+            return -(-others * operand // group_size)
+    return operand
+
+
+def is_collective(one: Instruction) -> bool:
+    """Whether an instruction exchanges data between devices, or starts to."""
+    kind = one.opcode.removesuffix("-start")
+    if kind not in KINDS:
+        return False
+    # Transfers to and from the host share the opcodes of those between devices.
+    return kind not in ("send", "recv") or one.attribute("is_host_transfer") != "true"
+
+
+# TPU writes a gather that runs beside other work into three fusions: one that starts it, one with
+# the work, one that waits. The gather stands in each, with the same channel.
+
+_FUSED = '"async_collective_fusion_config"'
+
+
+def _channels(module: Module, target: str) -> dict[str, list[str]]:
+    """The computations that call a target, by the channel of the collective beside the call."""
+    mark = f'custom_call_target="{target}"'
+    found: dict[str, list[str]] = {}
+    for computation in module.computations.values():
+        if any(mark in i.attributes for i in computation.instructions if i.opcode == "custom-call"):
+            for one in filter(is_collective, computation.instructions):
+                found.setdefault(_channel(one), []).append(computation.name)
+    return found
+
+
+def _channel(one: Instruction) -> str:
+    return one.attribute("channel_id") or ""
+
+
+class _Reader:
+    """Turns instructions of one module into records; groups that occur again are read once."""
+
+    def __init__(self, module: Module, visited: Mapping[str, Visit], axis_sizes: Mapping[str, int]):
+        self.module = module
+        self.visited = visited
+        self.axis_sizes = axis_sizes
+        self.crossed: dict[object, tuple[tuple[str, ...], int]] = {}
+        self.around: dict[str, Around] = {}
+        self.starts = _channels(module, "AsyncCollectiveStart")
+        self.waits = _channels(module, "AsyncCollectiveDone") if self.starts else {}
+        self.divider = Divider(module, visited, self._around)
+
+    def goes_on(self, one: Instruction, computation: Computation) -> bool:
+        """Whether this is a later part of a collective that another fusion starts."""
+        if not self.starts or _FUSED not in one.attributes:
+            return False
+        return computation.name not in self.starts.get(_channel(one), [computation.name])
+
+    def _starts(self, one: Instruction, computation: Computation) -> bool:
+        return computation.name in self.starts.get(_channel(one), ())
+
+    def record(self, one: Instruction, computation: Computation, visit: Visit) -> Collective:
+        kind, shapes = _exchange(one, computation, self._around(computation).types, visit)
+        mesh_axes, group_size = self._crossing(one)
+        origin = self._origin(one, computation, visit)
+        operand, result = map(_nbytes, shapes)
+        payload, wire = max(operand, result), wire_bytes(kind, operand, result, group_size)
+        # One all-to-all takes its operand in pieces, one for each member of a group.
+        combined = 1 if kind == "all-to-all" else max(1, len(shapes.operands))
+        parts = ()
+        if combined > 1:
+            whole = Whole(one, computation, kind, shapes, payload, wire, origin)
+            parts = self.divider.parts(whole, [*self._holder(one, computation, visit)])
+        return Collective(
+            kind=kind,
+            mesh_axes=mesh_axes,
+            shapes=shapes,
+            dtype=", ".join(dict.fromkeys(shape.dtype for shape in shapes.operands)),
+            payload_bytes=payload,
+            wire_bytes=wire,
+            group_size=group_size,
+            executions=visit.executions,
+            source=source.user_source(origin.frames),
+            source_is_consumer=origin.is_consumer,
+            frames=origin.frames,
+            direction=origin.direction,
+            op_name=origin.op_name,
+            is_async=one.opcode.endswith("-start")
+            or visit.is_async
+            or self._starts(one, computation),
+            combined=combined,
+            conditional=visit.conditional,
+            in_loop=visit.in_loop,
+            name=one.name,
+            groups=hlo_groups.written_groups(one),
+            parts=parts,
+        )
+
+    def _around(self, computation: Computation) -> Around:
+        if computation.name not in self.around:
+            self.around[computation.name] = Around(computation)
+        return self.around[computation.name]
+
+    def _crossing(self, one: Instruction) -> tuple[tuple[str, ...], int]:
+        key = hlo_groups.numbering(one), hlo_groups.written_groups(one)
+        if key not in self.crossed:
+            groups = hlo_groups.logical_groups(one, self.module)
+            axes = hlo_groups.mesh_axes_of(groups, self.axis_sizes)
+            self.crossed[key] = axes, max(map(len, groups), default=1)
+        return self.crossed[key]
+
+    def _origin(self, one: Instruction, computation: Computation, visit: Visit) -> Origin:
+        """The frames and the name of a collective.
+
+        What has no frames takes those of the operation around it, of its reduction, of the first
+        operation that uses its result, or of the last that makes its data.
+        """
+        places = [(one, computation), *self._holder(one, computation, visit)]
+        op_name = next((place.op_name for place, _ in places if place.op_name), "")
+        for place, _ in places:
+            if frames := source.frames_of(place, self.module):
+                return Origin(frames, op_name, source.direction_of(place.op_name))
+        near = self._nearest(places, op_name)
+        # A reduction that the user wrote has its line in the function that adds two elements.
+        frames = self._reduction_frames(one)
+        return dataclasses.replace(near, frames=frames, is_consumer=False) if frames else near
+
+    def _nearest(self, places: Sequence[tuple[Instruction, Computation]], op_name: str) -> Origin:
+        for others, uses in ((Around.users, True), (Around.makers, False)):
+            near = (others(self._around(computation), one) for one, computation in places)
+            for other in itertools.chain.from_iterable(near):
+                op_name = op_name or other.op_name
+                if frames := source.frames_of(other, self.module):
+                    direction = source.direction_of(other.op_name)
+                    return Origin(frames, op_name, direction, is_consumer=uses)
+        return Origin((), op_name, source.direction_of(op_name))
+
+    def _reduction_frames(self, one: Instruction) -> tuple[Source, ...]:
+        function = self.module.computations.get(one.callees().get("to_apply", ("",))[0])
+        found = (
+            (source.frames_of(i, self.module) for i in function.instructions) if function else ()
+        )
+        return next(filter(None, found), ())
+
+    def _holder(
+        self, one: Instruction, computation: Computation, visit: Visit
+    ) -> Iterator[tuple[Instruction, Computation]]:
+        """The operation that holds a collective, in its computation; the one that waits for it."""
+        if self._starts(one, computation):
+            for waiting in self.waits.get(_channel(one), ()):
+                visit = self.visited.get(waiting, visit)
+        if (visit.in_fusion or visit.is_async) and visit.caller:
+            yield visit.caller, self.module.computations[visit.home]
+
+
+# What is exchanged
+
+
+def _exchange(
+    one: Instruction, computation: Computation, types: Mapping[str, str], visit: Visit
+) -> tuple[str, Shapes]:
+    """The kind of a collective, and its shapes."""
+    kind = one.opcode.removesuffix("-start")
+    operands, results = _operand_shapes(one, types), _result_shapes(one)
+    match kind:
+        case "all-reduce" if _is_scatter(computation, visit) and visit.caller:
+            # On TPU a reduce-scatter is a fusion around an all-reduce and the slice of it.
+            return "reduce-scatter", Shapes(operands, _result_shapes(visit.caller))
+        case "ragged-all-to-all":  # the others are where to write, offsets and sizes
+            operands = operands[:1]
+        case "send" | "recv":  # of data, a context and a token
+            results = hlo_reader.parse_shapes(hlo_reader.tuple_elements(one.type)[0])
+            operands = results
+    return kind, Shapes(operands, results)
+
+
+def _is_scatter(computation: Computation, visit: Visit) -> bool:
+    return visit.in_fusion and computation.name.startswith("all-reduce-scatter")
+
+
+def _nbytes(shapes: Iterable[Shape]) -> int:
+    return sum(shape.nbytes for shape in shapes)
+
+
+def _operand_shapes(one: Instruction, types: Mapping[str, str]) -> tuple[Shape, ...]:
+    # Some printers write the operands' types in place, others only their names.
+    inline = hlo_reader.parse_shapes(one.operands)
+    if inline:
+        return inline
+    return hlo_reader.parse_shapes(" ".join(types[n] for n in one.operand_names if n in types))
+
+
+def _result_shapes(one: Instruction) -> tuple[Shape, ...]:
+    # A start gives (operands, results, contexts...); that of an all-reduce gives the results.
+    started = one.opcode.endswith("-start") and one.opcode != "all-reduce-start"
+    elements = hlo_reader.tuple_elements(one.type)
+    text = elements[1] if started and len(elements) > 1 else one.type
+    return hlo_reader.parse_shapes(text)

@@ -1,0 +1,227 @@
+"""Divides a combined collective among the exchanges of the program that it was combined from.
+
+The compiler keeps the frames of the first, and its name or all names. The others are found by what
+makes their operands, or by what uses their results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+import itertools
+from typing import NamedTuple
+
+from spmd.inspection.hlo import source
+from spmd.inspection.hlo.calls import Visit
+from spmd.inspection.hlo.names import is_written, joined
+from spmd.inspection.hlo.near import Around, Origin
+from spmd.inspection.hlo.text import Computation, Instruction, Module
+from spmd.inspection.records.report import Part, Shapes
+
+
+class Whole(NamedTuple):
+    """A combined collective, and what is known of it as a whole."""
+
+    one: Instruction
+    computation: Computation
+    kind: str
+    shapes: Shapes
+    payload_bytes: int
+    wire_bytes: int
+    origin: Origin
+
+
+class _Value(NamedTuple):
+    """A result of an instruction, or an element of it, by the indices of nested tuples."""
+
+    name: str
+    computation: str
+    element: tuple[int, ...] = ()
+
+
+_Place = tuple[Instruction, Computation]
+
+#: Their result is their operand in another form; a slice is stacked into, or taken from, an array.
+_PASSES_ON = {
+    "bitcast": 0, "bitcast-convert": 0, "convert": 0, "copy": 0, "copy-done": 0, "copy-start": 0,
+    "dynamic-slice": 0, "dynamic-update-slice": 1, "optimization-barrier": 0, "reshape": 0,
+    "transpose": 0,
+}  # fmt: skip
+_CALLS = {"fusion": "calls", "call": "to_apply", "async-start": "calls", "while": "body"}
+
+
+def divided(total: int, weights: Sequence[int]) -> list[int]:
+    """A number in integer shares by weight; they add up to it."""
+    whole = sum(weights)
+    if not whole:
+        return [total, *itertools.repeat(0, len(weights) - 1)]
+    ends = [total * end // whole for end in itertools.accumulate(weights)]
+    return [end - start for start, end in itertools.pairwise([0, *ends])]
+
+
+class Divider:
+    """Finds the parts of the combined collectives of a module."""
+
+    def __init__(
+        self,
+        module: Module,
+        visited: Mapping[str, Visit],
+        around: Callable[[Computation], Around],
+    ):
+        self.module = module
+        self.visited = visited
+        self.around = around
+
+    def parts(self, whole: Whole, holders: Sequence[_Place]) -> tuple[Part, ...]:
+        """The parts of a collective, in the order of its operands.
+
+        Args:
+            whole: what is divided.
+            holders: the operation that it runs in, as `_Reader._holder` gives it.
+        """
+        operands, results = whole.shapes
+        weights = [shape.nbytes for shape in operands]
+        payloads, wires = (divided(n, weights) for n in (whole.payload_bytes, whole.wire_bytes))
+        places = [(whole.one, whole.computation), *holders]
+        return tuple(
+            Part(
+                shapes=Shapes(
+                    (shape,), results[i : i + 1] if len(results) == len(operands) else ()
+                ),
+                payload_bytes=payloads[i],
+                wire_bytes=wires[i],
+                source=source.user_source(origin.frames),
+                source_is_consumer=origin.is_consumer,
+                frames=origin.frames,
+                direction=origin.direction,
+                op_name=origin.op_name,
+            )
+            for i, (shape, origin) in enumerate(
+                zip(operands, self._origins(whole, places), strict=True)
+            )
+        )
+
+    def _origins(self, whole: Whole, places: Sequence[_Place]) -> Iterator[Origin]:
+        count, operands = len(whole.shapes.operands), whole.one.operand_names
+        names = joined(next((one.op_name for one, _ in places if one.op_name), ""))
+        names = names if len(names) == count else [names[0], *[""] * (count - 1)]
+        for i, name in enumerate(names):
+            if len(operands) != count:  # not XLA's own text
+                yield Origin((), name, source.direction_of(name))
+                continue
+            found = self._origin(whole, places, i, name)
+            # The compiler kept what it knew of the first. A psum of a tree is all of one line.
+            if not found.frames and (i == 0 or is_written(name or names[0])):
+                own = whole.origin
+                found = dataclasses.replace(found, frames=own.frames, is_consumer=own.is_consumer)
+            yield found
+
+    def _origin(self, whole: Whole, places: Sequence[_Place], i: int, name: str) -> Origin:
+        """Where a part comes from: its line, its name and its direction."""
+        made = [*self._made_by(_Value(whole.one.operand_names[i], whole.computation.name))]
+        own = (one.op_name for one, _ in made if not self._is_loops(one))
+        stack = name or next(filter(None, own), "")
+        for one, is_consumer in self._candidates(made, places, i, name):
+            if not self._is_loops(one) and (frames := source.frames_of(one, self.module)):
+                direction = source.direction_of(name or one.op_name)
+                return Origin(frames, stack or one.op_name, direction, is_consumer)
+        return Origin((), stack, source.direction_of(stack))
+
+    def _candidates(
+        self, made: Sequence[_Place], places: Sequence[_Place], i: int, name: str
+    ) -> Iterator[tuple[Instruction, bool]]:
+        """Instructions that may have the line of a part, and whether they use its result.
+
+        These are what makes the operand, by its name if it has one, and then all that this is made
+        from. An argument is made by nothing: its line is that of the first to use it.
+        """
+        yield from ((one, False) for one, _ in sorted(made, key=lambda p: p[0].op_name != name))
+        behind = ((one, True) for one in self._users(places, i))
+        before = ((one, False) for one in self._makers(made))
+        is_argument = any(one.opcode == "parameter" for one, _ in made[-1:])
+        yield from itertools.chain(*([behind, before] if is_argument else [before, behind]))
+
+    def _is_loops(self, one: Instruction) -> bool:
+        # It has the line of the loop, which is that of everything in it.
+        return self.module.loop_of(one) is not None
+
+    # What makes an operand
+
+    def _made_by(self, value: _Value | None) -> Iterator[_Place]:
+        """What makes a value, from what only hands it on to what makes it.
+
+        Operations with several results come last: their line is that of one of the results.
+        """
+        seen: set[_Value] = set()
+        several: list[_Place] = []
+        while value and value not in seen:
+            seen.add(value)
+            computation = self.module.computations[value.computation]
+            around = self.around(computation)
+            if (place := around.places.get(value.name)) is None:
+                break
+            one = around.instructions[place]
+            if value.element or one.opcode == "get-tuple-element":
+                several.append((one, computation))
+            else:
+                yield one, computation
+            value = self._before(one, value, seen)
+        yield from several
+
+    def _before(self, one: Instruction, value: _Value, seen: set[_Value]) -> _Value | None:
+        """The value that an instruction hands on; None for one that makes its own."""
+        names, computation, element = one.operand_names, value.computation, value.element
+        if one.opcode == "get-tuple-element" and names:
+            index = int(one.attribute("index") or 0)
+            return _Value(names[0], computation, (index, *element))
+        if one.opcode == "tuple" and element and element[0] < len(names):
+            return _Value(names[element[0]], computation, element[1:])
+        if one.opcode == "parameter":
+            return self._argument(one, value, seen)
+        if inside := one.callees().get(_CALLS.get(one.opcode, "")):
+            called = self.module.computations.get(inside[0])
+            return (
+                _Value(called.root.name, called.name, element) if called and called.root else None
+            )
+        operand = _PASSES_ON.get(one.opcode, len(names))
+        return _Value(names[operand], computation, element) if operand < len(names) else None
+
+    def _argument(self, one: Instruction, value: _Value, seen: set[_Value]) -> _Value | None:
+        """What a computation is given for its parameter: in a loop, what the last turn made."""
+        visit = self.visited.get(value.computation)
+        caller = visit.caller if visit else None
+        if visit is None or caller is None or caller.opcode not in _CALLS:
+            return None
+        if caller.opcode != "while":
+            number = int(one.operands)
+            names = caller.operand_names
+            return _Value(names[number], visit.home, value.element) if number < len(names) else None
+        root = self.module.computations[value.computation].root
+        again = self._before(root, value, seen) if root and root.opcode == "tuple" else None
+        if again and again not in seen:
+            return again
+        # What the loop hands on as it is comes from before it.
+        return _Value(caller.operand_names[0], visit.home, value.element)
+
+    def _makers(self, made: Sequence[_Place]) -> Iterator[Instruction]:
+        """All that goes into a value, the last first, in the computation of each that makes it."""
+        for one, computation in made:
+            yield from Around.makers(self.around(computation), one)
+
+    # Who uses a result
+
+    def _users(self, places: Sequence[_Place], i: int) -> Iterator[Instruction]:
+        for one, computation in places:
+            around = self.around(computation)
+            for element in _elements(around, one, i):
+                yield element
+                yield from around.users(element)
+
+
+def _elements(around: Around, one: Instruction, i: int) -> Iterator[Instruction]:
+    """The instructions that take one of several results; those of a start come with its done."""
+    for user in around.used_directly(one):
+        if user.opcode.endswith("-done"):
+            yield from _elements(around, user, i)
+        elif user.opcode == "get-tuple-element" and user.attribute("index") == str(i):
+            yield user

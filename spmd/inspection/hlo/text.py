@@ -1,0 +1,487 @@
+"""Reads the text of a compiled HLO module into records.
+
+This is syntax only: which computations there are, which instructions they hold, which computation
+calls which, and the table of Python frames at the head of the module. What a collective costs,
+which mesh axis it crosses and how often a loop runs is worked out in the files beside this one.
+
+An instruction ends where its brackets and strings are closed: most take one line, that of a Pallas
+kernel with metadata several. Every match is anchored at the opcode's own place: fusions, metadata
+and operands name collectives too. What is not understood is kept, in `Module.unread`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+import dataclasses
+import itertools
+import re
+from typing import NamedTuple
+
+from spmd.inspection.records.report import DTYPES, Shape, Source
+
+# Only names of mesh axes stand in single quotes, and nothing is escaped there.
+_QUOTED = r""""(?:[^"\\]|\\.)*"|'[^']*'"""
+_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=? ]*)\]")
+# The type of a tuple ends at the first ")" that a blank and an opcode follow: inside a tuple a ")"
+# is followed by ",", "}", "(" or ")".
+_INSTRUCTION = re.compile(
+    r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<opcode>[a-z][\w\-]*)\("
+)
+_COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*\) -> .* )?\{$")
+_HEADER = re.compile(r"HloModule (?P<name>[^\s,]+)")
+# A comment such as /*index=5*/ may stand before an operand without a blank.
+_OPERAND = re.compile(r"(?:^|[ ,(/])%([\w.\-]+)")
+_BARE_NAMES = re.compile(r"[a-zA-Z_][\w.\-]*(?:, [a-zA-Z_][\w.\-]*)*")
+_LITERALS = ("parameter", "constant", "iota")
+_CALLEE = re.compile(
+    r"\b(calls|to_apply|body|condition|branch_computations|true_computation|false_computation)="
+    r"(\{[^}]*\}|%?[\w.\-]+)"
+)
+_METADATA = re.compile(r"(?:^|, )metadata=\{")
+_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+_FRAME_ID = re.compile(r"\bstack_frame_id=(\d+)")
+_TABLE_ROW = re.compile(r"(\d+) (.*)")
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+
+
+class Instruction(NamedTuple):
+    """One line of a computation, cut into its parts.
+
+    There are hundreds of thousands, and a tuple is made three times faster than a dataclass.
+
+    Args:
+        name: its name, without the percent sign.
+        opcode: what it does, such as ``all-reduce-start``.
+        type: the text of its result type.
+        operands: the text between the parentheses after the opcode.
+        attributes: the text after them.
+        is_root: True where its result is that of the computation.
+    """
+
+    name: str
+    opcode: str
+    type: str
+    operands: str
+    attributes: str
+    is_root: bool = False
+
+    @property
+    def operand_names(self) -> tuple[str, ...]:
+        """Names of the operands, in order."""
+        names = _OPERAND.findall(self.operands)
+        if not names and self.opcode not in _LITERALS:
+            # Short texts of XLA leave out percent signs, and types with them.
+            bare = re.sub(r"/\*.*?\*/", "", self.operands)
+            return tuple(bare.split(", ")) if _BARE_NAMES.fullmatch(bare) else ()
+        return tuple(names)
+
+    @property
+    def op_name(self) -> str:
+        """The name stack that JAX gave the operation, or an empty string."""
+        found = _OP_NAME.search(self.attributes, self._metadata)
+        return unescape(found[1]) if found else ""
+
+    @property
+    def frame_id(self) -> int:
+        """Its row in the module's table of stack frames; 0 where it has none."""
+        found = _FRAME_ID.search(self.attributes, self._metadata)
+        return int(found[1]) if found else 0
+
+    @property
+    def _metadata(self) -> int:
+        """Where its metadata starts: what a user wrote before may hold the same words."""
+        found = _METADATA.search(self.attributes)
+        return found.start() if found else 0
+
+    @property
+    def trip_count(self) -> int | None:
+        """How often the body of a while loop runs, where the compiler printed it."""
+        found = _TRIP_COUNT.search(self.attributes)
+        return int(found[1]) if found else None
+
+    def attribute(self, name: str) -> str | None:
+        """The text of one attribute up to the comma that ends it, or None without it."""
+        found = re.search(rf"(?:^|, ){re.escape(name)}=", self.attributes)
+        if not found:
+            return None
+        value = _until_comma(self.attributes, found.end())
+        # Replica groups over a mesh with a device order hold a comma outside of all brackets.
+        if value.startswith("mesh[") and not value.endswith("}"):
+            rest = _until_comma(self.attributes, found.end() + len(value) + 1)
+            return f"{value},{rest}"
+        return value
+
+    def callees(self) -> dict[str, tuple[str, ...]]:
+        """Names of the computations that this instruction calls, by the attribute that says so."""
+        # Strings may hold anything, the names of other computations included.
+        text = re.sub(_QUOTED, '""', self.attributes)
+        return {
+            role: tuple(re.findall(r"[\w.\-]+", names)) for role, names in _CALLEE.findall(text)
+        }
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Computation:
+    """A named sequence of instructions.
+
+    Args:
+        name: its name, without the percent sign.
+        instructions: its lines, in program order.
+    """
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @property
+    def root(self) -> Instruction | None:
+        """The instruction whose result is that of the computation: the last one without a mark."""
+        return next((i for i in self.instructions if i.is_root), None) or (
+            self.instructions[-1] if self.instructions else None
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Module:
+    """A compiled program.
+
+    Args:
+        name: as in ``HloModule jit_step``.
+        entry: name of the computation that runs first; empty in a module without one.
+        computations: all of them, by name.
+        num_replicas: how many replicas run it.
+        num_partitions: over how many devices each replica is partitioned.
+        frames: the table of stack frames: by number, the place and the number of the caller's
+            frame, which is 0 for the outermost.
+        header: the first line, with properties of the whole module.
+        loops: the loop whose arrays an instruction takes apart or stacks, by name of that
+            instruction; also each loop by its name stack. See `loop_of`.
+        unread: the lines that were not understood, and those that start an exchange between hosts,
+            which nothing here reads. What they do is missing in all that is worked out.
+    """
+
+    name: str
+    entry: str
+    computations: dict[str, Computation]
+    num_replicas: int
+    num_partitions: int
+    frames: dict[int, tuple[Source, int]] = dataclasses.field(default_factory=dict)
+    header: str = ""
+    loops: dict[str, Instruction] = dataclasses.field(default_factory=dict)
+    unread: tuple[str, ...] = ()
+
+    def loop_of(self, one: Instruction) -> Instruction | None:
+        """The loop whose arrays an instruction takes apart or stacks, if JAX made it do so.
+
+        The frames of such an instruction may be those of another program.
+        """
+        own = _LOOPS_OWN.match(one.op_name) if _INDEXING in one.attributes else None
+        # What the compiler moved out of the loop, or names in a warning, has the loop's name stack.
+        return (self.loops.get(one.name) or self.loops.get(own["loop"])) if own else None
+
+
+def parse_shapes(text: str) -> tuple[Shape, ...]:
+    """All array shapes in the text of a type, those of a tuple in order.
+
+    A dynamic dimension ``<=8`` counts with its bound.
+    """
+    return tuple(
+        Shape(dtype=dtype, dims=tuple(int(d.strip("<= ")) for d in dims.split(",") if d.strip()))
+        for dtype, dims in _SHAPE.findall(text)
+        if dtype in DTYPES and dtype not in ("token", "opaque")
+    )
+
+
+def tuple_elements(text: str) -> tuple[str, ...]:
+    """The elements of a tuple type, one level deep; another type is its own only element."""
+    text = re.sub(r"/\*.*?\*/", "", text).strip()
+    if not text.startswith("("):
+        return (text,)
+    inner, elements, start = text[1:-1], [], 0
+    while start < len(inner):
+        element = _until_comma(inner, start)
+        elements.append(element.strip())
+        start += len(element) + 1
+    return tuple(elements)
+
+
+def parse_modules(text: str) -> tuple[Module, ...]:
+    """Read the text that ``compiled.as_text()`` gives: one module, or several after each other.
+
+    Args:
+        text: HLO modules.
+
+    Returns:
+        The modules in order; none for an empty text.
+    """
+    if not text.strip():
+        return ()
+    starts = [found.start() for found in re.finditer(r"^HloModule ", text, re.MULTILINE)]
+    edges = [0, *starts[1:], len(text)]  # what stands before the first is read, too
+    return tuple(parse_module(text[a:b]) for a, b in itertools.pairwise(edges))
+
+
+def parse_module(text: str) -> Module:
+    """Read one HLO module.
+
+    Args:
+        text: the module, as ``compiled.as_text()`` gives it.
+
+    Returns:
+        The module; one without computations for an empty text.
+    """
+    unread: list[str] = []
+    lines = _lines(text)
+    header = _header(lines, unread)
+    found = _HEADER.match(header)
+    entry, computations = "", {}
+    tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
+    for name, is_entry, body in _computations(lines, tables, unread):
+        computations[name] = Computation(name=name, instructions=tuple(body))
+        entry = name if is_entry else entry
+    return Module(
+        name=found["name"] if found else "",
+        entry=entry,
+        computations=computations,
+        num_replicas=_header_count(header, "replica_count"),
+        num_partitions=_header_count(header, "num_partitions"),
+        frames=_frames(tables),
+        header=header,
+        loops=_loops(computations) if _INDEXING in text else {},
+        unread=(*unread, *_between_hosts(text)),
+    )
+
+
+# An array in the memory of hosts that a program needs otherwise split: hosts exchange it in calls
+# of libtpu's own, whose groups are numbers of devices and not of partitions.
+_HOST_EXCHANGE = 'custom_call_target="MegaScaleCollectiveInputStart"'
+
+
+def _between_hosts(text: str) -> list[str]:
+    if _HOST_EXCHANGE not in text:
+        return []
+    return [line for line in text.splitlines() if _HOST_EXCHANGE in line]
+
+
+# Functions of JAX's own take apart and stack what goes through a loop. It traces them once in a
+# process, so that their frames are those of the first loop, in whatever program that was.
+_INDEXING = "index_in_dim)/"
+_LOOPS_OWN = re.compile(r"(?P<loop>.*/while)/\w+/jit\(dynamic_(?:update_)?index_in_dim\)/")
+_CALLERS = ("while", "fusion", "call", "conditional", "async-start")
+
+
+def _loops(computations: Mapping[str, Computation]) -> dict[str, Instruction]:
+    """The loop of each instruction of JAX's own functions, by the name of the instruction."""
+    everything = [(one, home) for home in computations.values() for one in home.instructions]
+    calls = [(one, home) for one, home in everything if one.opcode in _CALLERS]
+    callers = {
+        callee: (one, home)
+        for one, home in calls
+        for names in one.callees().values()
+        for callee in names
+    }
+    found = {one.op_name: one for one, _ in calls if one.opcode == "while"}
+    for one, home in everything:
+        own = _LOOPS_OWN.match(one.op_name) if _INDEXING in one.attributes else None
+        if own and (loop := _around(home, own["loop"], callers)):
+            found[one.name] = loop
+    return found
+
+
+def _around(
+    computation: Computation, name: str, callers: Mapping[str, tuple[Instruction, Computation]]
+) -> Instruction | None:
+    """The loop of a name that a computation runs in; two loops of a function have one name."""
+    for _ in callers:  # a text that is not XLA's may have circles
+        if computation.name not in callers:
+            break
+        one, computation = callers[computation.name]
+        if one.opcode == "while" and one.op_name == name:
+            return one
+    return None
+
+
+def _lines(text: str) -> list[str]:
+    """The lines of a module that are still to be read, the next one last."""
+    return text.replace("\r\n", "\n").split("\n")[::-1]
+
+
+def _header(lines: list[str], unread: list[str]) -> str:
+    while lines:
+        if (line := lines.pop()).startswith("HloModule "):
+            return _whole(line, lines) if _end_of_line(line) is None else line
+        _keep(line, unread)
+    return ""
+
+
+def _keep(line: str, unread: list[str]) -> None:
+    """Keeps a line that nothing understands; empty ones and comments say nothing."""
+    if line and not line.isspace() and not line.lstrip().startswith("//"):
+        unread.append(line)
+
+
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+
+
+def _computations(
+    lines: list[str], tables: dict[str, dict[int, str]], unread: list[str]
+) -> Iterator[tuple[str, bool, list[Instruction]]]:
+    """Give every computation; on the way, fill the tables at the head of the module."""
+    while lines:
+        line = lines.pop()
+        if line in tables:
+            tables[line].update(_table(lines, unread))
+        # A row of a table may end in "}", too.
+        elif found := _COMPUTATION.match(line):
+            yield found["name"], bool(found["entry"]), _instructions(lines, unread)
+        else:
+            _keep(line, unread)
+
+
+def _table(lines: list[str], unread: list[str]) -> Iterator[tuple[int, str]]:
+    while lines:
+        found = _TABLE_ROW.match(line := lines.pop())
+        if not found:
+            _keep(line, unread)
+            return
+        yield int(found[1]), found[2]
+
+
+def _frames(tables: dict[str, dict[int, str]]) -> dict[int, tuple[Source, int]]:
+    places = {
+        number: _place(row, tables["FileNames"], tables["FunctionNames"])
+        for number, row in tables["FileLocations"].items()
+    }
+    frames = {
+        number: (places.get(_field(row, "file_location_id")), _field(row, "parent_frame_id"))
+        for number, row in tables["StackFrames"].items()
+    }
+    # The printed number of the caller is one too high, so that no outermost frame says 0. Should a
+    # release print the number itself, one does.
+    excess = min((caller for _, caller in frames.values()), default=0) > 0
+    return {n: (place, caller - excess) for n, (place, caller) in frames.items() if place}
+
+
+def _place(row: str, files: dict[int, str], functions: dict[int, str]) -> Source:
+    return Source(
+        file=_unquoted(files.get(_field(row, "file_name_id"), "")),
+        line=_field(row, "line"),
+        column=_field(row, "column") + 1,
+        function=_unquoted(functions.get(_field(row, "function_name_id"), "")),
+    )
+
+
+def _field(row: str, name: str) -> int:
+    found = re.search(rf"\b{name}=(\d+)", row)
+    return int(found[1]) if found else 0
+
+
+def unescape(text: str) -> str:
+    """A string as XLA writes it, with C escapes for quotes and for what is not printable ASCII."""
+    if "\\" not in text:
+        return text
+    return text.encode().decode("unicode_escape").encode("latin-1").decode("utf-8", "replace")
+
+
+def _unquoted(text: str) -> str:
+    return unescape(text[1:-1] if text.startswith('"') else text)
+
+
+def _instructions(lines: list[str], unread: list[str]) -> list[Instruction]:
+    """The instructions up to the end of a computation."""
+    found: list[Instruction] = []
+    last = ""
+    while lines:
+        line = lines.pop()
+        if one := parse_instruction(line):
+            found.append(one)
+            last = line
+        elif line == "}" and last.count("{") == last.count("}"):  # as nearly all are
+            return found
+        elif _end_of_line(last) is None:
+            lines.append(line)
+            whole = _whole(last, lines)
+            found[-1] = parse_instruction(whole) or found[-1]
+            unread += [last] * (whole == last)
+            last = ""
+        elif line.startswith("}"):
+            return found
+        elif _COMPUTATION.match(line):
+            lines.append(line)
+            break
+        else:
+            _keep(line, unread)
+    unread.append("the end of a computation")
+    return found
+
+
+def _whole(line: str, lines: list[str]) -> str:
+    """A line with those that its open brackets and strings go on in; alone if it has no end."""
+    stop = len(lines)
+    while stop and not (_INSTRUCTION.match(lines[stop - 1]) or _COMPUTATION.match(lines[stop - 1])):
+        stop -= 1
+    text = "\n".join([line, *reversed(lines[stop:])])
+    end = _end_of_line(text)
+    if end is None:
+        return line
+    del lines[len(lines) - text.count("\n", 0, end) :]
+    return text[:end]
+
+
+def _end_of_line(text: str) -> int | None:
+    """Where the first line ends that leaves no bracket and no string open; None if none does."""
+    depth = 0
+    for token in _STRUCTURE.finditer(text):
+        if token[0] in "\"'" or (token[0] == "\n" and depth <= 0):
+            return token.start() if token[0] == "\n" else None
+        depth += (token[0] in "([{") - (token[0] in ")]}")
+    return len(text) if depth <= 0 else None
+
+
+def parse_instruction(line: str) -> Instruction | None:
+    """Read one line of a computation, with the blanks it starts with; None if it is none."""
+    found = _INSTRUCTION.match(line)
+    if not found:
+        return None
+    end = _closing(line, found.end() - 1)
+    return Instruction(
+        name=found["name"],
+        opcode=found["opcode"],
+        type=found["type"],
+        operands=line[found.end() : end],
+        attributes=line[end + 1 :].removeprefix(", "),
+        is_root=bool(found["root"]),
+    )
+
+
+def _header_count(header: str, name: str) -> int:
+    # XLA leaves a count of one out.
+    found = re.search(rf"\b{name}=(\d+)", header)
+    return int(found[1]) if found else 1
+
+
+_BRACKET_OR_QUOTE = re.compile(rf"[()\[\]{{}},]|{_QUOTED}")
+# A quote that stands alone opens a string that has no end.
+_STRUCTURE = re.compile(rf"[()\[\]{{}}\n]|{_QUOTED}|[\"']")
+
+
+def _closing(text: str, start: int) -> int:
+    """Index of the bracket that closes the one at ``start``."""
+    first = text.find(")", start)
+    if text.find("(", start + 1, first) < 0 and text.find('"', start + 1, first) < 0:
+        return first if first >= 0 else len(text)
+    depth = 0
+    for token in _BRACKET_OR_QUOTE.finditer(text, start):
+        depth += (token[0] in "([{") - (token[0] in ")]}")
+        if depth == 0:
+            return token.start()
+    return len(text)
+
+
+def _until_comma(text: str, start: int) -> str:
+    """The text from ``start`` to the next comma outside all brackets and strings."""
+    depth = 0
+    for token in _BRACKET_OR_QUOTE.finditer(text, start):
+        depth += (token[0] in "([{") - (token[0] in ")]}")
+        if depth == 0 and token[0] == ",":
+            return text[start : token.start()]
+    return text[start:]

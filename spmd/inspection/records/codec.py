@@ -1,0 +1,363 @@
+"""A report as JSON, and back: lossless, versioned, and told in `inspection/report.schema.json`.
+
+The stack frames that collectives share stand once in a table, whose indices a collective holds; so
+do the lines, annotations and steps that origins of shardings share.
+Derived figures are written for readers in other languages and ignored here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import functools
+import json
+import os
+from pathlib import Path
+import re
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from spmd.errors import Failure, ReportError, explain
+from spmd.inspection.records.origins import Annotation, Later, Origins, Step, known
+from spmd.inspection.records.report import Collective, Part, Report, Source, Total
+
+VERSION = 1
+SCHEMA = f"spmd-report/{VERSION}"
+_T = TypeVar("_T")
+_SCHEMA = re.compile(r"spmd-report/(\d+)")
+
+
+# Writing
+
+
+def encode(report: Report) -> dict[str, Any]:
+    """A report as JSON values, as `Report.to_json` says."""
+    frames = _Table[Source]()
+    data = {"schema": SCHEMA, **values(report)}
+    data["mesh"] = [{"axis": name, "size": size} for name, size in report.mesh.items()]
+    data["collectives"] = [_encode_collective(one, frames) for one in report.collectives]
+    data["origins"] = _encode_origins(report.origins, frames)
+    data["frames"] = values(tuple(frames))
+    data["totals"] = _encode_totals(report)
+    return data
+
+
+def values(value: Any) -> Any:
+    """JSON values of a record, and of all that it holds."""
+    if dataclasses.is_dataclass(value):
+        names = (field.name for field in dataclasses.fields(value))
+        return {name: values(getattr(value, name)) for name in names if name[0] != "_"}
+    if isinstance(value, Mapping):
+        return {key: values(inner) for key, inner in value.items()}
+    if hasattr(value, "_asdict"):
+        return values(value._asdict())
+    return list(map(values, value)) if isinstance(value, tuple) else value
+
+
+class _Table(dict[_T, int]):
+    """The index of each record, in the order in which they were asked for."""
+
+    def __missing__(self, key: _T) -> int:
+        return self.setdefault(key, len(self))
+
+
+def without_frames(one: Collective) -> Collective:
+    """A collective whose stacks, and those of its parts, are left out."""
+    parts = tuple(dataclasses.replace(part, frames=()) for part in one.parts)
+    return dataclasses.replace(one, frames=(), parts=parts)
+
+
+def _encode_collective(one: Collective, frames: _Table[Source]) -> dict[str, Any]:
+    data = values(without_frames(one))
+    data["frames"] = [frames[frame] for frame in one.frames]
+    for part, encoded in zip(one.parts, data["parts"], strict=True):
+        encoded["frames"] = [frames[frame] for frame in part.frames]
+    data["total_payload_bytes"] = one.total_payload_bytes
+    data["total_wire_bytes"] = one.total_wire_bytes
+    return data
+
+
+#: Records of origins that stand in tables of their own: by table, in the order of reading.
+_SHARED = {"annotations": Annotation, "steps": Step}
+
+
+def _encode_origins(origins: Origins, frames: _Table[Source]) -> dict[str, Any]:
+    tables: dict[type, _Table[Any]] = {record: _Table() for record in _SHARED.values()}
+    tables[Source] = frames
+    data = _referred(origins, tables)
+    for name, record in _SHARED.items():
+        data[name] = [_fields(one, tables) for one in tables[record]]
+    return data
+
+
+def _referred(value: Any, tables: Mapping[type, _Table[Any]]) -> Any:
+    """JSON values of a record, with an index for each that stands in a table."""
+    if type(value) in tables:
+        return tables[type(value)][value]
+    if dataclasses.is_dataclass(value):
+        return _fields(value, tables)
+    return [_referred(one, tables) for one in value] if isinstance(value, tuple) else value
+
+
+def _fields(record: Any, tables: Mapping[type, _Table[Any]]) -> dict[str, Any]:
+    names = (field.name for field in dataclasses.fields(record))
+    return {name: _referred(getattr(record, name), tables) for name in names}
+
+
+def _encode_totals(report: Report) -> dict[str, Any]:
+    groupings = {
+        "kind": ("kind",),
+        "mesh_axes": ("axis",),
+        "kind_and_mesh_axes": ("kind", "axis"),
+        "line": ("line",),
+        "module": ("module",),
+        "direction": ("direction",),
+    }
+    data: dict[str, Any] = {"all": values(report.total)}
+    for title, by in groupings.items():
+        data[title] = _rows(
+            report.totals(*by), ["mesh_axes" if key == "axis" else key for key in by]
+        )
+    return data
+
+
+def _rows(sums: Mapping[Any, Total], names: list[str]) -> list[dict[str, Any]]:
+    keys = (key if len(names) > 1 else (key,) for key in sums)
+    pairs = zip(keys, sums.values(), strict=True)
+    return [
+        {**dict(zip(names, map(values, key), strict=True)), **values(total)} for key, total in pairs
+    ]
+
+
+def save(report: Report, path: str | os.PathLike[str]) -> None:
+    """Writes a report to a file, as `Report.save` says."""
+    path = Path(path)
+    if path.suffix.lower() == ".html":
+        path.write_text(report.to_html(), encoding="utf-8")
+        return
+    if path.suffix.lower() != ".json":
+        near = ".html" if "htm" in path.suffix.lower() else ".json"
+        failure = Failure(
+            what=f"cannot be saved as `{path}`",
+            expected="a file name that ends in .json or .html",
+            got=f"the ending {path.suffix!r}" if path.suffix else "a name without an ending",
+            fix=f"report.save({str(path.with_suffix(near))!r})" if path.name else "",
+            error=ReportError,
+        )
+        raise explain(f"report of `{report.name}`", [failure])
+    path.write_text(_layout(encode(report)), encoding="utf-8")
+
+
+def _layout(data: Mapping[str, Any]) -> str:
+    """One line for each element of a list: files compare well, and a line is one collective."""
+    return _entries(data, "{\n", "\n}\n")
+
+
+def _entries(data: Mapping[str, Any], start: str, end: str) -> str:
+    lines = (f"{json.dumps(key)}: {_lines(value)}" for key, value in data.items())
+    return start + ",\n".join(lines) + end
+
+
+def _lines(value: Any) -> str:
+    if isinstance(value, dict) and isinstance(value.get("values"), list):  # origins
+        return _entries(value, "{", "}")
+    if not isinstance(value, list) or not value:
+        return json.dumps(value)
+    return "[\n " + ",\n ".join(map(json.dumps, value)) + "\n]"
+
+
+# Reading
+
+
+def load(path: str | os.PathLike[str]) -> Report:
+    """Reads a report from a file, as `Report.load` says."""
+    return decode(read(path), subject=f"file `{path}`")
+
+
+def read(path: str | os.PathLike[str]) -> Any:
+    """The JSON values in a file.
+
+    Raises:
+        ReportError: the file holds no JSON.
+        OSError: the file cannot be read.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as e:  # not UTF-8, or not JSON, or no report's
+        failure = Failure(
+            what="holds no JSON",
+            expected="a file that report.save() wrote",
+            got=str(e),
+            error=ReportError,
+        )
+        raise explain(f"file `{path}`", [failure]) from None
+
+
+def decode(data: Any, *, subject: str = "argument of `Report.from_json`") -> Report:
+    """Makes a report of JSON values, as `Report.from_json` says.
+
+    Args:
+        data: what `encode` gave.
+        subject: what an error is about.
+    """
+    _check_version(data, subject)
+    reader = _Reader(data)
+    report = reader.read(Report, data, "")
+    if reader.failures:
+        raise explain(subject, reader.failures)
+    return report
+
+
+def _check_version(data: Any, subject: str) -> None:
+    schema = data.get("schema") if isinstance(data, Mapping) else None
+    known = _SCHEMA.fullmatch(schema) if isinstance(schema, str) else None
+    if not known:
+        raise explain(subject, [_other_kind(data, schema)])
+    if int(known[1]) != VERSION:
+        raise explain(subject, [_other_version(data, schema)])
+
+
+def _other_kind(data: Any, schema: object) -> Failure:
+    got = f"schema {schema!r}" if schema is not None else "an object without a schema"
+    return Failure(
+        what="is no report",
+        expected=f"a JSON object with schema {SCHEMA!r}",
+        got=got if isinstance(data, Mapping) else f"a value of type {type(data).__name__}",
+        fix="pass what report.to_json() gives or report.save() writes",
+        error=ReportError,
+    )
+
+
+def _other_version(data: Mapping[str, Any], schema: object) -> Failure:
+    versions = data.get("versions")
+    writer = versions.get("spmd") if isinstance(versions, Mapping) else None
+    return Failure(
+        what="is a report of a version that this spmd does not read",
+        expected=f"schema {SCHEMA!r}",
+        got=f"schema {schema!r}" + (f", written by spmd {writer}" if writer else ""),
+        fix="install the version of spmd that wrote it, or write the report anew",
+        error=ReportError,
+    )
+
+
+@functools.cache
+def _hints(record: type) -> dict[str, Any]:
+    return get_type_hints(record)
+
+
+@functools.cache
+def _defaults(record: type) -> frozenset[str]:
+    """Fields that a file may lack: those that came later have a default."""
+    if not dataclasses.is_dataclass(record):
+        return frozenset()
+    missing = dataclasses.MISSING
+    return frozenset(f.name for f in dataclasses.fields(record) if f.default is not missing)
+
+
+class _Reader:
+    """Reads values by the types of the records, and collects everything that is wrong."""
+
+    def __init__(self, data: Mapping[str, Any]):
+        self.failures: list[Failure] = []
+        self.frames = self.read(tuple[Source, ...], data.get("frames", []), "frames") or ()
+
+    def read(self, hint: Any, value: Any, path: str) -> Any:
+        """The value as a field of type `hint` holds it; None where it is wrong."""
+        origin, arguments = get_origin(hint), get_args(hint)
+        if origin is tuple:
+            return self._items(arguments[0], value, path)
+        if origin is not None and issubclass(origin, Mapping):
+            return self._mapping(arguments[1], value, path)
+        if NoneType in arguments:
+            return None if value is None else self.read(arguments[0], value, path)
+        if dataclasses.is_dataclass(hint) or hasattr(hint, "_fields"):
+            return self._record(hint, value, path)
+        # A bool is an int to Python and not to JSON.
+        right = isinstance(value, hint) and isinstance(value, bool) == (hint is bool)
+        return value if right else self._wrong(path, _JSON_NAMES[hint], value)
+
+    def _items(self, hint: Any, value: Any, path: str) -> tuple | None:
+        if not isinstance(value, list):
+            return self._wrong(path, "an array", value)
+        return tuple(self.read(hint, item, f"{path}[{i}]") for i, item in enumerate(value))
+
+    def _mapping(self, hint: Any, value: Any, path: str) -> dict | None:
+        if not isinstance(value, Mapping):
+            return self._wrong(path, "an object", value)
+        return {key: self.read(hint, item, f"{path}.{key}") for key, item in value.items()}
+
+    def _record(self, record: Any, value: Any, path: str) -> Any:
+        if not isinstance(value, Mapping):
+            return self._wrong(path, "an object", value)
+        fields, complete = {}, True
+        for name, hint in _hints(record).items():
+            key = name.lstrip("_")
+            place = f"{path}.{key}".lstrip(".")
+            if key in value:
+                read = self._SPECIAL.get((record, key), _Reader.read)
+                fields[name] = read(self, hint, value[key], place)
+            elif name not in _defaults(record):
+                complete = False
+                self.failures.append(Failure(what=f"misses the key {place}", error=ReportError))
+        return record(**fields) if complete else None
+
+    def _mesh(self, hint: Any, value: Any, path: str) -> dict | None:
+        if not isinstance(value, list) or not all(isinstance(a, Mapping) for a in value):
+            return self._wrong(path, "an array of objects", value)
+        if not all(isinstance(axis.get("axis"), str) for axis in value):
+            return self._wrong(path, "an array of objects with an axis and a size", value)
+        sizes = ((axis["axis"], axis.get("size")) for axis in value)
+        return {name: self.read(int, size, f"{path}.{name}") for name, size in sizes}
+
+    def _frames(self, hint: Any, value: Any, path: str) -> tuple | None:
+        indices = self._items(int, value, path) or ()
+        known = [i for i in indices if i is not None and 0 <= i < len(self.frames)]
+        if len(known) < len(indices):
+            return self._wrong(path, f"indices into the {len(self.frames)} frames", value)
+        return tuple(self.frames[i] for i in known)
+
+    def _origins(self, hint: Any, value: Any, path: str) -> Later | None:
+        reader = _OriginsReader(self, value, path)
+        origins = reader.read(Origins, value, path)
+        return None if origins is None else known(origins)
+
+    def _wrong(self, path: str, expected: str, value: Any) -> None:
+        got = json.dumps(value, default=repr)
+        got = got if len(got) <= 60 else f"{got[:57]}..."
+        what = f"has a wrong value in {path or 'its root'}"
+        self.failures.append(Failure(what=what, expected=expected, got=got, error=ReportError))
+
+    _SPECIAL: Mapping[tuple[type, str], Callable[..., Any]] = {
+        (Report, "mesh"): _mesh,
+        (Report, "origins"): _origins,
+        (Collective, "frames"): _frames,
+        (Part, "frames"): _frames,
+    }
+
+
+class _OriginsReader(_Reader):
+    """Reads origins, in which an index stands for each record that others share."""
+
+    def __init__(self, whole: _Reader, data: Any, path: str):
+        self.failures = whole.failures
+        self.tables: dict[Any, tuple[Any, ...]] = {Source: whole.frames}
+        for name, record in _SHARED.items():
+            rows = data.get(name, []) if isinstance(data, Mapping) else []
+            place = f"{path}.{name}"
+            if not isinstance(rows, list):
+                self._wrong(place, "an array", rows)
+                rows = []
+            # A row refers to those of the tables before its own.
+            read = (self._record(record, row, f"{place}[{i}]") for i, row in enumerate(rows))
+            self.tables[record] = tuple(read)
+
+    def read(self, hint: Any, value: Any, path: str) -> Any:
+        table = self.tables.get(hint)
+        if table is None:
+            return super().read(hint, value, path)
+        if type(value) is not int or not 0 <= value < len(table):
+            return self._wrong(path, f"an index below {len(table)}", value)
+        return table[value]
+
+
+_JSON_NAMES = {str: "a string", int: "an integer", bool: "true or false"}

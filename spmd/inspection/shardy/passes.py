@@ -1,0 +1,482 @@
+"""Shardy's passes on a copy of a lowered module, and what its attributes say.
+
+The interface to MLIR is public (`jax.extend.mlir`); its attributes are read as text, whose form is
+the same at both ends of the range of JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import functools
+import math
+import re
+from typing import Any
+
+from jax.extend.mlir import ir, passmanager
+
+from spmd import _jax
+from spmd.errors import Failure, ReportError, explain
+from spmd.inspection.records.report import Source
+
+_HEAD = re.compile(r"[\w.-]+")
+_DTYPE = re.compile(r"(?:\d+|\?)x")
+
+
+# Modules
+
+
+def module_of(lowered: Any, *, subject: str) -> Any:
+    """The MLIR module of a stage, which is compiled later and must stay as it is.
+
+    Raises:
+        ReportError: it was lowered for the partitioner before Shardy.
+    """
+    module = lowered.compiler_ir()
+    main = functions(module.operation)["main"]
+    given = entries_of(main, "arg_attrs") + entries_of(main, "res_attrs")
+    if not any("mhlo.sharding" in one for one in given):
+        return module
+    failure = Failure(
+        what="was lowered without Shardy, whose passes say where a sharding comes from",
+        given="jax_use_shardy_partitioner=False",
+        expected="the default, True",
+        fix="jax.config.update('jax_use_shardy_partitioner', True), and lower again",
+        error=ReportError,
+    )
+    raise explain(subject, [failure])
+
+
+def run(module: Any, passes: Sequence[str], *, subject: str) -> Any:
+    """Runs passes on a copy of a module.
+
+    Args:
+        module: an MLIR module; it is left as it is.
+        passes: of a pipeline on modules, with their options.
+        subject: the first words of an error.
+
+    Returns:
+        The copy, as an operation.
+
+    Raises:
+        ReportError: this jaxlib lacks a pass, or a pass fails.
+    """
+    with module.context:
+        copy = module.operation.clone().operation
+        try:
+            manager = _parsed(f"builtin.module({', '.join(passes)})")
+            if PROPAGATION in passes:
+                manager = _parsed(_propagating_twice(str(manager)))
+        except (ValueError, ir.MLIRError) as error:
+            raise explain(subject, [_missing(passes, error)]) from None
+        # On JAX 0.10.2 the records of propagation fail verification on every loop.
+        manager.enable_verifier(False)
+        _tell_rules(copy)
+        try:
+            manager.run(copy)
+        except ir.MLIRError as error:
+            raise explain(subject, [_failed(error)]) from None
+    return copy
+
+
+PROPAGATION = "sdy-propagation-pipeline"
+"""Shardy's propagation and what comes before and after it."""
+
+_PROPAGATE = re.compile(r"sdy-user-priority-propagate(\{[^{}]*\})?")
+
+
+def _parsed(pipeline: str) -> Any:
+    return passmanager.PassManager.parse(pipeline)
+
+
+def _propagating_twice(pipeline: str) -> str:
+    """A pipeline that propagates again where it does so once.
+
+    Propagation is over before the shardings of a loop reach the functions that its body calls, such
+    as those that take its turn of a stacked array: whatever they give stays whole. A second one
+    starts from all that the first one knows. XLA needs no second one: it has no calls when it
+    propagates, and its loops do not carry what they only read.
+    """
+    # This one writes files if it is told where, and has no name that can be parsed.
+    pipeline = pipeline.replace("sdy-save-module,", "")
+    return _PROPAGATE.sub(r"\g<0>,\g<0>", pipeline)
+
+
+OWN_RULE = "spmd.sharding_rule"
+"""The attribute with the rule of an operation that Shardy has none for."""
+
+#: What XLA keeps as a call that it does not partition.
+_OPAQUE = ("chlo.erf",) if _jax.versions.ERF_IS_OPAQUE else ()
+
+_LETTERS = "ijklmnopqrstuvwxyz"
+
+
+def _tell_rules(copy: Any) -> None:
+    """Tells Shardy how operations propagate that XLA replaces before it propagates.
+
+    JAX writes ``chlo.square`` where XLA then has ``stablehlo.multiply``; the pass that replaces it
+    cannot be reached from Python, and Shardy has no rule for it. All that have operands and
+    results of one shape work on each element by itself.
+    """
+    for operation in operations_in(copy):
+        if not operation.name.startswith("chlo.") or operation.name in _OPAQUE:
+            continue
+        values = [*operation.operands, *operation.results]
+        shape, *others = {dims_of(value.type)[0] for value in values}
+        if others or not 0 < len(shape) <= len(_LETTERS):
+            continue
+        rule = _elementwise_rule(shape, len(operation.operands), len(operation.results))
+        # Shardy drops the first one when it is done.
+        for name in ("sdy.sharding_rule", OWN_RULE):
+            operation.attributes[name] = ir.Attribute.parse(rule)
+
+
+def _elementwise_rule(shape: Sequence[int], operands: int, results: int) -> str:
+    names = _LETTERS[: len(shape)]
+    one = f"[{', '.join(names)}]"
+    sizes = ", ".join(f"{name}={size}" for name, size in zip(names, shape, strict=True))
+    left, right = ", ".join([one] * operands), ", ".join([one] * results)
+    return f"#sdy.op_sharding_rule<({left})->({right}) {{{sizes}}}>"
+
+
+def _missing(passes: Sequence[str], error: Exception) -> Failure:
+    names = ", ".join(dict.fromkeys(n for p in passes for n in _HEAD.findall(p) if "sdy-" in n))
+    return Failure(
+        what="needs passes of Shardy that this jaxlib does not have",
+        expected=names,
+        got=" ".join(str(error).split())[:200],
+        fix="install a release of JAX that spmd is tested with: 0.10.2 up to 0.12",
+        error=ReportError,
+    )
+
+
+def _failed(error: Exception) -> Failure:
+    return Failure(
+        what="cannot be read by Shardy's passes",
+        got=" ".join(str(error).split())[:300],
+        fix="compile it, and see its report",
+        error=ReportError,
+    )
+
+
+def blocks(operation: Any) -> Iterator[Any]:
+    """The blocks of all regions of an operation."""
+    for region in operation.regions:
+        yield from region.blocks
+
+
+def block_of(operation: Any) -> Any:
+    """The only block of an operation, or the first one."""
+    return next(blocks(operation))
+
+
+def operations_in(operation: Any) -> Iterator[Any]:
+    """All operations inside of one, in order."""
+    for block in blocks(operation):
+        for view in block.operations:
+            yield view.operation
+            yield from operations_in(view.operation)
+
+
+def maker_of(value: Any) -> Any:
+    """The operation that makes a value; None for what enters a block."""
+    if not hasattr(value, "result_number"):
+        return None
+    return getattr(value.owner, "operation", value.owner)
+
+
+def name_of(function: Any) -> str:
+    """The name of a function."""
+    return text_of(getattr(function, "operation", function), "sym_name").strip('"')
+
+
+def callee_of(call: Any) -> str:
+    """The name of the function that a ``func.call`` calls."""
+    return text_of(call, "callee").removeprefix("@").strip('"')
+
+
+def functions(module: Any) -> dict[str, Any]:
+    """The functions of a module by name."""
+    (body,) = blocks(module)
+    found = (view.operation for view in body.operations)
+    return {name_of(f): f for f in found if f.name == "func.func"}
+
+
+def axis_sizes(module: Any) -> dict[str, int]:
+    """Sizes of the axes of all meshes of a module, by the names that `apart` gives them."""
+    names = apart(module)
+    return {
+        names.get((symbol, name), name): size
+        for symbol, sizes in _meshes(module).items()
+        for name, size in sizes.items()
+    }
+
+
+def count_devices(module: Any) -> int:
+    """How many devices a module is for."""
+    counts = (text_of(module.operation, f"mhlo.num_{what}") for what in ("partitions", "replicas"))
+    return math.prod(int(text.partition(" ")[0] or 1) for text in counts)
+
+
+def _meshes(module: Any) -> dict[str, dict[str, int]]:
+    """Sizes of the axes of each mesh, by its symbol."""
+    (body,) = blocks(module)
+    meshes = (v.operation for v in body.operations if v.operation.name == "sdy.mesh")
+    return {
+        text_of(mesh, "sym_name").strip('"'): {
+            _unquoted(name): int(size) for name, size in _SIZE.findall(text_of(mesh, "mesh"))
+        }
+        for mesh in meshes
+    }
+
+
+Names = Mapping[tuple[str, str], str]
+"""By symbol of a mesh and name of an axis, what to call it, where that is not its name."""
+
+
+def apart(module: Any) -> Names:
+    """Names for axes that have another size in a mesh before: ``data@mesh_0``.
+
+    JAX lowers programs with such meshes, and axes do not propagate from one of them to another.
+    """
+    first: dict[str, int] = {}
+    names = {}
+    for symbol, sizes in _meshes(module).items():
+        for name, size in sizes.items():
+            if first.setdefault(name, size) != size:
+                names[symbol, name] = f"{name}@{symbol}"
+    return names
+
+
+def text_of(operation: Any, name: str) -> str:
+    """An attribute as text; empty where there is none."""
+    attributes = operation.attributes
+    return str(attributes[name]) if name in attributes else ""
+
+
+def entries_of(operation: Any, name: str) -> list[dict[str, Any]]:
+    """The attributes of each argument or result of a function, as in ``arg_attrs``."""
+    attributes = operation.attributes
+    if name not in attributes:
+        return []
+    return [{entry.name: entry.attr for entry in one} for one in attributes[name]]
+
+
+_NUMBERS = re.compile(r"(\w+) = \[([\d, ]*)\]")
+
+
+def numbers_of(operation: Any, name: str) -> dict[str, tuple[int, ...]]:
+    """The lists of numbers in an attribute such as the dimensions of a product, by their names."""
+    found = _NUMBERS.findall(text_of(operation, name))
+    return {key: tuple(map(int, text.split(", "))) if text else () for key, text in found}
+
+
+# Types
+
+
+def dims_of(kind: Any) -> tuple[tuple[int, ...], str]:
+    """The dimensions of a type and its element type, as MLIR writes it; none for a token."""
+    text = str(kind)
+    if not text.startswith("tensor<"):
+        return (), text
+    text = text.removeprefix("tensor<").removesuffix(">")
+    sizes = []
+    while found := _DTYPE.match(text):
+        sizes.append(int(found[0][:-1]) if found[0] != "?x" else 0)
+        text = text[found.end() :]
+    return tuple(sizes), text.partition(",")[0]
+
+
+@functools.lru_cache(maxsize=1 << 8)
+def hlo_dtype(dtype: str) -> str:
+    """XLA's name of an element type that MLIR writes otherwise."""
+    if dtype == "i1":
+        return "pred"
+    if found := re.fullmatch(r"complex<f(\d+)>", dtype):
+        return f"c{2 * int(found[1])}"
+    if found := re.fullmatch(r"(u?)i(\d+)", dtype):
+        return f"{'u' if found[1] else 's'}{found[2]}"
+    return dtype.lower()
+
+
+# Shardings
+
+_QUOTED = r'"(?:[^"\\]|\\.)*"'
+_SIZE = re.compile(rf"({_QUOTED})=(\d+)")
+_AXIS = re.compile(rf"({_QUOTED})(:\(\d+\)\d+)?")
+_LIST = re.compile(rf"\{{((?:{_QUOTED}|[^{{}}\"])*)\}}(p\d+)?")
+_SHARDING = re.compile(rf"<@[^,]*, \[((?:{_QUOTED}|[^\]\"])*)\]")
+_MESH_OF = re.compile(rf"<@([^,]*), \[(?:{_QUOTED}|[^\]\"])*\]")
+
+
+_ESCAPED = re.compile(rb"\\(?:([0-9A-F]{2})|(.))")
+
+
+def _unquoted(name: str) -> str:
+    """A string of MLIR, in which two digits stand for a byte that is not printable ASCII."""
+    inner = name[1:-1]
+    if "\\" not in inner:
+        return inner
+    raw = _ESCAPED.sub(
+        lambda one: bytes.fromhex(one[1].decode()) if one[1] else one[2], inner.encode()
+    )
+    return raw.decode("utf-8", "replace")
+
+
+def axes_in(text: str) -> tuple[str, ...]:
+    """The axes that a text names; a part of one as ``data:(1)2``."""
+    return tuple(_unquoted(name) + part for name, part in _AXIS.findall(text))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dimension:
+    """How one dimension is split: over which axes, and whether further ones may come."""
+
+    axes: tuple[str, ...] = ()
+    closed: bool = False
+    priority: int | None = None
+
+
+Dimensions = tuple[Dimension, ...]
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def shardings_in(text: str) -> tuple[Dimensions, ...]:
+    """Every sharding that an attribute holds, in order."""
+    return tuple(
+        tuple(
+            Dimension(axes_in(inner), "?" not in _AXIS.sub("", inner), int(p[1:]) if p else None)
+            for inner, p in _LIST.findall(dimensions)
+        )
+        for dimensions in _SHARDING.findall(text)
+    )
+
+
+def shardings_of(text: str, names: Names) -> tuple[Dimensions, ...]:
+    """Every sharding that an attribute holds, with axes as `apart` calls them."""
+    found = shardings_in(text)
+    if not names:
+        return found
+    meshes = [symbol.strip('"') for symbol in _MESH_OF.findall(text)]
+    return tuple(
+        tuple(
+            dataclasses.replace(
+                dimension, axes=tuple(_renamed(axis, mesh, names) for axis in dimension.axes)
+            )
+            for dimension in dimensions
+        )
+        for mesh, dimensions in zip(meshes, found, strict=True)
+    )
+
+
+def _renamed(axis: str, mesh: str, names: Names) -> str:
+    whole = whole_of(axis)
+    return names.get((mesh, whole), whole) + axis.removeprefix(whole)
+
+
+def written(axis: str, names: Names) -> str:
+    """An axis, or a part of one, as the program calls it, whatever `apart` calls it."""
+    whole = whole_of(axis)
+    name = next((name for (_, name), own in names.items() if own == whole), whole)
+    return name + axis.removeprefix(whole)
+
+
+def open_sharding(rank: int) -> Dimensions:
+    """What a value has that nothing was said about."""
+    return (Dimension(),) * rank
+
+
+_PART = re.compile(r":\(\d+\)(\d+)$")
+
+
+def whole_of(axis: str) -> str:
+    """The axis that a part such as ``data:(1)2`` is one of; a whole one as it is."""
+    return _PART.sub("", axis) if ":(" in axis else axis
+
+
+def size_of(axis: str, sizes: Mapping[str, int]) -> int:
+    """How many devices an axis, or a part of one, has."""
+    part = _PART.search(axis) if axis not in sizes else None
+    return int(part[1]) if part else sizes.get(axis, 1)
+
+
+def out_sharding(operation: Any) -> Dimensions:
+    """The sharding that a collective of Shardy gives its result."""
+    found = shardings_in(text_of(operation, "out_sharding"))
+    dims, _ = dims_of(operation.results[0].type)
+    return found[0] if found else open_sharding(len(dims))
+
+
+def sharding_of(value: Any, default: Dimensions) -> Dimensions:
+    """The sharding of an operand, as what makes it says."""
+    if not hasattr(value, "result_number"):
+        return _entering(value, default)
+    operation = getattr(value.owner, "operation", value.owner)
+    if "out_sharding" in operation.attributes:
+        return out_sharding(operation)
+    name = "sharding" if operation.name == "sdy.sharding_constraint" else "sdy.sharding"
+    return _nth(text_of(operation, name), value.result_number, value)
+
+
+def _entering(value: Any, default: Dimensions) -> Dimensions:
+    """The sharding of what enters a block."""
+    operation, i = value.owner.owner.operation, value.arg_number
+    if operation.name == "func.func":
+        entries = entries_of(operation, "arg_attrs")
+        return _nth(str(entries[i].get("sdy.sharding", "")) if i < len(entries) else "", 0, value)
+    if operation.name == "stablehlo.while":
+        return _nth(text_of(operation, "sdy.sharding"), i, value)
+    return default
+
+
+def _nth(text: str, i: int, value: Any) -> Dimensions:
+    found = shardings_in(text)
+    dims, _ = dims_of(value.type)
+    return found[i] if i < len(found) else open_sharding(len(dims))
+
+
+# Places
+
+
+def frames_of(location: Any) -> tuple[Source, ...]:
+    """The Python frames of an operation, innermost first."""
+    found = []
+    pending = [(location, "")]
+    while pending:  # a loop: a program has hundreds of thousands of frames
+        one, function = pending.pop()
+        kind = type(one)
+        if kind is ir.CallSiteLoc:
+            pending += [(one.caller, ""), (one.callee, "")]
+        elif kind is ir.NameLoc:
+            pending.append((one.child_loc, one.name_str))
+        elif kind is ir.FusedLoc:
+            # Several operations in one: the first has a line of its own.
+            found += next(filter(None, map(frames_of, one.locations)), ())
+        elif kind is ir.FileLineColLoc:
+            place = {"line": one.start_line, "column": one.start_col}
+            found.append(Source(file=one.filename, function=function, **place))
+    return tuple(found)
+
+
+#: MLIR numbers functions of one name.
+_LOOPS_OWN = re.compile(r"dynamic_(?:update_)?index_in_dim(?:_\d+)?")
+
+
+def takes_part_in_loops(operation: Any) -> bool:
+    """Whether an operation is a call of what JAX takes loops' arrays apart with, or stacks them.
+
+    JAX traces these functions once in a process. The frames inside are those of the loop that came
+    first, in whatever program; the call has those of this one.
+    """
+    if operation.name != "sdy.named_computation":
+        return False
+    return _LOOPS_OWN.fullmatch(text_of(operation, "name").strip('"')) is not None
+
+
+def op_name_of(location: Any) -> str:
+    """The name stack that JAX gave an operation, or the name of an argument."""
+    if isinstance(location, ir.NameLoc):
+        return location.name_str
+    if isinstance(location, ir.FusedLoc):
+        return next(filter(None, map(op_name_of, location.locations)), "")
+    return ""

@@ -1,0 +1,407 @@
+"""What the compiler of a backend makes of the exchanges that shardings ask for.
+
+Shardings ask for the same on all backends. The rules here are those of compilers that change how
+many bytes cross an axis, as far as they could be measured: docs/preview.md has the programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import math
+from typing import Any
+
+from spmd.inspection.hlo.ledger import wire_bytes
+from spmd.inspection.records.report import Shape, Shapes
+from spmd.inspection.shardy import passes
+from spmd.inspection.shardy.flow import Flow
+from spmd.inspection.shardy.passes import Dimension, Dimensions
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """What one operation sends: kind, crossed axes, devices in a group, and shapes per device.
+
+    Args:
+        times: how often, in one execution of the operation.
+        after: the loop that only adds up what is sent, so that it is sent once after it.
+    """
+
+    kind: str
+    mesh_axes: tuple[str, ...]
+    group_size: int
+    shapes: Shapes
+    times: int = 1
+    after: Any = None
+
+    @property
+    def wire(self) -> int:
+        """Bytes that one device sends."""
+        operand, result = (sum(shape.nbytes for shape in shapes) for shapes in self.shapes)
+        return wire_bytes(self.kind, operand, result, self.group_size)
+
+
+class AnyTarget:
+    """A backend of which nothing is known: what the shardings ask for."""
+
+    rules = "for any backend: what the shardings ask for; the bytes of its compiler may differ"
+
+    def __init__(self, functions: Mapping[str, Any], sizes: Mapping[str, int]):
+        self.functions = functions
+        self.sizes = sizes
+
+    def sent(self, operation: Any, asked: Exchange) -> Sequence[Exchange]:
+        """What is sent in place of what an operation asks for."""
+        return [asked]
+
+
+def target_of(platform: str) -> type[AnyTarget]:
+    """The rules for a platform."""
+    return {"cpu": Cpu, "tpu": Tpu}.get(platform, AnyTarget)
+
+
+# The partitioner of XLA
+
+
+def local_shape(kind: Any, dimensions: Dimensions, sizes: Mapping[str, int]) -> Shape:
+    """The shape on one device, the largest where a dimension does not divide."""
+    dims, dtype = passes.dims_of(kind)
+    parts = [_count(one.axes, sizes) for one in dimensions]
+    parts += [1] * (len(dims) - len(parts))
+    local = tuple(-(-dim // part) for dim, part in zip(dims, parts, strict=True))
+    return Shape(dtype=passes.hlo_dtype(dtype), dims=local)
+
+
+class _Partitioned(AnyTarget):
+    """A backend of XLA, whose partitioner goes another way where that is cheaper."""
+
+    def __init__(self, functions: Mapping[str, Any], sizes: Mapping[str, int]):
+        super().__init__(functions, sizes)
+        self.flow = Flow(functions)
+        self.turned: set[Any] = set()
+
+    def sent(self, operation: Any, asked: Exchange) -> Sequence[Exchange]:
+        """What is sent in place of what an operation asks for."""
+        if operation.name == "sdy.all_gather":
+            if _is_constant(operation.operands[0]):
+                return []
+            found = self._turned(operation, asked) or self._looked_up(operation, asked)
+            if found is not None and sum(one.wire for one in found) < asked.wire:
+                return found
+        if operation.name == "sdy.all_reduce":
+            found = self._scattered_words(operation, asked)
+            if found is not None and found.wire < asked.wire:
+                return [found]
+        return [asked]
+
+    def _turned(self, operation: Any, asked: Exchange) -> list[Exchange] | None:
+        """For a product that sums over a gathered dimension, and whose other operand is split.
+
+        An all-to-all splits the other operand as the first one is, and the results are summed.
+        """
+        user, i = _only_use(operation)
+        if user is None or user.name != "stablehlo.dot_general":
+            return None
+        side = ("lhs", "rhs")[i]
+        numbers = passes.numbers_of(user, "dot_dimension_numbers")
+        held = self._held(operation.operands[0])
+        summed = numbers.get(f"{side}_contracting_dimensions", ())
+        gathered = [d for d, one in enumerate(held) if {*one.axes} & {*asked.mesh_axes}]
+        other, result = user.operands[1 - i], user.results[0]
+        if not {*gathered} <= {*summed} or not self._splits(other, asked.mesh_axes):
+            return None
+        moved = local_shape(other.type, self._held(other), self.sizes)
+        kept = [_without(one, asked.mesh_axes) for one in self._held(result)]
+        total = local_shape(result.type, tuple(kept), self.sizes)
+        key = other, asked.mesh_axes
+        turns = [] if key in self.turned else [_same(asked, "all-to-all", moved)]
+        self.turned.add(key)
+        return [*turns, _same(asked, "all-reduce", total)]
+
+    def _looked_up(self, operation: Any, asked: Exchange) -> list[Exchange] | None:
+        """For rows of a table whose columns are gathered: the rows' columns are, afterwards."""
+        user, i = _only_use(operation)
+        if user is None or user.name != "stablehlo.gather" or i != 0:
+            return None
+        result = user.results[0]
+        if not self._splits(result, asked.mesh_axes):
+            return None
+        rows = local_shape(result.type, self._held(result), self.sizes)
+        return [_same(asked, "all-to-all", rows)]
+
+    def _scattered_words(self, operation: Any, asked: Exchange) -> Exchange | None:
+        """For a sum of rows into a table, whose columns are split after it: before, instead."""
+        maker = passes.maker_of(operation.operands[0])
+        if maker is None or maker.name != "stablehlo.scatter":
+            return None
+        if not {*asked.mesh_axes} <= _sliced(operation, self.flow):
+            return None
+        rows = maker.operands[2]
+        return _same(asked, "all-to-all", local_shape(rows.type, self._held(rows), self.sizes))
+
+    def _held(self, value: Any) -> Dimensions:
+        rank = len(passes.dims_of(value.type)[0])
+        return passes.sharding_of(value, passes.open_sharding(rank))
+
+    def _splits(self, value: Any, axes: Sequence[str]) -> bool:
+        return {*axes} <= {axis for one in self._held(value) for axis in one.axes}
+
+
+def _only_use(operation: Any) -> tuple[Any, int]:
+    uses = [*operation.results[0].uses]
+    if len(uses) != 1:
+        return None, 0
+    return getattr(uses[0].owner, "operation", uses[0].owner), uses[0].operand_number
+
+
+def _without(dimension: Dimension, axes: Sequence[str]) -> Dimension:
+    left = tuple(axis for axis in dimension.axes if axis not in axes)
+    return dataclasses.replace(dimension, axes=left)
+
+
+def _same(asked: Exchange, kind: str, shape: Shape) -> Exchange:
+    """An exchange between the same devices, of one shape before and after."""
+    return dataclasses.replace(asked, kind=kind, shapes=Shapes((shape,), (shape,)))
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether all elements are one constant, which every device has."""
+    maker = passes.maker_of(value)
+    while maker is not None and maker.name == "stablehlo.broadcast_in_dim":
+        maker = passes.maker_of(maker.operands[0])
+    return maker is not None and maker.name in ("sdy.constant", "stablehlo.constant")
+
+
+def _with_shapes(found: Exchange, change: Any) -> Exchange:
+    operands, results = (tuple(change(shape) for shape in shapes) for shapes in found.shapes)
+    return dataclasses.replace(found, shapes=Shapes(operands, results))
+
+
+# CPU
+
+
+class Cpu(_Partitioned):
+    """XLA's CPU backend."""
+
+    rules = "for cpu: bf16 exchanges are widened to f32"
+
+    def sent(self, operation: Any, asked: Exchange) -> Sequence[Exchange]:
+        """Numbers that the CPU cannot add are wider; sums over several dimensions are apart."""
+        found = super().sent(operation, asked)
+        if [*found] == [asked] and operation.name == "sdy.all_reduce":
+            found = [
+                dataclasses.replace(asked, mesh_axes=axes, group_size=_count(axes, self.sizes))
+                for axes in _apart(operation, asked.mesh_axes)
+            ]
+        return [_with_shapes(one, _widened) for one in found]
+
+
+def _widened(shape: Shape) -> Shape:
+    wider = "f16" if shape.dtype.startswith("f8") else {"bf16": "f32"}.get(shape.dtype)
+    return dataclasses.replace(shape, dtype=wider) if wider else shape
+
+
+def _apart(operation: Any, axes: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The axes of a sum, together where they split one dimension of what is summed."""
+    maker = passes.maker_of(operation.operands[0])
+    dimensions = _summed(maker) if maker is not None else ()
+    groups = [tuple(axis for axis in axes if axis in one) for one in dimensions]
+    groups = [group for group in groups if group]
+    return groups if sorted(a for group in groups for a in group) == sorted(axes) else [axes]
+
+
+def _summed(maker: Any) -> list[tuple[str, ...]]:
+    """The axes over each dimension that an operation sums."""
+    if maker.name not in ("stablehlo.reduce", "stablehlo.dot_general"):
+        return []
+    value = maker.operands[0]
+    rank = len(passes.dims_of(value.type)[0])
+    held = passes.sharding_of(value, passes.open_sharding(rank))
+    return [held[d].axes for d in _contracted(maker)]
+
+
+def _count(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+    return math.prod(passes.size_of(axis, sizes) for axis in axes)
+
+
+def _contracted(maker: Any) -> list[int]:
+    """The dimensions of the first operand that a sum or a product sums over."""
+    if maker.name == "stablehlo.reduce":
+        return [*maker.attributes["dimensions"]]
+    found = passes.numbers_of(maker, "dot_dimension_numbers")
+    return [*found.get("lhs_contracting_dimensions", ())]
+
+
+# TPU
+
+#: What a sum has to add on each device for the partitioner to overlap it with the product: found
+#: by compiling products of many sizes, it lies above 512 and at most 768.
+_OVERLAPPED = 512
+
+
+class Tpu(_Partitioned):
+    """XLA's TPU backend."""
+
+    rules = (
+        "for tpu: f32 is sent to products as bf16, and sums that are added are one; bytes by axis "
+        "are mostly within 15%, those by kind may be far off"
+    )
+
+    def __init__(self, functions: Mapping[str, Any], sizes: Mapping[str, int]):
+        super().__init__(functions, sizes)
+        self.merged = {op for one in functions.values() for op in _merged(one)}
+
+    def sent(self, operation: Any, asked: Exchange) -> Sequence[Exchange]:
+        """Sums are merged, scattered, or moved out of loops; gathers and permutes narrower."""
+        if operation in self.merged:
+            return []
+        found = super().sent(operation, asked)
+        if [*found] != [asked]:
+            return [self._kept(operation, one) for one in found]
+        if operation.name == "sdy.all_reduce" and _sliced(operation, self.flow):
+            return self._scattered(operation, asked)
+        if asked.kind == "all-reduce":
+            return [dataclasses.replace(asked, after=self._added_up_by(operation))]
+        if asked.kind in ("all-gather", "collective-permute") and self._for_products(operation):
+            return [_with_shapes(asked, _narrowed)]
+        return [asked]
+
+    def _kept(self, operation: Any, one: Exchange) -> Exchange:
+        """A part of what stands for a gather: the devices keep their parts of its sum."""
+        if one.kind != "all-reduce":
+            return one
+        user, _ = _only_use(operation)
+        return self._around(one) if _added(user, self.sizes) > _OVERLAPPED else one
+
+    def _around(self, asked: Exchange) -> Exchange:
+        """A sum whose parts go around a ring of devices while they are made."""
+        n = asked.group_size
+        part = _with_shapes(asked, lambda shape: _part(shape, n))
+        return dataclasses.replace(part, kind="collective-permute", times=n)
+
+    def _for_products(self, operation: Any) -> bool:
+        """Whether all that is computed with a result is products of the default precision."""
+        if passes.dims_of(operation.results[0].type)[1] != "f32":
+            return False
+        ends = [*self.flow.ends(operation.results[0])]
+        return bool(ends) and all(_takes_bf16(user) for user, _ in ends)
+
+    def _scattered(self, operation: Any, asked: Exchange) -> Sequence[Exchange]:
+        """A sum of which each device keeps a part."""
+        kept = _sliced(operation, self.flow)
+        over = tuple(axis for axis in asked.mesh_axes if axis in kept)
+        rest = tuple(axis for axis in asked.mesh_axes if axis not in kept)
+        n = _count(over, self.sizes)
+        if n < 2:
+            return [asked]
+        whole = n == math.prod(self.sizes.values())
+        part = _with_shapes(asked, lambda shape: _part(shape, n))
+        maker = passes.maker_of(operation.operands[0])
+        if not rest and _added(maker, self.sizes) > _OVERLAPPED:
+            return [self._around(asked)]
+        # Found by compiling: sums over all devices, and of batches, stay whole.
+        if whole or maker is None or _is_batched(maker):
+            return [asked]
+        shapes = Shapes(asked.shapes.operands, part.shapes.results)
+        first = dataclasses.replace(
+            asked, kind="reduce-scatter", mesh_axes=over, group_size=n, shapes=shapes
+        )
+        if not rest:
+            return [first]
+        left = dataclasses.replace(part, mesh_axes=rest, group_size=_count(rest, self.sizes))
+        return [first, left]
+
+    def _added_up_by(self, operation: Any) -> Any:
+        """The loop that does nothing with a sum but add it to a total; None where there is none."""
+        ends = [*self.flow.ends(operation.results[0])]
+        if len(ends) != 1 or ends[0][0].name != "stablehlo.add":
+            return None
+        add, i = ends[0]
+        uses = [*self.flow.uses(add.results[0])]
+        read = any(user.block == add.block and user != add for user, _ in uses)
+        if read or (add, 1 - i) not in uses:
+            return None
+        return next(iter(self.flow.loops(add.results[0])), None)
+
+
+def _narrowed(shape: Shape) -> Shape:
+    return dataclasses.replace(shape, dtype="bf16")
+
+
+def _part(shape: Shape, n: int) -> Shape:
+    """One of `n` parts of a shape, along its first dimension that has as many."""
+    dims = [*shape.dims]
+    d = next((d for d, size in enumerate(dims) if size % n == 0), 0)
+    if dims:
+        dims[d] = -(-dims[d] // n)
+    return dataclasses.replace(shape, dims=tuple(dims))
+
+
+def _takes_bf16(user: Any) -> bool:
+    if user.name == "stablehlo.convert":
+        return passes.dims_of(user.results[0].type)[1] == "bf16"
+    if user.name != "stablehlo.dot_general":
+        return False
+    return "HIGH" not in passes.text_of(user, "precision_config")
+
+
+def _sliced(operation: Any, flow: Flow) -> frozenset[str]:
+    """The axes over which the only use of a sum slices it, in whatever function that is."""
+    user = operation
+    while True:
+        uses = [*flow.uses(user.results[0])]
+        if len(uses) != 1:
+            return frozenset()
+        user, _ = uses[0]
+        if user.name == "sdy.all_slice":
+            return frozenset(passes.axes_in(passes.text_of(user, "slicing_axes")))
+        if user.name not in ("stablehlo.transpose", "stablehlo.reshape"):
+            return frozenset()
+
+
+def _is_batched(maker: Any) -> bool:
+    """Whether an operation is neither a product of two matrices nor a sum of rows into a table."""
+    if maker.name != "stablehlo.dot_general":
+        return maker.name != "stablehlo.scatter"
+    return "lhs_batching_dimensions" in passes.text_of(maker, "dot_dimension_numbers")
+
+
+def _added(maker: Any, sizes: Mapping[str, int]) -> int:
+    """How many products each device adds for an element of a product; 0 for what is none."""
+    if maker is None or maker.name != "stablehlo.dot_general":
+        return 0
+    value = maker.operands[0]
+    dims, _ = passes.dims_of(value.type)
+    held = passes.sharding_of(value, passes.open_sharding(len(dims)))
+    return math.prod(dims[d] // _count(held[d].axes, sizes) for d in _contracted(maker))
+
+
+_ADDED = ("sdy.all_slice", "stablehlo.transpose", "stablehlo.reshape")
+
+
+def _merged(function: Any) -> Iterator[Any]:
+    """The sums that need not be sent, since what they give is added to another such sum."""
+    sums: dict[Any, tuple[Any, str]] = {}
+    for one in passes.operations_in(function):
+        if one.name == "sdy.all_reduce":
+            sums[one.results[0]] = one, passes.text_of(one, "reduction_axes")
+        elif one.name == "stablehlo.add" and all(v in sums for v in one.operands):
+            left, right = (sums[value] for value in one.operands)
+            if left[1] == right[1] and left[0] != right[0] and all(map(_once, one.operands)):
+                sums[one.results[0]] = left
+                yield right[0]
+        elif one.name in _ADDED and one.operands[0] in sums and _once(one.operands[0]):
+            # The same move of both may come after their sum.
+            first, key = sums[one.operands[0]]
+            sums[one.results[0]] = first, f"{key} {_said(one)}"
+
+
+def _said(operation: Any) -> str:
+    """What an operation does, whatever its operand."""
+    names = ("permutation", "slicing_axes", "reduction_axes")
+    texts = [passes.text_of(operation, name) for name in names]
+    return " ".join([operation.name, *texts, str(operation.results[0].type)])
+
+
+def _once(value: Any) -> bool:
+    return len([*value.uses]) == 1

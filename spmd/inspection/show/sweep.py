@@ -1,0 +1,146 @@
+"""Draws a sweep in a terminal or a log. All figures come from the records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from spmd.inspection.records.report import Total
+from spmd.inspection.records.sizes import show_bytes, show_count
+from spmd.inspection.records.sweep import Sweep, SweepRow
+from spmd.inspection.show.layout import (
+    Cell,
+    Column,
+    Grid,
+    Indented,
+    Row,
+    cell,
+    clean,
+    plain as plain,
+)
+from spmd.inspection.show.terminal import (
+    Flow,
+    plural,
+    show_mesh,
+    show_ratio,
+    show_total,
+    unknown_cell,
+)
+
+_STAND_IN = "CPU stand-ins (*): another backend fuses and combines differently"
+_BOUND = ">= is a lower bound: some collectives run in loops of unknown length"
+
+
+def show(sweep: Sweep, console: Console | None = None) -> None:
+    """Prints a sweep, as `Sweep.show` does."""
+    (console or Console()).print(render_sweep(sweep))
+
+
+def render_sweep(sweep: Sweep) -> RenderableType:
+    """A table of one row for each mesh, and what its signs mean.
+
+    Args:
+        sweep: what is drawn.
+    """
+    heading = Text.assemble(
+        (clean(sweep.name), "bold"), f" on {plural(len(sweep), 'mesh', 'meshes')}, "
+    )
+    parts: list[RenderableType] = [
+        Flow(Text.assemble(heading, "per device and call")),
+        Text(),
+        Grid(_columns(sweep), (_row(row, sweep) for row in sweep)),
+    ]
+    notes = [*_notes(sweep)]
+    return Indented(Group(*parts, *([Text()] * bool(notes)), *notes), by=0)
+
+
+def _notes(sweep: Sweep) -> Iterator[RenderableType]:
+    if any(row.total and row.total.unknown for row in sweep):
+        yield Flow(Text(_BOUND, style="dim"))
+    if any(row.stand_in for row in sweep):
+        yield Flow(Text(_STAND_IN, style="yellow"))
+
+
+def _columns(sweep: Sweep) -> list[Column]:
+    over = ["+".join(map(clean, axes)) or "none" for axes in sweep.axes]
+    return [
+        Column(title="devices"),
+        Column(title="mesh"),
+        Column(title="wire", right=True, label="wire"),
+        *(Column(title=f"over {a}", right=True, rank=2, label=f"over {a}") for a in over),
+        Column(title="FLOPs", right=True, rank=3, label="FLOPs"),
+        Column(title="FLOPs/wire B", right=True, rank=5, label="FLOPs per wire byte"),
+        Column(title="HBM traffic", right=True, rank=4, label="HBM traffic"),
+        Column(title="peak", right=True, rank=1, label="peak memory"),
+        Column(title="of HBM", right=True, rank=1, label="of HBM"),
+        Column(title="compile", right=True, rank=6, label="compiled in"),
+    ]
+
+
+def _row(row: SweepRow, sweep: Sweep) -> Row:
+    mesh = show_mesh(row.mesh)
+    total = row.total
+    return Row(
+        cells=(
+            cell(row.label + " *" * row.stand_in),
+            (mesh if mesh else Text("none", style="dim"),),
+            _wire(total, bold=True),
+            *(_over(row, axes) for axes in sweep.axes),
+            cell(show_count(row.flops).strip()) if row.flops is not None else cell(""),
+            _intensity(row),
+            cell(show_bytes(row.hbm_bytes)) if row.hbm_bytes is not None else cell(""),
+            _peak(row),
+            _share(row),
+            cell(f"{row.seconds:.1f} s") if row.seconds is not None else cell(""),
+        ),
+        notes=() if row.report and not row.unread else (_note(row),),
+    )
+
+
+def _wire(total: Total | None, *, bold: bool = False) -> Cell:
+    if total is None:
+        return cell("")
+    text = show_total(total)
+    return unknown_cell() if text == "unknown" else cell(text, style="bold" * bold)
+
+
+def _over(row: SweepRow, axes: tuple[str, ...]) -> Cell:
+    """Bytes over a set of axes: nothing where the mesh lacks one, 0 where nothing crosses it."""
+    if total := row.by_axis.get(axes):
+        return _wire(total)
+    there = all(axis.partition(":")[0] in row.mesh for axis in axes)
+    return cell("0 B", style="dim") if there and row.report else cell("")
+
+
+def _intensity(row: SweepRow) -> Cell:
+    total = row.total
+    if total is None or total.unknown or not total.wire_bytes or row.flops is None:
+        return cell("")
+    return cell(show_ratio(row.flops, total.wire_bytes))
+
+
+def _peak(row: SweepRow) -> Cell:
+    if row.peak is None:
+        return cell("") if row.report is None else unknown_cell()
+    return cell(show_bytes(row.peak), style="red" if row.fits is False else "")
+
+
+def _share(row: SweepRow) -> Cell:
+    """The share of a device's memory, or that it is too small."""
+    if row.fits is False:
+        return cell("too large", style="red")
+    if row.peak is None or not row.capacity:
+        return cell("")
+    share = row.peak / row.capacity
+    return cell("<1%" if 0 < share < 0.01 else f"{share:.0%}")
+
+
+def _note(row: SweepRow) -> Text:
+    """That the program does not fit, or that parts of it are missing in the figures."""
+    if row.unread:
+        return Text(clean(str(row.unread)), style="bold red")
+    needed = "more" if row.needed is None else show_bytes(row.needed)
+    have = "" if row.capacity is None else f" of {show_bytes(row.capacity)}"
+    return Text(f"does not fit: the compiler needs {needed}{have}", style="red")

@@ -1,0 +1,69 @@
+"""Draws where shardings come from in a terminal or a log. Everything comes from the records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from spmd.inspection.records.arrays import Source
+from spmd.inspection.records.origins import ValueOrigins
+from spmd.inspection.shardy.why import Why
+from spmd.inspection.show.layout import Indented, clean
+from spmd.inspection.show.terminal import Flow, axis_styles, plural, show_mesh
+from spmd.inspection.show.words import (
+    Sentence,
+    Word,
+    sentences,
+    show_place,
+    show_shape,
+    spec_words,
+)
+
+
+def show(why: Why, console: Console | None = None) -> None:
+    """Prints origins, as `Why.show` does."""
+    (console or Console()).print(render_why(why))
+
+
+#: Values that are drawn; a line may make hundreds, most of them alike.
+MOST = 12
+
+
+def render_why(why: Why) -> RenderableType:
+    """Every value that was found, with the origin of each axis, and with conflicts."""
+    styles = axis_styles(why.mesh)
+    head = Text.assemble((clean(why.name), "bold"), " in ", clean(why.function))
+    where = Text.assemble("mesh ", show_mesh(why.mesh)) if why.mesh else Text("no mesh")
+    count = len(why.values)
+    parts: list[RenderableType] = [Flow(head, where, *[Text(plural(count, "value"))] * (count > 1))]
+    for value in why.values[:MOST]:
+        parts += [Text(), *_value(value, styles)]
+    if count > MOST:
+        parts += [Text(), Text(f"and {count - MOST} more values, which to_json() has", style="dim")]
+    return Indented(Group(*parts), by=0)
+
+
+def _value(value: ValueOrigins, styles: Mapping[str, str]) -> Iterator[RenderableType]:
+    title = Text.assemble((clean(value.name), "bold"), " ", show_shape(value), ": ")
+    yield Flow(title + _text(spec_words(value.spec), styles), *_place(value.source))
+    for sentence in sentences(value):
+        yield _line(sentence, styles)
+
+
+def _line(sentence: Sentence, styles: Mapping[str, str]) -> RenderableType:
+    text = _text(sentence.words, styles)
+    if sentence.quiet:
+        text.stylize("dim")
+    return Indented(Flow(text, *_place(sentence.source)), by=2 * sentence.depth)
+
+
+def _text(words: Iterable[Word], styles: Mapping[str, str]) -> Text:
+    return Text.assemble(
+        *((clean(word.text), styles.get(word.axis.partition(":")[0], "")) for word in words)
+    )
+
+
+def _place(source: Source | None) -> Sequence[Text]:
+    return [Text(show_place(source), style="dim")] if source else []
