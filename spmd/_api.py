@@ -31,6 +31,7 @@ from spmd._arguments import (
 )
 from spmd._call import PjitCall
 from spmd._constraint import sharding_constraint_p
+from spmd._local import global_shape, global_to_local, local_to_global
 from spmd._mesh import (
     auto_mesh,
     check_parts,
@@ -494,9 +495,6 @@ def resolve_inputs(
 
 
 def _global_aval(aval: Any, leaf: Any, mesh: Any) -> Any:
-    # A feature: only calls with host-local arguments need it, here and below.
-    from spmd.distributed import global_shape
-
     return aval.update(shape=global_shape(aval.shape, leaf, mesh))
 
 
@@ -859,8 +857,6 @@ def _vague_output(name: str) -> Failure:
 
 
 def _to_global(leaves: Sequence[Any], flat: Flat, plan: Plan) -> list[Any]:
-    from spmd.distributed import local_to_global
-
     call = plan.call
     resources = call.in_axis_resources[len(plan.consts) :]
     return [
@@ -872,8 +868,6 @@ def _to_global(leaves: Sequence[Any], flat: Flat, plan: Plan) -> list[Any]:
 
 
 def _to_local(outs: Sequence[Any], plan: Plan) -> list[Any]:
-    from spmd.distributed import global_to_local
-
     return [
         x if isinstance(x, _jax.core.Tracer) else global_to_local(x, plan.call.mesh) for x in outs
     ]

@@ -10,25 +10,23 @@ from collections.abc import Callable, Mapping, Sequence
 import contextlib
 from dataclasses import dataclass
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.experimental.layout import Format
 import jax.tree_util as jtu
 
-from spmd import _dispatch, _jax
+from spmd import _dispatch, _doors, _jax
 from spmd._arguments import Parameters, split_arguments
 from spmd._call import PjitCall
 from spmd._counts import count
+from spmd._doors import opened
 from spmd._lower import lower, lower_for_export, program_of
 from spmd._mesh import described_failure, show_mesh
 from spmd._recover import parse_op_sharding
 from spmd._resolve import is_equivalent, placed_sharding, show_aval, show_sharding
 from spmd._starting import crowds
 from spmd.errors import ArgumentError, Failure, RecoveryError, ShardingError, explain
-
-if TYPE_CHECKING:
-    from spmd.inspection import Report, Why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,17 +241,15 @@ class Lowered(Stage):
             raise
         return Compiled(self, self._shardings, self._lowering.const_args, executable)
 
-    def preview(self) -> Report:
+    def preview(self) -> _doors.Report:
         """Predicts every collective by the passes of Shardy, in a fraction of a compile's time.
 
         Raises:
             ReportError: This jaxlib lacks the passes.
         """
-        from spmd.inspection import preview
+        return opened("preview")(self)
 
-        return preview(self)
-
-    def why(self, name: str) -> Why:
+    def why(self, name: str) -> _doors.Why:
         """Says which annotations the sharding of a value comes from, and by which operations.
 
         Args:
@@ -263,14 +259,10 @@ class Lowered(Stage):
         Raises:
             ReportError: Nothing has that name, or this jaxlib lacks the passes of Shardy.
         """
-        from spmd.inspection import why
-
-        return why(self, name)
+        return opened("why")(self, name)
 
     def _out_of_memory(self, error: RuntimeError) -> Failure | None:
-        from spmd.inspection import oom_failure
-
-        return oom_failure(error, given=show_mesh(self.mesh))
+        return opened("oom_failure")(error, given=show_mesh(self.mesh))
 
 
 def _check_dialect(dialect: str | None) -> None:
@@ -401,11 +393,9 @@ class Compiled(Stage):
         """Returns the compiler's memory statistics, in bytes per device."""
         return self._executable.memory_analysis()
 
-    def report(self) -> Report:
+    def report(self) -> _doors.Report:
         """Reports every collective with its line, axes and bytes, the FLOPs, and the memory."""
-        from spmd.inspection import report
-
-        return report(self)
+        return opened("report")(self)
 
     def _taken_arguments(self) -> list[tuple[str, Any, Any]]:
         """Name, aval and sharding of each argument of a call."""
@@ -426,9 +416,7 @@ class Compiled(Stage):
                 something that belongs to it has no written form; all such things are named.
             OSError: The file cannot be written.
         """
-        from spmd import bundle
-
-        bundle.save(self, path)
+        opened("save")(self, path)
 
     def _moved_arguments(self) -> list[tuple[str, Any, Any, Any]]:
         """Name, aval, given and wanted sharding of each argument that a call would move first."""

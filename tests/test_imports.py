@@ -13,6 +13,7 @@ import sys
 import pytest
 
 import spmd
+from spmd import _doors
 
 PACKAGE = Path(spmd.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -26,6 +27,7 @@ CORE = (
     "_mesh",
     "_spec",
     "_resolve",
+    "_local",
     "_recover",
     "_arguments",
     "_trace",
@@ -35,23 +37,15 @@ CORE = (
     "_dispatch",
     "_pjit",
     "_constraint",
+    "_doors",
     "stages",
     "_api",
     "_public",
 )
+#: What names features: what the core opens when it is called, and the list of public names.
+POINT_UP = ("_doors", "_public")
 #: Public doors: they hold no code of their own.
 DOORS = ("primitives", "partition_spec", "op_sharding")
-#: A method of the core that opens a feature imports it when it is called; no other may.
-LAZY = {
-    ("_api", "_global_aval", "distributed"),
-    ("_api", "_to_global", "distributed"),
-    ("_api", "_to_local", "distributed"),
-    ("stages", "_out_of_memory", "inspection"),
-    ("stages", "preview", "inspection"),
-    ("stages", "report", "inspection"),
-    ("stages", "why", "inspection"),
-    ("stages", "save", "bundle"),
-}
 
 
 def module_name(path):
@@ -80,9 +74,6 @@ def imports(path):
 
 
 def _imports(node, function):
-    # What only a type checker imports is never loaded.
-    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-        return
     for name in names_in(node):
         yield function, name
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -123,23 +114,17 @@ def test_the_order_is_complete():
 
 @pytest.mark.parametrize("name", CORE)
 def test_core_imports_point_one_way(name):
-    """A core module imports only what stands before it, and features only where allowed."""
-    found = part_imports(name)
-    now = {part for function, part in found if function is None}
-    assert now <= set(CORE[: CORE.index(name)])
-    later = {(name, function, part) for function, part in found if function is not None}
-    assert later <= LAZY
+    """A core module imports only what stands before it, in functions and for types as well."""
+    found = {part for _, part in part_imports(name)}
+    assert found <= {*CORE[: CORE.index(name)]} or name in POINT_UP
 
 
-def test_lazy_imports_exist():
-    """Each import that is allowed late is made: the list does not outlive them."""
-    made = {
-        (name, function, part)
-        for name in CORE
-        for function, part in part_imports(name)
-        if function is not None
-    }
-    assert made == LAZY
+@pytest.mark.parametrize("name", _doors.DOORS)
+def test_doors_open(name):
+    """What an object of the core opens is a function of a feature, which the core does not load."""
+    assert callable(_doors.opened(name))
+    assert _doors.DOORS[name].removeprefix("spmd.") not in CORE
+    assert f'opened("{name}")' in (PACKAGE / "stages.py").read_text()
 
 
 @pytest.mark.parametrize("name", DOORS)
@@ -164,7 +149,7 @@ def test_core_imports_modules_not_the_package(name):
     """`from spmd import x` in the core names a module: public names do not exist yet there."""
     found = {n for path in files_of(name) for _, n in imports(path)}
     taken = {n.removeprefix("spmd.") for n in found if n.startswith("spmd.")}
-    assert {top(n) for n in taken} <= {*CORE, *{part for *_, part in LAZY}}
+    assert {top(n) for n in taken} <= {*CORE} or name in POINT_UP
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
