@@ -4,7 +4,6 @@ import typing as _typing
 
 from jax.sharding import NamedSharding as NamedSharding, PartitionSpec as PartitionSpec
 
-from spmd import _jax
 from spmd._api import clear_caches as clear_caches, pjit as pjit
 from spmd._constraint import with_sharding_constraint as with_sharding_constraint
 from spmd._counts import Counts as Counts, counts as counts
@@ -88,7 +87,5 @@ _MODULES = (
     *("errors", "inspection", "launch", "op_sharding", "partition_spec"),
     *("primitives", "sharding_spec", "stages", "testing"),
 )
-
-_jax.core.hide_own_frames()
 
 P = PartitionSpec

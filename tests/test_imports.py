@@ -82,6 +82,17 @@ def _imports(node, function):
         yield from _imports(child, function)
 
 
+def taken_from(path, modules):
+    """The modules among these that a file takes names from, or as names."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield from {name if name in modules else node.module} & modules
+        elif isinstance(node, ast.Import):
+            yield from {alias.name for alias in node.names} & modules
+
+
 def files_of(part):
     """The files of a part of the package: one, or those of a folder."""
     folder = PACKAGE / part
@@ -150,6 +161,20 @@ def test_core_imports_modules_not_the_package(name):
     found = {n for path in files_of(name) for _, n in imports(path)}
     taken = {n.removeprefix("spmd.") for n in found if n.startswith("spmd.")}
     assert {top(n) for n in taken} <= {*CORE} or name in POINT_UP
+
+
+def test_no_circle_of_files():
+    """Files import one another in no circle, in functions and for types as well.
+
+    What the core opens of features does not count: `_doors` is there for it.
+    """
+    modules = {f"spmd.{module_name(path)}" for path in FILES}
+    taken = {f"spmd.{module_name(path)}": {*taken_from(path, modules)} for path in FILES}
+    del taken["spmd._doors"]
+    while ends := [module for module, others in taken.items() if not others & taken.keys()]:
+        for module in ends:
+            del taken[module]
+    assert not taken
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)

@@ -26,3 +26,5 @@ from spmd._jax import (
     transform as transform,
     versions as versions,
 )
+
+core.hide_own_frames()  # whichever part of the package is imported

@@ -1,6 +1,5 @@
 """Python functions and objects that run on the hosts of devices, and return arrays at once."""
 
-from spmd import _public as _public  # it hides our frames
 from spmd.colocated_python._api import (
     ColocatedFunction as ColocatedFunction,
     barrier as barrier,

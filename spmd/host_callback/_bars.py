@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from rich import get_console
 from rich.console import Console, RenderableType
@@ -17,7 +17,6 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from spmd.host_callback._progress import Progress
 from spmd.host_callback._threads import fork_safe_lock
 
 _REFRESHES_PER_SECOND = 10.0
@@ -28,7 +27,26 @@ _lock = fork_safe_lock()
 _screens: dict[Console, _Screen] = {}
 
 
-def move(bar: Progress, rows: int, completed: int, device: Any) -> None:
+class Bar(Protocol):
+    """What is told of a `spmd.host_callback.Progress`; equal ones are one bar."""
+
+    @property
+    def length(self) -> int:
+        """The number of steps."""
+        ...
+
+    @property
+    def description(self) -> str:
+        """What stands before the bar."""
+        ...
+
+    @property
+    def console(self) -> Any:
+        """A console of rich; None for its global one."""
+        ...
+
+
+def move(bar: Bar, rows: int, completed: int, device: Any) -> None:
     """Shows how many steps of a bar are completed, on one device or at all.
 
     Args:
@@ -46,7 +64,7 @@ def move(bar: Progress, rows: int, completed: int, device: Any) -> None:
         _drop_idle(console)
 
 
-def close(bar: Progress) -> None:
+def close(bar: Bar) -> None:
     """Ends a bar where it is; its next step opens it again."""
     with _lock:
         console = bar.console or get_console()
@@ -94,7 +112,7 @@ class _Screen:
     """The display of one console."""
 
     def __init__(self, console: Console):
-        self.groups: dict[Progress, _Group] = {}
+        self.groups: dict[Bar, _Group] = {}
         self.is_live = console.is_terminal and not console.is_dumb_terminal
         self.display = _Rows(
             TextColumn("{task.description}", markup=False),
@@ -107,7 +125,7 @@ class _Screen:
         )
         self.display.start()
 
-    def move(self, bar: Progress, rows: int, completed: int, device: Any) -> None:
+    def move(self, bar: Bar, rows: int, completed: int, device: Any) -> None:
         group = self.groups.get(bar)
         if group is None or group.closed:
             group = self._open(bar, rows)
@@ -122,7 +140,7 @@ class _Screen:
         if task.completed * _LINES // bar.length > task.fields["printed"] * _LINES // bar.length:
             self._print(task)
 
-    def close(self, bar: Progress) -> None:
+    def close(self, bar: Bar) -> None:
         group = self.groups.get(bar)
         if group is None or group.is_done:
             return
@@ -132,14 +150,14 @@ class _Screen:
             if task.completed != task.fields["printed"]:
                 self._print(task)
 
-    def _open(self, bar: Progress, rows: int) -> _Group:
+    def _open(self, bar: Bar, rows: int) -> _Group:
         before = self.groups.pop(bar, None)
         for task in before.tasks.values() if before else ():
             self.display.remove_task(task.id)
         place = max((group.place for group in self.groups.values()), default=-1) + 1
         return self.groups.setdefault(bar, _Group(place, rows))
 
-    def _add_row(self, bar: Progress, group: _Group, device: Any) -> Task:
+    def _add_row(self, bar: Bar, group: _Group, device: Any) -> Task:
         names = [bar.description, "" if device is None else f"{device.platform}:{device.id}"]
         place = (group.place, 0 if device is None else device.id)
         number = self.display.add_task(

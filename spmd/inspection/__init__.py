@@ -36,7 +36,6 @@ from spmd.inspection.records.pictures import (
     Picture as Picture,
     Pictures as Pictures,
     Shard as Shard,
-    visualize as visualize,
 )
 from spmd.inspection.records.report import (
     DIRECTIONS as DIRECTIONS,
@@ -56,33 +55,34 @@ from spmd.inspection.records.report import (
 )
 from spmd.inspection.records.sizes import parse_bytes as parse_bytes, show_bytes as show_bytes
 from spmd.inspection.records.sums import totals as totals
+from spmd.inspection.records.sweep import Sweep as Sweep, SweepRow as SweepRow
+from spmd.inspection.records.why import Why as Why
 
 if TYPE_CHECKING:
     from spmd.inspection.compile.fits import fits as fits
     from spmd.inspection.compile.preview import preview as preview
     from spmd.inspection.compile.report import report as report
+    from spmd.inspection.compile.sweep import sweep as sweep
     from spmd.inspection.compile.topology import (
         hbm_bytes as hbm_bytes,
         is_described as is_described,
         is_stand_in as is_stand_in,
         topology as topology,
     )
-    from spmd.inspection.records.sweep import Sweep as Sweep, SweepRow as SweepRow, sweep as sweep
-    from spmd.inspection.shardy.why import Why as Why, why as why
+    from spmd.inspection.compile.visualize import visualize as visualize
+    from spmd.inspection.shardy.why import why as why
 
 _COMPILING = {
     "fits": "compile.fits",
     "report": "compile.report",
-    "Sweep": "records.sweep",
-    "SweepRow": "records.sweep",
-    "sweep": "records.sweep",
+    "sweep": "compile.sweep",
     "topology": "compile.topology",
     "hbm_bytes": "compile.topology",
     "is_described": "compile.topology",
     "is_stand_in": "compile.topology",
     "preview": "compile.preview",
-    "Why": "shardy.why",
     "why": "shardy.why",
+    "visualize": "compile.visualize",
 }
 
 

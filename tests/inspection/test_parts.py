@@ -13,8 +13,8 @@ from reports import SMALL, collective, part, report, reports
 
 import spmd
 from spmd import inspection
-from spmd.inspection.hlo.names import module
 from spmd.inspection.hlo.parts import divided
+from spmd.inspection.records.names import module
 from spmd.inspection.records.sums import KEYS, by_line, shares
 from spmd.inspection.show.page import view as page_view
 

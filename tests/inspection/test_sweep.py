@@ -17,8 +17,9 @@ from rich.console import Console
 import spmd
 from spmd import pjit
 from spmd.inspection import Collective, Cost, Memory, Report, Shape, Shapes, Unread
+from spmd.inspection.compile.sweep import sweep
 from spmd.inspection.compile.topology import topology
-from spmd.inspection.records.sweep import Sweep, SweepRow, sweep
+from spmd.inspection.records.sweep import Sweep, SweepRow
 from spmd.inspection.show.sweep import plain, render_sweep
 
 

@@ -15,7 +15,7 @@ import pytest
 import spmd
 from spmd import PartitionSpec as P, testing
 from spmd.inspection import Source
-from spmd.inspection.hlo.names import components, place, stacks
+from spmd.inspection.records.names import components, place, stacks
 from spmd.testing import assert_collectives
 
 MIB = 2**20

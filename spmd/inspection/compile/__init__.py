@@ -11,5 +11,6 @@ In the order of reading:
 - `preview`: the collectives before the compile.
 - `search`: the largest size, by few trials.
 - `fits`: whether a program fits, and up to which size.
+- `sweep`: the report on several meshes.
 - `visualize`: from an array, a sharding or a spec to a picture.
 """

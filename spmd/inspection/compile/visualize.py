@@ -31,6 +31,34 @@ _SUBJECT = "visualize"
 _PLACES = "No devices are known: numbers are places on the mesh, the last axis fastest."
 
 
+def visualize(x_or_sharding: Any, *, shape: Sequence[int] | None = None) -> Picture | Pictures:
+    """Shows which device holds which part of an array, or of each array of a tree.
+
+    Args:
+        x_or_sharding: an array of JAX, also one that is being traced, inside of `jax.shard_map`
+            too; a `jax.ShapeDtypeStruct` with a sharding; a sharding; or a PartitionSpec for the
+            mesh that is active. An array of NumPy is drawn where `jax.numpy.asarray` places it.
+            Also a pytree of all these.
+        shape: of the array, for a sharding or a spec, which have none. A dimension need not be
+            divisible: the last shards are then smaller, as in the middle of a program.
+
+    Returns:
+        A picture of any rank: `print` it, put it last in a cell of a notebook, or `save` it as
+        HTML. It is complete in itself: nothing is printed here. For a pytree, a picture of each
+        leaf with its path, of which the first twenty are drawn.
+
+    Raises:
+        ArgumentError: there is no sharding in what is given.
+        OptionError: the shape is missing, or given where there is one already.
+        ShardingError: the spec does not fit the shape or the mesh.
+        MeshError: a PartitionSpec is given, and no mesh is active.
+
+    Example:
+        print(spmd.visualize(P("data", "model"), shape=(8, 16)))
+    """
+    return draw(x_or_sharding, shape)
+
+
 def draw(given: Any, shape: Sequence[int] | None) -> Picture | Pictures:
     """The picture of whatever `spmd.visualize` takes, or one for each leaf of a tree."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(given)

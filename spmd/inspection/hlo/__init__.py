@@ -4,7 +4,6 @@ In the order of reading:
 
 - `types`: arrays of a type, and their memory.
 - `text`: modules, computations and instructions: the only file that knows the syntax.
-- `names`: name stacks without what JAX adds to them.
 - `places`: how files are named for people.
 - `source`: the lines behind an instruction, and whose they are.
 - `groups`: groups of devices, and the mesh axes that they vary over.

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from spmd.inspection.hlo import source
 from spmd.inspection.hlo.calls import Visit
-from spmd.inspection.hlo.names import is_written, joined
 from spmd.inspection.hlo.near import Around, Origin
 from spmd.inspection.hlo.text import Computation, Instruction, Module
+from spmd.inspection.records.names import is_written, joined
 from spmd.inspection.records.report import Part, Shapes
 
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from spmd.errors import ArgumentError, Failure, explain
 from spmd.inspection.records import codec
 from spmd.inspection.records.report import Collective, Memory, Report, Reshard, Total
+from spmd.inspection.records.shown import Paged
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console
 
 SCHEMA = "spmd-diff/1"
 
@@ -118,7 +119,7 @@ class ModuleDelta:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Diff:
+class Diff(Paged):
     """How two reports differ; true where their collectives do.
 
     Args:
@@ -163,24 +164,6 @@ class Diff:
             f"{len(self.removed)} removed collectives>"
         )
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(str(self))  # the last value of a notebook's cell
-
-    def _repr_html_(self) -> str | None:
-        from spmd.inspection.show import page
-
-        return page.in_notebook(self)
-
-    def __str__(self) -> str:
-        from spmd.inspection.show import diff as show_diff, layout
-
-        return layout.plain(show_diff.render_diff(self))
-
-    def __rich__(self) -> RenderableType:
-        from spmd.inspection.show import diff as show_diff
-
-        return show_diff.render_diff(self)
-
     def show(self, console: Console | None = None, *, limit: int | None = 40) -> None:
         """Prints the differences in colour, as wide as the terminal is.
 
@@ -188,19 +171,7 @@ class Diff:
             console: a console of rich; None for one on the standard output.
             limit: the most collectives to list; None for all.
         """
-        from spmd.inspection.show import diff as show_diff
-
-        show_diff.show(self, console, limit=limit)
-
-    def to_html(self) -> str:
-        """The differences as one HTML page that needs no other file and no network.
-
-        Raises:
-            ReportError: Jinja2 is not installed.
-        """
-        from spmd.inspection.show import page
-
-        return page.diff_page(self)
+        self._print(console, limit=limit)
 
     def to_json(self) -> dict[str, Any]:
         """The differences as JSON values, under the names of the fields of the records.

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from spmd.errors import ArgumentError, Failure, MeshError, OptionError, ReportError, explain
 from spmd.inspection.records.arrays import Argument, Split
+from spmd.inspection.records.shown import Paged
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from spmd.inspection.records.report import Report
 
 
@@ -41,7 +40,7 @@ class Shard:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
+class Picture(Paged):
     """Which device holds which part of an array; `print` it, or let a notebook show it.
 
     Args:
@@ -66,34 +65,6 @@ class Picture:
 
     __hash__ = None  # type: ignore[assignment]  # it holds a mapping
 
-    def __str__(self) -> str:
-        from spmd.inspection.show import layout, pictures
-
-        return layout.plain(pictures.render_picture(self))
-
-    def __rich__(self) -> RenderableType:
-        from spmd.inspection.show import pictures
-
-        return pictures.render_picture(self)
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(str(self))
-
-    def _repr_html_(self) -> str | None:
-        from spmd.inspection.show import page as show_page
-
-        return show_page.picture_fragment(self)
-
-    def to_html(self) -> str:
-        """The picture as one HTML page that needs no other file and no network.
-
-        Raises:
-            ReportError: Jinja2 is not installed.
-        """
-        from spmd.inspection.show import page as show_page
-
-        return show_page.picture_page(self)
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the picture as a page.
 
@@ -112,7 +83,7 @@ MOST_DRAWN = 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Pictures:
+class Pictures(Paged):
     """What `visualize` gives for a tree: `print` it, or let a notebook show it.
 
     Args:
@@ -133,34 +104,6 @@ class Pictures:
         """What is said of those that are not drawn; empty where all are."""
         more = len(self.pictures) - MOST_DRAWN
         return f"and {more:,} more, not drawn: give a part of the tree" if more > 0 else ""
-
-    def __str__(self) -> str:
-        from spmd.inspection.show import layout, pictures as show_pictures
-
-        return layout.plain(show_pictures.render_pictures(self))
-
-    def __rich__(self) -> RenderableType:
-        from spmd.inspection.show import pictures as show_pictures
-
-        return show_pictures.render_pictures(self)
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(str(self))
-
-    def _repr_html_(self) -> str | None:
-        from spmd.inspection.show import page
-
-        return page.pictures_fragment(self)
-
-    def to_html(self) -> str:
-        """The pictures as one HTML page that needs no other file and no network.
-
-        Raises:
-            ReportError: Jinja2 is not installed.
-        """
-        from spmd.inspection.show import page
-
-        return page.pictures_page(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the pictures as a page.
@@ -186,36 +129,6 @@ def write_page(path: str | os.PathLike[str], page: Callable[[], str], subject: s
         )
         raise explain(subject, [failure])
     path.write_text(page(), encoding="utf-8")
-
-
-def visualize(x_or_sharding: Any, *, shape: Sequence[int] | None = None) -> Picture | Pictures:
-    """Shows which device holds which part of an array, or of each array of a tree.
-
-    Args:
-        x_or_sharding: an array of JAX, also one that is being traced, inside of `jax.shard_map`
-            too; a `jax.ShapeDtypeStruct` with a sharding; a sharding; or a PartitionSpec for the
-            mesh that is active. An array of NumPy is drawn where `jax.numpy.asarray` places it.
-            Also a pytree of all these.
-        shape: of the array, for a sharding or a spec, which have none. A dimension need not be
-            divisible: the last shards are then smaller, as in the middle of a program.
-
-    Returns:
-        A picture of any rank: `print` it, put it last in a cell of a notebook, or `save` it as
-        HTML. It is complete in itself: nothing is printed here. For a pytree, a picture of each
-        leaf with its path, of which the first twenty are drawn.
-
-    Raises:
-        ArgumentError: there is no sharding in what is given.
-        OptionError: the shape is missing, or given where there is one already.
-        ShardingError: the spec does not fit the shape or the mesh.
-        MeshError: a PartitionSpec is given, and no mesh is active.
-
-    Example:
-        print(spmd.visualize(P("data", "model"), shape=(8, 16)))
-    """
-    from spmd.inspection.compile import visualize as compile_visualize
-
-    return compile_visualize.draw(x_or_sharding, shape)
 
 
 # From splits to shards

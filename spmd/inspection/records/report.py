@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from spmd.inspection.records.arrays import Argument, Excerpt, Source as Source
 from spmd.inspection.records.origins import UNKNOWN, Later, Origins
+from spmd.inspection.records.shown import Paged, opened
 from spmd.inspection.records.sizes import show_bytes
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console
 
 KINDS = (
     "all-reduce",
@@ -384,7 +385,7 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Report(Paged):
     """What one compiled program does between and on its devices.
 
     Args:
@@ -469,11 +470,7 @@ class Report:
         Example:
             report.totals("kind", "axis")["all-reduce", ("data",)].wire_bytes
         """
-        from spmd.inspection.records import sums
-
-        return sums.totals(self.collectives, *by)
-
-    # What a report opens is imported when it is used: records stay free of those who read them.
+        return opened("sums").totals(self.collectives, *by)
 
     def __repr__(self) -> str:
         mesh = "".join(f", {name}={size}" for name, size in self.mesh.items())
@@ -487,19 +484,6 @@ class Report:
     def __hash__(self) -> int:
         return hash((self.name, self.backend, *self.mesh.items(), self.collectives))
 
-    def __str__(self) -> str:
-        from spmd.inspection.show import terminal
-
-        return terminal.plain(terminal.render_report(self))
-
-    def __rich__(self) -> RenderableType:
-        from spmd.inspection.show import terminal
-
-        return terminal.render_report(self)
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(str(self))  # the last value of a notebook's cell
-
     def show(
         self, console: Console | None = None, *, all_frames: bool = False, limit: int | None = 40
     ) -> None:
@@ -510,9 +494,7 @@ class Report:
             all_frames: show the whole stack of each collective, libraries included.
             limit: the most collectives to list, those with most bytes on the wire; None for all.
         """
-        from spmd.inspection.show import terminal
-
-        terminal.show(self, console, all_frames=all_frames, limit=limit)
+        self._print(console, all_frames=all_frames, limit=limit)
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values, as ``spmd/inspection/report.schema.json`` describes them.
@@ -521,9 +503,7 @@ class Report:
             A dictionary for `json.dumps`; `from_json` makes an equal report of it. Totals are in
             it for readers in other languages.
         """
-        from spmd.inspection.records import codec
-
-        return codec.encode(self)
+        return opened("codec").encode(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Report:
@@ -538,9 +518,7 @@ class Report:
         Raises:
             ReportError: `data` is something else, of a newer version, or misses keys.
         """
-        from spmd.inspection.records import codec
-
-        return codec.decode(data)
+        return opened("codec").decode(data)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the report to a file.
@@ -553,24 +531,7 @@ class Report:
             ReportError: the ending is another one, or Jinja2 is missing for a page.
             OSError: the file cannot be written.
         """
-        from spmd.inspection.records import codec
-
-        codec.save(self, path)
-
-    def to_html(self) -> str:
-        """The report as one HTML page: all that `save` writes to a file ending in ``.html``.
-
-        Raises:
-            ReportError: Jinja2 is not installed.
-        """
-        from spmd.inspection.show import page
-
-        return page.report_page(self)
-
-    def _repr_html_(self) -> str | None:
-        from spmd.inspection.show import page
-
-        return page.in_notebook(self)
+        opened("codec").save(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
@@ -586,9 +547,7 @@ class Report:
             ReportError: the file holds something else, is of a newer version, or misses keys.
             OSError: the file cannot be read.
         """
-        from spmd.inspection.records import codec
-
-        return codec.load(path)
+        return opened("codec").load(path)
 
     def trace_events(self) -> list[dict[str, Any]]:
         """The program order as trace events, whose durations are bytes on the wire and no times.
@@ -597,9 +556,7 @@ class Report:
             Events of the Chrome trace format: one track per set of mesh axes, one event per
             collective, in program order.
         """
-        from spmd.inspection.show import perfetto
-
-        return perfetto.trace_events(self)
+        return opened("perfetto").trace_events(self)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Writes `trace_events` to a file that ui.perfetto.dev and chrome://tracing open.
@@ -610,9 +567,7 @@ class Report:
         Raises:
             OSError: the file cannot be written.
         """
-        from spmd.inspection.show import perfetto
-
-        perfetto.save_trace(self, path)
+        opened("perfetto").save_trace(self, path)
 
     def scalars(self) -> dict[str, float | int]:
         """Figures under flat names, for loggers such as TensorBoard or Weights & Biases.
@@ -635,9 +590,7 @@ class Report:
               ``peak`` likewise, where the backend tells them.
             - ``reshards/arguments`` and ``reshards/bytes``: what the call moves first.
         """
-        from spmd.inspection.show import scalars as show_scalars
-
-        return show_scalars.scalars(self)
+        return opened("scalars").scalars(self)
 
 
 def skipped_findings(report: Report) -> str:

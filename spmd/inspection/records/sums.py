@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 import dataclasses
 from typing import Any
 
-from spmd.inspection.hlo.names import module
+from spmd.inspection.records.names import module
 from spmd.inspection.records.report import Collective, Part, Shapes, Source, Total
 
 KEYS: dict[str, Callable[[Collective], Any]] = {

@@ -7,8 +7,7 @@ what counts as one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-import dataclasses
+from collections.abc import Iterable, Iterator
 from pathlib import PurePath
 import re
 from typing import TYPE_CHECKING, Any
@@ -23,65 +22,13 @@ from spmd.inspection.records.origins import (
     Step,
     ValueOrigins,
 )
+from spmd.inspection.records.why import Why
 from spmd.inspection.shardy import conflicts, passes
 from spmd.inspection.shardy.propagation import Mark, Propagation, Value, propagate
 from spmd.inspection.shardy.routes import Route, route_of
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Why:
-    """What `why` found.
-
-    Args:
-        name: what was asked for.
-        function: the function's name.
-        mesh: size by axis name.
-        values: that have the name: one for a path, all below it for the beginning of one, all that
-            a line makes for a line.
-    """
-
-    name: str
-    function: str
-    mesh: Mapping[str, int]
-    values: tuple[ValueOrigins, ...]
-
-    def __hash__(self) -> int:
-        return hash((self.name, self.function, *self.mesh.items(), self.values))
-
-    def __str__(self) -> str:
-        from spmd.inspection.show import terminal, why as show_why
-
-        return terminal.plain(show_why.render_why(self))
-
-    __repr__ = __str__
-
-    def __rich__(self) -> RenderableType:
-        from spmd.inspection.show import why as show_why
-
-        return show_why.render_why(self)
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(str(self))  # the last value of a notebook's cell
-
-    def show(self, console: Console | None = None) -> None:
-        """Prints it in colour, as wide as the terminal is.
-
-        Args:
-            console: a console of rich; None for one on the standard output.
-        """
-        from spmd.inspection.show import why as show_why
-
-        show_why.show(self, console)
-
-    def to_json(self) -> dict[str, Any]:
-        """The records as JSON values, for `json.dumps`."""
-        from spmd.inspection.records import codec
-
-        mesh = [{"axis": name, "size": size} for name, size in self.mesh.items()]
-        return {"schema": "spmd-why/1", **codec.values(self), "mesh": mesh}
+    pass
 
 
 def why(f: Any, name: str, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Why:

@@ -9,8 +9,9 @@ In the order of reading:
 - `sweep`: a sweep.
 - `why`: origins.
 - `pictures`: pictures of arrays.
-- `progress`: that something is going on.
 - `page`: all of them as HTML.
+- `drawn`: each record by its class.
+- `progress`: that something is going on.
 - `perfetto`: a report as a trace.
 - `scalars`: a report as flat figures.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from spmd.inspection.records.diff import Delta, Diff, Pair, TotalDelta
@@ -25,11 +25,6 @@ from spmd.inspection.show.terminal import (
 )
 
 _MARKS = {"+": "green", "-": "red", "~": "yellow"}
-
-
-def show(diff: Diff, console: Console | None = None, *, limit: int | None = LIMIT) -> None:
-    """Prints differences, as `Diff.show` does."""
-    (console or Console()).print(render_diff(diff, limit=limit))
 
 
 def render_diff(diff: Diff, *, limit: int | None = LIMIT) -> RenderableType:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from spmd.inspection.records.report import Total
@@ -31,11 +31,6 @@ from spmd.inspection.show.terminal import (
 
 _STAND_IN = "CPU stand-ins (*): another backend fuses and combines differently"
 _BOUND = ">= is a lower bound: some collectives run in loops of unknown length"
-
-
-def show(sweep: Sweep, console: Console | None = None) -> None:
-    """Prints a sweep, as `Sweep.show` does."""
-    (console or Console()).print(render_sweep(sweep))
 
 
 def render_sweep(sweep: Sweep) -> RenderableType:

@@ -88,18 +88,6 @@ def render_report(
     return Indented(Group(*parts), by=0)
 
 
-def show(
-    report: Report,
-    console: Console | None = None,
-    *,
-    all_frames: bool = False,
-    limit: int | None = LIMIT,
-) -> None:
-    """Prints a report, as `Report.show` does."""
-    console = console or Console()
-    console.print(render_report(report, all_frames=all_frames, limit=limit))
-
-
 def render_header(report: Report) -> RenderableType:
     """What was compiled, for which devices, by which versions."""
     name = Text(clean(report.name), style="bold")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from spmd.inspection.records.arrays import Source
 from spmd.inspection.records.origins import ValueOrigins
-from spmd.inspection.shardy.why import Why
+from spmd.inspection.records.why import Why
 from spmd.inspection.show.layout import Indented, clean
 from spmd.inspection.show.terminal import Flow, axis_styles, plural, show_mesh
 from spmd.inspection.show.words import (
@@ -20,12 +20,6 @@ from spmd.inspection.show.words import (
     show_shape,
     spec_words,
 )
-
-
-def show(why: Why, console: Console | None = None) -> None:
-    """Prints origins, as `Why.show` does."""
-    (console or Console()).print(render_why(why))
-
 
 #: Values that are drawn; a line may make hundreds, most of them alike.
 MOST = 12

@@ -1,0 +1,61 @@
+"""What people look at: a record that is printed, shown by a notebook, or written as a page.
+
+Records know no renderer and no reader. What one opens is imported here alone, with its first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+#: By name, the module that a record opens.
+DOORS = {
+    "codec": "spmd.inspection.records.codec",
+    "drawn": "spmd.inspection.show.drawn",
+    "perfetto": "spmd.inspection.show.perfetto",
+    "scalars": "spmd.inspection.show.scalars",
+    "sums": "spmd.inspection.records.sums",
+}
+
+
+def opened(name: str) -> Any:
+    """A module that reads or draws records, which is imported with its first use."""
+    return importlib.import_module(DOORS[name])
+
+
+class Shown:
+    """A record that is drawn as text: `print` it, or let a notebook show it."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return opened("drawn").text_of(self)
+
+    def __rich__(self) -> RenderableType:
+        return opened("drawn").drawing(self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))  # the last value of a notebook's cell
+
+    def _print(self, console: Console | None, **options: Any) -> None:
+        opened("drawn").show(self, console, **options)
+
+
+class Paged(Shown):
+    """A record that is drawn as a page, too."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str | None:
+        return opened("drawn").in_notebook(self)
+
+    def to_html(self) -> str:
+        """One HTML page that needs no other file and no network.
+
+        Raises:
+            ReportError: Jinja2 is not installed.
+        """
+        return opened("drawn").page_of(self)
