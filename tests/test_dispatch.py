@@ -695,9 +695,9 @@ def test_failing_trace_in_many_threads_leaves_nothing(mesh):
 @pytest.mark.slow
 def test_dropped_functions_die_with_their_programs():
     """Caches hold a function weakly: create, compile, call, drop leaves nothing behind."""
-    from spmd import _api, _dispatch, _trace
+    from spmd import _dispatch, _plan, _trace
 
-    caches = [_api.make_plan, _trace._trace, _dispatch._prepare, _dispatch._program]
+    caches = [_plan.make_plan, _trace._trace, _dispatch._prepare, _dispatch._program]
     mesh = mesh_of({"x": 1})
     spmd.clear_caches()
 
@@ -719,7 +719,7 @@ def test_dropped_functions_die_with_their_programs():
 @pytest.mark.slow
 def test_ten_thousand_rounds_do_not_grow():
     """10,000 times create, evaluate, drop: functions die, caches and objects stay few."""
-    from spmd import _api, _trace
+    from spmd import _plan, _trace
 
     mesh = mesh_of({"x": 8})
 
@@ -740,7 +740,7 @@ def test_ten_thousand_rounds_do_not_grow():
     assert sum(r() is not None for r in refs) == 0
     refs.clear()
     assert len(gc.get_objects()) - objects < 2_000
-    assert _api.make_plan.cache_info().currsize < 100
+    assert _plan.make_plan.cache_info().currsize < 100
     assert _trace._trace.cache_info().currsize < 100
 
 

@@ -17,12 +17,13 @@ import weakref
 import jax
 import jax.tree_util as jtu
 
-from spmd import _api, _dispatch, _jax
-from spmd._api import Flat, PjitFunction, Plan, flatten
+from spmd import _api, _dispatch, _jax, _options
+from spmd._api import PjitFunction
 from spmd._arguments import donated_leaves
 from spmd._call import PjitCall
 from spmd._mesh import auto_mesh
 from spmd._pickled import check_version, find_device
+from spmd._plan import Flat, Plan, flatten
 from spmd._pmap._cache import Entries
 from spmd._pmap._levels import Nest, nest_here, run_in_nest
 from spmd._pmap._mapping import Mapped, spec_along
@@ -94,7 +95,7 @@ def pmap(
 def _pmap(options: dict[str, Any], fun: Callable) -> Any:
     if not callable(fun):
         fix = "pmap(fun, axis_name='i'), or @pmap(axis_name='i') above a def"
-        raise explain("pmap", [_api.not_callable(fun, fix)])
+        raise explain("pmap", [_options.not_callable(fun, fix)])
     if options["devices"] is not None:
         options = options | {"devices": tuple(options["devices"])}
     return pmap_function(fun, options)
@@ -289,7 +290,7 @@ class PmapFunction(PjitFunction):
         return f"<spmd.pmap of `{self._line.options.name}`>"
 
     def __reduce__(self) -> Any:
-        if name := _api.global_name(self):
+        if name := _options.global_name(self):
             return name
         return _restore, (_VERSION, _state(self))
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from spmd import _jax
-from spmd._api import Flat
+from spmd._plan import Flat
 from spmd._pmap._options import PmapOptions, find_mapping, leaf_axes
 from spmd._trace import Signature
 

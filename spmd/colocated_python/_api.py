@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 import numpy as np
 
 from spmd import _jax
-from spmd._api import global_name
+from spmd._options import global_name
 from spmd.colocated_python import _specs
 from spmd.colocated_python._cache import Functions, fast_key
 from spmd.colocated_python._calls import Function
