@@ -1,7 +1,7 @@
 """Two transformations of a sharded function, drawn at random, against the plain function.
 
-The sampler is in `transformations.py`. `pytest` draws about 50 cases; `pytest -m slow` about 1,000
-others, and with `--transformation-cases N` as many as one likes. Old and new releases of JAX draw
+The sampler is in `transformations.py`. `pytest` draws a few cases; `pytest -m slow` about 1,000
+others, half of which soak, and with `--transformation-cases N` as many as one likes. Old and new releases of JAX draw
 slow cases of their own.
 """
 
@@ -66,7 +66,7 @@ def draw(outer, count, part):
     run()
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("outer", TRANSFORMATIONS)
 def test_two_transformations(outer):
     """`outer(inner(pjit(f)))` is `outer(inner(f))`, with all declared shardings, traced once."""
@@ -76,7 +76,7 @@ def test_two_transformations(outer):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", [PARTS[0], pytest.param(PARTS[1], marks=pytest.mark.soak)])
 @pytest.mark.parametrize("outer", TRANSFORMATIONS)
 def test_two_transformations_many_cases(outer, part, pytestconfig):
     """As above, for other cases, as many as `--transformation-cases` says."""
