@@ -239,7 +239,7 @@ def test_import_is_light():
     for unwanted in ("optax", "rich", "hypothesis", "pytest", "libtpu"):
         assert unwanted not in loaded
     ours = {top(m.removeprefix("spmd.")) for m in loaded if m.startswith("spmd.")}
-    assert not ours & {"demo", "inspection", "testing", "_plan", "bundle", "__main__"}
+    assert not ours & {"demo", "inspection", "testing", "bundle", "cli", "__main__"}
     assert not ours & {"host_callback", "colocated_python"}
 
 

@@ -1,8 +1,8 @@
 """Two transformations of a sharded function, drawn at random, against the plain function.
 
 The sampler is in `transformations.py`. `pytest` draws a few cases; `pytest -m slow` about 1,000
-others, half of which soak, and with `--transformation-cases N` as many as one likes. Old and new releases of JAX draw
-slow cases of their own.
+others, half of which soak, and with `--transformation-cases N` as many as one likes. Old and new
+releases of JAX draw slow cases of their own.
 """
 
 import functools

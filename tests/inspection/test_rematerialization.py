@@ -369,7 +369,7 @@ def test_after_an_error(capfdbinary):
 
 ABORTING = """
 import os, time
-from spmd.inspection import _rematerialization as remat
+from spmd.inspection.findings import rematerialization as remat
 
 with remat.caught():
     os.write(2, b"at once\\nnot yet ")
