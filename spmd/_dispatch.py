@@ -627,15 +627,17 @@ def dispatcher(
     deletes = (
         params.donate_nums or params.donate_names
     ) and not _jax.versions.FAST_PATH_CHECKS_DELETED
-    # Dispatchers of one function share what C++ has learned, so they share this too.
-    spread = [] if fun is None else _spread.setdefault(fun, [])
-    miss = _noting_spread(cache_miss, spread) if deletes else cache_miss
-    fast = _jax.dispatch.make_dispatcher(fun, name, miss, nums, names, key)
+    spread: list[bool] = []
+    if deletes:
+        # Dispatchers of one function share what C++ has learned, so they share this too.
+        spread = spread if fun is None else _spread.setdefault(fun, spread)
+        cache_miss = _noting_spread(cache_miss, spread)
+    fast = _jax.dispatch.make_dispatcher(fun, name, cache_miss, nums, names, key)
     if fast is None:
         return PythonDispatcher(cache_miss)
     if nums or names:
-        fast = _with_hash_errors(fast, miss)
-    return _with_deletions(fast, miss, params, spread) if deletes else fast
+        fast = _with_hash_errors(fast, cache_miss)
+    return _with_deletions(fast, cache_miss, params, spread) if deletes else fast
 
 
 def _with_hash_errors(fast: Any, cache_miss: Callable) -> Callable:
