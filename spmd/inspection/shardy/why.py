@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import PurePath
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spmd.errors import ArgumentError, Failure, ReportError, did_you_mean, explain, show_value
 from spmd.inspection.compile.program import COMPILED, check_lowered, entered, lower, stage_of
@@ -26,9 +26,6 @@ from spmd.inspection.records.why import Why
 from spmd.inspection.shardy import conflicts, passes
 from spmd.inspection.shardy.propagation import Mark, Propagation, Value, propagate
 from spmd.inspection.shardy.routes import Route, route_of
-
-if TYPE_CHECKING:
-    pass
 
 
 def why(f: Any, name: str, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Why:
