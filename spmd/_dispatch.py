@@ -696,7 +696,7 @@ def _with_deletions(
             if any(map(gone, arrays)) or (shared and twice(args, kwargs, arrays)):
                 return cache_miss(*args, **kwargs)[0]  # which says what is wrong
         try:
-            return fast(*args, **kwargs)
+            return fast(*args, **kwargs) if kwargs else fast(*args)  # in 4 us, `**` tells
         except ValueError as e:
             if spread or "Execute()" not in str(e):
                 raise
