@@ -196,6 +196,7 @@ def test_one_array_as_two_arguments(mesh):
     np.testing.assert_allclose(push(x), want * X, **CLOSE)
 
 
+@pytest.mark.slow
 def test_result_given_twice_and_passed_through(mesh):
     """A result that is another one, or an argument, has a cotangent of its own."""
 
@@ -209,6 +210,7 @@ def test_result_given_twice_and_passed_through(mesh):
     close(jax.jvp(f, (X, W), (W, X)), jax.jit(lambda: jax.jvp(fun, (X, W), (W, X)))())
 
 
+@pytest.mark.slow
 def test_result_that_does_not_depend_on_the_argument(mesh):
     """Gradients of constants, of cut off values and of unused arguments are zeros."""
 
@@ -253,6 +255,7 @@ def watched():
     return forward, seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("derivative", "want", "zeros"),
     [
@@ -279,6 +282,7 @@ def test_symbolic_zeros_reach_a_custom_jvp(derivative, want, zeros, mesh):
     assert set(seen) == zeros
 
 
+@pytest.mark.slow
 def test_symbolic_zeros_reach_a_custom_vjp(mesh):
     """The rules see which arguments are perturbed, and that no cotangent came."""
     seen = []
@@ -613,6 +617,7 @@ def test_known_results_and_forwarded_inputs_are_not_copied(transform, mesh):
     del z
 
 
+@pytest.mark.slow
 def test_no_residual_is_held_twice(mesh):
     """However often a value is needed backwards, one buffer of it is held."""
 
@@ -665,6 +670,7 @@ def test_residuals_lie_as_the_compiler_chose(name, mesh):
     close(pull(jnp.ones_like(fun(X, W))), theirs(jnp.ones_like(fun(X, W))))
 
 
+@pytest.mark.slow
 def test_residual_whose_sharding_no_spec_says(mesh):
     """A residual split in a way that the mesh has no names for stays so, and comes in again."""
     mesh = mesh_of({"x": 8})

@@ -151,6 +151,7 @@ def test_mapped_result_with_out_axes_none_is_refused_as_by_jit(mesh):
     assert ours == jits
 
 
+@pytest.mark.slow
 def test_mapped_sizes_of_zero_and_one(mesh):
     """No example, or one, is a number of examples too."""
     f = pjit(lambda x: jnp.tanh(x).sum(0), P("data"), P(), mesh=mesh)

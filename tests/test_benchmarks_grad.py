@@ -10,20 +10,15 @@ from spmd.demo import model
 
 TINY = model.Config(vocab=72, seq_len=16, layers=2, d_model=32, heads=4, d_ff=64)
 #: Way, place of the checkpoint, whether blocks are calls too. Without a rule for dead code the
-#: two slow ones fail; those that soak do it only because there are many.
-QUICK = ("eager", "layers", True)
-SLOW = (("two programs", "off", False), ("eager", "pjit", False))
-SOAKS = (pytest.mark.slow, pytest.mark.soak)
-MANY = sorted({*itertools.product(WAYS, CHECKPOINTS, (False, True))} - {QUICK, *SLOW})
+#: second fails; the others soak only because there are many.
+SOME = [("eager", "layers", True), ("eager", "pjit", False)]
+MANY = sorted({*itertools.product(WAYS, CHECKPOINTS, (False, True))}.difference(SOME))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "checkpoint", "nested"),
-    [
-        QUICK,
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
-        *(pytest.param(*case, marks=SOAKS) for case in MANY),
-    ],
+    [*SOME, *(pytest.param(*case, marks=pytest.mark.soak) for case in MANY)],
 )
 def test_bytes_of_a_gradient(way, checkpoint, nested):
     """Peak, wire and residual bytes per device are at most those through `jax.jit`."""

@@ -329,6 +329,7 @@ def test_vmap_of_grad(in_mesh):
     np.testing.assert_array_equal(jax.jit(f)(x), 2 * x)
 
 
+@pytest.mark.slow
 def test_scan(in_mesh):
     """A constraint in the body of a loop holds in every step, and differentiates."""
 

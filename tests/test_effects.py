@@ -301,6 +301,7 @@ def test_callback_runs_as_often_as_the_function(kind, use, mesh):
     assert (log if kind in ORDERED else sorted(log)) == (want if kind in ORDERED else sorted(want))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", ["scan", "gradient of scan", "vmap", "checkpoint", "unused"])
 def test_pure_callback_gives_its_values(use, mesh):
     """A pure callback computes on the host what the program needs, and the derivative follows."""
@@ -700,6 +701,7 @@ def test_checkify_names_the_line_of_the_body(mesh):
     assert [f.name for f in frames if f.filename == __file__][-1] == "logarithm"
 
 
+@pytest.mark.slow
 def test_derivatives_and_maps_of_checkify(mesh):
     """A checked call differentiates, maps per example, and lives inside of a call."""
     fun = checkify.checkify(pjit(logarithm, A, A, mesh=mesh), errors=EVERY)

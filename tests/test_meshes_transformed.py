@@ -217,6 +217,7 @@ pjit of `wave` cannot be differentiated eagerly on a mesh with Explicit axes tha
   given     mesh data=4, model=2, used at"""
 
 
+@pytest.mark.slow
 def test_eager_gradient_on_an_explicit_mesh_that_is_not_set():
     """Where `jax.jit` fails on the types of derivatives, the message says what to do."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)

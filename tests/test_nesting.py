@@ -357,7 +357,7 @@ def test_eager(program, mesh):
     close(transform(fun)(X), jax.jit(transform(peer))(X))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [switch_of_three_calls, cond_in_scan], ids=lambda p: p.__name__)
 def test_eager_vmap(program, mesh):
     """An eager vmap maps loops and branches, predicates that differ included."""
@@ -489,6 +489,7 @@ def test_no_function_is_left_in_a_cond_that_is_known(mesh):
 # Manual regions
 
 
+@pytest.mark.slow
 def test_over_other_axes_of_a_shard_map(mesh):
     """Inside of a region that maps `a`, calls over `b` work: eager, grad, vmap, scan, in a call."""
     sine = pjit(jnp.sin, B, B, mesh=mesh)
@@ -579,7 +580,7 @@ def test_pmap_around(mesh, specs):
 # Jaxprs and shapes
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
     [fori_of_a_call, custom_jvp_around_calls, cond_in_scan],
@@ -648,6 +649,7 @@ def test_export_says_shardings_of_the_boundary(mesh):
             assert sharding.is_equivalent_to(want, aval.ndim)
 
 
+@pytest.mark.slow
 def test_export_of_a_transformed_program(mesh):
     """A gradient of loops of calls, with a closed-over array, travels."""
     weights = put(X + 1, mesh, A)
@@ -830,6 +832,7 @@ def test_each_call_of_one_function_keeps_its_own_line(mesh):
 # Other transformations of JAX
 
 
+@pytest.mark.slow
 def test_leak_checker_finds_nothing(mesh):
     """Nested loops of calls leak no tracer."""
     with jax.checking_leaks():

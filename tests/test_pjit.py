@@ -1057,6 +1057,7 @@ def test_a_tangent_without_a_spec_may_be_anywhere(mesh):
     close(push(put(X, mesh, P("model"))), X * (np.cos(X) * X + np.sin(X)))
 
 
+@pytest.mark.slow
 def test_donated_argument_of_a_checkpointed_call(mesh):
     """Rematerialization takes the argument again, so the first run does not give it away."""
     f = pjit(lambda a: jnp.sin(a) * a, P("data"), donate_argnums=0, mesh=mesh)

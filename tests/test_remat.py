@@ -216,6 +216,7 @@ def test_residuals_across_a_checkpoint_are_split(mesh):
 # Where checkpoints meet other things
 
 
+@pytest.mark.slow
 def test_nested_checkpoints(mesh):
     """Checkpoints in checkpoints recompute as often as the peer's, with the same gradient."""
 
@@ -248,7 +249,7 @@ def test_checkpoint_of_scan_and_scan_of_checkpoint(mesh):
     close(jax.jit(ours)(X, ws), jax.jit(peer)(X, ws))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["around", "inside"])
 def test_other_transformations_of_a_checkpoint(place, mesh):
     """Second derivatives, maps and linear maps of a checkpointed call are the peer's."""
@@ -318,6 +319,7 @@ def test_donated_argument_of_a_checkpointed_call(mesh):
         close(grad(x), np.exp(np.sin(X)) * np.cos(X))
 
 
+@pytest.mark.slow
 def test_optimized_rematerialization_of_a_custom_vjp(mesh):
     """A custom_vjp with `optimize_remat` around and inside of calls keeps its own rules."""
     runs = []

@@ -66,7 +66,7 @@ def draw(outer, count, part):
     run()
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("outer", TRANSFORMATIONS)
 def test_two_transformations(outer):
     """`outer(inner(pjit(f)))` is `outer(inner(f))`, with all declared shardings, traced once."""
@@ -75,8 +75,9 @@ def test_two_transformations(outer):
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("part", [PARTS[0], pytest.param(PARTS[1], marks=pytest.mark.soak)])
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("outer", TRANSFORMATIONS)
 def test_two_transformations_many_cases(outer, part, pytestconfig):
     """As above, for other cases, as many as `--transformation-cases` says."""

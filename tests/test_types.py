@@ -114,6 +114,7 @@ def test_dtypes_moved_and_mapped(mesh):
     same(jax.jit(jax.vmap(f))(stack), jax.jit(jax.vmap(shuffled))(stack))
 
 
+@pytest.mark.slow
 def test_sums_over_devices(mesh):
     """Reductions over a split dimension are those of `jax.jit`, to the bit: all sums are exact."""
 
@@ -166,6 +167,7 @@ def test_wide_dtypes(mesh):
         same(f(narrow), jax.jit(moved)(narrow))
 
 
+@pytest.mark.slow
 def test_wide_gradients(mesh):
     """Derivatives under x64 are double, against NumPy's."""
 
@@ -287,6 +289,7 @@ EMPTY = [
 ]
 
 
+@pytest.mark.slow
 def test_empty_arrays(mesh):
     """No rows are split over an axis into no rows each; values, gradients and maps of them."""
     shapes, specs = zip(*EMPTY, strict=True)
@@ -362,6 +365,7 @@ def test_arrays_of_keys(impl, mesh):
     assert_sharded(dx, jax.grad(lambda x: fun(keys, x)[1].sum())(X), P("data"), mesh, **CLOSE)
 
 
+@pytest.mark.slow
 def test_keys_are_residuals(mesh):
     """Keys that the backward half draws from again are held, split as the keys are."""
     keys = jax.random.split(jax.random.key(2), 8)

@@ -423,6 +423,7 @@ def test_calls_unlike_the_last_one():
     assert not _promises._promises
 
 
+@pytest.mark.slow
 def test_programs_for_no_call_end(monkeypatch):
     """When no call comes, what has started for one ends, and its place is free."""
     monkeypatch.setattr(_lanes, "_KEPT", 0.05)
@@ -567,6 +568,7 @@ def test_an_error_is_raised_by_the_array():
     np.testing.assert_array_equal(fine(put(ONES)), ONES)
 
 
+@pytest.mark.slow
 def test_an_error_of_a_large_result():
     """Parts that have programs of their own fail as well, and leave nothing behind."""
 

@@ -63,6 +63,7 @@ def test_nested_without_room():
     passes("nested_without_room", devices=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [8, pytest.param(2, marks=pytest.mark.slow)])
 def test_collectives_meanwhile(devices):
     """As many calls are pending as there is room for, and programs with collectives run."""

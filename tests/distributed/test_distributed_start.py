@@ -128,6 +128,7 @@ def test_addresses(host):
     assert _start._split(_start._shown(host, port)) == (host, port)
 
 
+@pytest.mark.slow
 def test_somebody_else_listens():
     """What answers at the address of process 0 and is none is told."""
     with taken_port() as (port, server):

@@ -136,6 +136,7 @@ def test_persistent_cache_is_shared(processes):
     assert [p["bare"]["hits"] for p in processes] == [0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "value"), [("program", X + 1), ("shards", X * 2), ("called", X + 10)]
 )

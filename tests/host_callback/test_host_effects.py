@@ -86,6 +86,7 @@ def test_gradient(around, mesh, log):
     assert_blocks(log.take(), X**2, AB, mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_tangents(around, mesh, log):
     """A forward derivative of a call taps primal values once; linearize does, and its map not."""
@@ -105,6 +106,7 @@ def test_tangents(around, mesh, log):
     assert_values(log.take(), X**2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_checkpoint(around, mesh, log):
     """Under checkpoint a call taps twice in a gradient, inside and around of pjit."""

@@ -46,7 +46,7 @@ def test_callbacks_on_eight_devices_never_hang(cores, layout, way, touch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("touch", ["touching", "ignoring"])
+@pytest.mark.parametrize("touch", ["touching", pytest.param("ignoring", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", ["sharded", "replicated"])
 def test_table_of_hangs(layout, way, touch):
@@ -56,7 +56,7 @@ def test_table_of_hangs(layout, way, touch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("layout", ["sharded", "replicated"])
+@pytest.mark.parametrize("layout", ["sharded", pytest.param("replicated", marks=pytest.mark.soak)])
 def test_table_of_hangs_on_one_core(layout, way):
     """The same up to 4 MiB where XLA has a single thread."""
     run_row(1, layout, way, "touching", SIZES[:-1])

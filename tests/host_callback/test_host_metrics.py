@@ -269,6 +269,7 @@ def test_whole_lines(tmp_path):
         assert mine == [*range(10)]
 
 
+@pytest.mark.slow
 def test_exit(tmp_path):
     """What is pending at exit is written."""
     path = tmp_path / "metrics.jsonl"

@@ -129,6 +129,7 @@ def test_description_is_text():
     assert screen.file.getvalue().startswith("[bold] :x: [0] ━")
 
 
+@pytest.mark.slow
 def test_per_device(mesh):
     """Each device has its line, from 10 % to 100 %, named by the device."""
     screen = console()
@@ -238,6 +239,7 @@ def test_returns_its_value():
         assert jax.jit(lambda i: bar(i, {"a": (i, None)}))(1) == {"a": (1, None)}
 
 
+@pytest.mark.slow
 def test_transformed():
     """A bar in a differentiated, checkpointed or batched loop counts each step once."""
     bar = hcb.progress(4)

@@ -31,7 +31,7 @@ COUNT_TAPS = """
     """
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "set_to"),
     [

@@ -215,6 +215,7 @@ def test_convolutions_of_jax(name):
     assert compiled.cost_analysis()["flops"] == 2 * batches * out * inputs * pairs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_gradient_of_a_convolution(backend):
     """Forward and both backward convolutions meet the same pairs, so each takes as many FLOPs."""

@@ -228,6 +228,7 @@ def test_replicated_residual():
     assert "replicated-residual" not in found(jax.grad(loss), columns, [W, W], odd)
 
 
+@pytest.mark.slow
 def test_replicated_residuals_of_a_scan():
     """Residuals that a scan stacks are found as well."""
 

@@ -199,6 +199,7 @@ def test_a_line_is_never_broken(browser, tmp_path):
             assert found["broken"] == []
 
 
+@pytest.mark.slow
 def test_heat_column(real, browser, tmp_path):
     """The source view has the text of the file, and the bytes that each line puts on the wire."""
     one = real[-1]
@@ -227,6 +228,7 @@ def test_page_of_a_loaded_report(real, tmp_path):
     assert "jnp.tanh(jnp.einsum(" in one.to_html()
 
 
+@pytest.mark.slow
 def test_memory(real, browser, tmp_path):
     """The classes add up to the peak, and each buffer is a bar from its making to its last use."""
     memory = real[-1].memory
@@ -289,6 +291,7 @@ def shown(path, index, shape):
     return f"{path}[{', '.join(parts)}]" if parts else path
 
 
+@pytest.mark.slow
 def test_uneven_and_unknown_shardings(browser, tmp_path):
     """The last shard of an uneven dimension is smaller, and what no spec says is not guessed."""
     uneven = Argument(
@@ -321,7 +324,7 @@ def on_mesh(axes, shape, spec):
     )  # fmt: skip
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "device", "held"),
     [
@@ -495,6 +498,7 @@ def test_keyboard_walk(real, browser, tmp_path):
         assert "x[" in tab.inner_text("#held .index")
 
 
+@pytest.mark.slow
 def test_details(browser, tmp_path):
     """The details of a row have its stack, shapes and groups, and go when rows are sorted."""
     with opened(browser, saved(SMALL, tmp_path)) as tab:

@@ -177,6 +177,7 @@ def test_words(browser, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_what_is_long_is_cut(browser, tmp_path):
     """Of a long route both ends are told, of many conflicts the nearest, and how many are not."""
     steps = tuple(
@@ -200,6 +201,7 @@ def test_what_is_long_is_cut(browser, tmp_path):
     assert " ".join(lines[-1]) == "and 3 more did not get through"
 
 
+@pytest.mark.slow
 def test_axes_have_their_colours(browser, tmp_path):
     """An axis has the colour that it has everywhere on the page."""
     with opened(browser, saved(SMALL, tmp_path)) as tab:
@@ -214,6 +216,7 @@ def test_axes_have_their_colours(browser, tmp_path):
     assert {name.partition("=")[0]: kind for name, kind in head} == classes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "why",
     ["The report does not hold where its shardings come from.", "report <b>lacks</b> passes."],
@@ -229,6 +232,7 @@ def test_none(why, browser, tmp_path):
 # Ways to a value
 
 
+@pytest.mark.slow
 def test_filter(browser, tmp_path):
     """Words hide values that lack them, with groups that are empty then; Escape shows all."""
     with opened(browser, saved(SMALL, tmp_path)) as tab:
@@ -262,6 +266,7 @@ def test_an_argument_of_the_mesh_leads_to_its_value(browser, tmp_path):
         assert "batch['x']" in focused
 
 
+@pytest.mark.slow
 def test_a_line_leads_to_what_it_makes(browser, tmp_path):
     """The number of a line whose values are listed leads to them."""
     with opened(browser, saved(SMALL, tmp_path)) as tab:
@@ -307,7 +312,7 @@ def test_without_script(browser, tmp_path):
 # Looks
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_open_values_fit_and_can_be_read(scheme, demo, browser, tmp_path):
     """With values open nothing is wider than the window, and all text has contrast."""

@@ -122,6 +122,7 @@ def test_limit():
     assert "not shown" not in everything
 
 
+@pytest.mark.slow
 def test_two_thousand_rows():
     """A large ledger is drawn whole where that is asked for, and in short otherwise."""
     found = tuple(

@@ -196,6 +196,7 @@ def test_a_gradient_compiles_for_a_pod(name, axes):
     assert compiled.memory_analysis().argument_size_in_bytes == hand
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_the_mesh_may_be_given_in_any_way():
     """`pjit(mesh=...)`, shardings of the arguments and jax.jit compile to what `with` does."""
@@ -564,7 +565,7 @@ assert dict(os.environ) == before | {"TPU_LIBRARY_PATH": os.environ["TPU_LIBRARY
 
 
 # Without JAX_PLATFORMS, JAX itself starts libtpu with its first device, and that one does print.
-@pytest.mark.few(1)
+@pytest.mark.slow
 @needs_libtpu
 @pytest.mark.parametrize("env", [{}, {"JAX_PLATFORMS": "cpu"}], ids=["first", "after JAX"])
 def test_nothing_is_printed_and_nothing_is_left_behind(env):

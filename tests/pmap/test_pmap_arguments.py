@@ -347,6 +347,7 @@ def test_logged_misses(caplog):
     assert all("pmap of `told`" in m and "test_pmap_arguments.py" in m for m in said)
 
 
+@pytest.mark.slow
 def test_profile_shows_the_call(tmp_path):
     """A profile has an event with the function's name around each call."""
 

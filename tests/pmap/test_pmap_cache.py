@@ -305,6 +305,7 @@ def test_one_trace_for_the_gradients_of_all_threads():
         np.testing.assert_array_equal(out, np.full((1, 2), 2.0 * i, np.float32))
 
 
+@pytest.mark.slow
 def test_a_failing_trace_releases_who_waits():
     """All callers get the same error, nothing is kept, and the next call makes it anew."""
     fails = True

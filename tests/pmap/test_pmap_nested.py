@@ -176,6 +176,7 @@ def of_groups(x, axis, groups=None):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", [("i", "j"), *slow("i", "j")], ids=str)
 def test_groups_of_an_axis(axis):
     """With axis_index_groups, each group is what vmap makes of its elements alone."""
@@ -508,6 +509,7 @@ def test_transpose():
     np.testing.assert_allclose(back, X.sum(0, keepdims=True) + 2 * X, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_values_from_around_both_levels():
     """Both functions may use tracers and arrays of the caller; they get gradients."""
     w, table = np.float32(3), jnp.arange(3.0)
@@ -837,7 +839,7 @@ SHARED = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

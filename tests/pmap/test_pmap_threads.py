@@ -86,6 +86,7 @@ def test_tracers_in_threads():
     alone("tracers")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [8, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_function_calls_itself(devices):
     """From a hook with other signatures, and in its own trace as a further level."""
@@ -146,7 +147,7 @@ def test_ten_thousand_rounds_in_threads():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("devices", "seconds"), [pytest.param(8, 60, marks=pytest.mark.soak), (2, 20), (1, 20)]
+    ("devices", "seconds"), [pytest.param(8, 60, marks=pytest.mark.soak), (2, 10), (1, 10)]
 )
 def test_stress(devices, seconds):
     """8 threads do everything at once: values are NumPy's, and at the end all counts are right."""

@@ -670,6 +670,7 @@ def test_names():
         _ = testing.assert_x
 
 
+@pytest.mark.slow
 def test_works_without_pytest():
     """Budgets and goldens are used by other test runners: nothing but the plugin needs pytest."""
     code = (
