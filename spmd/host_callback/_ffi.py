@@ -7,11 +7,10 @@ that interface is read here as an array of 8-byte words: the index of a field is
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
-import contextlib
 import ctypes
 import functools
+import gc
 import math
 import struct
 import threading
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from spmd.host_callback._memory import LARGE, empty, prefer_huge_pages
+from spmd.host_callback._threads import fork_safe_lock
 
 _VERSION = (0, 3)
 _word = ctypes.c_uint64
@@ -28,8 +28,6 @@ addressof = ctypes.addressof
 # only there the GIL is released.
 _Quick = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 _Function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
-_Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_Pending = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
 # XLA_FFI_CallFrame
 _FRAME_WORDS = 22
@@ -307,43 +305,43 @@ _kept: list[Any] = []
 
 
 # The state of a custom call: made with its executable, deleted with it
+#
+# XLA deletes it in the thread that drops the executable last. That may be one of its own while the
+# interpreter ends; a thread that asks for the GIL then is ended in the middle of XLA, and with it
+# the process. So the deleter is C that needs no GIL: a state is a lock, and is let go.
+
+_new_lock = ctypes.pythonapi.PyThread_allocate_lock
+_new_lock.restype, _new_lock.argtypes = ctypes.c_void_p, []
+_take_lock = ctypes.pythonapi.PyThread_acquire_lock
+_take_lock.argtypes = [ctypes.c_void_p, ctypes.c_int]
+_free_lock = ctypes.pythonapi.PyThread_free_lock
+_free_lock.restype, _free_lock.argtypes = None, [ctypes.c_void_p]
+_let_go = ctypes.cast(ctypes.pythonapi.PyThread_release_lock, ctypes.c_void_p).value
 
 _state_type = (ctypes.c_int64 * 1)(0)
+_type_info = (_word * 3)(24, 0, _let_go)
+_type_name = ctypes.create_string_buffer(b"spmd.host_callback")
 _states: dict[int, Any] = {}
-
-
-_dead: deque[int] = deque()
+_burying = fork_safe_lock()
 
 
 def bury() -> None:
-    """Drops the states of executables that are gone; not to be called in a handler."""
-    with contextlib.suppress(IndexError):  # another thread may do the same
-        while True:
-            _states.pop(_dead.popleft(), None)
+    """Drops the values of executables that are gone; not to be called in a handler."""
+    if not _burying.acquire(blocking=False):
+        return  # another thread does it
+    try:
+        gone = [lock for lock in [*_states] if _take_lock(lock, 0)]
+        values = [_states.pop(lock) for lock in gone]
+    finally:
+        _burying.release()
+    for lock in gone:
+        _free_lock(lock)
+    del values  # which may run anything
 
 
-@_Pending
-def _bury(_: int) -> int:
-    bury()
-    return 0
-
-
-_add_pending_call = ctypes.pythonapi.Py_AddPendingCall
-
-
-@_Deleter
-def _delete(
-    address: int, dead: deque[int] = _dead, add: Any = _add_pending_call, bury: Any = _bury
-) -> None:
-    # XLA is in the middle of something: what a value may do when it goes has to wait until the
-    # main thread is between two instructions. The last executables go when the interpreter ends
-    # and this module has no names any more.
-    dead.append(address)
-    add(bury, None)
-
-
-_type_info = (_word * 3)(24, 0, ctypes.cast(_delete, ctypes.c_void_p).value)
-_type_name = ctypes.create_string_buffer(b"spmd.host_callback")
+def _collected(phase: str, info: dict[str, int]) -> None:
+    if phase == "stop" and info["generation"] == 2:
+        bury()
 
 
 def hold(frame: Frame, value: Any) -> None:
@@ -352,11 +350,11 @@ def hold(frame: Frame, value: Any) -> None:
         name, size = addressof(_type_name), len(_type_name.value)
         addresses = addressof(_state_type), addressof(_type_info)
         frame.api(TYPE_REGISTER, name, size, *addresses)
-    cell = ctypes.c_char()
-    address = addressof(cell)
-    _states[address] = (cell, value)
-    type_id = addressof(_state_type)
-    frame.api(STATE_SET, frame.words[_CTX], 0, type_id, address)
+        gc.callbacks.append(_collected)
+    lock = _new_lock()
+    _take_lock(lock, 1)
+    _states[lock] = value
+    frame.api(STATE_SET, frame.words[_CTX], 0, addressof(_state_type), lock)
 
 
 # Registration

@@ -17,6 +17,7 @@ from jax.experimental import serialize_executable
 import jax.numpy as jnp
 import numpy as np
 from oracle import counted, mesh_of
+from own_process import run_alone
 import pytest
 from tapped import Listener
 
@@ -434,6 +435,28 @@ def test_host_functions_die_with_their_programs(make):
     """When a program is gone its host function is, and what the registry held of it."""
     make(Host())  # what JAX compiles once for all of them
     assert left_of(make, 4) == (0, 0, 0, 0)
+
+
+def test_a_program_that_dies_in_a_thread_of_xla_needs_no_interpreter():
+    """XLA drops what a program held without the GIL: at exit, to ask for it ends the process."""
+    script = """
+    import ctypes, gc
+    from spmd.host_callback import _ffi
+
+    f = jax.jit(lambda x: hcb.call(np.sum, x, result_shape=x[0]))
+    say(f(X))
+    (state,) = _ffi._states
+    libc = ctypes.PyDLL(None)  # holds the GIL
+    thread = ctypes.c_ulong()
+    deleter, state = ctypes.c_void_p(_ffi._type_info[2]), ctypes.c_void_p(state)
+    libc.pthread_create(ctypes.byref(thread), None, deleter, state)
+    libc.pthread_join(thread, None)
+    say(len(_ffi._states))
+    gc.collect()
+    say(len(_ffi._states))
+    os._exit(0)  # XLA would drop it once more
+    """
+    assert run_alone(script) == ["28.0", "1", "0"]
 
 
 @pytest.mark.slow
