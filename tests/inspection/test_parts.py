@@ -271,6 +271,14 @@ def test_operations_of_one_line_are_one_share():
     assert spread(one) == "2 lines"
 
 
+@pytest.mark.parametrize("first", ["forward", "backward"])
+def test_one_backward_part_makes_all_of_a_share_backward(first):
+    """A line with parts of both passes is of the backward one, whichever stands first."""
+    last = {"forward": "backward", "backward": "forward"}[first]
+    one = collective(combined=2, parts=(part(8, direction=first), part(8, direction=last)))
+    assert [share.direction for share in by_line(one)] == ["backward"]
+
+
 # Texts by hand: what a part is found by
 
 HEAD = """\
