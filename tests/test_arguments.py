@@ -172,6 +172,12 @@ def test_donation_of_a_tree(in_mesh):
     assert donated(f, x=[X], s={"w": X, "m": [X, X]}) == ["s['m'][0]", "s['m'][1]", "s['w']"]
 
 
+def test_donation_counts_arguments_and_no_leaves(in_mesh):
+    """A position is that among the arguments, whatever trees and static ones come before."""
+    f = pjit(lambda tree, n, x, y: x * n + y, static_argnums=1, donate_argnums=3)
+    assert donated(f, [X, X, X], 2, X, X) == ["y"]
+
+
 def test_donation_of_variadic_arguments(in_mesh):
     """Positions behind the parameters are those of *args, names of **kwargs' too."""
     f = pjit(lambda *xs, **more: xs, donate_argnums=1, donate_argnames="z")

@@ -1094,6 +1094,22 @@ def test_nested_pjit_with_another_mesh_option(mesh, other):
     )
 
 
+def test_the_innermost_of_several_functions_is_named(mesh, other):
+    """Where functions nest, the message names the one around the call, not the outermost."""
+    inner = pjit(step, P("data"), mesh=other)
+
+    def outer(x):
+        return inner(x)  # nested twice
+
+    told_where(
+        lambda: pjit(lambda x: pjit(outer, P("data"))(x), P("data"), mesh=mesh)(X),
+        spmd.MeshError,
+        NESTED,
+        mark="nested twice",
+        function="outer",
+    )
+
+
 def test_nested_pjit_with_shardings_on_another_mesh(mesh, other):
     """So is a NamedSharding of the inner function."""
     inner = pjit(step, NamedSharding(other, P("data")))

@@ -142,6 +142,16 @@ def test_compiled_for_structs_runs_on_arrays_of_any_origin(mesh):
         assert_sharded(compiled(x), X + 1, P("model"), mesh)
 
 
+def test_a_compiled_program_takes_keywords_in_any_order(mesh):
+    """Whichever call taught the fast path, each argument goes to the parameter of its name."""
+    compiled = pjit(lambda b, a: b - a, P("data"), mesh=mesh).lower(X, X).compile()
+    one, three = put(X, mesh, P("data")), put(3 * X, mesh, P("data"))
+    for _ in range(3):
+        for got in (compiled(b=one, a=three), compiled(a=three, b=one), compiled(one, a=three)):
+            np.testing.assert_array_equal(got, -2 * X)
+        np.testing.assert_array_equal(compiled(a=one, b=three), 2 * X)
+
+
 def test_eval_shape(mesh):
     """`eval_shape` gives shapes and dtypes and compiles nothing."""
     out, work = counted(step_on(mesh).eval_shape, *ARGS, scale=0.1)

@@ -140,6 +140,13 @@ def test_several_of_a_kind():
     assert (len(found.unchanged), len(found.changed), len(found.added)) == (1, 1, 1)
 
 
+def test_those_that_changed_are_paired_in_program_order():
+    """Where no figures are equal, the first of one program goes with the first of the other."""
+    a, b = ([collective(wire_bytes=n) for n in sizes] for sizes in ((1, 2, 3), (4, 5, 6)))
+    pairs, _, _ = match(tuple(a), tuple(b))
+    assert [(p.a.wire_bytes, p.b.wire_bytes) for p in pairs] == [(1, 4), (2, 5), (3, 6)]
+
+
 def test_names_beat_numbers():
     """A layer is paired with the layer of its own number, even where another fits better."""
     a = [collective(op_name=f"jit(f)/layer_{i}/dot", payload_bytes=i) for i in (0, 1)]

@@ -28,12 +28,16 @@ def f32(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def batches(fun, specs, *args):
-    """What the findings on the batches of a function say; nothing is compiled."""
+def findings(fun, specs, *args):
+    """The findings on the batches of a function; nothing is compiled."""
     lowered = pjit(fun, in_axis_resources=specs, mesh=MESH).lower(*args)
     found = propagate(lowered.compiler_ir(), subject="test", steps=False)
-    found_batches = unsplit_batches(found, Everything())
-    return [batch_finding(found, one, None).subject for one in found_batches]
+    return [batch_finding(found, one, None) for one in unsplit_batches(found, Everything())]
+
+
+def batches(fun, specs, *args):
+    """What the findings say."""
+    return [one.subject for one in findings(fun, specs, *args)]
 
 
 W, X, COLUMNS = f32(N, N), f32(ROWS, N), f32(N, ROWS)
@@ -164,6 +168,13 @@ BATCHES = {
 def test_what_is_a_batch(name):
     """The argument whose rows go through the whole program is named, and no weight is."""
     assert batches(*BATCHES[name]) == [f"the {ROWS} rows of x are on every device"]
+
+
+@pytest.mark.parametrize(("rows", "axes"), [(4096, ["data"]), (4098, ["model"]), (4097, [])])
+def test_the_axis_divides_the_rows(rows, axes):
+    """The largest axis is named that divides the rows: 4 by 2 devices, and none for odd rows."""
+    fixes = [one.fix for one in findings(mlp, None, LAYERS, f32(rows, N))]
+    assert fixes == [f"P('{axis}') for x in in_axis_resources" for axis in axes]
 
 
 def test_labels():

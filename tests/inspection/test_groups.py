@@ -119,6 +119,7 @@ def test_every_subset_of_axes_is_recognised():
         (((2, 4), (3, 5)), ("data:part",)),  # across the two halves
         (((0, 3), (1, 2), (4, 7), (5, 6)), ("data:part", "model:part")),  # a diagonal
         (((0, 2, 4), (1, 3, 5)), ("data:part",)),  # three of four
+        (((0, 2), (1, 7)), ("data:part",)),  # the first is a part, the second only begins like one
     ],
 )
 def test_a_part_of_an_axis_is_named(groups, axes):

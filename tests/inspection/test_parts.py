@@ -1,5 +1,6 @@
 """What was combined into one collective is divided among the lines that it comes from."""
 
+import dataclasses
 import inspect
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import spmd
 from spmd import inspection
 from spmd.inspection.hlo.parts import divided
 from spmd.inspection.records.names import module
-from spmd.inspection.records.sums import KEYS, by_line, shares
+from spmd.inspection.records.sums import KEYS, by_line, shares, spread
 from spmd.inspection.show.page import view as page_view
 
 AXES = {"data": 4, "model": 2}
@@ -259,6 +260,23 @@ def test_a_share_is_a_collective_of_its_parts():
             file=collective().source.file, line=42, column=3, function="block"
         )
     ]
+
+
+def test_operations_of_one_line_are_one_share():
+    """Two operations in one line differ in their columns only: that is one line."""
+    left, right = part(8), part(8)
+    right = dataclasses.replace(right, source=dataclasses.replace(right.source, column=30))
+    one = collective(combined=3, parts=(left, right, part(8, line=50)))
+    assert [share.wire_bytes for share in by_line(one)] == [24 * 2**20, 12 * 2**20]
+    assert spread(one) == "2 lines"
+
+
+@pytest.mark.parametrize("first", ["forward", "backward"])
+def test_one_backward_part_makes_all_of_a_share_backward(first):
+    """A line with parts of both passes is of the backward one, whichever stands first."""
+    last = {"forward": "backward", "backward": "forward"}[first]
+    one = collective(combined=2, parts=(part(8, direction=first), part(8, direction=last)))
+    assert [share.direction for share in by_line(one)] == ["backward"]
 
 
 # Texts by hand: what a part is found by

@@ -16,7 +16,7 @@ import spmd
 from spmd import P
 from spmd.inspection import Report
 from spmd.inspection.compile.excerpts import AROUND, excerpts
-from spmd.inspection.hlo.memory import STRETCHES, memory_of
+from spmd.inspection.hlo.memory import STRETCHES, _stretches, memory_of
 from spmd.inspection.hlo.text import parse_module
 
 MESH = spmd.make_mesh({"data": 4, "model": 2})
@@ -165,6 +165,13 @@ def test_what_is_alive_over_program_order():
     assert memory.live[makes["b"]] == 12288
     assert max(memory.live) == 12288
     assert memory.live[0] == 0
+
+
+def test_a_peak_of_one_place_is_in_one_stretch():
+    """Wherever it stands in a long program, the most of its stretch is the peak."""
+    for place in range(1000):
+        found = _stretches([int(i == place) for i in range(1000)])
+        assert (len(found), sum(found)) == (STRETCHES, 1)
 
 
 def test_a_long_program_is_told_in_stretches():

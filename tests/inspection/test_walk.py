@@ -103,6 +103,36 @@ def test_nested_loops_multiply():
     assert found["work"].caller.name == "a"
 
 
+@pytest.mark.parametrize(("limits", "trips"), [((4, 4), 8), ((3, 5), None), ((5, 3), None)])
+def test_constants_of_one_caller_alone_are_not_known(limits, trips):
+    """A loop to a limit that two calls give is counted where both give the same one."""
+    state = "(s32[], s32[])"
+    split = [f"%{n} = s32[] get-tuple-element(%p), index={i}" for i, n in enumerate("in")]
+    entry = [
+        "%zero = s32[] constant(0)",
+        f"%a = s32[] constant({limits[0]})",
+        f"%b = s32[] constant({limits[1]})",
+        f"%s = {state} tuple(%zero, %a)",
+        f"%t = {state} tuple(%zero, %b)",
+        f"%u = {state} call(%s), to_apply=%work",
+        f"ROOT %v = {state} call(%t), to_apply=%work",
+    ]
+    given = f"%p = {state} parameter(0)"
+    module = _module(
+        test=[given, *split, "ROOT %less = pred[] compare(%i, %n), direction=LT"],
+        body=[
+            given,
+            *split,
+            "%one = s32[] constant(1)",
+            "%next = s32[] add(%i, %one)",
+            f"ROOT %out = {state} tuple(%next, %n)",
+        ],
+        work=[given, f"ROOT %w = {state} while(%p), condition=%test, body=%body"],
+        main=entry,
+    )
+    assert _executions(module)["body"] == trips
+
+
 def test_unknown_counts_spread():
     """In a loop of unknown count all is unknown, and so is what is called there as well."""
     module = _module(

@@ -369,6 +369,24 @@ def test_the_oldest_entry_goes(monkeypatch):
     assert entries.keys() == [2, 3]
 
 
+def test_an_entry_that_another_finished_meanwhile():
+    """Who looked just before the entry was there finds it behind the lock, and makes none."""
+
+    class Late(dict):
+        """Another caller makes the entry between the first look and its answer."""
+
+        def get(self, key, default=None):
+            found = super().get(key, default)
+            if key == "a" and not self:
+                entries.get("b", lambda: "first")
+                self[key] = self["b"]
+            return found
+
+    entries = Entries()
+    entries._entries = Late()
+    assert entries.get("a", lambda: "second") == "first"
+
+
 def test_an_entry_that_asks_for_itself():
     """A maker that asks for its own entry is run again, and does not wait for itself."""
     entries, depth = Entries(), []

@@ -90,6 +90,16 @@ def test_slices_of_nested_maps_stay_split():
     assert [s.device for s in column.addressable_shards] == DEVICES[1::2]
 
 
+@pytest.mark.parametrize("axes", [("data", "model"), ("model", "data")], ids="-".join)
+def test_slices_over_two_mesh_axes(mesh, axes):
+    """The first axis of a spec is the major one, whatever the order of the mesh."""
+    x = jax.device_put(X, jax.NamedSharding(mesh, jax.P(axes)))
+    devices = mesh.devices.ravel() if axes[0] == "data" else mesh.devices.T.ravel()
+    for i, one in enumerate(unstack(x)):
+        np.testing.assert_array_equal(one, X[i])
+        assert one.devices() == {devices[i]}
+
+
 def test_slices_outlive_the_array():
     """A slice keeps its values when the array is deleted, donated or dropped."""
     double = pmap(lambda x: x * 2, donate_argnums=0)
