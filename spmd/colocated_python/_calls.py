@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+import functools
 import logging
 import threading
 import time
 from typing import Any
+import weakref
 
 import jax
 
+from spmd import _api
 from spmd.colocated_python import _specs
-from spmd.colocated_python._errors import host, subject, tell
 from spmd.colocated_python._lanes import Lane, inside, lanes, most_gates
-from spmd.colocated_python._outputs import Outputs
-from spmd.colocated_python._promises import Promise
-from spmd.colocated_python._specs import Specs, leaf_of
-from spmd.colocated_python._start import Latch, Start
+from spmd.colocated_python._promises import Latch, Outputs, Promise, Start
+from spmd.colocated_python._specs import Specs, host, leaf_of, subject, tell
 from spmd.colocated_python._waiting import Habit, Visit, started
 from spmd.errors import Failure, explain
 
@@ -61,16 +61,13 @@ class Call:
             jax.block_until_ready(leaves)
             self.result = leaves
         except BaseException as error:  # whatever it is, the lane goes on
-            self.error = error.with_traceback(_behind(error.__traceback__))
+            where = error.__traceback__
+            self.error = error.with_traceback(where and where.tb_next)
 
     def take_error(self) -> BaseException | None:
         """Returns the error, once: its frames hold this, which must not hold it for long."""
         error, self.error = self.error, None
         return error
-
-
-def _behind(where: Any) -> Any:
-    return where and where.tb_next
 
 
 class Function:
@@ -171,7 +168,12 @@ class Function:
     def _call_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one call to its end, which says what the others return; threads wait for it."""
         if not self._is_here:
-            raise explain(subject(self.name), [_NOT_HERE])
+            failure = Failure(
+                what="does not run in this process, which cannot find out what it returns",
+                expected="at least one device of this process, or out_specs_fn",
+                fix="specialize it: f.specialize(out_specs_fn=...)",
+            )
+            raise explain(subject(self.name), [failure])
         call = Call(self, args, kwargs)
         if self._discovering == threading.get_ident():
             return self.fun(*args, **kwargs)  # it calls itself
@@ -297,25 +299,77 @@ class Function:
             call.arrays = tree.unflatten(arrays)
 
 
-_NOT_HERE = Failure(
-    what="does not run in this process, which cannot find out what it returns",
-    expected="at least one device of this process, or out_specs_fn",
-    fix="specialize it: f.specialize(out_specs_fn=...)",
-)
-
-
-_warned = False
-
-
+@functools.cache
 def _warn_once() -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        logger.warning(_NO_ROOM)
+    logger.warning(
+        "spmd.colocated_python: calls are synchronous in this process: XLA has no thread in which "
+        "a program could wait for a host function; import spmd.colocated_python before the first "
+        "array, set NPROC to more than the number of CPU devices, and leave "
+        "jax_cpu_enable_async_dispatch on"
+    )
 
 
-_NO_ROOM = (
-    "spmd.colocated_python: calls are synchronous in this process: XLA has no thread in which a "
-    "program could wait for a host function; import spmd.colocated_python before the first array, "
-    "set NPROC to more than the number of CPU devices, and leave jax_cpu_enable_async_dispatch on"
-)
+# A function per kind of arguments
+
+
+_lock = threading.Lock()
+_all: weakref.WeakSet[Functions] = weakref.WeakSet()
+
+
+def fast_key(tree: Any, leaves: Sequence[Any]) -> Any:
+    """A key by the identity of shardings."""
+    return tree, tuple([(x.shape, x.dtype, id(x.sharding)) for x in leaves])
+
+
+class Functions:
+    """The functions of one wrapped function, by the identity of shardings, else by equality.
+
+    To compare shardings is slow and to compare their identities is not. Of each function only the
+    latest identities are known; it holds those shardings, so no other has their place in memory.
+    """
+
+    def __init__(self) -> None:
+        self._fast: dict[Any, Function] = {}
+        self._by_specs: dict[Specs, Function] = {}
+        self._lock = threading.Lock()
+        with _lock:
+            _all.add(self)
+
+    def __len__(self) -> int:
+        return len(self._by_specs)
+
+    def find(self, key: Any) -> Function | None:
+        """Returns the function of a key that :func:`fast_key` made, or None."""
+        return self._fast.get(key)
+
+    def get(
+        self, key: Any, tree: Any, leaves: Sequence[Any], make: Callable[[Specs], Function]
+    ) -> Function:
+        """Returns the function for arguments, which is made for the first of their kind."""
+        specs = Specs(tree, tuple(leaf_of(x) for x in leaves))
+        with self._lock:
+            found = self._by_specs.get(specs)
+            if found is None:
+                found = self._by_specs[specs] = make(specs)
+            # The old key goes first: while it is there, what it names is held.
+            self._fast.pop(found.fast_key, None)
+            found.held = tuple(leaf.sharding for leaf in specs.leaves)
+            found.fast_key = key
+            self._fast[key] = found
+            return found
+
+    def clear(self) -> None:
+        """Forgets all of them."""
+        with self._lock:
+            self._fast.clear()
+            self._by_specs.clear()
+
+
+def _clear() -> None:
+    with _lock:
+        every = [*_all]
+    for functions in every:
+        functions.clear()
+
+
+_api.caches_of_features.append(_clear)

@@ -24,10 +24,8 @@ from typing import Any
 import jax
 
 from spmd import _jax
-from spmd.colocated_python._errors import ColocatedPythonError, host, subject
-from spmd.colocated_python._outputs import Outputs, Plan
-from spmd.colocated_python._promises import all_arrived
-from spmd.colocated_python._start import Start, settings
+from spmd.colocated_python._promises import Outputs, Plan, Start, all_arrived, settings
+from spmd.colocated_python._specs import ColocatedPythonError, host, subject
 from spmd.errors import Failure, explain
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from pathlib import Path
 import threading
 
 from spmd import _jax
-from spmd.colocated_python._errors import subject
-from spmd.colocated_python._start import Latch
+from spmd.colocated_python._promises import Latch
+from spmd.colocated_python._specs import subject
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.host_callback._memory import LARGE, empty, prefer_huge_pages
+from spmd.host_callback._pools import LARGE, empty, prefer_huge_pages
 
 _VERSION = (0, 3)
 _word = ctypes.c_uint64

@@ -22,10 +22,10 @@ from spmd.host_callback._ffi import (
     execute_handler,
     hold,
 )
-from spmd.host_callback._items import Call, Tap
+from spmd.host_callback._pools import fork_safe_lock, threads
 from spmd.host_callback._receiver import receiver
 from spmd.host_callback._registry import Entry, Site
-from spmd.host_callback._threads import fork_safe_lock, threads
+from spmd.host_callback._running import Call, Tap
 
 #: Names of the handler and of what the partitioner replaces by it.
 TARGET = "spmd_host_callback"
@@ -149,7 +149,9 @@ def _execute_call(
         if site.mode == "one" and partition != entry.call.device_index:
             return
         finish = functools.partial(meeting.settle, own)
-    receiver.submit(Call(entry, device, site, partition, buffers, finish), frame.suspend)
+    due = Call(entry, device, site, partition, buffers)
+    due.finish = finish
+    receiver.submit(due, frame.suspend)
 
 
 def _finish(future: Future, buffers: list[Buffer], results: Any, error: str | None) -> None:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 import functools
+import threading
 from typing import Any
 import warnings
 
 import jax
+import numpy as np
 
 from spmd import _jax
 from spmd.errors import Failure, OptionError, explain
-from spmd.host_callback import _elsewhere, _registry
+from spmd.host_callback import _registry
+from spmd.host_callback._ffi import Buffer
 from spmd.host_callback._handlers import PARTITIONED, TARGET
-from spmd.host_callback._layout import placement, stacked
+from spmd.host_callback._pools import copies_loops
 from spmd.host_callback._receiver import receiver
 from spmd.host_callback._records import HostCall
-from spmd.host_callback._registry import Entry, Site, carrier
-from spmd.host_callback._threads import copies_loops
+from spmd.host_callback._registry import Entry, Site, carrier, placement, stacked
+from spmd.host_callback._running import Call, Tap
 
 _LATE = (
     "spmd.host_callback was imported after JAX had started. In JAX 0.12, XLA then copies the loops "
@@ -36,7 +39,7 @@ def lower(ctx: Any, *operands: Any, call: HostCall) -> Sequence[Any]:
     receiver.calls_used = receiver.calls_used or call.out_tree is not None
     entry = _registry.register(call, _registry.operand_avals(ctx.avals_in))
     if _jax.lowering.platforms_of(ctx) != NATIVE:
-        return _elsewhere.lower(ctx, operands, entry)
+        return _lower_elsewhere(ctx, operands, entry)
     _jax.host.keep_with_program(ctx, entry, _jax.lowering.partition_of(ctx)[0])
     values = [
         v if c == d else _jax.lowering.convert_elements(v, c)
@@ -52,7 +55,7 @@ def lower(ctx: Any, *operands: Any, call: HostCall) -> Sequence[Any]:
 def _emit(ctx: Any, values: Sequence[Any], entry: Entry) -> Sequence[Any]:
     call = entry.call
     partitions, axes, manual = _jax.lowering.partition_of(ctx)
-    results = _result_types(call)
+    results = [(shape, carrier(dtype)) for shape, dtype in call.outputs]
     if failure := split_failure(call, partitions, manual=manual):
         raise explain(call.kind, [failure])
     if partitions == 1:
@@ -70,12 +73,6 @@ def _emit(ctx: Any, values: Sequence[Any], entry: Entry) -> Sequence[Any]:
     site = Site("shards" if call.per_shard else "one", partitions, axes or dict(call.axes))
     text = f"{entry.id} {entry.add_site(site)}"
     return _jax.host.emit_host_call(ctx, PARTITIONED, values, results, text, by_partition=False)
-
-
-def _result_types(call: HostCall) -> list[tuple[tuple[int, ...], Any]]:
-    """Shape and dtype of the results in a whole program."""
-    stack = () if call.stack is None else (call.stack,)
-    return [((*stack, *shape), carrier(dtype)) for shape, dtype in call.results]
 
 
 def split_failure(call: HostCall, partitions: int, *, manual: bool | None) -> Failure | None:
@@ -169,3 +166,116 @@ def _spread(arg_shapes: Any, arg_shardings: Any, result_shape: Any, text: Any) -
     else:
         parts = [stacked(shape, site.partitions) for shape, _ in entry.call.results]
     return _jax.core.HloSharding.tuple_sharding(result_shape, [token, *parts])
+
+
+# GPU and TPU programs
+#
+# Order, values, transformations, asynchrony and errors of taps are those of the CPU. What JAX's own
+# Python callbacks cannot keep: one shard per call outside of `shard_map`, another `device_index`
+# than 0, and the device of a program on one of several devices of this process.
+
+
+class HostFunctionError(RuntimeError):
+    """The host function of a `call` failed; the text says how."""
+
+
+def _lower_elsewhere(ctx: Any, operands: Sequence[Any], entry: Entry) -> Sequence[Any]:
+    """Emits a callback of JAX that hands its operands over as the handlers of the CPU do."""
+    call = entry.call
+    partitions, axes, manual = _jax.lowering.partition_of(ctx)
+    platform = _jax.lowering.platforms_of(ctx)[0]
+    if failure := _failure_elsewhere(call, platform, partitions, manual):
+        raise explain(call.kind, [failure])
+    site = Site("each", partitions, axes) if manual and partitions > 1 else None
+    devices = _jax.lowering.mesh_devices(ctx) if site else []
+    fun = functools.partial(_received, entry, platform, site, devices)
+    return _jax.host.emit_python_callback(
+        ctx, fun, operands, call.outputs, by_partition=site is not None
+    )
+
+
+def _failure_elsewhere(
+    call: HostCall, platform: str, partitions: int, manual: bool | None
+) -> Failure | None:
+    what = f"cannot reach `{call.name}` from a program for {platform} "
+    if manual is None:
+        return Failure(
+            what=what + "inside of a shard_map over some axes of the mesh",
+            expected="a shard_map over all axes, or none",
+            error=OptionError,
+        )
+    if partitions == 1 or manual:
+        return None
+    if call.per_shard:
+        return Failure(
+            what=what + "shard by shard",
+            given="per_shard=True",
+            fix="wrap it in jax.shard_map, where each device calls by itself",
+            error=OptionError,
+        )
+    if call.device_index:
+        return Failure(
+            what=what + f"from device {call.device_index}",
+            given=f"device_index={call.device_index}",
+            expected="device_index=0",
+            error=OptionError,
+        )
+    return None
+
+
+class _Received(Buffer):
+    """An operand that JAX has copied."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: np.ndarray):
+        self._values = values
+
+    def size(self, dtype: np.dtype) -> int:
+        return self._values.nbytes
+
+    def copy(self, dtype: np.dtype) -> np.ndarray:
+        return self._values
+
+
+class _Pause:
+    """What a thread of JAX waits for, in place of the future of a suspended program."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self.set_available = self._event.set
+        self.wait = self._event.wait
+
+    def suspend(self) -> _Pause:
+        return self
+
+
+def _received(
+    entry: Entry, platform: str, site: Site | None, devices: Sequence[Any], *arrays: Any
+) -> tuple[Any, ...]:
+    """Takes operands that JAX has brought to the host; waits in a thread of JAX."""
+    values = [np.array(x) for x in arrays]
+    partition = int(values.pop(0)) if site else 0
+    device = devices[partition] if devices else jax.local_devices(backend=platform)[0]
+    buffers = [_Received(v) for v in values]
+    pause = _Pause()
+    if entry.call.out_tree is None:
+        tap = Tap(entry, device, site, partition, buffers)
+        receiver.submit(tap, pause.suspend)
+        if tap.resume is not None:
+            pause.wait()
+        return ()
+    outcome: list[Any] = []
+
+    def finish(results: Any, error: str | None) -> None:
+        outcome.extend((results, error))
+        pause.set_available()
+
+    due = Call(entry, device, site, partition, buffers)
+    due.finish = finish
+    receiver.submit(due, pause.suspend)
+    pause.wait()
+    results, error = outcome
+    if error is not None:
+        raise HostFunctionError(error)
+    return tuple(v.astype(d) for v, (_, d) in zip(results, entry.call.results, strict=True))
