@@ -61,13 +61,17 @@ class Call:
             jax.block_until_ready(leaves)
             self.result = leaves
         except BaseException as error:  # whatever it is, the lane goes on
-            where = error.__traceback__
-            self.error = error.with_traceback(where and where.tb_next)
+            self.error = error.with_traceback(_behind(error.__traceback__))
 
     def take_error(self) -> BaseException | None:
         """Returns the error, once: its frames hold this, which must not hold it for long."""
         error, self.error = self.error, None
         return error
+
+
+def _behind(where: Any) -> Any:
+    # Of its own, since the frame that keeps an error must not name its traceback, too.
+    return where and where.tb_next
 
 
 class Function:

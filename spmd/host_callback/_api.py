@@ -155,12 +155,20 @@ def call(
     """
     failures = _failures(callback_func, ("arg",), call_with_device, device_index, per_shard)
     if vmap_method not in (None, *METHODS):
-        failures.append(_unknown_method(vmap_method))
+        failure = Failure(
+            what=f"does not know this way to batch{did_you_mean(vmap_method, METHODS)}",
+            given=f"vmap_method={vmap_method!r}",
+            expected=", ".join(map(repr, METHODS)) + " or None",
+            error=OptionError,
+        )
+        failures.append(failure)
     leaves, in_tree, more = _leaves(arg)
     results, out_tree, wrong = _result_avals(result_shape)
     if failures := failures + more + wrong:
         raise explain("call", failures)
-    mesh = _mesh(leaves)
+    mesh, stack = _mesh(leaves), None
+    if per_shard and not _jax.mesh.manual_axes():  # inside of `shard_map` each has its own
+        stack = 1 if mesh is None else mesh.size
     record = HostCall(
         func=callback_func,
         in_tree=in_tree,
@@ -170,12 +178,12 @@ def call(
         per_shard=bool(per_shard),
         out_tree=out_tree,
         results=results,
-        stack=_stack(mesh) if per_shard else None,
+        stack=stack,
         axes=mesh_axes(),
         vmap_method=vmap_method,
     )
     outs = host_call_p.bind(*leaves, call=record)
-    if record.stack is not None and mesh is not None and mesh.size > 1:
+    if stack is not None and mesh is not None and mesh.size > 1:
         # The partitioner does not see that each device has its own, and would gather them.
         outs = _split_by_device(outs, mesh)
     return jtu.tree_unflatten(out_tree, outs)
@@ -337,13 +345,6 @@ def _split_by_device(values: Sequence[Any], mesh: Any) -> Any:
     return jax.lax.with_sharding_constraint(values, NamedSharding(auto_mesh(mesh), rows))
 
 
-def _stack(mesh: Any) -> int | None:
-    """How many devices stack their results; None inside of `shard_map`."""
-    if _jax.mesh.manual_axes():
-        return None
-    return 1 if mesh is None else mesh.size
-
-
 def _leaves(arg: Any) -> tuple[list[Any], Any, list[Failure]]:
     paths, tree = jtu.tree_flatten_with_path(arg)
     failures = []
@@ -398,16 +399,10 @@ _WIDTH = 80
 
 @dataclass(frozen=True, slots=True)
 class Printer:
-    """A tap that prints; equal ones share a compiled program.
-
-    Attributes:
-        labels: Pairs of a name and the text that is printed behind it.
-        output: Whose target has a method `write`; None is the standard output, as it is then.
-        threshold: Arrays of more elements are summarized; see `numpy.array2string`.
-    """
+    """A tap that prints as :func:`id_print` says; equal ones share a compiled program."""
 
     labels: tuple[tuple[str, str], ...]
-    output: ByIdentity
+    output: ByIdentity  # of None: the standard output, as it is then
     threshold: int | None
 
     __name__ = "id_print"
@@ -420,7 +415,9 @@ class Printer:
         if device is not None:
             shown["device"] = device
         if shard is not None:
-            shown |= {"coordinates": shard.coordinates, "index": _index(shard.index)}
+            shown |= {"coordinates": shard.coordinates, "index": shard.index}
+            if isinstance(shard.index, tuple) and all(isinstance(s, slice) for s in shard.index):
+                shown["index"] = f"[{','.join(f'{s.start}:{s.stop}' for s in shard.index)}]"
         text = self.text(arg) + "\n"
         if shown:
             text = " ".join(f"{k}: {v}" for k, v in sorted(shown.items())) + "\n" + text
@@ -431,33 +428,23 @@ class Printer:
     def text(self, arg: Any, column: int = 0) -> str:
         """Returns the value, nested as it is; what is wider than a line is broken."""
         if isinstance(arg, tuple):
-            return _nested("(", [(e, "") for e in arg], ")", self, column)
+            return self._nested("(", [("", e) for e in arg], ")", column)
         if isinstance(arg, list):
-            return _nested("[", [(e, "") for e in arg], "]", self, column)
+            return self._nested("[", [("", e) for e in arg], "]", column)
         if isinstance(arg, dict):
             pairs = sorted(arg.items(), key=lambda pair: str(pair[0]))
-            return _nested("{", [(v, f"{k}=") for k, v in pairs], "}", self, column)
+            return self._nested("{", [(f"{k}=", v) for k, v in pairs], "}", column)
         if isinstance(arg, np.ndarray):
             return np.array2string(arg, threshold=self.threshold)
         return str(arg)
 
-
-def _nested(
-    start: str, parts: list[tuple[Any, str]], end: str, printer: Printer, column: int
-) -> str:
-    texts = [name + printer.text(value) for value, name in parts]
-    line = " ".join([start, *texts, end])
-    if column + len(line) <= _WIDTH:
-        return line
-    inner = column + 2
-    texts = [name + printer.text(value, inner + len(name)) for value, name in parts]
-    return f"{start} " + ("\n" + " " * inner).join(texts) + f" {end}"
-
-
-def _index(index: Any) -> Any:
-    if isinstance(index, tuple) and all(isinstance(s, slice) for s in index):
-        return "[" + ",".join(f"{s.start}:{s.stop}" for s in index) + "]"
-    return index
+    def _nested(self, start: str, parts: list[tuple[str, Any]], end: str, column: int) -> str:
+        line = " ".join([start, *(name + self.text(value) for name, value in parts), end])
+        if column + len(line) <= _WIDTH:
+            return line
+        inner = column + 2
+        texts = [name + self.text(value, inner + len(name)) for name, value in parts]
+        return f"{start} " + ("\n" + " " * inner).join(texts) + f" {end}"
 
 
 # Failures
@@ -537,15 +524,6 @@ def _function_failures(
             got=f"{name}{signature}"[:200],
             error=ArgumentError,
         )
-
-
-def _unknown_method(method: Any) -> Failure:
-    return Failure(
-        what=f"does not know this way to batch{did_you_mean(method, METHODS)}",
-        given=f"vmap_method={method!r}",
-        expected=", ".join(map(repr, METHODS)) + " or None",
-        error=OptionError,
-    )
 
 
 def _no_array(name: str, leaf: Any) -> Failure:

@@ -110,12 +110,7 @@ _bytes = functools.lru_cache(maxsize=1024)(lambda size: ctypes.c_char * size)
 
 
 class Frame:
-    """One execution of one custom call on one device.
-
-    Attributes:
-        words: The call frame.
-        api: The functions of the runtime.
-    """
+    """One execution of one custom call on one device: its words, and the functions of XLA."""
 
     __slots__ = ("_address", "api", "words")
 
@@ -169,19 +164,13 @@ class Frame:
 
 
 class Buffer:
-    """Memory of the device: an operand or the place of a result.
-
-    Attributes:
-        address: Where it begins.
-        shape: Its dimensions.
-    """
+    """Memory of the device: an operand or the place of a result."""
 
     __slots__ = ("address", "shape")
 
     def __init__(self, address: int):
         fields = _read_buffer(address)
-        self.address = fields[_DATA]
-        rank = fields[4]
+        self.address, rank = fields[_DATA], fields[4]
         self.shape = tuple((ctypes.c_int64 * rank).from_address(fields[5])) if rank else ()
 
     def size(self, dtype: np.dtype) -> int:
@@ -195,15 +184,14 @@ class Buffer:
             values = empty(self.shape, dtype)
             ctypes.memmove(values.ctypes.data, self.address, size)  # 6 % quicker than NumPy's copy
             return values
-        return np.array(self._view(size, dtype)) if size else np.empty(self.shape, dtype)
+        if not size:
+            return np.empty(self.shape, dtype)
+        memory: Any = _bytes(size).from_address(self.address)
+        return np.array(np.ndarray(self.shape, dtype, memory))
 
     def write(self, value: np.ndarray) -> None:
         """Writes an array of this shape."""
         write(self.address, value.reshape(self.shape))
-
-    def _view(self, size: int, dtype: np.dtype) -> np.ndarray:
-        memory: Any = _bytes(size).from_address(self.address)
-        return np.ndarray(self.shape, dtype, memory)
 
 
 def write(address: int, value: np.ndarray) -> None:
@@ -248,17 +236,6 @@ def _metadata(words: Any) -> bool:
     return True
 
 
-_ensure_thread = ctypes.PYFUNCTYPE(ctypes.c_int)(("PyGILState_Ensure", ctypes.pythonapi))
-_known = threading.local()
-
-
-def _keep_thread() -> None:
-    """Keeps Python's state of a thread of XLA: to make it anew for each call takes 10 µs."""
-    if not hasattr(_known, "here"):
-        _known.here = True
-        _ensure_thread()
-
-
 def compile_handler(stage: Callable[[Frame], str | None]) -> Any:
     """Makes a handler from a function that returns the text of an error, or None."""
 
@@ -291,7 +268,10 @@ def execute_handler(stage: Callable[[Frame], str | None]) -> Any:
             return
         frame = Frame(address, words)
         try:
-            _keep_thread()
+            if not hasattr(_known, "here"):
+                # Keeps Python's state of a thread of XLA: to make it for each call takes 10 µs.
+                _known.here = True
+                _ensure_thread()
             if (message := stage(frame)) is not None:
                 frame.suspend().set_error(message)
         except BaseException as error:
@@ -302,6 +282,8 @@ def execute_handler(stage: Callable[[Frame], str | None]) -> Any:
     return _Function(inner)
 
 
+_ensure_thread = ctypes.PYFUNCTYPE(ctypes.c_int)(("PyGILState_Ensure", ctypes.pythonapi))
+_known = threading.local()
 _QuickProcedure = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
 _kept: list[Any] = []
 
@@ -348,14 +330,13 @@ _type_name = ctypes.create_string_buffer(b"spmd.host_callback")
 
 def hold(frame: Frame, value: Any) -> None:
     """Keeps a value alive as long as the executable that is being made."""
+    type_id = addressof(_state_type)
     if not _state_type[0]:
         name, size = addressof(_type_name), len(_type_name.value)
-        addresses = addressof(_state_type), addressof(_type_info)
-        frame.api(TYPE_REGISTER, name, size, *addresses)
+        frame.api(TYPE_REGISTER, name, size, type_id, addressof(_type_info))
     cell = ctypes.c_char()
     address = addressof(cell)
     _states[address] = (cell, value)
-    type_id = addressof(_state_type)
     frame.api(STATE_SET, frame.words[_CTX], 0, type_id, address)
 
 

@@ -24,7 +24,7 @@ from spmd.host_callback._ffi import (
 )
 from spmd.host_callback._pools import fork_safe_lock, threads
 from spmd.host_callback._receiver import receiver
-from spmd.host_callback._registry import Entry, Site
+from spmd.host_callback._registry import Entry
 from spmd.host_callback._running import Call, Tap
 
 #: Names of the handler and of what the partitioner replaces by it.
@@ -60,11 +60,7 @@ class _Meeting:
         self._waiting: list[tuple[Callable[..., None], list[Any] | None]] = []
 
     def join(self, finish: Callable[..., None], own: list[Any] | None) -> bool:
-        """A device waits for results: those of its own, or the shared ones, which may be there.
-
-        Returns:
-            Whether the results are still to come.
-        """
+        """A device waits for results, its own or shared ones; returns whether they are to come."""
         with self._lock:
             if self._missing:
                 self._waiting.append((finish, own))
@@ -121,36 +117,27 @@ def _execute(frame: Frame) -> str | None:
     if len(buffers) > len(entry.dtypes):
         partition = int(buffers.pop(0).copy(np.dtype(np.uint32)))
         site = entry.site(frame.text(_SITE).decode())
-    call = entry.call
-    if call.out_tree is not None:
-        _execute_call(frame, entry, device, site, partition, buffers)
-    elif site is None or site.mode != "one" or partition == call.device_index:
+    if entry.call.out_tree is not None:
+        _execute_call(frame, Call(entry, device, site, partition, buffers))
+    elif site is None or site.mode != "one" or partition == entry.call.device_index:
         receiver.submit(Tap(entry, device, site, partition, buffers), frame.suspend)
     return None
 
 
-def _execute_call(
-    frame: Frame,
-    entry: Entry,
-    device: Any,
-    site: Site | None,
-    partition: int,
-    buffers: list[Buffer],
-) -> None:
+def _execute_call(frame: Frame, due: Call) -> None:
+    site, partition = due.site, due.partition
     outs = frame.results()
     future = frame.suspend()
-    finish: Callable[..., None] = functools.partial(_finish, future, outs)
+    due.finish = functools.partial(_finish, future, outs)
     if site is not None and site.mode != "each" and jax.process_count() == 1:
         callers = 1 if site.mode == "one" else site.partitions
-        meeting = _meeting(frame, entry, partition, callers, site.partitions)
+        meeting = _meeting(frame, due.entry, partition, callers, site.partitions)
         own: list[Any] | None = None if site.mode == "one" else []
-        if not meeting.join(finish, own):
+        if not meeting.join(due.finish, own):
             return
-        if site.mode == "one" and partition != entry.call.device_index:
+        if site.mode == "one" and partition != due.entry.call.device_index:
             return
-        finish = functools.partial(meeting.settle, own)
-    due = Call(entry, device, site, partition, buffers)
-    due.finish = finish
+        due.finish = functools.partial(meeting.settle, own)
     receiver.submit(due, frame.suspend)
 
 
@@ -184,8 +171,5 @@ _execute_handler, _instantiate_handler = execute_handler(_execute), compile_hand
 
 # At import, which starts nothing: a program of another process that is loaded before any is made
 # here is to be told why it cannot run.
-jax.ffi.register_ffi_target(
-    TARGET,
-    {"instantiate": capsule(_instantiate_handler), "execute": capsule(_execute_handler)},
-    platform="cpu",
-)
+_stages = {"instantiate": capsule(_instantiate_handler), "execute": capsule(_execute_handler)}
+jax.ffi.register_ffi_target(TARGET, _stages, platform="cpu")

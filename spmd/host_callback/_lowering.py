@@ -37,7 +37,7 @@ def lower(ctx: Any, *operands: Any, call: HostCall) -> Sequence[Any]:
     """Emits the call of a handler; returns the values of the results of a `call`."""
     receiver.prepare()
     receiver.calls_used = receiver.calls_used or call.out_tree is not None
-    entry = _registry.register(call, _registry.operand_avals(ctx.avals_in))
+    entry = _registry.register(call, tuple(_jax.core.physical_shape(a) for a in ctx.avals_in))
     if _jax.lowering.platforms_of(ctx) != NATIVE:
         return _lower_elsewhere(ctx, operands, entry)
     _jax.host.keep_with_program(ctx, entry, _jax.lowering.partition_of(ctx)[0])
@@ -69,7 +69,7 @@ def _emit(ctx: Any, values: Sequence[Any], entry: Entry) -> Sequence[Any]:
         mode = "together" if _jax.lowering.runs_on_all_devices([*axes]) else "each"
         attributes = {"id": entry.id, "site": entry.add_site(Site(mode, partitions, axes))}
         return _jax.host.emit_host_call(ctx, TARGET, values, results, attributes, by_partition=True)
-    register_partitioner()
+    _register_partitioner()
     site = Site("shards" if call.per_shard else "one", partitions, axes or dict(call.axes))
     text = f"{entry.id} {entry.add_site(site)}"
     return _jax.host.emit_host_call(ctx, PARTITIONED, values, results, text, by_partition=False)
@@ -117,7 +117,7 @@ def split_failure(call: HostCall, partitions: int, *, manual: bool | None) -> Fa
 
 
 @functools.lru_cache(maxsize=1)
-def register_partitioner() -> None:
+def _register_partitioner() -> None:
     """Tells XLA how to split a call, once per process."""
     _jax.lowering.register_partitioner(PARTITIONED, _partition, _spread)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import atexit
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 import contextlib
 from dataclasses import dataclass
 import logging
@@ -24,10 +24,16 @@ from spmd.errors import Failure, OptionError, SpmdError, explain
 from spmd.host_callback._ffi import bury
 from spmd.host_callback._pools import LARGE, recycle, release, threads
 
+logger = logging.getLogger(__name__)
+
 _QUEUE = "SPMD_HOST_CALLBACK_MAX_QUEUE_BYTES"
 _INLINE = "SPMD_HOST_CALLBACK_INLINE"
 _TRUTH = {"1": True, "true": True, "yes": True, "on": True}
 _TRUTH |= {"": False, "0": False, "false": False, "no": False, "off": False}
+
+#: Seconds that a thread lets taps gather after the first: it and the device would interrupt one
+#: another for each of them otherwise.
+_GATHER = 0.0002
 
 
 @dataclass(slots=True)
@@ -36,15 +42,13 @@ class _Options:
     inline: bool = False
 
 
-def _from_environment(environ: Mapping[str, str]) -> _Options:
+def _from_environment() -> _Options:
     found = _Options()
-    if text := environ.get(_QUEUE):
+    if text := os.environ.get(_QUEUE):
         found.max_queue_bytes = _queue_bytes(text, f"{_QUEUE}={text}")
-    text = environ.get(_INLINE, "")
+    text = os.environ.get(_INLINE, "")
     if text.lower() not in _TRUTH:
-        raise explain(
-            "host_callback", [_failure(f"{_INLINE}={text}", "1 or 0, true or false", _INLINE)]
-        )
+        raise _cannot_set("inline", f"{_INLINE}={text}", "1 or 0, true or false")
     found.inline = _TRUTH[text.lower()]
     return found
 
@@ -55,16 +59,16 @@ def _queue_bytes(value: object, given: str) -> float:
     except (TypeError, ValueError):
         number = -1.0
     if not number > 0:
-        raise explain("host_callback", [_failure(given, "a positive number of bytes", "queue")])
+        raise _cannot_set("max_queue_bytes", given, "a positive number of bytes")
     return number
 
 
-def _failure(given: str, expected: str, what: str) -> Failure:
-    name = "inline" if what == _INLINE else "max_queue_bytes"
-    return Failure(what=f"cannot set {name}", given=given, expected=expected, error=OptionError)
+def _cannot_set(name: str, given: str, expected: str) -> SpmdError:
+    failure = Failure(what=f"cannot set {name}", given=given, expected=expected, error=OptionError)
+    return explain("host_callback", [failure])
 
 
-options = _from_environment(os.environ)
+options = _from_environment()
 
 
 def configure(max_queue_bytes: float | None = None, inline: bool | None = None) -> None:
@@ -82,22 +86,14 @@ def configure(max_queue_bytes: float | None = None, inline: bool | None = None) 
     Raises:
         ValueError: `max_queue_bytes` is no positive number, or `inline` neither True nor False.
     """
-    defaults = _from_environment(os.environ)
+    defaults = _from_environment()
     if max_queue_bytes is not None:
         given = f"configure(max_queue_bytes={max_queue_bytes!r})"
         defaults.max_queue_bytes = _queue_bytes(max_queue_bytes, given)
     if inline not in (None, True, False):
-        given = f"configure(inline={inline!r})"
-        raise explain("host_callback", [_failure(given, "True or False", _INLINE)])
+        raise _cannot_set("inline", f"configure(inline={inline!r})", "True or False")
     options.max_queue_bytes = defaults.max_queue_bytes
     options.inline = defaults.inline if inline is None else bool(inline)
-
-
-logger = logging.getLogger(__name__)
-
-#: Seconds that a thread lets taps gather after the first: it and the device would interrupt one
-#: another for each of them otherwise.
-_GATHER = 0.0002
 
 
 class CallbackException(SpmdError, RuntimeError):  # noqa: N818 - the name that users' code has
@@ -114,7 +110,7 @@ class Item:
 
     Attributes:
         device: Where it comes from.
-        size: Bytes that it has in the queue.
+        size: Bytes in the queue.
         urgent: Whether the device waits for the result.
         number: How many came from this device before.
         operands: Values of its own; None while they are in the memory of the device.
@@ -196,13 +192,6 @@ class _Consumer:
         """Whether the first `count` calls have ended."""
         return not self.pending or self.pending[0].number >= count
 
-
-_STOPPED_INSIDE = Failure(
-    what="cannot stop the thread that calls it",
-    expected="a call from outside of host functions",
-    fix="call it where the program is started",
-    error=OptionError,
-)
 
 _here = threading.local()
 
@@ -379,13 +368,15 @@ class Receiver:
         return found
 
     def stop(self) -> None:
-        """Waits, and ends the threads; the next call starts new ones.
-
-        Raises:
-            ValueError: A host function is what calls.
-        """
+        """Waits, and ends the threads; the next call starts new ones."""
         if _consumer_here() is not None:
-            raise explain("stop_outfeed_receiver", [_STOPPED_INSIDE])
+            failure = Failure(
+                what="cannot stop the thread that calls it",
+                expected="a call from outside of host functions",
+                fix="call it where the program is started",
+                error=OptionError,
+            )
+            raise explain("stop_outfeed_receiver", [failure])
         while True:
             self.wait("stop")
             with self._lock:

@@ -15,12 +15,10 @@ class HostCall:
     """The frozen record that an equation carries: equal records share one compiled call.
 
     Attributes:
-        func: The host function.
-        in_tree: Tree of its argument.
+        in_tree: Tree of the argument of the host function.
         kind: How messages call it: ``"id_tap"``, ``"id_print"``, ``"call"``.
         with_device: Whether it is passed `device`.
-        device_index: Which device of the mesh calls with the whole operand.
-        per_shard: Whether each device calls with its shard.
+        device_index: Which device of the mesh calls with the whole operand, unless `per_shard`.
         transforms: The transformations that were applied to a tap, outermost last.
         out_tree: Tree of the results of a `call`; None for a tap.
         results: Shape and dtype of each result of a `call`.

@@ -1,9 +1,9 @@
-"""Host functions by the numbers that compiled programs know them by."""
+"""Host functions by the numbers that compiled programs know them by, and how those are split."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 import math
 import secrets
 from typing import Any, NamedTuple
@@ -21,10 +21,9 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """How one operand is split.
+    """How one operand of this global shape is split.
 
     Attributes:
-        shape: Its global shape.
         tiles: Into how many parts each dimension is split.
         coordinates: Per partition its place in `tiles`, ``[partitions, ndim]``.
     """
@@ -101,11 +100,9 @@ class Entry:
     """A host function that compiled programs call; dies with the last of them.
 
     Attributes:
-        call: The record of the equation.
         id: A random number: that of another process means nothing here.
-        dtypes: Per operand its dtype.
         carriers: Per operand the dtype that it arrives in.
-        size: The bytes of all of them on one device.
+        size: The bytes of all operands in a program on one device.
     """
 
     def __init__(self, call: HostCall, avals: tuple[Any, ...]):
@@ -149,6 +146,7 @@ class Part(NamedTuple):
     trims: list[Slices | None] | None
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Site:
     """How the programs are split that hold one call.
 
@@ -160,20 +158,11 @@ class Site:
         placements: Under ``"shards"``, how each operand is split.
     """
 
-    __slots__ = ("_parts", "axes", "mode", "partitions", "placements")
-
-    def __init__(
-        self,
-        mode: str,
-        partitions: int,
-        axes: dict[str, int],
-        placements: tuple[Placement, ...] = (),
-    ):
-        self.mode = mode
-        self.partitions = partitions
-        self.axes = axes
-        self.placements = placements
-        self._parts: dict[int, Part] = {}
+    mode: str
+    partitions: int
+    axes: dict[str, int]
+    placements: tuple[Placement, ...] = ()
+    _parts: dict[int, Part] = field(default_factory=dict, init=False)
 
     def __repr__(self) -> str:
         return f"{self.mode}, {self.partitions}, {self.axes}, {self.placements}"
@@ -217,8 +206,3 @@ def unknown(number: int) -> str:
         f"host callback {number:#x} is not known in this process: the program was compiled by "
         "another one, whose host functions do not travel with it; compile it here"
     )
-
-
-def operand_avals(avals: Any) -> tuple[Any, ...]:
-    """Shape and dtype of the arrays behind avals."""
-    return tuple(_jax.core.physical_shape(a) for a in avals)
