@@ -62,13 +62,7 @@ def barrier() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Specialization:
-    """What is said about a function beforehand.
-
-    Attributes:
-        in_specs: What the arguments look like, as ``(args, kwargs)``.
-        out_specs_fn: From specs of the arguments to specs of the results.
-        devices: Where it runs.
-    """
+    """What is said about a function beforehand, by :meth:`ColocatedFunction.specialize`."""
 
     in_specs: Specs | None = None
     out_specs_fn: Callable | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 import functools
 import logging
 import threading
@@ -28,22 +29,15 @@ _QUICK = 0.005
 
 
 class Call:
-    """A host function with its arguments, to be run in a lane.
-
-    Attributes:
-        result: The leaves of what it returned.
-        tree: Their tree.
-        error: What it raised instead.
-        arrays: What the caller gets, where it waits for the function.
-    """
+    """A host function with its arguments, to be run in a lane."""
 
     def __init__(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self._function = function
         self._arguments: Any = (args, kwargs)
-        self.result: list[Any] | None = None
+        self.result: list[Any] | None = None  # its leaves
         self.tree: Any = None
         self.error: BaseException | None = None
-        self.arrays: Any = None
+        self.arrays: Any = None  # what the caller gets, where it waits for the function
         self.visit = Visit(function.name, function.habit)
 
     def run(self, outputs: Outputs | None) -> None:
@@ -74,44 +68,36 @@ def _behind(where: Any) -> Any:
     return where and where.tb_next
 
 
+@dataclass(eq=False)
 class Function:
     """A host function for one kind of arguments.
 
     Attributes:
-        fun: The user's function.
         name: How errors call it.
-        inputs: What its arguments look like.
-        outputs: What it returns, once that is known.
         habit: What it was seen to do, for any arguments.
+        outputs: What it returns, once that is known.
         is_slow: Whether it took longer than programs take to start.
         held: The shardings whose identities a fast lookup knows this by.
         fast_key: By which key that is.
     """
 
-    def __init__(
-        self,
-        fun: Callable,
-        name: str,
-        inputs: Specs,
-        devices: Any,
-        out_specs_fn: Callable | None,
-        habit: Habit,
-    ):
-        self.fun = fun
-        self.name = name
-        self.inputs = inputs
-        self.habit = habit
-        self.outputs: Outputs | None = None
-        self.held: tuple[Any, ...] = ()
-        self.fast_key: Any = None
-        self._devices = devices
-        local = [d for d in devices if d.process_index == jax.process_index()]
-        self.is_slow = False
+    fun: Callable
+    name: str
+    inputs: Specs
+    _devices: Any
+    _out_specs_fn: Callable | None
+    habit: Habit
+    outputs: Outputs | None = None
+    is_slow: bool = False
+    held: tuple[Any, ...] = ()
+    fast_key: Any = None
+    _discovering: Any = None
+
+    def __post_init__(self) -> None:
+        local = [d for d in self._devices if d.process_index == jax.process_index()]
         self._is_here = bool(local)
         self._is_spread = len(local) > 1
-        self._out_specs_fn = out_specs_fn
         self._changed = threading.Condition(threading.Lock())
-        self._discovering: Any = None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the function; returns arrays that are filled later, where that is possible."""

@@ -167,12 +167,9 @@ class Lanes:
     # Programs that wait, and room for them
 
     def start(self, lane: Lane, outputs: Outputs) -> Start | None:
-        """Starts the programs of a call.
+        """Starts the programs of a call, once there is room for them beside those of this thread.
 
-        Waits where there will be room for them once other calls of this thread are over.
-
-        Returns:
-            None where there is no room: the call has to be over before its programs start.
+        Returns None where there is none: the call has to be over before its programs start.
         """
         with self._changed:
             if lane.spares:
@@ -271,7 +268,14 @@ class Lanes:
         with self._changed:
             errors, self._errors = self._errors, []
         if errors:
-            raise _told(errors) from errors[0][1]
+            failures = [
+                Failure(
+                    what=f"failed on {host()}: {type(e).__name__}: {e}".rstrip("."),
+                    error=ColocatedPythonError,
+                )
+                for _, e in errors
+            ]
+            raise explain(subject(errors[0][0]), failures) from errors[0][1]
 
     def _exit(self) -> None:
         """Leaves no thread in C++ that asks for an interpreter which is gone: Python aborts."""
@@ -288,17 +292,6 @@ class Lanes:
         """Drops what a forked process does not have."""
         self.__init__()
         _here.__dict__.clear()
-
-
-def _told(errors: list[tuple[str, BaseException]]) -> Exception:
-    failures = [
-        Failure(
-            what=f"failed on {host()}: {type(e).__name__}: {e}".rstrip("."),
-            error=ColocatedPythonError,
-        )
-        for _, e in errors
-    ]
-    return explain(subject(errors[0][0]), failures)
 
 
 def _owner() -> Any:

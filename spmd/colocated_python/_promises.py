@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
+from dataclasses import dataclass
 import functools
 import itertools
 import math
@@ -174,6 +175,7 @@ class _Value(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+@dataclass(eq=False, kw_only=True)
 class Plan:
     """How the arrays are made with the gate on one device.
 
@@ -181,62 +183,19 @@ class Plan:
         gate: That device.
         programs: Per program the places of its values, the gate first.
         devices: Per program where it runs.
+        copied: What of the gate's results is copied, by place, and to which device.
+        sources: Per leaf whence it has its parts.
         small: Whether all that waits is the gate, with less than one large shard.
+        starter: What starts the programs; made with the first call.
     """
 
-    def __init__(
-        self,
-        gate: Any,
-        programs: Sequence[tuple[int, ...]],
-        devices: Sequence[Any],
-        copied: Sequence[tuple[int, Any]],
-        sources: Sequence[Sequence[tuple[str, int, int]]],
-        *,
-        small: bool,
-    ):
-        """Keeps what is copied of the gate's results, by place, and whence a leaf has its parts."""
-        self.gate = gate
-        self.programs = tuple(programs)
-        self.devices = tuple(devices)
-        self.small = small
-        self._copied = tuple(place for place, _ in copied)
-        self._copy_devices = [*(d for _, d in copied), *devices[1:]]
-        self._sources = sources
-        self._start: Callable[[Promise], list[Any]] | None = None
-
-    def start(self, promise: Promise, values: Sequence[_Value], specs: Specs) -> list[Any]:
-        """Starts the programs; returns the arrays, which are there at once."""
-        if self._start is None:
-            self._start = self._prepare(values, specs)
-        return self._start(promise)
-
-    def _prepare(self, values: Sequence[_Value], specs: Specs) -> Callable[[Promise], list[Any]]:
-        """Makes everything that is the same for each call."""
-        results = [tuple((values[k].shape, values[k].dtype) for k in p) for p in self.programs]
-        # XLA drops a call whose results are all empty.
-        needs_flag = len(results) > 1 or all(0 in shape for shape, _ in results[0])
-        flag = ((1,), np.dtype(np.uint8))
-        first = _program(results[0] + (flag,) * needs_flag, waits=False)
-        others = [_program(r, waits=True) for r in results[1:]]
-        work, copy = _work(self.gate), _jax.dispatch.copier(self._copy_devices)
-        copied = self._copied + (len(results[0]),) * len(others)
-        assemblers = [_jax.dispatch.assembler(x.shape, x.dtype, x.sharding) for x in specs.leaves]
-        leaves = [*zip(assemblers, self._sources, strict=True)]
-
-        def start(promise: Promise) -> list[Any]:
-            gate = first(_numbered(promise, 0), work)
-            copies = copy([gate[k] for k in copied]) if copied else []
-            flags = copies[len(self._copied) :]
-            own = [
-                other(_numbered(promise, i), flag)
-                for i, (other, flag) in enumerate(zip(others, flags, strict=True), 1)
-            ]
-            made = {"gate": [gate], "copy": [copies], "own": own}
-            return [
-                assemble([made[kind][i][k] for kind, i, k in parts]) for assemble, parts in leaves
-            ]
-
-        return start
+    gate: Any
+    programs: Sequence[tuple[int, ...]]
+    devices: Sequence[Any]
+    copied: Sequence[tuple[int, Any]]
+    sources: Sequence[Sequence[tuple[str, int, int]]]
+    small: bool
+    starter: Callable[[Promise], list[Any]] | None = None
 
 
 class Outputs:
@@ -299,11 +258,11 @@ class Outputs:
             copied.append((at, device))
             return "copy", 0, len(copied) - 1
 
-        sources = tuple(tuple(source(d, k) for d, k in targets) for targets in self._targets)
+        sources = [tuple(source(d, k) for d, k in targets) for targets in self._targets]
         return Plan(
             gate=gate,
-            programs=[tuple(inside), *(tuple(p) for p in own.values())],
-            devices=[gate, *own],
+            programs=(tuple(inside), *(tuple(p) for p in own.values())),
+            devices=(gate, *own),
             copied=copied,
             sources=sources,
             small=not own and sum(self._values[k].nbytes() for k in inside) < _LARGE,
@@ -311,13 +270,44 @@ class Outputs:
 
     def start(self, promise: Promise, plan: Plan) -> list[Any]:
         """Starts the programs of a call; returns its arrays, which are there at once."""
-        return plan.start(promise, self._values, self.specs)
+        if plan.starter is None:
+            plan.starter = self._starter(plan)
+        return plan.starter(promise)
+
+    def _starter(self, plan: Plan) -> Callable[[Promise], list[Any]]:
+        """Makes everything that is the same for each call."""
+        values = self._values
+        results = [tuple((values[k].shape, values[k].dtype) for k in p) for p in plan.programs]
+        # XLA drops a call whose results are all empty.
+        needs_flag = len(results) > 1 or all(0 in shape for shape, _ in results[0])
+        flag = ((1,), np.dtype(np.uint8))
+        first = _program(results[0] + (flag,) * needs_flag, waits=False)
+        others = [_program(r, waits=True) for r in results[1:]]
+        copy = _jax.dispatch.copier([*(d for _, d in plan.copied), *plan.devices[1:]])
+        work, count = _work(plan.gate), len(plan.copied)
+        copied = [*(place for place, _ in plan.copied), *[len(results[0])] * len(others)]
+        leaves = [*zip(self._assemblers(), plan.sources, strict=True)]
+
+        def start(promise: Promise) -> list[Any]:
+            gate = first(_numbered(promise, 0), work)
+            copies = copy([gate[k] for k in copied]) if copied else []
+            flags = enumerate(zip(others, copies[count:], strict=True), 1)
+            own = [other(_numbered(promise, i), flag) for i, (other, flag) in flags]
+            made = {"gate": [gate], "copy": [copies], "own": own}
+            return [
+                assemble([made[kind][i][k] for kind, i, k in parts]) for assemble, parts in leaves
+            ]
+
+        return start
+
+    def _assemblers(self) -> list[Callable[[list[Any]], Any]]:
+        """What makes each leaf of its parts."""
+        leaves = self.specs.leaves
+        return [_jax.dispatch.assembler(x.shape, x.dtype, x.sharding) for x in leaves]
 
     def nothing(self) -> Any:
         """Returns arrays of which this process has no part."""
-        return self.specs.tree.unflatten(
-            [_jax.dispatch.assembler(x.shape, x.dtype, x.sharding)([]) for x in self.specs.leaves]
-        )
+        return self.specs.tree.unflatten([assemble([]) for assemble in self._assemblers()])
 
 
 def _is_plain(dtype: Any) -> bool:

@@ -1,4 +1,20 @@
-"""Taps, prints, calls and a barrier: functions of the host, called from inside of sharded code."""
+"""Taps, prints, calls and a barrier: functions of the host, called from inside of sharded code.
+
+In the order of reading:
+
+- `_records`: what an equation says about its host function, and what a host function is told.
+- `_api`: what users call: taps, prints, calls and the barrier; for tests, a record of all of them.
+- `_primitive`: the primitives of a tap and of a call, and all their rules.
+- `_lowering`: from an equation to the call of a handler, by the way in which the program is split.
+- `_handlers`: what compiled programs call on the CPU.
+- `_registry`: host functions by the numbers that programs know them by, and how those are split.
+- `_running`: how host functions are called, and what is made of their results.
+- `_receiver`: the queues, the threads that run host functions in order, and what can be configured.
+- `_ffi`: XLA's foreign function interface from pure Python.
+- `_pools`: threads and memory that are used again, and what XLA reads when it starts.
+- `_progress`: a progress bar that is driven from inside of a compiled loop.
+- `_metrics`: scalars by name: to a function, JSON lines, or a TensorBoard writer.
+"""
 
 from spmd.host_callback._api import (
     Recorded as Recorded,

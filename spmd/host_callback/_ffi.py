@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 import contextlib
 import ctypes
+from dataclasses import dataclass
 import functools
 import math
 import struct
@@ -207,14 +208,12 @@ def _buffers(address: int, count: int, first: int) -> list[Buffer]:
     return [Buffer(a) for a in _cached_reader(count)(address)[first:]]
 
 
+@dataclass(slots=True, eq=False)
 class Future:
     """What a suspended program waits for; it may be completed from any thread, once."""
 
-    __slots__ = ("_api", "_future")
-
-    def __init__(self, api: Api, future: int):
-        self._api = api
-        self._future = future
+    _api: Api
+    _future: int
 
     def set_available(self) -> None:
         """Lets the program go on."""

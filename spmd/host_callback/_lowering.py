@@ -58,21 +58,21 @@ def _emit(ctx: Any, values: Sequence[Any], entry: Entry) -> Sequence[Any]:
     results = [(shape, carrier(dtype)) for shape, dtype in call.outputs]
     if failure := split_failure(call, partitions, manual=manual):
         raise explain(call.kind, [failure])
-    if partitions == 1:
-        attributes: Any = {"id": entry.id}
-        return _jax.host.emit_host_call(
-            ctx, TARGET, values, results, attributes, by_partition=False
-        )
-    if manual:
+    target, by_partition = TARGET, False
+    attributes: Any = {"id": entry.id}
+    if partitions > 1 and manual:
         if copies_loops():
             warnings.warn(_LATE, stacklevel=2)
         mode = "together" if _jax.lowering.runs_on_all_devices([*axes]) else "each"
-        attributes = {"id": entry.id, "site": entry.add_site(Site(mode, partitions, axes))}
-        return _jax.host.emit_host_call(ctx, TARGET, values, results, attributes, by_partition=True)
-    _register_partitioner()
-    site = Site("shards" if call.per_shard else "one", partitions, axes or dict(call.axes))
-    text = f"{entry.id} {entry.add_site(site)}"
-    return _jax.host.emit_host_call(ctx, PARTITIONED, values, results, text, by_partition=False)
+        attributes["site"] = entry.add_site(Site(mode, partitions, axes))
+        by_partition = True
+    elif partitions > 1:
+        _register_partitioner()
+        site = Site("shards" if call.per_shard else "one", partitions, axes or dict(call.axes))
+        target, attributes = PARTITIONED, f"{entry.id} {entry.add_site(site)}"
+    return _jax.host.emit_host_call(
+        ctx, target, values, results, attributes, by_partition=by_partition
+    )
 
 
 def split_failure(call: HostCall, partitions: int, *, manual: bool | None) -> Failure | None:
@@ -238,16 +238,10 @@ class _Received(Buffer):
         return self._values
 
 
-class _Pause:
+class _Pause(threading.Event):
     """What a thread of JAX waits for, in place of the future of a suspended program."""
 
-    def __init__(self) -> None:
-        self._event = threading.Event()
-        self.set_available = self._event.set
-        self.wait = self._event.wait
-
-    def suspend(self) -> _Pause:
-        return self
+    set_available = threading.Event.set
 
 
 def _received(
@@ -261,7 +255,7 @@ def _received(
     pause = _Pause()
     if entry.call.out_tree is None:
         tap = Tap(entry, device, site, partition, buffers)
-        receiver.submit(tap, pause.suspend)
+        receiver.submit(tap, lambda: pause)
         if tap.resume is not None:
             pause.wait()
         return ()
@@ -273,7 +267,7 @@ def _received(
 
     due = Call(entry, device, site, partition, buffers)
     due.finish = finish
-    receiver.submit(due, pause.suspend)
+    receiver.submit(due, lambda: pause)
     pause.wait()
     results, error = outcome
     if error is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-import functools
 import json
 import math
 import os
@@ -75,19 +74,17 @@ def metrics_tap(name: str, tree: Any, *, sink: Any, step: Any = None, device_ind
     elif write is not _call:
         sink = ByIdentity(sink)
     func = _MetricsTap(str(name), tuple(tags), write, sink)
-    send = functools.partial(tap, "metrics_tap", func, with_device=False, per_shard=False)
-    arg = (dict(zip(tags, leaves, strict=True)), step)
     axes = _jax.mesh.manual_axes()
+
+    def send(arg: Any) -> None:
+        tap("metrics_tap", func, arg, False, 0 if axes else device_index, False)
+
+    arg = (dict(zip(tags, leaves, strict=True)), step)
     if axes:
-        first = is_first_device(axes)
-        jax.lax.cond(first, lambda arg: _none(send(arg, device_index=0)), _none, arg)
+        jax.lax.cond(is_first_device(axes), send, lambda arg: None, arg)
     else:
-        send(arg, device_index=device_index)
+        send(arg)
     return tree
-
-
-def _none(_: Any) -> None:
-    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Threads and memory that are used again.
+"""Threads and memory that are used again, and what XLA reads when it starts.
 
 Completing a future of XLA runs the rest of its program in the thread that completes it, up to the
 next collective, where it waits for the other devices: each program needs a thread of its own.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 import functools
 import math
 from typing import TYPE_CHECKING, Any
@@ -78,11 +78,9 @@ class Progress:
             raise explain("progress", [failure])
         _close_at_exit()
         if not isinstance(step, _jax.core.Tracer):
-            self._tell(int(step))
-        elif step.dtype.itemsize < 4:
-            self._tell(step.astype(jnp.int32))  # the length may not fit into its own type
-        else:
-            self._tell(step)
+            self._send_if_due(int(step))
+        else:  # the length may not fit into a small type
+            self._tell(step.astype(jnp.int32) if step.dtype.itemsize < 4 else step)
         return step if value is None else value
 
     def close(self) -> None:
@@ -97,30 +95,23 @@ class Progress:
         self.close()
 
     def _tell(self, step: Any) -> None:
-        if isinstance(step, int):
-            self._send_if(step, self._is_due(step))
-            return
-
         # A condition per element of a batch would send every step of all of them.
         @custom_vmap
         def tell(step: Any) -> Any:
-            self._send_if(step, self._is_due(step))
+            self._send_if_due(step)
             return step
 
         @tell.def_vmap
         def _(axis_size: int, in_batched: Any, step: Any) -> Any:
             del axis_size, in_batched
-            slowest = jnp.min(step)
-            tell(slowest)
+            tell(jnp.min(step))  # the slowest
             return step, True
 
         tell(step)
 
-    def _is_due(self, step: Any) -> Any:
+    def _send_if_due(self, step: Any) -> None:
         moves = (step == 0) | ((step + 1) % self.every == 0) | (step + 1 == self.length)
-        return moves & (step >= 0) & (step < self.length)
-
-    def _send_if(self, step: Any, due: Any) -> None:
+        due = moves & (step >= 0) & (step < self.length)
         axes = _jax.mesh.manual_axes()
         if axes and not self.per_device:
             due = due & is_first_device(axes)
@@ -298,14 +289,14 @@ def _display(console: Console, *, is_live: bool) -> Any:
     )
 
 
+@dataclass(slots=True)
 class _Group:
     """The rows of one bar."""
 
-    def __init__(self, place: int, rows: int):
-        self.place = place
-        self.rows = rows
-        self.tasks: dict[Any, Task] = {}
-        self.closed = False
+    place: int
+    rows: int
+    tasks: dict[Any, Task] = field(default_factory=dict)
+    closed: bool = False
 
     @property
     def is_done(self) -> bool:

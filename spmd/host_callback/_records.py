@@ -17,7 +17,6 @@ class HostCall:
     Attributes:
         in_tree: Tree of the argument of the host function.
         kind: How messages call it: ``"id_tap"``, ``"id_print"``, ``"call"``.
-        with_device: Whether it is passed `device`.
         device_index: Which device of the mesh calls with the whole operand, unless `per_shard`.
         transforms: The transformations that were applied to a tap, outermost last.
         out_tree: Tree of the results of a `call`; None for a tap.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 import pathlib
 import traceback
 from typing import Any
@@ -166,35 +167,30 @@ def _placed(call: HostCall, values: Sequence[Any]) -> list[Any]:
     ]
 
 
+@dataclass(eq=False, repr=False)
 class Tap(Item):
     """A host function that nobody waits for.
 
     Attributes:
-        entry: What calls it.
         site: How its program is split; None for a program on one device.
         partition: The number of the device in the program.
         buffers: The operands in the memory of the device.
     """
 
-    def __init__(
-        self,
-        entry: Entry,
-        device: Any,
-        site: Site | None,
-        partition: int,
-        buffers: Sequence[Buffer],
-    ):
-        self.device = device
-        self.entry = entry
-        self.site = site
-        self.partition = partition
-        self.buffers = buffers
+    entry: Entry
+    device: Any
+    site: Site | None
+    partition: int
+    buffers: Sequence[Buffer]
+
+    def __post_init__(self) -> None:
         if self.urgent:
             return
-        if site is None:
-            self.size = entry.size
+        if self.site is None:
+            self.size = self.entry.size
         else:
-            self.size = sum(b.size(d) for b, d in zip(buffers, entry.carriers, strict=True))
+            sizes = zip(self.buffers, self.entry.carriers, strict=True)
+            self.size = sum(b.size(d) for b, d in sizes)
 
     def read(self) -> list[np.ndarray]:
         """Copies the operands, without the padding of uneven shards."""
