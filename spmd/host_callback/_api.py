@@ -64,7 +64,17 @@ def id_tap(
         ValueError: `device_index` is out of range.
     """
     if kwargs:
-        raise explain("id_tap", [_more_keywords(kwargs, tap_func)])
+        known = ("result", "tap_with_device", "device_index", "per_shard")
+        hint = "".join(did_you_mean(n, known) for n in kwargs)
+        func = _jax.core.fun_name(tap_func) if callable(tap_func) else "tap_func"
+        bound = ", ".join(f"{k}=..." for k in kwargs)
+        failure = Failure(
+            what=f"does not take the keyword{'s' * (len(kwargs) != 1)} {', '.join(kwargs)}{hint}",
+            expected=", ".join(known),
+            fix=f"bind them: id_tap(functools.partial({func}, {bound}), arg)",
+            error=ArgumentError,
+        )
+        raise explain("id_tap", [failure])
     out = tap("id_tap", tap_func, arg, tap_with_device, device_index, per_shard)
     return out if result is None else result
 
@@ -302,6 +312,7 @@ def record(run: bool = True) -> Iterator[list[Recorded]]:
 def tap(
     kind: str, func: Any, arg: Any, with_device: bool, device_index: int, per_shard: bool
 ) -> Any:
+    """Binds a tap, which errors call by its kind; returns `arg`."""
     failures = _failures(func, ("arg", "transforms"), with_device, device_index, per_shard)
     leaves, in_tree, more = _leaves(arg)
     if failures := failures + more:
@@ -347,16 +358,32 @@ def _split_by_device(values: Sequence[Any], mesh: Any) -> Any:
 
 def _leaves(arg: Any) -> tuple[list[Any], Any, list[Failure]]:
     paths, tree = jtu.tree_flatten_with_path(arg)
-    failures = []
-    for path, leaf in paths:
-        name = "arg" + jtu.keystr(path)
-        try:
-            _jax.core.abstractify(leaf)
-        except OverflowError:
-            failures.append(_too_large(name, leaf))
-        except (TypeError, ValueError):
-            failures.append(_no_array(name, leaf))
-    return [leaf for _, leaf in paths], tree, failures
+    failures = [_leaf_failure("arg" + jtu.keystr(path), leaf) for path, leaf in paths]
+    return [leaf for _, leaf in paths], tree, [f for f in failures if f]
+
+
+def _leaf_failure(name: str, leaf: Any) -> Failure | None:
+    try:
+        _jax.core.abstractify(leaf)
+    except OverflowError:
+        return Failure(
+            what=f"cannot send {name}: it is too large a number",
+            expected="integers of 32 bits, or of 64 with jax_enable_x64",
+            got=f"{leaf!r}"[:100],
+            fix="send it as a float, or enable x64",
+            error=ArgumentError,
+        )
+    except (TypeError, ValueError):
+        return Failure(
+            what=f"cannot send {name}: it is no array",
+            expected="arrays and numbers",
+            got=show_value(leaf),
+            fix="give text as a label, id_print(x, what='loss'), or bind it by functools.partial"
+            if isinstance(leaf, str)
+            else "",
+            error=ArgumentError,
+        )
+    return None
 
 
 def not_scalar(leaf: Any, *kinds: Any) -> str:
@@ -456,20 +483,6 @@ class ResultShapeError(ArgumentError, ValueError):
     __module__ = "spmd.host_callback"
 
 
-def _more_keywords(kwargs: dict[str, Any], func: Any) -> Failure:
-    names = ", ".join(kwargs)
-    known = ("result", "tap_with_device", "device_index", "per_shard")
-    hint = "".join(did_you_mean(n, known) for n in kwargs)
-    name = _jax.core.fun_name(func) if callable(func) else "tap_func"
-    bound = ", ".join(f"{k}=..." for k in kwargs)
-    return Failure(
-        what=f"does not take the keyword{'s' * (len(kwargs) != 1)} {names}{hint}",
-        expected=", ".join(known),
-        fix=f"bind them: id_tap(functools.partial({name}, {bound}), arg)",
-        error=ArgumentError,
-    )
-
-
 def _failures(
     func: Any, names: Sequence[str], with_device: bool, device_index: Any, per_shard: bool
 ) -> list[Failure]:
@@ -524,25 +537,3 @@ def _function_failures(
             got=f"{name}{signature}"[:200],
             error=ArgumentError,
         )
-
-
-def _no_array(name: str, leaf: Any) -> Failure:
-    return Failure(
-        what=f"cannot send {name}: it is no array",
-        expected="arrays and numbers",
-        got=show_value(leaf),
-        fix="give text as a label, id_print(x, what='loss'), or bind it by functools.partial"
-        if isinstance(leaf, str)
-        else "",
-        error=ArgumentError,
-    )
-
-
-def _too_large(name: str, leaf: Any) -> Failure:
-    return Failure(
-        what=f"cannot send {name}: it is too large a number",
-        expected="integers of 32 bits, or of 64 with jax_enable_x64",
-        got=f"{leaf!r}"[:100],
-        fix="send it as a float, or enable x64",
-        error=ArgumentError,
-    )

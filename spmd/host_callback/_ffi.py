@@ -1,8 +1,8 @@
 """XLA's foreign function interface from pure Python: call frames, buffers, futures and errors.
 
 The layouts are those of ``xla/ffi/api/c_api.h`` below ``jax.ffi.include_dir()``, version 0.3, which
-later runtimes accept; `tests/host_callback/test_ffi.py` reads the header and compares. A struct of
-that interface is read here as an array of 8-byte words: the index of a field is its place.
+later runtimes accept; `tests/host_callback/test_host_ffi.py` reads the header and compares. Structs
+of that interface are read here as arrays of 8-byte words: the index of a field is its place.
 """
 
 from __future__ import annotations
@@ -291,8 +291,6 @@ _kept: list[Any] = []
 
 _state_type = (ctypes.c_int64 * 1)(0)
 _states: dict[int, Any] = {}
-
-
 _dead: deque[int] = deque()
 
 
