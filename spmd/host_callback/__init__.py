@@ -5,8 +5,7 @@ In the order of reading:
 - `_records`: what an equation says about its host function, and what a host function is told.
 - `_api`: what users call: taps, prints, calls and the barrier; for tests, a record of all of them.
 - `_primitive`: the primitives of a tap and of a call, and all their rules.
-- `_lowering`: from an equation to the call of a handler, by the way in which the program is split.
-- `_handlers`: what compiled programs call on the CPU.
+- `_lowering`: from an equation to the call of a handler, and what the handlers do.
 - `_registry`: host functions by the numbers that programs know them by, and how those are split.
 - `_running`: how host functions are called, and what is made of their results.
 - `_receiver`: the queues, the threads that run host functions in order, and what can be configured.
