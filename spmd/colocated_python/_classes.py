@@ -177,13 +177,10 @@ class _Undertaker:
             instance = self._dead.get()
             del instance
 
-    def forget(self) -> None:
-        """Drops what a forked process does not have."""
-        self.__init__()
-
 
 _undertaker = _Undertaker()
-os.register_at_fork(after_in_child=_undertaker.forget)
+# A forked process does not have the thread.
+os.register_at_fork(after_in_child=_undertaker.__init__)
 
 
 def _no_attribute(self: Any, name: str) -> Any:

@@ -202,7 +202,6 @@ class Outputs:
     """What a call returns, once it is known.
 
     Attributes:
-        specs: Tree and leaves.
         asynchronous: Whether all leaves are of a kind that programs can be given later.
         home: The device whose results need no copy, or None where this process has none.
     """

@@ -68,16 +68,12 @@ def unpack(owner: Any, version: int, form: bytes) -> dict[str, Any]:
     """
     check_version(_SUBJECT, version, _VERSION)
     with _travelling(owner) as stack:
-        return _Reader(form, stack).load()
 
+        class Reader(pickle.Unpickler):
+            def persistent_load(self, pid: int) -> Any:
+                return stack[pid]
 
-class _Reader(pickle.Unpickler):
-    def __init__(self, form: bytes, stack: list[Any]):
-        super().__init__(io.BytesIO(form))
-        self._stack = stack
-
-    def persistent_load(self, pid: int) -> Any:
-        return self._stack[pid]
+        return Reader(io.BytesIO(form)).load()
 
 
 def _dumps(value: Any, stack: list[Any]) -> bytes:

@@ -38,19 +38,12 @@ _GATHER = 0.0002
 
 @dataclass(slots=True)
 class _Options:
-    max_queue_bytes: float = 256e6
+    max_queue_bytes: float = 0.0
     inline: bool = False
 
 
-def _from_environment() -> _Options:
-    found = _Options()
-    if text := os.environ.get(_QUEUE):
-        found.max_queue_bytes = _queue_bytes(text, f"{_QUEUE}={text}")
-    text = os.environ.get(_INLINE, "")
-    if text.lower() not in _TRUTH:
-        raise _cannot_set("inline", f"{_INLINE}={text}", "1 or 0, true or false")
-    found.inline = _TRUTH[text.lower()]
-    return found
+#: As :func:`configure` has set them.
+options = _Options()
 
 
 def _queue_bytes(value: object, given: str) -> float:
@@ -68,9 +61,6 @@ def _cannot_set(name: str, given: str, expected: str) -> SpmdError:
     return explain("host_callback", [failure])
 
 
-options = _from_environment()
-
-
 def configure(max_queue_bytes: float | None = None, inline: bool | None = None) -> None:
     """Sets how taps are delivered, for the whole process; what is not given is its default again.
 
@@ -86,14 +76,20 @@ def configure(max_queue_bytes: float | None = None, inline: bool | None = None) 
     Raises:
         ValueError: `max_queue_bytes` is no positive number, or `inline` neither True nor False.
     """
-    defaults = _from_environment()
+    text = os.environ.get(_QUEUE)
+    size = _queue_bytes(text, f"{_QUEUE}={text}") if text else 256e6
+    text = os.environ.get(_INLINE, "")
+    if text.lower() not in _TRUTH:
+        raise _cannot_set("inline", f"{_INLINE}={text}", "1 or 0, true or false")
     if max_queue_bytes is not None:
-        given = f"configure(max_queue_bytes={max_queue_bytes!r})"
-        defaults.max_queue_bytes = _queue_bytes(max_queue_bytes, given)
+        size = _queue_bytes(max_queue_bytes, f"configure(max_queue_bytes={max_queue_bytes!r})")
     if inline not in (None, True, False):
         raise _cannot_set("inline", f"configure(inline={inline!r})", "True or False")
-    options.max_queue_bytes = defaults.max_queue_bytes
-    options.inline = defaults.inline if inline is None else bool(inline)
+    options.max_queue_bytes = size
+    options.inline = _TRUTH[text.lower()] if inline is None else bool(inline)
+
+
+configure()
 
 
 class CallbackException(SpmdError, RuntimeError):  # noqa: N818 - the name that users' code has
@@ -109,7 +105,6 @@ class Item:
     """One call of a host function that is due on one device.
 
     Attributes:
-        device: Where it comes from.
         size: Bytes in the queue.
         urgent: Whether the device waits for the result.
         number: How many came from this device before.

@@ -135,7 +135,6 @@ class Part(NamedTuple):
     """What one partition of a program holds.
 
     Attributes:
-        coordinates: Its place in the mesh.
         indices: Under ``"shards"``, per operand the part of the global array.
         trims: Per operand what to take of its memory, None for all of it; None if nothing is
             padded.
@@ -153,8 +152,7 @@ class Site:
     Attributes:
         mode: Who calls: ``"one"`` device with everything, or each with its part, ``"shards"``;
             inside of `shard_map` each by itself, ``"each"``, or surely all, ``"together"``.
-        partitions: The number of devices.
-        axes: The axes of the mesh.
+        axes: Those of the mesh.
         placements: Under ``"shards"``, how each operand is split.
     """
 
