@@ -17,7 +17,7 @@ class HostCall:
     Attributes:
         in_tree: Tree of the argument of the host function.
         kind: How messages call it: ``"id_tap"``, ``"id_print"``, ``"call"``.
-        device_index: Which device of the mesh calls with the whole operand, unless `per_shard`.
+        device_index: Which device calls with the whole operand; if `per_shard`, each with its own.
         transforms: The transformations that were applied to a tap, outermost last.
         out_tree: Tree of the results of a `call`; None for a tap.
         results: Shape and dtype of each result of a `call`.
@@ -92,7 +92,7 @@ _PARAMETERS = {"batch": "batch_dims"}
 
 def described(transforms: tuple[tuple[str, tuple[Any, ...]], ...]) -> tuple[Any, ...]:
     """Returns transformations as a tap is told them: pairs of a name and a dict of its own."""
-    return tuple((n, {_PARAMETERS[n]: p[0]} if p else {}) for n, p in transforms)
+    return tuple([(n, {_PARAMETERS[n]: p[0]} if p else {}) for n, p in transforms])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
