@@ -55,6 +55,8 @@ class Lane:
         entered: How many calls there ever were.
         left: How many of them are over.
         spares: Programs for further calls.
+        run: Runs something after the calls before it; it does not raise.
+        start: Runs something in the thread that starts programs; it does not raise.
         worker: The thread that runs host functions.
     """
 
@@ -68,6 +70,7 @@ class Lane:
         self._lanes = lanes
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._starts: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.run, self.start = self._calls.put, self._starts.put
         self._threads = [
             threading.Thread(target=work, name=f"spmd.colocated_python {name}", daemon=True)
             for name, work in (("run", self._run), ("start", self._start))
@@ -75,14 +78,6 @@ class Lane:
         for thread in self._threads:
             thread.start()
         self.worker = self._threads[0]
-
-    def run(self, call: Callable[[], None]) -> None:
-        """Runs something after the calls before it; it does not raise."""
-        self._calls.put(call)
-
-    def start(self, task: Callable[[], None]) -> None:
-        """Runs something in the thread that starts programs; it does not raise."""
-        self._starts.put(task)
 
     def stop(self) -> None:
         """Ends the threads, which have nothing to do."""
