@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 import functools
-from typing import Any
+from typing import Any, overload
 
 import jax
 from jax.sharding import Mesh
@@ -14,14 +15,12 @@ import numpy as np
 from spmd import _jax
 from spmd._options import global_name
 from spmd.colocated_python import _specs
-from spmd.colocated_python._cache import Functions, fast_key
-from spmd.colocated_python._calls import Function
-from spmd.colocated_python._errors import subject
+from spmd.colocated_python._calls import Function, Functions, fast_key
 from spmd.colocated_python._lanes import lanes
-from spmd.colocated_python._specs import Specs, leaf_of
+from spmd.colocated_python._specs import Specs, cannot_wrap, leaf_of, show_devices, subject
 from spmd.colocated_python._travel import pack, unpack
 from spmd.colocated_python._waiting import Habit
-from spmd.errors import ArgumentError, Failure, OptionError, ShardingError, explain, show_value
+from spmd.errors import Failure, MeshError, OptionError, explain, show_value
 
 
 def colocated_python(fun: Callable) -> ColocatedFunction:
@@ -44,7 +43,7 @@ def colocated_python(fun: Callable) -> ColocatedFunction:
         ArgumentError: `fun` is not callable.
     """
     if not callable(fun):
-        raise explain("colocated_python", [_not_callable(fun)])
+        raise cannot_wrap("colocated_python", "a function", fun)
     return ColocatedFunction(fun, Specialization())
 
 
@@ -63,13 +62,7 @@ def barrier() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Specialization:
-    """What is said about a function beforehand.
-
-    Attributes:
-        in_specs: What the arguments look like, as ``(args, kwargs)``.
-        out_specs_fn: From specs of the arguments to specs of the results.
-        devices: Where it runs.
-    """
+    """What is said about a function beforehand, by :meth:`ColocatedFunction.specialize`."""
 
     in_specs: Specs | None = None
     out_specs_fn: Callable | None = None
@@ -145,7 +138,14 @@ class ColocatedFunction:
         given = {"in_specs": in_specs, "out_specs_fn": out_specs_fn, "devices": devices}
         given = {name: value for name, value in given.items() if value is not None}
         failures = [
-            _said_twice(name) for name in given if getattr(self._specialization, name) is not None
+            Failure(
+                what=f"has its {name} already",
+                given=f"specialize({name}=...), twice",
+                fix="specialize the function that does not have it yet",
+                error=OptionError,
+            )
+            for name in given
+            if getattr(self._specialization, name) is not None
         ]
         if failures:
             raise explain(subject(self._name), failures)
@@ -171,11 +171,23 @@ class ColocatedFunction:
         failures = self._against_in_specs(specs, paths)
         if not failures and devices is None:
             if not specs.leaves:
-                raise explain(subject(self._name), [_NO_DEVICES])
+                failure = Failure(
+                    what="has no arguments to tell its devices",
+                    expected="arrays as arguments, or devices",
+                    fix="specialize it: f.specialize(devices=...)",
+                )
+                raise explain(subject(self._name), [failure])
             devices = _jax.dispatch.device_list(specs.leaves[0].sharding)
         failures = failures or _specs.elsewhere(devices, specs.leaves, paths, "cannot take")
         if not failures and any(d.platform != "cpu" for d in devices):
-            failures = [_not_cpu(devices)]
+            failure = Failure(
+                what="cannot run on these devices",
+                expected="CPU devices",
+                got=f"devices {show_devices(devices)}",
+                fix="spmd.colocated_python.colocated_cpu_devices(devices) has those of the same "
+                "hosts",
+            )
+            failures = [failure]
         if failures:
             raise explain(subject(self._name), failures)
         return Function(self._fun, self._name, specs, devices, said.out_specs_fn, self._habit)
@@ -202,7 +214,13 @@ def _restore(version: int, form: bytes) -> ColocatedFunction:
 def _in_specs(name: str, fun: Callable, in_specs: Any) -> Specs:
     is_pair = isinstance(in_specs, tuple) and len(in_specs) == 2
     if not is_pair or not isinstance(in_specs[0], tuple) or not isinstance(in_specs[1], dict):
-        raise explain(subject(name), [_not_a_call(in_specs)])
+        failure = Failure(
+            what="cannot use these in_specs",
+            expected="(args, kwargs): a tuple with a tuple and a dict",
+            got=show_value(in_specs),
+            error=OptionError,
+        )
+        raise explain(subject(name), [failure])
     leaves, tree = jax.tree.flatten(in_specs)
     paths = _specs.argument_paths(fun, tree)
     if failures := _specs.not_specs(leaves, paths, "cannot use what in_specs says of"):
@@ -215,62 +233,84 @@ def _devices(name: str, devices: Any) -> Any:
         devices = devices.devices.flat
     devices = [*devices]
     if not devices or not all(isinstance(d, jax.Device) for d in devices):
-        raise explain(subject(name), [_no_such_devices(devices)])
+        failure = Failure(
+            what="cannot run on these devices",
+            expected="at least one jax.Device, or a mesh",
+            got=show_value(devices),
+            error=OptionError,
+        )
+        raise explain(subject(name), [failure])
     mesh = Mesh(np.array(devices), ("devices",))
     return _jax.dispatch.device_list(jax.sharding.NamedSharding(mesh, jax.P()))
 
 
-# What can be wrong
-
-_NO_DEVICES = Failure(
-    what="has no arguments to tell its devices",
-    expected="arrays as arguments, or devices",
-    fix="specialize it: f.specialize(devices=...)",
-    error=ShardingError,
-)
+# CPU devices on the hosts of other devices
 
 
-def _said_twice(name: str) -> Failure:
-    return Failure(
-        what=f"has its {name} already",
-        given=f"specialize({name}=...), twice",
-        fix="specialize the function that does not have it yet",
-        error=OptionError,
-    )
+@overload
+def colocated_cpu_devices(devices_or_mesh: Mesh) -> Mesh: ...
 
 
-def _not_callable(fun: Any) -> Failure:
-    return Failure(
-        what="cannot wrap this",
-        expected="a function",
-        got=show_value(fun),
-        error=ArgumentError,
-    )
+@overload
+def colocated_cpu_devices(devices_or_mesh: Sequence[Any]) -> tuple[Any, ...]: ...
 
 
-def _not_a_call(in_specs: Any) -> Failure:
-    return Failure(
-        what="cannot use these in_specs",
-        expected="(args, kwargs): a tuple with a tuple and a dict",
-        got=show_value(in_specs),
-        error=OptionError,
-    )
+def colocated_cpu_devices(devices_or_mesh: Any) -> Any:
+    """Returns CPU devices of the hosts that devices are on.
+
+    A CPU device stands for itself. The accelerators of a process have its CPU devices in the
+    order of their numbers, whatever the order in which they are given.
+
+    Args:
+        devices_or_mesh: Devices, or a mesh of them.
+
+    Returns:
+        As many CPU devices in the same order, or a mesh of them with the same shape and axes.
+
+    Raises:
+        MeshError: A process has fewer CPU devices than accelerators.
+    """
+    if not isinstance(devices_or_mesh, Mesh):
+        return tuple(_colocated([*devices_or_mesh]))
+    mesh = devices_or_mesh
+    devices = np.empty(mesh.devices.size, object)
+    devices[:] = _colocated([*mesh.devices.flat])
+    devices = devices.reshape(mesh.devices.shape)
+    return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
 
-def _no_such_devices(devices: Any) -> Failure:
-    return Failure(
-        what="cannot run on these devices",
-        expected="at least one jax.Device, or a mesh",
-        got=show_value(devices),
-        error=OptionError,
-    )
+def _colocated(devices: list[Any]) -> list[Any]:
+    if all(d.platform == "cpu" for d in devices):
+        return devices
+    places = _places({d.client for d in devices if d.platform != "cpu"})
+    cpus = defaultdict(list)
+    for device in jax.devices("cpu"):
+        cpus[device.process_index].append(device)
+
+    def stand_in(device: Any) -> Any:
+        if device.platform == "cpu":
+            return device
+        there = cpus[device.process_index]
+        if places[device] < len(there):
+            return there[places[device]]
+        failure = Failure(
+            what=f"has no CPU device for {device}",
+            expected="as many CPU devices as accelerators in each process",
+            got=f"devices {show_devices(there)} in process {device.process_index}",
+            fix="set jax_num_cpu_devices to the number of accelerators before JAX starts",
+            error=MeshError,
+        )
+        raise explain("colocated_cpu_devices", [failure])
+
+    return [stand_in(d) for d in devices]
 
 
-def _not_cpu(devices: Any) -> Failure:
-    return Failure(
-        what="cannot run on these devices",
-        expected="CPU devices",
-        got=f"devices {_specs.show_devices(devices)}",
-        fix="spmd.colocated_python.colocated_cpu_devices(devices) has those of the same hosts",
-        error=ShardingError,
-    )
+def _places(clients: set[Any]) -> dict[Any, int]:
+    """Which of the accelerators of its process a device is."""
+    places = {}
+    for client in clients:
+        counts = Counter()
+        for device in sorted(client.devices(), key=lambda d: d.id):
+            places[device] = counts[device.process_index]
+            counts[device.process_index] += 1
+    return places

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+import functools
 import logging
 import threading
 import time
 from typing import Any
+import weakref
 
 import jax
 
+from spmd import _api
 from spmd.colocated_python import _specs
-from spmd.colocated_python._errors import host, subject, tell
 from spmd.colocated_python._lanes import Lane, inside, lanes, most_gates
-from spmd.colocated_python._outputs import Outputs
-from spmd.colocated_python._promises import Promise
-from spmd.colocated_python._specs import Specs, leaf_of
-from spmd.colocated_python._start import Latch, Start
+from spmd.colocated_python._promises import Latch, Outputs, Promise, Start
+from spmd.colocated_python._specs import Specs, host, leaf_of, subject, tell
 from spmd.colocated_python._waiting import Habit, Visit, started
 from spmd.errors import Failure, explain
 
@@ -28,22 +29,15 @@ _QUICK = 0.005
 
 
 class Call:
-    """A host function with its arguments, to be run in a lane.
-
-    Attributes:
-        result: The leaves of what it returned.
-        tree: Their tree.
-        error: What it raised instead.
-        arrays: What the caller gets, where it waits for the function.
-    """
+    """A host function with its arguments, to be run in a lane."""
 
     def __init__(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self._function = function
         self._arguments: Any = (args, kwargs)
-        self.result: list[Any] | None = None
+        self.result: list[Any] | None = None  # its leaves
         self.tree: Any = None
         self.error: BaseException | None = None
-        self.arrays: Any = None
+        self.arrays: Any = None  # what the caller gets, where it waits for the function
         self.visit = Visit(function.name, function.habit)
 
     def run(self, outputs: Outputs | None) -> None:
@@ -70,47 +64,40 @@ class Call:
 
 
 def _behind(where: Any) -> Any:
+    # Of its own, since the frame that keeps an error must not name its traceback, too.
     return where and where.tb_next
 
 
+@dataclass(eq=False)
 class Function:
     """A host function for one kind of arguments.
 
     Attributes:
-        fun: The user's function.
         name: How errors call it.
-        inputs: What its arguments look like.
-        outputs: What it returns, once that is known.
         habit: What it was seen to do, for any arguments.
+        outputs: What it returns, once that is known.
         is_slow: Whether it took longer than programs take to start.
         held: The shardings whose identities a fast lookup knows this by.
         fast_key: By which key that is.
     """
 
-    def __init__(
-        self,
-        fun: Callable,
-        name: str,
-        inputs: Specs,
-        devices: Any,
-        out_specs_fn: Callable | None,
-        habit: Habit,
-    ):
-        self.fun = fun
-        self.name = name
-        self.inputs = inputs
-        self.habit = habit
-        self.outputs: Outputs | None = None
-        self.held: tuple[Any, ...] = ()
-        self.fast_key: Any = None
-        self._devices = devices
-        local = [d for d in devices if d.process_index == jax.process_index()]
-        self.is_slow = False
+    fun: Callable
+    name: str
+    inputs: Specs
+    _devices: Any
+    _out_specs_fn: Callable | None
+    habit: Habit
+    outputs: Outputs | None = None
+    is_slow: bool = False
+    held: tuple[Any, ...] = ()
+    fast_key: Any = None
+    _discovering: Any = None
+
+    def __post_init__(self) -> None:
+        local = [d for d in self._devices if d.process_index == jax.process_index()]
         self._is_here = bool(local)
         self._is_spread = len(local) > 1
-        self._out_specs_fn = out_specs_fn
         self._changed = threading.Condition(threading.Lock())
-        self._discovering: Any = None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the function; returns arrays that are filled later, where that is possible."""
@@ -171,7 +158,12 @@ class Function:
     def _call_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one call to its end, which says what the others return; threads wait for it."""
         if not self._is_here:
-            raise explain(subject(self.name), [_NOT_HERE])
+            failure = Failure(
+                what="does not run in this process, which cannot find out what it returns",
+                expected="at least one device of this process, or out_specs_fn",
+                fix="specialize it: f.specialize(out_specs_fn=...)",
+            )
+            raise explain(subject(self.name), [failure])
         call = Call(self, args, kwargs)
         if self._discovering == threading.get_ident():
             return self.fun(*args, **kwargs)  # it calls itself
@@ -297,25 +289,77 @@ class Function:
             call.arrays = tree.unflatten(arrays)
 
 
-_NOT_HERE = Failure(
-    what="does not run in this process, which cannot find out what it returns",
-    expected="at least one device of this process, or out_specs_fn",
-    fix="specialize it: f.specialize(out_specs_fn=...)",
-)
-
-
-_warned = False
-
-
+@functools.cache
 def _warn_once() -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        logger.warning(_NO_ROOM)
+    logger.warning(
+        "spmd.colocated_python: calls are synchronous in this process: XLA has no thread in which "
+        "a program could wait for a host function; import spmd.colocated_python before the first "
+        "array, set NPROC to more than the number of CPU devices, and leave "
+        "jax_cpu_enable_async_dispatch on"
+    )
 
 
-_NO_ROOM = (
-    "spmd.colocated_python: calls are synchronous in this process: XLA has no thread in which a "
-    "program could wait for a host function; import spmd.colocated_python before the first array, "
-    "set NPROC to more than the number of CPU devices, and leave jax_cpu_enable_async_dispatch on"
-)
+# A function per kind of arguments
+
+
+_lock = threading.Lock()
+_all: weakref.WeakSet[Functions] = weakref.WeakSet()
+
+
+def fast_key(tree: Any, leaves: Sequence[Any]) -> Any:
+    """A key by the identity of shardings."""
+    return tree, tuple([(x.shape, x.dtype, id(x.sharding)) for x in leaves])
+
+
+class Functions:
+    """The functions of one wrapped function, by the identity of shardings, else by equality.
+
+    To compare shardings is slow and to compare their identities is not. Of each function only the
+    latest identities are known; it holds those shardings, so no other has their place in memory.
+    """
+
+    def __init__(self) -> None:
+        self._fast: dict[Any, Function] = {}
+        self._by_specs: dict[Specs, Function] = {}
+        self._lock = threading.Lock()
+        with _lock:
+            _all.add(self)
+
+    def __len__(self) -> int:
+        return len(self._by_specs)
+
+    def find(self, key: Any) -> Function | None:
+        """Returns the function of a key that :func:`fast_key` made, or None."""
+        return self._fast.get(key)
+
+    def get(
+        self, key: Any, tree: Any, leaves: Sequence[Any], make: Callable[[Specs], Function]
+    ) -> Function:
+        """Returns the function for arguments, which is made for the first of their kind."""
+        specs = Specs(tree, tuple(leaf_of(x) for x in leaves))
+        with self._lock:
+            found = self._by_specs.get(specs)
+            if found is None:
+                found = self._by_specs[specs] = make(specs)
+            # The old key goes first: while it is there, what it names is held.
+            self._fast.pop(found.fast_key, None)
+            found.held = tuple(leaf.sharding for leaf in specs.leaves)
+            found.fast_key = key
+            self._fast[key] = found
+            return found
+
+    def clear(self) -> None:
+        """Forgets all of them."""
+        with self._lock:
+            self._fast.clear()
+            self._by_specs.clear()
+
+
+def _clear() -> None:
+    with _lock:
+        every = [*_all]
+    for functions in every:
+        functions.clear()
+
+
+_api.caches_of_features.append(_clear)

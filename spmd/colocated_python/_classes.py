@@ -14,7 +14,7 @@ from typing import Any
 import weakref
 
 from spmd.colocated_python._api import ColocatedFunction, Specialization
-from spmd.errors import ArgumentError, Failure, explain, show_value
+from spmd.colocated_python._specs import cannot_wrap
 
 
 def colocated_python_class(cls: type) -> type:
@@ -35,7 +35,7 @@ def colocated_python_class(cls: type) -> type:
         ArgumentError: `cls` is not a class.
     """
     if not isinstance(cls, type):
-        raise explain("colocated_python_class", [_not_a_class(cls)])
+        raise cannot_wrap("colocated_python_class", "a class", cls)
     body: dict[str, Any] = {
         name: _Method(name, member)
         for name, member in inspect.getmembers_static(cls)
@@ -177,13 +177,10 @@ class _Undertaker:
             instance = self._dead.get()
             del instance
 
-    def forget(self) -> None:
-        """Drops what a forked process does not have."""
-        self.__init__()
-
 
 _undertaker = _Undertaker()
-os.register_at_fork(after_in_child=_undertaker.forget)
+# A forked process does not have the thread.
+os.register_at_fork(after_in_child=_undertaker.__init__)
 
 
 def _no_attribute(self: Any, name: str) -> Any:
@@ -202,9 +199,3 @@ def _no_pickle(self: Any) -> Any:
 
 def _no_pickle_of(cls: type) -> TypeError:
     return TypeError(f"cannot pickle {cls.__name__!r} object: what it stands for is on the hosts")
-
-
-def _not_a_class(cls: Any) -> Failure:
-    return Failure(
-        what="cannot wrap this", expected="a class", got=show_value(cls), error=ArgumentError
-    )

@@ -24,10 +24,8 @@ from typing import Any
 import jax
 
 from spmd import _jax
-from spmd.colocated_python._errors import ColocatedPythonError, host, subject
-from spmd.colocated_python._outputs import Outputs, Plan
-from spmd.colocated_python._promises import all_arrived
-from spmd.colocated_python._start import Start, settings
+from spmd.colocated_python._promises import Outputs, Plan, Start, all_arrived, settings
+from spmd.colocated_python._specs import ColocatedPythonError, host, subject
 from spmd.errors import Failure, explain
 
 logger = logging.getLogger(__name__)
@@ -57,6 +55,8 @@ class Lane:
         entered: How many calls there ever were.
         left: How many of them are over.
         spares: Programs for further calls.
+        run: Runs something after the calls before it; it does not raise.
+        start: Runs something in the thread that starts programs; it does not raise.
         worker: The thread that runs host functions.
     """
 
@@ -70,6 +70,7 @@ class Lane:
         self._lanes = lanes
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._starts: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.run, self.start = self._calls.put, self._starts.put
         self._threads = [
             threading.Thread(target=work, name=f"spmd.colocated_python {name}", daemon=True)
             for name, work in (("run", self._run), ("start", self._start))
@@ -77,14 +78,6 @@ class Lane:
         for thread in self._threads:
             thread.start()
         self.worker = self._threads[0]
-
-    def run(self, call: Callable[[], None]) -> None:
-        """Runs something after the calls before it; it does not raise."""
-        self._calls.put(call)
-
-    def start(self, task: Callable[[], None]) -> None:
-        """Runs something in the thread that starts programs; it does not raise."""
-        self._starts.put(task)
 
     def stop(self) -> None:
         """Ends the threads, which have nothing to do."""
@@ -169,12 +162,9 @@ class Lanes:
     # Programs that wait, and room for them
 
     def start(self, lane: Lane, outputs: Outputs) -> Start | None:
-        """Starts the programs of a call.
+        """Starts the programs of a call, once there is room for them beside those of this thread.
 
-        Waits where there will be room for them once other calls of this thread are over.
-
-        Returns:
-            None where there is no room: the call has to be over before its programs start.
+        Returns None where there is none: the call has to be over before its programs start.
         """
         with self._changed:
             if lane.spares:
@@ -273,7 +263,14 @@ class Lanes:
         with self._changed:
             errors, self._errors = self._errors, []
         if errors:
-            raise _told(errors) from errors[0][1]
+            failures = [
+                Failure(
+                    what=f"failed on {host()}: {type(e).__name__}: {e}".rstrip("."),
+                    error=ColocatedPythonError,
+                )
+                for _, e in errors
+            ]
+            raise explain(subject(errors[0][0]), failures) from errors[0][1]
 
     def _exit(self) -> None:
         """Leaves no thread in C++ that asks for an interpreter which is gone: Python aborts."""
@@ -290,17 +287,6 @@ class Lanes:
         """Drops what a forked process does not have."""
         self.__init__()
         _here.__dict__.clear()
-
-
-def _told(errors: list[tuple[str, BaseException]]) -> Exception:
-    failures = [
-        Failure(
-            what=f"failed on {host()}: {type(e).__name__}: {e}".rstrip("."),
-            error=ColocatedPythonError,
-        )
-        for _, e in errors
-    ]
-    return explain(subject(errors[0][0]), failures)
 
 
 def _owner() -> Any:

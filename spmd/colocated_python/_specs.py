@@ -1,16 +1,27 @@
-"""What arrays look like: specs of arguments and results, and what differs from them."""
+"""What arrays look like, and what is wrong with them; how errors are told where the arrays are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import functools
 import inspect
+import platform
+import traceback
 from typing import Any, NamedTuple
 
 import jax
 from jax.tree_util import keystr
 
 from spmd import _jax
-from spmd.errors import DonatedArrayError, Failure, OptionError, ShardingError, show_value
+from spmd.errors import (
+    ArgumentError,
+    DonatedArrayError,
+    Failure,
+    OptionError,
+    SpmdError,
+    explain,
+    show_value,
+)
 
 
 class Leaf(NamedTuple):
@@ -21,9 +32,8 @@ class Leaf(NamedTuple):
     sharding: Any
 
     def __str__(self) -> str:
-        return (
-            f"{_jax.core.short_aval(_jax.core.ShapedArray(self.shape, self.dtype))} {self.sharding}"
-        )
+        aval = _jax.core.ShapedArray(self.shape, self.dtype)
+        return f"{_jax.core.short_aval(aval)} {self.sharding}"
 
     def struct(self) -> jax.ShapeDtypeStruct:
         """The same for users' functions."""
@@ -31,18 +41,16 @@ class Leaf(NamedTuple):
 
     def matches(self, got: Leaf) -> bool:
         """Whether an array like `got` may stand for this."""
-        return (
-            self.shape == got.shape
-            and self.dtype == got.dtype
-            and (self.sharding == got.sharding or self._is_split_like(got))
+        if (self.shape, self.dtype) != (got.shape, got.dtype):
+            return False
+        return self.sharding == got.sharding or (
+            _devices(self) == _devices(got)
+            and self.sharding.is_equivalent_to(got.sharding, len(self.shape))
         )
 
-    def _is_split_like(self, got: Leaf) -> bool:
-        mine, other = (
-            _jax.dispatch.device_list(self.sharding),
-            _jax.dispatch.device_list(got.sharding),
-        )
-        return mine == other and self.sharding.is_equivalent_to(got.sharding, len(self.shape))
+
+def _devices(leaf: Leaf) -> Any:
+    return _jax.dispatch.device_list(leaf.sharding)
 
 
 class Specs(NamedTuple):
@@ -61,21 +69,53 @@ def leaf_of(x: Any) -> Leaf:
     return Leaf(x.shape, x.dtype, x.sharding)
 
 
-def is_array(x: Any) -> bool:
-    """Whether something is an array with values, or that will have some."""
-    return isinstance(x, jax.Array) and not isinstance(x, _jax.core.Tracer)
+# Errors
 
 
-# Names of leaves
+class ColocatedPythonError(SpmdError, RuntimeError):
+    """Colocated functions without results raised; the first error is the cause.
+
+    Raised by :func:`barrier`, once for all errors since the last time.
+    """
+
+    __module__ = "spmd.colocated_python"
 
 
-def _parameters(fun: Callable) -> tuple[str, ...]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    try:
-        parameters = inspect.signature(fun).parameters.values()
-    except (TypeError, ValueError):  # a function written in C may have none
-        return ()
-    return tuple(p.name for p in parameters if p.kind in kinds)
+def subject(name: str) -> str:
+    """How error texts call a function."""
+    return f"colocated_python of `{name}`"
+
+
+@functools.lru_cache(maxsize=1)
+def host() -> str:
+    """This host, as errors name it."""
+    return f"process {jax.process_index()} ({platform.node()})"
+
+
+_jax.core.register_cache(host, "host of colocated functions")
+
+
+def tell(name: str, error: BaseException) -> str:
+    """Returns the text of an error that a function raised, for who has only its arrays."""
+    if isinstance(error, SpmdError) and str(error).startswith(subject(name)):
+        return str(error)
+    what = "".join(traceback.format_exception_only(error)).rstrip()
+    text = f"{subject(name)} failed on {host()}.\n  {what}"
+    frames = traceback.extract_tb(error.__traceback__)
+    if users := [f for f in frames if _jax.core.is_user_file(f.filename)]:
+        text += "\n" + "".join(traceback.format_list(users)).rstrip()
+    return text
+
+
+def cannot_wrap(wrapper: str, expected: str, got: Any) -> SpmdError:
+    """The error of a wrapper that is given something else than a function or a class."""
+    failure = Failure(
+        what="cannot wrap this", expected=expected, got=show_value(got), error=ArgumentError
+    )
+    return explain(wrapper, [failure])
+
+
+# How error texts call leaves
 
 
 def argument_paths(fun: Callable, tree: Any) -> list[str]:
@@ -93,6 +133,15 @@ def argument_paths(fun: Callable, tree: Any) -> list[str]:
     return [show(path) for path in _paths(tree)]
 
 
+def _parameters(fun: Callable) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):  # a function written in C may have none
+        return []
+    return [p.name for p in parameters if p.kind in kinds]
+
+
 def result_paths(tree: Any) -> list[str]:
     """How error texts call the leaves of a result."""
     return [f"result{keystr(path)}" for path in _paths(tree)]
@@ -103,33 +152,42 @@ def _paths(tree: Any) -> list[Any]:
     return [path for path, _ in flat]
 
 
+def show_devices(devices: Any) -> str:
+    """The devices of a list or a set, by their numbers."""
+    kinds = {d.platform for d in devices}
+    if isinstance(devices, frozenset):
+        devices = sorted(devices, key=lambda d: d.id)
+    return f"{', '.join(str(d.id) for d in devices)} ({', '.join(sorted(kinds))})"
+
+
 # Checks: each returns what is wrong
 
 
 def not_arrays(leaves: Sequence[Any], paths: Sequence[str], verb: str) -> list[Failure]:
-    """Arguments or results that are no arrays."""
-    return [_not_an_array(x, f"{verb} {p}") for x, p in zip(leaves, paths, strict=True)
-            if not is_array(x)]  # fmt: skip
-
-
-def _not_an_array(x: Any, what: str) -> Failure:
-    fix = "put it on the devices with jax.device_put(value, sharding)"
-    if isinstance(x, _jax.core.Tracer):
-        fix = "call it outside of jit, grad and vmap, or use spmd.host_callback.call inside"
-    return Failure(
-        what=what, expected="a jax.Array", got=show_value(x), fix=fix, error=ShardingError
-    )
+    """Arguments or results that are no arrays with values, or that will have some."""
+    return [
+        Failure(
+            what=f"{verb} {path}",
+            expected="a jax.Array",
+            got=show_value(x),
+            fix="call it outside of jit, grad and vmap, or use spmd.host_callback.call inside"
+            if isinstance(x, _jax.core.Tracer)
+            else "put it on the devices with jax.device_put(value, sharding)",
+        )
+        for x, path in zip(leaves, paths, strict=True)
+        if not isinstance(x, jax.Array) or isinstance(x, _jax.core.Tracer)
+    ]
 
 
 def gone(leaves: Sequence[Any], paths: Sequence[str]) -> list[Failure]:
     """Arguments whose buffers are not there any more."""
     return [
         Failure(
-            what=f"cannot use {p}: its buffers are gone",
+            what=f"cannot use {path}: its buffers are gone",
             expected="an array that was not donated to an earlier call and not deleted",
             error=DonatedArrayError,
         )
-        for x, p in zip(leaves, paths, strict=True)
+        for x, path in zip(leaves, paths, strict=True)
         if x.is_deleted()
     ]
 
@@ -161,25 +219,14 @@ def elsewhere(
         Failure(
             what=f"{verb} {path}: it is on other devices",
             expected=f"devices {show_devices(devices)}",
-            got=f"devices {show_devices(_jax.dispatch.device_list(leaf.sharding))}",
-            fix=_IN_ANY_ORDER
-            if set(_jax.dispatch.device_list(leaf.sharding)) == set(devices)
+            got=f"devices {show_devices(_devices(leaf))}",
+            fix="say which devices: f.specialize(devices=...) takes them in any order"
+            if {*_devices(leaf)} == {*devices}
             else "",
         )
         for leaf, path in zip(leaves, paths, strict=True)
-        if order(_jax.dispatch.device_list(leaf.sharding)) != devices
+        if order(_devices(leaf)) != devices
     ]
-
-
-_IN_ANY_ORDER = "say which devices: f.specialize(devices=...) takes them in any order"
-
-
-def show_devices(devices: Any) -> str:
-    """The devices of a list or a set, by their numbers."""
-    kinds = {d.platform for d in devices}
-    if isinstance(devices, frozenset):
-        devices = sorted(devices, key=lambda d: d.id)
-    return f"{', '.join(str(d.id) for d in devices)} ({', '.join(sorted(kinds))})"
 
 
 def not_specs(leaves: Sequence[Any], paths: Sequence[str], what: str) -> list[Failure]:

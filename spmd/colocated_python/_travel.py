@@ -26,41 +26,33 @@ _VERSION = 1
 _SUBJECT = "A pickled colocated function"
 
 
-class _Travellers(threading.local):
-    """What this thread is writing or reading; a function may refer to itself."""
-
-    def __init__(self) -> None:
-        self.stack: list[Any] = []
-
-    @contextlib.contextmanager
-    def entered(self, what: Any) -> Iterator[list[Any]]:
-        self.stack.append(what)
-        try:
-            yield self.stack
-        finally:
-            self.stack.pop()
+_here = threading.local()
 
 
-_travellers = _Travellers()
+@contextlib.contextmanager
+def _travelling(what: Any) -> Iterator[list[Any]]:
+    """Gives all that this thread is writing or reading; a function may refer to itself."""
+    stack = _here.__dict__.setdefault("stack", [])
+    stack.append(what)
+    try:
+        yield stack
+    finally:
+        stack.pop()
 
 
 def pack(subject: str, owner: Any, parts: Mapping[str, Any]) -> tuple[int, bytes]:
-    """Writes the parts of something for another process.
+    """Writes the parts of something, by name, for another process; returns version and form.
 
-    Args:
-        subject: How errors call it.
-        owner: The thing itself, which its parts may refer to.
-        parts: What it is made of, by name.
-
-    Returns:
-        The version of this form, and the form.
-
-    Raises:
-        ArgumentError: A part cannot be pickled; the text names it. Or cloudpickle is missing.
+    The parts may refer to their owner. An error names the part that cannot be pickled.
     """
     if cloudpickle is None:
-        raise explain(subject, [_NO_CLOUDPICKLE])
-    with _travellers.entered(owner) as stack:
+        failure = Failure(
+            what="cannot travel to another process: cloudpickle is not installed",
+            fix="pip install cloudpickle",
+            error=ArgumentError,
+        )
+        raise explain(subject, [failure])
+    with _travelling(owner) as stack:
         try:
             return _VERSION, _dumps(dict(parts), stack)
         except ArgumentError:  # of something inside that travels likewise
@@ -70,28 +62,18 @@ def pack(subject: str, owner: Any, parts: Mapping[str, Any]) -> tuple[int, bytes
 
 
 def unpack(owner: Any, version: int, form: bytes) -> dict[str, Any]:
-    """Reads the parts of something that :func:`pack` has written, perhaps in another process.
+    """Reads what :func:`pack` has written, perhaps in another process, for what is its owner here.
 
-    Args:
-        owner: What it is going to be.
-        version: That of the form.
-        form: What was written.
-
-    Raises:
-        ArgumentError: Another version has written it, or a device is missing here.
+    It raises where another version has written it, or a device is missing here.
     """
     check_version(_SUBJECT, version, _VERSION)
-    with _travellers.entered(owner) as stack:
-        return _Reader(form, stack).load()
+    with _travelling(owner) as stack:
 
+        class Reader(pickle.Unpickler):
+            def persistent_load(self, pid: int) -> Any:
+                return stack[pid]
 
-class _Reader(pickle.Unpickler):
-    def __init__(self, form: bytes, stack: list[Any]):
-        super().__init__(io.BytesIO(form))
-        self._stack = stack
-
-    def persistent_load(self, pid: int) -> Any:
-        return self._stack[pid]
+        return Reader(io.BytesIO(form)).load()
 
 
 def _dumps(value: Any, stack: list[Any]) -> bytes:
@@ -150,25 +132,19 @@ def _failure_of(thing: Any, stack: list[Any]) -> Exception | None:
 
 def _inside(thing: Any) -> Iterator[tuple[str, str, Any]]:
     """What something refers to: where that is if it has a name of its own, what is added, it."""
-    if isinstance(thing, types.MethodType):
-        yield "", ".__self__", thing.__self__
-        yield "", ".__func__", thing.__func__
-    elif isinstance(thing, types.FunctionType):
+    if isinstance(thing, types.FunctionType):
         yield from _inside_function(thing)
-    elif isinstance(thing, functools.partial):
-        yield "", ".func", thing.func
-        yield "", ".args", thing.args
-        yield "", ".keywords", thing.keywords
+    elif isinstance(thing, types.MethodType | functools.partial):
+        is_method = isinstance(thing, types.MethodType)
+        for name in ("__self__", "__func__") if is_method else ("func", "args", "keywords"):
+            yield "", f".{name}", getattr(thing, name)
     elif isinstance(thing, Mapping):
         yield from (("", f"[{key!r}]", value) for key, value in thing.items())
     elif isinstance(thing, list | tuple | set | frozenset):
         yield from (("", f"[{i}]", value) for i, value in enumerate(thing))
     else:
-        yield from (("", f".{name}", value) for name, value in _attributes(thing))
-
-
-def _attributes(thing: Any) -> list[tuple[str, Any]]:
-    return [*getattr(thing, "__dict__", {}).items()]
+        attributes = [*getattr(thing, "__dict__", {}).items()]
+        yield from (("", f".{name}", value) for name, value in attributes)
 
 
 def _inside_function(fun: types.FunctionType) -> Iterator[tuple[str, str, Any]]:
@@ -188,12 +164,3 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names_in(constant)
-
-
-# What can be wrong
-
-_NO_CLOUDPICKLE = Failure(
-    what="cannot travel to another process: cloudpickle is not installed",
-    fix="pip install cloudpickle",
-    error=ArgumentError,
-)

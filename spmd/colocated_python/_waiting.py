@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 import contextlib
+from dataclasses import dataclass
 import logging
 from pathlib import Path
 import threading
 
 from spmd import _jax
-from spmd.colocated_python._errors import subject
-from spmd.colocated_python._start import Latch
+from spmd.colocated_python._promises import Latch
+from spmd.colocated_python._specs import subject
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ _TASKS = Path("/proc/self/task")
 _here = threading.local()
 
 
+@dataclass(eq=False)
 class Habit:
     """What has been seen of a host function, whatever it was called with.
 
@@ -43,9 +45,8 @@ class Habit:
         is_known: Whether it has run to its end.
     """
 
-    def __init__(self) -> None:
-        self.meets = False
-        self.is_known = False
+    meets: bool = False
+    is_known: bool = False
 
 
 class Visit:
@@ -69,9 +70,7 @@ class Visit:
     def wait(self, thread: threading.Thread, *, is_spread: bool) -> None:
         """Waits, in the caller, until programs that need the result may be started.
 
-        Args:
-            thread: The one in which the function runs.
-            is_spread: Whether it is called with arrays on several devices.
+        The function runs in that thread, and `is_spread` where its arrays are on several devices.
         """
         habit = self._habit
         is_unknown = is_spread and not habit.is_known

@@ -1,12 +1,17 @@
-"""The functions that users call: taps, prints, calls and the barrier."""
+"""What users call: taps, prints, calls and the barrier; for tests, a record of all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+import contextlib
+from dataclasses import dataclass
+import functools
 import inspect
+import sys
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 import jax.tree_util as jtu
 import numpy as np
@@ -14,11 +19,11 @@ import numpy as np
 from spmd import _jax
 from spmd._mesh import auto_mesh, current_mesh
 from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, explain, show_value
-from spmd.host_callback._batching import METHODS
-from spmd.host_callback._primitive import host_call_p, host_tap_p
-from spmd.host_callback._printing import Printer
+from spmd.host_callback._pools import fork_safe_lock
+from spmd.host_callback._primitive import METHODS, host_call_p, host_tap_p
 from spmd.host_callback._receiver import CallbackException, receiver
-from spmd.host_callback._records import ByIdentity, HostCall
+from spmd.host_callback._records import ByIdentity, HostCall, Shard, described
+from spmd.host_callback._running import observers
 
 
 def id_tap(
@@ -59,8 +64,18 @@ def id_tap(
         ValueError: `device_index` is out of range.
     """
     if kwargs:
-        raise explain("id_tap", [_more_keywords(kwargs, tap_func)])
-    out = _tap("id_tap", tap_func, arg, tap_with_device, device_index, per_shard)
+        known = ("result", "tap_with_device", "device_index", "per_shard")
+        hint = "".join(did_you_mean(n, known) for n in kwargs)
+        func = _jax.core.fun_name(tap_func) if callable(tap_func) else "tap_func"
+        bound = ", ".join(f"{k}=..." for k in kwargs)
+        failure = Failure(
+            what=f"does not take the keyword{'s' * (len(kwargs) != 1)} {', '.join(kwargs)}{hint}",
+            expected=", ".join(known),
+            fix=f"bind them: id_tap(functools.partial({func}, {bound}), arg)",
+            error=ArgumentError,
+        )
+        raise explain("id_tap", [failure])
+    out = tap("id_tap", tap_func, arg, tap_with_device, device_index, per_shard)
     return out if result is None else result
 
 
@@ -97,10 +112,16 @@ def id_print(
         ValueError: `device_index` is out of range.
     """
     if output_stream is not None and not callable(getattr(output_stream, "write", None)):
-        raise explain("id_print", [_no_stream(output_stream)])
+        failure = Failure(
+            what="cannot print to output_stream",
+            expected="an object with a method write, such as an open file",
+            got=show_value(output_stream),
+            error=ArgumentError,
+        )
+        raise explain("id_print", [failure])
     texts = tuple((name, str(value)) for name, value in sorted(labels.items()))
     printer = Printer(texts, ByIdentity(output_stream), threshold)
-    out = _tap("id_print", printer, arg, tap_with_device, device_index, per_shard)
+    out = tap("id_print", printer, arg, tap_with_device, device_index, per_shard)
     return out if result is None else result
 
 
@@ -142,16 +163,22 @@ def call(
             `result_shape` is no array; of `result_shape` it is a ValueError, too.
         ValueError: `device_index` is out of range, or `vmap_method` is unknown.
     """
-    keywords = _keywords(call_with_device, per_shard)
-    failures = _function_failures(callback_func, ("arg",), keywords)
-    failures += _index_failures(device_index)
+    failures = _failures(callback_func, ("arg",), call_with_device, device_index, per_shard)
     if vmap_method not in (None, *METHODS):
-        failures.append(_unknown_method(vmap_method))
+        failure = Failure(
+            what=f"does not know this way to batch{did_you_mean(vmap_method, METHODS)}",
+            given=f"vmap_method={vmap_method!r}",
+            expected=", ".join(map(repr, METHODS)) + " or None",
+            error=OptionError,
+        )
+        failures.append(failure)
     leaves, in_tree, more = _leaves(arg)
     results, out_tree, wrong = _result_avals(result_shape)
     if failures := failures + more + wrong:
         raise explain("call", failures)
-    mesh = _mesh(leaves)
+    mesh, stack = _mesh(leaves), None
+    if per_shard and not _jax.mesh.manual_axes():  # inside of `shard_map` each has its own
+        stack = 1 if mesh is None else mesh.size
     record = HostCall(
         func=callback_func,
         in_tree=in_tree,
@@ -161,12 +188,12 @@ def call(
         per_shard=bool(per_shard),
         out_tree=out_tree,
         results=results,
-        stack=_stack(mesh) if per_shard else None,
-        axes=_axes(),
+        stack=stack,
+        axes=mesh_axes(),
         vmap_method=vmap_method,
     )
     outs = host_call_p.bind(*leaves, call=record)
-    if record.stack is not None and mesh is not None and mesh.size > 1:
+    if stack is not None and mesh is not None and mesh.size > 1:
         # The partitioner does not see that each device has its own, and would gather them.
         outs = _split_by_device(outs, mesh)
     return jtu.tree_unflatten(out_tree, outs)
@@ -208,11 +235,85 @@ def stop_outfeed_receiver() -> None:
     receiver.stop()
 
 
-def _tap(
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Recorded:
+    """One call of a host function.
+
+    Attributes:
+        name: The name of the function; of a metric or a progress bar its own.
+        kind: The function that it was handed to: ``"id_tap"``, ``"id_print"``, ``"call"``,
+            ``"metrics_tap"`` or ``"progress"``.
+        value: The argument in its tree, with NumPy arrays that nobody else writes to.
+        transforms: As a tap is told them; empty for a call.
+        device: The device that it came from.
+        shard: Under `per_shard` where the values are from, else None.
+    """
+
+    __module__ = "spmd.host_callback"
+
+    name: str
+    kind: str
+    value: Any
+    transforms: tuple[Any, ...]
+    device: Any
+    shard: Shard | None
+
+
+@contextlib.contextmanager
+def record(run: bool = True) -> Iterator[list[Recorded]]:
+    """Collects the calls of host functions, for tests.
+
+    As a context manager::
+
+        with record() as taps:
+            step(state)
+        assert [t.name for t in taps] == ["log_loss"]
+
+    It waits at both ends: what was started before is not collected, and what is started inside is
+    there afterwards. The calls of one device are in order.
+
+    Args:
+        run: Whether functions of taps and prints run, too. Those of `call` always do: the program
+            needs their results.
+
+    Yields:
+        A list, which grows.
+
+    Raises:
+        CallbackException: At the end, if host functions raised; not where the body raises itself.
+    """
+    found: list[Recorded] = []
+
+    def observe(call: HostCall, values: Sequence[np.ndarray], device: Any, shard: Any) -> bool:
+        copies = [np.array(v) for v in values]  # the function may write into what it gets
+        for copy in copies:
+            copy.flags.writeable = False
+        said = Recorded(
+            name=call.name,
+            kind=call.kind,
+            value=jtu.tree_unflatten(call.in_tree, copies),
+            transforms=described(call.transforms),
+            device=device,
+            shard=shard,
+        )
+        found.append(said)
+        return run
+
+    receiver.wait("record")
+    observers.append(observe)
+    try:
+        yield found
+        barrier_wait("record")
+    finally:
+        receiver.wait("record")
+        observers.remove(observe)
+
+
+def tap(
     kind: str, func: Any, arg: Any, with_device: bool, device_index: int, per_shard: bool
 ) -> Any:
-    failures = _function_failures(func, ("arg", "transforms"), _keywords(with_device, per_shard))
-    failures += _index_failures(device_index)
+    """Binds a tap, which errors call by its kind; returns `arg`."""
+    failures = _failures(func, ("arg", "transforms"), with_device, device_index, per_shard)
     leaves, in_tree, more = _leaves(arg)
     if failures := failures + more:
         raise explain(kind, failures)
@@ -223,15 +324,20 @@ def _tap(
         with_device=bool(with_device),
         device_index=int(device_index),
         per_shard=bool(per_shard),
-        axes=_axes(),
+        axes=mesh_axes(),
     )
     return jtu.tree_unflatten(in_tree, host_tap_p.bind(*leaves, call=record))
 
 
-def _axes() -> tuple[tuple[str, int], ...]:
+def mesh_axes() -> tuple[tuple[str, int], ...]:
     """The axes of the active mesh, for the coordinates of shards."""
     mesh = current_mesh()
     return () if mesh is None else tuple(mesh.shape.items())
+
+
+def is_first_device(axes: Iterable[str]) -> Any:
+    """Whether a device of a `shard_map` is the first along all of its axes."""
+    return functools.reduce(jnp.logical_and, (jax.lax.axis_index(a) == 0 for a in axes))
 
 
 def _mesh(leaves: Sequence[Any]) -> Any:
@@ -250,25 +356,45 @@ def _split_by_device(values: Sequence[Any], mesh: Any) -> Any:
     return jax.lax.with_sharding_constraint(values, NamedSharding(auto_mesh(mesh), rows))
 
 
-def _stack(mesh: Any) -> int | None:
-    """How many devices stack their results; None inside of `shard_map`."""
-    if _jax.mesh.manual_axes():
-        return None
-    return 1 if mesh is None else mesh.size
-
-
 def _leaves(arg: Any) -> tuple[list[Any], Any, list[Failure]]:
     paths, tree = jtu.tree_flatten_with_path(arg)
-    failures = []
-    for path, leaf in paths:
-        name = "arg" + jtu.keystr(path)
-        try:
-            _jax.core.abstractify(leaf)
-        except OverflowError:
-            failures.append(_too_large(name, leaf))
-        except (TypeError, ValueError):
-            failures.append(_no_array(name, leaf))
-    return [leaf for _, leaf in paths], tree, failures
+    failures = [_leaf_failure("arg" + jtu.keystr(path), leaf) for path, leaf in paths]
+    return [leaf for _, leaf in paths], tree, [f for f in failures if f]
+
+
+def _leaf_failure(name: str, leaf: Any) -> Failure | None:
+    try:
+        _jax.core.abstractify(leaf)
+    except OverflowError:
+        return Failure(
+            what=f"cannot send {name}: it is too large a number",
+            expected="integers of 32 bits, or of 64 with jax_enable_x64",
+            got=f"{leaf!r}"[:100],
+            fix="send it as a float, or enable x64",
+            error=ArgumentError,
+        )
+    except (TypeError, ValueError):
+        return Failure(
+            what=f"cannot send {name}: it is no array",
+            expected="arrays and numbers",
+            got=show_value(leaf),
+            fix="give text as a label, id_print(x, what='loss'), or bind it by functools.partial"
+            if isinstance(leaf, str)
+            else "",
+            error=ArgumentError,
+        )
+    return None
+
+
+def not_scalar(leaf: Any, *kinds: Any) -> str:
+    """What a leaf is that is no scalar of these kinds; empty if it is one."""
+    try:
+        aval = _jax.core.abstractify(leaf)
+    except (TypeError, ValueError, OverflowError):
+        return show_value(leaf)
+    if not aval.shape and any(jnp.issubdtype(aval.dtype, kind) for kind in kinds):
+        return ""
+    return _jax.core.short_aval(aval)
 
 
 def _result_avals(result_shape: Any) -> tuple[tuple[Any, ...], Any, list[Failure]]:
@@ -280,8 +406,72 @@ def _result_avals(result_shape: Any) -> tuple[tuple[Any, ...], Any, list[Failure
             dtype = np.dtype(_jax.core.canonical_dtype(aval.dtype))
             results.append((tuple(aval.shape), dtype))
         except (TypeError, ValueError, OverflowError, AttributeError):
-            failures.append(_no_result("result_shape" + jtu.keystr(path), leaf))
+            failures.append(
+                Failure(
+                    what=f"cannot read a shape from result_shape{jtu.keystr(path)}",
+                    expected="numbers, arrays, jax.ShapeDtypeStruct, or anything with shape and "
+                    "dtype",
+                    got=show_value(leaf),
+                    error=ResultShapeError,
+                )
+            )
     return tuple(results), tree, failures
+
+
+# The printed form of `id_print`
+
+_lock = fork_safe_lock()
+_WIDTH = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Printer:
+    """A tap that prints as :func:`id_print` says; equal ones share a compiled program."""
+
+    labels: tuple[tuple[str, str], ...]
+    output: ByIdentity  # of None: the standard output, as it is then
+    threshold: int | None
+
+    __name__ = "id_print"
+
+    def __call__(self, arg: Any, transforms: Any, *, device: Any = None, shard: Any = None) -> None:
+        """Prints the labels, sorted, and then the value."""
+        shown: dict[str, Any] = dict(self.labels)
+        if transforms:
+            shown["transforms"] = [(n, params) if params else n for n, params in transforms]
+        if device is not None:
+            shown["device"] = device
+        if shard is not None:
+            shown |= {"coordinates": shard.coordinates, "index": shard.index}
+            if isinstance(shard.index, tuple) and all(isinstance(s, slice) for s in shard.index):
+                shown["index"] = f"[{','.join(f'{s.start}:{s.stop}' for s in shard.index)}]"
+        text = self.text(arg) + "\n"
+        if shown:
+            text = " ".join(f"{k}: {v}" for k, v in sorted(shown.items())) + "\n" + text
+        with _lock:
+            stream = sys.stdout if self.output.target is None else self.output.target
+            stream.write(text)
+
+    def text(self, arg: Any, column: int = 0) -> str:
+        """Returns the value, nested as it is; what is wider than a line is broken."""
+        if isinstance(arg, tuple):
+            return self._nested("(", [("", e) for e in arg], ")", column)
+        if isinstance(arg, list):
+            return self._nested("[", [("", e) for e in arg], "]", column)
+        if isinstance(arg, dict):
+            pairs = sorted(arg.items(), key=lambda pair: str(pair[0]))
+            return self._nested("{", [(f"{k}=", v) for k, v in pairs], "}", column)
+        if isinstance(arg, np.ndarray):
+            return np.array2string(arg, threshold=self.threshold)
+        return str(arg)
+
+    def _nested(self, start: str, parts: list[tuple[str, Any]], end: str, column: int) -> str:
+        line = " ".join([start, *(name + self.text(value) for name, value in parts), end])
+        if column + len(line) <= _WIDTH:
+            return line
+        inner = column + 2
+        texts = [name + self.text(value, inner + len(name)) for name, value in parts]
+        return f"{start} " + ("\n" + " " * inner).join(texts) + f" {end}"
 
 
 # Failures
@@ -293,122 +483,57 @@ class ResultShapeError(ArgumentError, ValueError):
     __module__ = "spmd.host_callback"
 
 
-def _more_keywords(kwargs: dict[str, Any], func: Any) -> Failure:
-    names = ", ".join(kwargs)
-    known = ("result", "tap_with_device", "device_index", "per_shard")
-    hint = "".join(did_you_mean(n, known) for n in kwargs)
-    name = _jax.core.fun_name(func) if callable(func) else "tap_func"
-    bound = ", ".join(f"{k}=..." for k in kwargs)
-    return Failure(
-        what=f"does not take the keyword{'s' * (len(kwargs) != 1)} {names}{hint}",
-        expected=", ".join(known),
-        fix=f"bind them: id_tap(functools.partial({name}, {bound}), arg)",
-        error=ArgumentError,
-    )
+def _failures(
+    func: Any, names: Sequence[str], with_device: bool, device_index: Any, per_shard: bool
+) -> list[Failure]:
+    """What is wrong with a host function that is called with these arguments, and with a device."""
+    keywords = ["device"] * bool(with_device) + ["shard"] * bool(per_shard)
+    failures = [*_function_failures(func, names, keywords)]
+    if not isinstance(device_index, (int, np.integer)) or device_index < 0:
+        failures.append(
+            Failure(
+                what="has no such device",
+                given=f"device_index={device_index!r}",
+                expected="the number of a device of the mesh, from 0",
+                error=OptionError,
+            )
+        )
+    return failures
 
 
-def _keywords(with_device: bool, per_shard: bool) -> list[str]:
-    """What a host function is passed by name."""
-    return ["device"] * bool(with_device) + ["shard"] * bool(per_shard)
-
-
-def _function_failures(func: Any, names: Sequence[str], keywords: Sequence[str]) -> list[Failure]:
-    """What is wrong with a host function that will be called with these arguments."""
+def _function_failures(
+    func: Any, names: Sequence[str], keywords: Sequence[str]
+) -> Iterator[Failure]:
     if not callable(func):
-        got = show_value(func)
-        expected = "a function of the host"
-        return [
-            Failure(what="has nothing to call", expected=expected, got=got, error=ArgumentError)
-        ]
+        yield Failure(
+            what="has nothing to call",
+            expected="a function of the host",
+            got=show_value(func),
+            error=ArgumentError,
+        )
+        return
     try:
         hash(func)
     except TypeError:
-        return [
-            Failure(
-                what=f"cannot tell calls of `{_jax.core.fun_name(func)}` apart: it has no hash",
-                got=show_value(func),
-                fix="pass a function, a method, or an object with __hash__",
-                error=ArgumentError,
-            )
-        ]
+        yield Failure(
+            what=f"cannot tell calls of `{_jax.core.fun_name(func)}` apart: it has no hash",
+            got=show_value(func),
+            fix="pass a function, a method, or an object with __hash__",
+            error=ArgumentError,
+        )
+        return
     try:
         signature = inspect.signature(func)
     except Exception:  # some functions in C do not say what they take, and some objects raise
-        return []
+        return
     try:
         signature.bind(*names, **dict.fromkeys(keywords))
     except TypeError as error:
         taken = ", ".join([*names, *(f"{k}=..." for k in keywords)])
         name = _jax.core.fun_name(func)
-        return [
-            Failure(
-                what=f"cannot call `{name}` with {taken}: {error}",
-                expected=f"a function that is called as {name}({taken})",
-                got=f"{name}{signature}"[:200],
-                error=ArgumentError,
-            )
-        ]
-    return []
-
-
-def _index_failures(device_index: Any) -> list[Failure]:
-    if isinstance(device_index, (int, np.integer)) and device_index >= 0:
-        return []
-    return [
-        Failure(
-            what="has no such device",
-            given=f"device_index={device_index!r}",
-            expected="the number of a device of the mesh, from 0",
-            error=OptionError,
+        yield Failure(
+            what=f"cannot call `{name}` with {taken}: {error}",
+            expected=f"a function that is called as {name}({taken})",
+            got=f"{name}{signature}"[:200],
+            error=ArgumentError,
         )
-    ]
-
-
-def _unknown_method(method: Any) -> Failure:
-    return Failure(
-        what=f"does not know this way to batch{did_you_mean(method, METHODS)}",
-        given=f"vmap_method={method!r}",
-        expected=", ".join(map(repr, METHODS)) + " or None",
-        error=OptionError,
-    )
-
-
-_NO_TEXT = "give text as a label, id_print(x, what='loss'), or bind it by functools.partial"
-
-
-def _no_array(name: str, leaf: Any) -> Failure:
-    return Failure(
-        what=f"cannot send {name}: it is no array",
-        expected="arrays and numbers",
-        got=show_value(leaf),
-        fix=_NO_TEXT if isinstance(leaf, str) else "",
-        error=ArgumentError,
-    )
-
-
-def _too_large(name: str, leaf: Any) -> Failure:
-    return Failure(
-        what=f"cannot send {name}: it is too large a number",
-        expected="integers of 32 bits, or of 64 with jax_enable_x64",
-        got=f"{leaf!r}"[:100],
-        fix="send it as a float, or enable x64",
-        error=ArgumentError,
-    )
-
-
-def _no_result(name: str, leaf: Any) -> Failure:
-    return Failure(
-        what=f"cannot read a shape from {name}",
-        expected="numbers, arrays, jax.ShapeDtypeStruct, or anything with shape and dtype",
-        got=show_value(leaf),
-        error=ResultShapeError,
-    )
-
-
-def _no_stream(stream: Any) -> Failure:
-    return Failure(
-        what="cannot print to output_stream",
-        expected="an object with a method write, such as an open file",
-        got=show_value(stream),
-        error=ArgumentError,
-    )

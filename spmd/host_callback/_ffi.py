@@ -1,14 +1,15 @@
 """XLA's foreign function interface from pure Python: call frames, buffers, futures and errors.
 
 The layouts are those of ``xla/ffi/api/c_api.h`` below ``jax.ffi.include_dir()``, version 0.3, which
-later runtimes accept; `tests/host_callback/test_ffi.py` reads the header and compares. A struct of
-that interface is read here as an array of 8-byte words: the index of a field is its place.
+later runtimes accept; `tests/host_callback/test_host_ffi.py` reads the header and compares. Structs
+of that interface are read here as arrays of 8-byte words: the index of a field is its place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import ctypes
+from dataclasses import dataclass
 import functools
 import gc
 import math
@@ -18,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.host_callback._memory import LARGE, empty, prefer_huge_pages
-from spmd.host_callback._threads import fork_safe_lock
+from spmd.host_callback._pools import LARGE, empty, fork_safe_lock, prefer_huge_pages
 
 _VERSION = (0, 3)
 _word = ctypes.c_uint64
@@ -108,12 +108,7 @@ _bytes = functools.lru_cache(maxsize=1024)(lambda size: ctypes.c_char * size)
 
 
 class Frame:
-    """One execution of one custom call on one device.
-
-    Attributes:
-        words: The call frame.
-        api: The functions of the runtime.
-    """
+    """One execution of one custom call on one device: its words, and the functions of XLA."""
 
     __slots__ = ("_address", "api", "words")
 
@@ -167,19 +162,13 @@ class Frame:
 
 
 class Buffer:
-    """Memory of the device: an operand or the place of a result.
-
-    Attributes:
-        address: Where it begins.
-        shape: Its dimensions.
-    """
+    """Memory of the device: an operand or the place of a result."""
 
     __slots__ = ("address", "shape")
 
     def __init__(self, address: int):
         fields = _read_buffer(address)
-        self.address = fields[_DATA]
-        rank = fields[4]
+        self.address, rank = fields[_DATA], fields[4]
         self.shape = tuple((ctypes.c_int64 * rank).from_address(fields[5])) if rank else ()
 
     def size(self, dtype: np.dtype) -> int:
@@ -193,15 +182,14 @@ class Buffer:
             values = empty(self.shape, dtype)
             ctypes.memmove(values.ctypes.data, self.address, size)  # 6 % quicker than NumPy's copy
             return values
-        return np.array(self._view(size, dtype)) if size else np.empty(self.shape, dtype)
+        if not size:
+            return np.empty(self.shape, dtype)
+        memory: Any = _bytes(size).from_address(self.address)
+        return np.array(np.ndarray(self.shape, dtype, memory))
 
     def write(self, value: np.ndarray) -> None:
         """Writes an array of this shape."""
         write(self.address, value.reshape(self.shape))
-
-    def _view(self, size: int, dtype: np.dtype) -> np.ndarray:
-        memory: Any = _bytes(size).from_address(self.address)
-        return np.ndarray(self.shape, dtype, memory)
 
 
 def write(address: int, value: np.ndarray) -> None:
@@ -217,14 +205,12 @@ def _buffers(address: int, count: int, first: int) -> list[Buffer]:
     return [Buffer(a) for a in _cached_reader(count)(address)[first:]]
 
 
+@dataclass(slots=True, eq=False)
 class Future:
     """What a suspended program waits for; it may be completed from any thread, once."""
 
-    __slots__ = ("_api", "_future")
-
-    def __init__(self, api: Api, future: int):
-        self._api = api
-        self._future = future
+    _api: Api
+    _future: int
 
     def set_available(self) -> None:
         """Lets the program go on."""
@@ -244,17 +230,6 @@ def _metadata(words: Any) -> bool:
     (ctypes.c_int32 * 2).from_address(version)[:] = _VERSION
     _words(version + 8, 2)[:] = (0, _state_type[0])
     return True
-
-
-_ensure_thread = ctypes.PYFUNCTYPE(ctypes.c_int)(("PyGILState_Ensure", ctypes.pythonapi))
-_known = threading.local()
-
-
-def _keep_thread() -> None:
-    """Keeps Python's state of a thread of XLA: to make it anew for each call takes 10 µs."""
-    if not hasattr(_known, "here"):
-        _known.here = True
-        _ensure_thread()
 
 
 def compile_handler(stage: Callable[[Frame], str | None]) -> Any:
@@ -289,7 +264,10 @@ def execute_handler(stage: Callable[[Frame], str | None]) -> Any:
             return
         frame = Frame(address, words)
         try:
-            _keep_thread()
+            if not hasattr(_known, "here"):
+                # Keeps Python's state of a thread of XLA: to make it for each call takes 10 µs.
+                _known.here = True
+                _ensure_thread()
             if (message := stage(frame)) is not None:
                 frame.suspend().set_error(message)
         except BaseException as error:
@@ -300,6 +278,8 @@ def execute_handler(stage: Callable[[Frame], str | None]) -> Any:
     return _Function(inner)
 
 
+_ensure_thread = ctypes.PYFUNCTYPE(ctypes.c_int)(("PyGILState_Ensure", ctypes.pythonapi))
+_known = threading.local()
 _QuickProcedure = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
 _kept: list[Any] = []
 
@@ -346,15 +326,15 @@ def _collected(phase: str, info: dict[str, int]) -> None:
 
 def hold(frame: Frame, value: Any) -> None:
     """Keeps a value alive as long as the executable that is being made."""
+    type_id = addressof(_state_type)
     if not _state_type[0]:
         name, size = addressof(_type_name), len(_type_name.value)
-        addresses = addressof(_state_type), addressof(_type_info)
-        frame.api(TYPE_REGISTER, name, size, *addresses)
+        frame.api(TYPE_REGISTER, name, size, type_id, addressof(_type_info))
         gc.callbacks.append(_collected)
     lock = _new_lock()
     _take_lock(lock, 1)
     _states[lock] = value
-    frame.api(STATE_SET, frame.words[_CTX], 0, addressof(_state_type), lock)
+    frame.api(STATE_SET, frame.words[_CTX], 0, type_id, lock)
 
 
 # Registration

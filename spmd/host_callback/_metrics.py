@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-import functools
 import json
 import math
 import os
@@ -19,9 +18,9 @@ import numpy as np
 
 from spmd import _jax
 from spmd.errors import ArgumentError, Failure, OptionError, explain, show_value
-from spmd.host_callback._api import _tap
+from spmd.host_callback._api import is_first_device, not_scalar, tap
+from spmd.host_callback._pools import fork_safe_lock
 from spmd.host_callback._records import ByIdentity
-from spmd.host_callback._threads import fork_safe_lock
 
 #: The key of the step in a line of JSON.
 _STEP = "step"
@@ -60,7 +59,12 @@ def metrics_tap(name: str, tree: Any, *, sink: Any, step: Any = None, device_ind
     tags, leaves, failures = _flatten(name, tree)
     write, wrong = _writer(sink)
     taken = [_STEP] if write is _append_line or write is _write_line else []
-    failures += wrong + _same_failures([*taken, *tags]) + _step_failures(step)
+    failures += wrong + _same_failures([*taken, *tags])
+    if step is not None and (got := not_scalar(step, np.integer)):
+        expected = "an integer scalar, or None"
+        failures.append(
+            Failure(what="cannot tell the step", expected=expected, got=got, error=ArgumentError)
+        )
     if failures:
         raise explain(f"metrics_tap of `{name}`", failures)
     if not tags:
@@ -69,20 +73,18 @@ def metrics_tap(name: str, tree: Any, *, sink: Any, step: Any = None, device_ind
         sink = os.path.abspath(os.fspath(sink))
     elif write is not _call:
         sink = ByIdentity(sink)
-    tap = _MetricsTap(str(name), tuple(tags), write, sink)
-    send = functools.partial(_tap, "metrics_tap", tap, with_device=False, per_shard=False)
-    arg = (dict(zip(tags, leaves, strict=True)), step)
+    func = _MetricsTap(str(name), tuple(tags), write, sink)
     axes = _jax.mesh.manual_axes()
+
+    def send(arg: Any) -> None:
+        tap("metrics_tap", func, arg, False, 0 if axes else device_index, False)
+
+    arg = (dict(zip(tags, leaves, strict=True)), step)
     if axes:
-        first = functools.reduce(jnp.logical_and, (jax.lax.axis_index(a) == 0 for a in axes))
-        jax.lax.cond(first, lambda arg: _none(send(arg, device_index=0)), _none, arg)
+        jax.lax.cond(is_first_device(axes), send, lambda arg: None, arg)
     else:
-        send(arg, device_index=device_index)
+        send(arg)
     return tree
-
-
-def _none(_: Any) -> None:
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,63 +168,56 @@ def _writer(sink: Any) -> tuple[Any, list[Failure]]:
     if callable(getattr(sink, "add_scalar", None)):
         return _add_scalars, []
     if isinstance(sink, (str, os.PathLike)):
-        folder = Path(sink).absolute().parent
-        return _append_line, [] if folder.is_dir() else [_no_folder(sink)]
+        no_folder = Failure(
+            what="cannot write to sink: there is no such folder",
+            given=f"sink={os.fspath(sink)!r}",
+            error=OptionError,
+        )
+        return _append_line, [no_folder] * (not Path(sink).absolute().parent.is_dir())
     if callable(getattr(sink, "write", None)):
         return _write_line, []
+    return _call, [*_function_failures(sink)]
+
+
+def _function_failures(sink: Any) -> Iterator[Failure]:
+    if not callable(sink):
+        yield Failure(
+            what="cannot write to sink",
+            expected="a path, an open file, an object with add_scalar, or a function",
+            got=show_value(sink),
+            error=ArgumentError,
+        )
+        return
     try:
         hash(sink)
     except TypeError:
-        return _call, [_no_hash(sink) if callable(sink) else _no_sink(sink)]
-    return _call, [] if callable(sink) else [_no_sink(sink)]
+        yield Failure(
+            what="cannot tell this sink from others: it has no hash",
+            got=show_value(sink),
+            fix="pass a function, or an object with __hash__",
+            error=ArgumentError,
+        )
 
 
-# Names and failures
+# Names
 
 
 def _flatten(name: str, tree: Any) -> tuple[list[str], list[Any], list[Failure]]:
     tags, leaves, failures = [], [], []
     for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
-        tag = "/".join([str(name), *(_key(k) for k in path)])
-        if got := _not_real_scalar(leaf):
-            failures.append(_no_scalar(tag, got))
+        tag = "/".join([str(name), *(jtu.keystr((key,), simple=True) for key in path)])
+        if got := not_scalar(leaf, np.floating, np.integer, np.bool_):
+            failure = Failure(
+                what=f"cannot write {tag}",
+                expected="a real scalar",
+                got=got,
+                fix="reduce it, as with jnp.mean, or send it with id_tap",
+                error=ArgumentError,
+            )
+            failures.append(failure)
         tags.append(tag)
         leaves.append(leaf)
     return tags, leaves, failures
-
-
-def _key(key: Any) -> str:
-    return jtu.keystr((key,), simple=True)
-
-
-def _not_real_scalar(
-    leaf: Any, kinds: tuple[Any, ...] = (np.floating, np.integer, np.bool_)
-) -> str:
-    """What a leaf is that is no scalar of these kinds; empty if it is one."""
-    try:
-        aval = _jax.core.abstractify(leaf)
-    except (TypeError, ValueError, OverflowError):
-        return show_value(leaf)
-    if not aval.shape and any(jnp.issubdtype(aval.dtype, kind) for kind in kinds):
-        return ""
-    return _jax.core.short_aval(aval)
-
-
-def _no_scalar(tag: str, got: str) -> Failure:
-    return Failure(
-        what=f"cannot write {tag}",
-        expected="a real scalar",
-        got=got,
-        fix="reduce it, as with jnp.mean, or send it with id_tap",
-        error=ArgumentError,
-    )
-
-
-def _step_failures(step: Any) -> list[Failure]:
-    got = "" if step is None else _not_real_scalar(step, (np.integer,))
-    expected = "an integer scalar, or None"
-    what = "cannot tell the step"
-    return [Failure(what=what, expected=expected, got=got, error=ArgumentError)] * bool(got)
 
 
 def _same_failures(tags: list[str]) -> list[Failure]:
@@ -231,29 +226,3 @@ def _same_failures(tags: list[str]) -> list[Failure]:
         for tag, count in Counter(tags).items()
         if count > 1
     ]
-
-
-def _no_folder(sink: Any) -> Failure:
-    return Failure(
-        what="cannot write to sink: there is no such folder",
-        given=f"sink={os.fspath(sink)!r}",
-        error=OptionError,
-    )
-
-
-def _no_hash(sink: Any) -> Failure:
-    return Failure(
-        what="cannot tell this sink from others: it has no hash",
-        got=show_value(sink),
-        fix="pass a function, or an object with __hash__",
-        error=ArgumentError,
-    )
-
-
-def _no_sink(sink: Any) -> Failure:
-    return Failure(
-        what="cannot write to sink",
-        expected="a path, an open file, an object with add_scalar, or a function",
-        got=show_value(sink),
-        error=ArgumentError,
-    )

@@ -7,16 +7,21 @@ its host function. Both carry one parameter, the record `call`, and one ordered 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from spmd import _jax
 from spmd.errors import ArgumentError, Failure, explain
-from spmd.host_callback import _batching, _lowering, _running
-from spmd.host_callback._options import options
+from spmd.host_callback import _lowering, _running
+from spmd.host_callback._receiver import options
 from spmd.host_callback._records import HostCall
+
+#: The ways in which `vmap` treats a call.
+METHODS = ("sequential", "expand_dims", "broadcast_all")
 
 # Parameters
 #
@@ -76,8 +81,7 @@ def _tap_abstract_eval(*avals: Any, call: HostCall) -> tuple[Any, set[Any]]:
 
 def _call_abstract_eval(*avals: Any, call: HostCall) -> tuple[Any, set[Any]]:
     del avals
-    stack = () if call.stack is None else (call.stack,)
-    outs = [_jax.core.varying_aval((*stack, *shape), dtype) for shape, dtype in call.results]
+    outs = [_jax.core.varying_aval(shape, dtype) for shape, dtype in call.outputs]
     return outs, {_jax.host.HOST_EFFECT}
 
 
@@ -107,8 +111,42 @@ def _call_batch(args: Sequence[Any], dims: Sequence[Any], *, call: HostCall) -> 
     if call.vmap_method is None:
         raise explain("call", [_no_rule(call, "vmap", _VMAP)])
     if call.stack is not None and call.vmap_method != "sequential":
-        raise explain("call", [_batch_of_shards(call)])
-    return _batching.batch(host_call_p, args, dims, call)
+        failure = Failure(
+            what=f"cannot apply vmap to `{call.name}` all at once: the batch may be split over "
+            "devices",
+            given=f"per_shard=True, vmap_method={call.vmap_method!r}",
+            fix="use vmap_method='sequential', or call inside of jax.shard_map",
+            error=TransformationError,
+        )
+        raise explain("call", [failure])
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    front = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
+    if call.vmap_method == "sequential":
+        outs = _batch_sequentially(front, dims, call)
+    else:
+        outs = _batch_at_once(front, dims, call, size)
+    return outs, [0] * len(outs)
+
+
+def _batch_sequentially(args: Sequence[Any], dims: Sequence[Any], call: HostCall) -> Sequence[Any]:
+    def one(batched: Sequence[Any]) -> Any:
+        rest = iter(batched)
+        operands = [x if d is None else next(rest) for x, d in zip(args, dims, strict=True)]
+        return host_call_p.bind(*operands, call=call)
+
+    return jax.lax.map(one, [x for x, d in zip(args, dims, strict=True) if d is not None])
+
+
+def _batch_at_once(
+    args: Sequence[Any], dims: Sequence[Any], call: HostCall, size: int
+) -> Sequence[Any]:
+    given = 1 if call.vmap_method == "expand_dims" else size
+    operands = [
+        jnp.broadcast_to(x, (given, *x.shape)) if d is None else x
+        for x, d in zip(args, dims, strict=True)
+    ]
+    results = tuple(((size, *shape), dtype) for shape, dtype in call.results)
+    return host_call_p.bind(*operands, call=replace(call, results=results))
 
 
 _jax.transform.primitive_batchers[host_tap_p] = _tap_batch
@@ -134,15 +172,6 @@ def _no_rule(call: HostCall, transformation: str, fix: str) -> Failure:
         what=f"cannot apply {transformation} to `{call.name}`: it is a function of the host",
         expected="a function that JAX can see into, or a rule",
         fix=fix,
-        error=TransformationError,
-    )
-
-
-def _batch_of_shards(call: HostCall) -> Failure:
-    return Failure(
-        what=f"cannot apply vmap to `{call.name}` all at once: the batch may be split over devices",
-        given=f"per_shard=True, vmap_method={call.vmap_method!r}",
-        fix="use vmap_method='sequential', or call inside of jax.shard_map",
         error=TransformationError,
     )
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import atexit
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 import functools
 import math
-import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.custom_batching import custom_vmap
@@ -16,8 +16,13 @@ import numpy as np
 
 from spmd import _jax
 from spmd.errors import ArgumentError, Failure, OptionError, explain, show_value
-from spmd.host_callback._api import _axes, _tap
+from spmd.host_callback._api import is_first_device, mesh_axes, not_scalar, tap
+from spmd.host_callback._pools import fork_safe_lock
 from spmd.host_callback._receiver import receiver
+
+if TYPE_CHECKING:  # rich is loaded with the first step that is shown
+    from rich.console import Console, RenderableType
+    from rich.progress import Task
 
 #: A bar moves at most this often, unless `every` says otherwise.
 _UPDATES = 200
@@ -63,23 +68,25 @@ class Progress:
         Raises:
             TypeError: `step` is no integer scalar.
         """
-        if failure := _step_failure(step):
+        if got := not_scalar(step, np.integer):
+            failure = Failure(
+                what="cannot tell which step is done",
+                expected="an integer scalar, counted from 0",
+                got=got,
+                error=ArgumentError,
+            )
             raise explain("progress", [failure])
         _close_at_exit()
         if not isinstance(step, _jax.core.Tracer):
-            self._tell(int(step))
-        elif step.dtype.itemsize < 4:
-            self._tell(step.astype(jnp.int32))  # the length may not fit into its own type
-        else:
-            self._tell(step)
+            self._send_if_due(int(step))
+        else:  # the length may not fit into a small type
+            self._tell(step.astype(jnp.int32) if step.dtype.itemsize < 4 else step)
         return step if value is None else value
 
     def close(self) -> None:
         """Waits for the programs that were started, and ends the display where it is."""
-        from spmd.host_callback import _bars
-
         receiver.wait("progress")
-        _bars.close(self)
+        _close(self)
 
     def __enter__(self) -> Progress:
         return self
@@ -88,35 +95,26 @@ class Progress:
         self.close()
 
     def _tell(self, step: Any) -> None:
-        if isinstance(step, int):
-            self._send_if(step, self._is_due(step))
-            return
-
         # A condition per element of a batch would send every step of all of them.
         @custom_vmap
         def tell(step: Any) -> Any:
-            self._send_if(step, self._is_due(step))
+            self._send_if_due(step)
             return step
 
         @tell.def_vmap
         def _(axis_size: int, in_batched: Any, step: Any) -> Any:
             del axis_size, in_batched
-            slowest = jnp.min(step)
-            tell(slowest)
+            tell(jnp.min(step))  # the slowest
             return step, True
 
         tell(step)
 
-    def _is_due(self, step: Any) -> Any:
+    def _send_if_due(self, step: Any) -> None:
         moves = (step == 0) | ((step + 1) % self.every == 0) | (step + 1 == self.length)
-        return moves & (step >= 0) & (step < self.length)
-
-    def _send_if(self, step: Any, due: Any) -> None:
+        due = moves & (step >= 0) & (step < self.length)
         axes = _jax.mesh.manual_axes()
         if axes and not self.per_device:
-            due = due & functools.reduce(
-                jnp.logical_and, (jax.lax.axis_index(a) == 0 for a in axes)
-            )
+            due = due & is_first_device(axes)
         if isinstance(due, (bool, np.bool_)):
             if due:
                 self._send(step)
@@ -125,7 +123,7 @@ class Progress:
 
     def _send(self, step: Any) -> None:
         rows = _device_count() if self.per_device else 1
-        _tap("progress", _Update(self, rows), step, False, 0, self.per_device)
+        tap("progress", _Update(self, rows), step, False, 0, self.per_device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +138,8 @@ class _Update:
         return self.bar.description or "progress"
 
     def __call__(self, step: Any, transforms: Any, *, shard: Any = None) -> None:
-        from spmd.host_callback import _bars
-
         del transforms
-        _bars.move(self.bar, self.rows, int(step) + 1, None if shard is None else shard.device)
+        _move(self.bar, self.rows, int(step) + 1, None if shard is None else shard.device)
 
 
 def progress(
@@ -183,11 +179,18 @@ def progress(
         TypeError: A length or `every` is no integer, or `console` cannot print.
         ValueError: A length or `every` is out of range.
     """
-    failures = _count_failures("iterable_length", iterable_length, 0)
+    failures = [*_count_failures("iterable_length", iterable_length, 0)]
     if every is not None:
         failures += _count_failures("every", every, 1)
     if console is not None and not callable(getattr(console, "print", None)):
-        failures.append(_no_console(console))
+        failures.append(
+            Failure(
+                what="cannot draw on console",
+                expected="a rich.console.Console",
+                got=show_value(console),
+                error=ArgumentError,
+            )
+        )
     if failures:
         raise explain("progress", failures)
     length = int(iterable_length)
@@ -197,7 +200,7 @@ def progress(
 
 def _device_count() -> int:
     """How many devices of this process will move a bar."""
-    manual, sizes = _jax.mesh.manual_axes(), _jax.mesh.manual_mesh() or dict(_axes())
+    manual, sizes = _jax.mesh.manual_axes(), _jax.mesh.manual_mesh() or dict(mesh_axes())
     count = math.prod(n for axis, n in sizes.items() if axis in manual or not manual)
     return min(count, jax.local_device_count())
 
@@ -209,47 +212,150 @@ def _close_at_exit() -> None:
 
 def _exit() -> None:
     receiver.wait("progress at exit")
-    if bars := sys.modules.get("spmd.host_callback._bars"):
-        bars.close_all()
+    for screen in [*_screens.values()]:
+        for bar in [*screen.groups]:
+            _close(bar)
 
 
-# Failures
-
-
-def _step_failure(step: Any) -> Failure | None:
-    try:
-        aval = _jax.core.abstractify(step)
-        if not aval.shape and jnp.issubdtype(aval.dtype, np.integer):
-            return None
-        got = _jax.core.short_aval(aval)
-    except (TypeError, ValueError, OverflowError):
-        got = show_value(step)
-    return Failure(
-        what="cannot tell which step is done",
-        expected="an integer scalar, counted from 0",
-        got=got,
-        error=ArgumentError,
-    )
-
-
-def _count_failures(name: str, value: Any, least: int) -> list[Failure]:
+def _count_failures(name: str, value: Any, least: int) -> Iterator[Failure]:
     is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if is_integer and value >= least:
-        return []
-    return [
-        Failure(
+    if not is_integer or value < least:
+        yield Failure(
             what=f"cannot count with this {name}",
             given=f"{name}={value!r}"[:100],
             expected=f"a number of steps, {least} or more",
             error=OptionError if is_integer else ArgumentError,
         )
-    ]
 
 
-def _no_console(console: Any) -> Failure:
-    return Failure(
-        what="cannot draw on console",
-        expected="a rich.console.Console",
-        got=show_value(console),
-        error=ArgumentError,
+# The bars that are open, by console: rich allows one display on each
+
+_REFRESHES_PER_SECOND = 10.0
+#: Where the console is no terminal, a bar prints this many lines.
+_LINES = 10
+
+_lock = fork_safe_lock()
+_screens: dict[Console, _Screen] = {}
+
+
+def _move(bar: Progress, rows: int, completed: int, device: Any) -> None:
+    """Shows how many steps are completed, on one of so many devices or, for None, at all."""
+    with _lock:
+        console = _console_of(bar)
+        screen = _screens.get(console)
+        if screen is None:
+            screen = _screens[console] = _Screen(console)
+        screen.move(bar, rows, completed, device)
+        _drop_idle(console)
+
+
+def _close(bar: Progress) -> None:
+    """Ends a bar where it is; its next step opens it again."""
+    with _lock:
+        console = _console_of(bar)
+        if console in _screens:
+            _screens[console].close(bar)
+            _drop_idle(console)
+
+
+def _console_of(bar: Progress) -> Console:
+    from rich import get_console
+
+    return bar.console or get_console()
+
+
+def _drop_idle(console: Console) -> None:
+    if all(group.is_done for group in _screens[console].groups.values()):
+        _screens.pop(console).display.stop()
+
+
+def _display(console: Console, *, is_live: bool) -> Any:
+    from rich import progress as rich
+
+    class Rows(rich.Progress):
+        """A display whose rows stand in the order of the devices."""
+
+        def get_renderables(self) -> Iterable[RenderableType]:
+            yield self.make_tasks_table(sorted(self.tasks, key=lambda task: task.fields["place"]))
+
+    return Rows(
+        rich.TextColumn("{task.description}", markup=False),
+        rich.BarColumn(),
+        rich.MofNCompleteColumn(),
+        rich.TimeRemainingColumn(elapsed_when_finished=True),
+        console=console,
+        refresh_per_second=_REFRESHES_PER_SECOND,
+        disable=not is_live,
     )
+
+
+@dataclass(slots=True)
+class _Group:
+    """The rows of one bar."""
+
+    place: int
+    rows: int
+    tasks: dict[Any, Task] = field(default_factory=dict)
+    closed: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is expected to move any more."""
+        finished = all(task.finished for task in self.tasks.values())
+        return self.closed or (finished and len(self.tasks) >= self.rows)
+
+
+class _Screen:
+    """The display of one console."""
+
+    def __init__(self, console: Console):
+        self.groups: dict[Progress, _Group] = {}
+        self.is_live = console.is_terminal and not console.is_dumb_terminal
+        self.display = _display(console, is_live=self.is_live)
+        self.display.start()
+
+    def move(self, bar: Progress, rows: int, completed: int, device: Any) -> None:
+        group = self.groups.get(bar)
+        if group is None or group.closed:
+            group = self._open(bar, rows)
+        task = group.tasks.get(device)
+        if task is None:
+            task = group.tasks[device] = self._add_row(bar, group, device)
+        elif completed == 1:
+            self.display.reset(task.id)
+            task.fields["printed"] = 0
+        if completed > task.completed:
+            self.display.update(task.id, completed=completed)
+        if task.completed * _LINES // bar.length > task.fields["printed"] * _LINES // bar.length:
+            self._print(task)
+
+    def close(self, bar: Progress) -> None:
+        group = self.groups.get(bar)
+        if group is None or group.is_done:
+            return
+        group.closed = True
+        for task in group.tasks.values():
+            self.display.stop_task(task.id)
+            if task.completed != task.fields["printed"]:
+                self._print(task)
+
+    def _open(self, bar: Progress, rows: int) -> _Group:
+        before = self.groups.pop(bar, None)
+        for task in before.tasks.values() if before else ():
+            self.display.remove_task(task.id)
+        place = max((group.place for group in self.groups.values()), default=-1) + 1
+        return self.groups.setdefault(bar, _Group(place, rows))
+
+    def _add_row(self, bar: Progress, group: _Group, device: Any) -> Task:
+        names = [bar.description, "" if device is None else f"{device.platform}:{device.id}"]
+        place = (group.place, 0 if device is None else device.id)
+        number = self.display.add_task(
+            " ".join(filter(None, names)), total=bar.length, place=place, printed=0
+        )
+        return next(task for task in self.display.tasks if task.id == number)
+
+    def _print(self, task: Task) -> None:
+        """Prints one row, where none is shown all the time."""
+        task.fields["printed"] = task.completed
+        if not self.is_live:
+            self.display.console.print(self.display.make_tasks_table([task]))

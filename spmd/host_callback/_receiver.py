@@ -10,6 +10,7 @@ import atexit
 from collections import deque
 from collections.abc import Callable
 import contextlib
+from dataclasses import dataclass
 import logging
 import os
 import queue
@@ -21,15 +22,74 @@ from typing import Any
 from spmd import _jax
 from spmd.errors import Failure, OptionError, SpmdError, explain
 from spmd.host_callback._ffi import bury
-from spmd.host_callback._memory import LARGE, recycle, release
-from spmd.host_callback._options import options
-from spmd.host_callback._threads import forget_threads, threads
+from spmd.host_callback._pools import LARGE, recycle, release, threads
 
 logger = logging.getLogger(__name__)
+
+_QUEUE = "SPMD_HOST_CALLBACK_MAX_QUEUE_BYTES"
+_INLINE = "SPMD_HOST_CALLBACK_INLINE"
+_TRUTH = {"1": True, "true": True, "yes": True, "on": True}
+_TRUTH |= {"": False, "0": False, "false": False, "no": False, "off": False}
 
 #: Seconds that a thread lets taps gather after the first: it and the device would interrupt one
 #: another for each of them otherwise.
 _GATHER = 0.0002
+
+
+@dataclass(slots=True)
+class _Options:
+    max_queue_bytes: float = 0.0
+    inline: bool = False
+
+
+#: As :func:`configure` has set them.
+options = _Options()
+
+
+def _queue_bytes(value: object, given: str) -> float:
+    try:
+        number = float(value)  # type: ignore[arg-type] - what is no number is told below
+    except (TypeError, ValueError):
+        number = -1.0
+    if not number > 0:
+        raise _cannot_set("max_queue_bytes", given, "a positive number of bytes")
+    return number
+
+
+def _cannot_set(name: str, given: str, expected: str) -> SpmdError:
+    failure = Failure(what=f"cannot set {name}", given=given, expected=expected, error=OptionError)
+    return explain("host_callback", [failure])
+
+
+def configure(max_queue_bytes: float | None = None, inline: bool | None = None) -> None:
+    """Sets how taps are delivered, for the whole process; what is not given is its default again.
+
+    Args:
+        max_queue_bytes: How many bytes of operands may wait for host functions, over all devices.
+            A program pauses where one more does not fit, and nothing is lost; an operand larger
+            than that passes alone. By default 256e6, or what the environment variable
+            `SPMD_HOST_CALLBACK_MAX_QUEUE_BYTES` says.
+        inline: Whether eager calls run the host function in the caller's own thread, where a
+            debugger sees the caller's stack. Calls inside of a traced function stay as they are.
+            By default False, or what `SPMD_HOST_CALLBACK_INLINE` says.
+
+    Raises:
+        ValueError: `max_queue_bytes` is no positive number, or `inline` neither True nor False.
+    """
+    text = os.environ.get(_QUEUE)
+    size = _queue_bytes(text, f"{_QUEUE}={text}") if text else 256e6
+    text = os.environ.get(_INLINE, "")
+    if text.lower() not in _TRUTH:
+        raise _cannot_set("inline", f"{_INLINE}={text}", "1 or 0, true or false")
+    if max_queue_bytes is not None:
+        size = _queue_bytes(max_queue_bytes, f"configure(max_queue_bytes={max_queue_bytes!r})")
+    if inline not in (None, True, False):
+        raise _cannot_set("inline", f"configure(inline={inline!r})", "True or False")
+    options.max_queue_bytes = size
+    options.inline = _TRUTH[text.lower()] if inline is None else bool(inline)
+
+
+configure()
 
 
 class CallbackException(SpmdError, RuntimeError):  # noqa: N818 - the name that users' code has
@@ -45,8 +105,7 @@ class Item:
     """One call of a host function that is due on one device.
 
     Attributes:
-        device: Where it comes from.
-        size: Bytes that it has in the queue.
+        size: Bytes in the queue.
         urgent: Whether the device waits for the result.
         number: How many came from this device before.
         operands: Values of its own; None while they are in the memory of the device.
@@ -128,13 +187,6 @@ class _Consumer:
         """Whether the first `count` calls have ended."""
         return not self.pending or self.pending[0].number >= count
 
-
-_STOPPED_INSIDE = Failure(
-    what="cannot stop the thread that calls it",
-    expected="a call from outside of host functions",
-    fix="call it where the program is started",
-    error=OptionError,
-)
 
 _here = threading.local()
 
@@ -311,13 +363,15 @@ class Receiver:
         return found
 
     def stop(self) -> None:
-        """Waits, and ends the threads; the next call starts new ones.
-
-        Raises:
-            ValueError: A host function is what calls.
-        """
+        """Waits, and ends the threads; the next call starts new ones."""
         if _consumer_here() is not None:
-            raise explain("stop_outfeed_receiver", [_STOPPED_INSIDE])
+            failure = Failure(
+                what="cannot stop the thread that calls it",
+                expected="a call from outside of host functions",
+                fix="call it where the program is started",
+                error=OptionError,
+            )
+            raise explain("stop_outfeed_receiver", [failure])
         while True:
             self.wait("stop")
             with self._lock:
@@ -344,7 +398,7 @@ class Receiver:
         # The threads stay with the parent, and so does what they have to do.
         self._forget()
         self._running.clear()
-        forget_threads()
+        threads.forget()
         _jax.host.forget_tokens()
         _here.consumer = None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-import functools
 from typing import Any
 
 from spmd import _jax
@@ -16,12 +15,9 @@ class HostCall:
     """The frozen record that an equation carries: equal records share one compiled call.
 
     Attributes:
-        func: The host function.
-        in_tree: Tree of its argument.
+        in_tree: Tree of the argument of the host function.
         kind: How messages call it: ``"id_tap"``, ``"id_print"``, ``"call"``.
-        with_device: Whether it is passed `device`.
-        device_index: Which device of the mesh calls with the whole operand.
-        per_shard: Whether each device calls with its shard.
+        device_index: Which device calls with the whole operand; if `per_shard`, each with its own.
         transforms: The transformations that were applied to a tap, outermost last.
         out_tree: Tree of the results of a `call`; None for a tap.
         results: Shape and dtype of each result of a `call`.
@@ -42,6 +38,12 @@ class HostCall:
     stack: int | None = None
     axes: tuple[tuple[str, int], ...] = ()
     vmap_method: str | None = None
+
+    @property
+    def outputs(self) -> list[tuple[tuple[int, ...], Any]]:
+        """Shape and dtype of each result in a whole program."""
+        stack = () if self.stack is None else (self.stack,)
+        return [((*stack, *shape), dtype) for shape, dtype in self.results]
 
     def transformed(self, name: str, *params: Any) -> HostCall:
         """This call after one more transformation."""
@@ -88,16 +90,9 @@ class ByIdentity:
 _PARAMETERS = {"batch": "batch_dims"}
 
 
-@functools.lru_cache(maxsize=1024)
-def _described(transforms: tuple[tuple[str, tuple[Any, ...]], ...]) -> tuple[Any, ...]:
-    return tuple((n, {_PARAMETERS[n]: p[0]} if p else {}) for n, p in transforms)
-
-
 def described(transforms: tuple[tuple[str, tuple[Any, ...]], ...]) -> tuple[Any, ...]:
     """Returns transformations as a tap is told them: pairs of a name and a dict of its own."""
-    if not transforms:
-        return ()
-    return tuple((name, dict(params)) for name, params in _described(transforms))
+    return tuple([(n, {_PARAMETERS[n]: p[0]} if p else {}) for n, p in transforms])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,9 @@
-"""Host functions by the numbers that compiled programs know them by."""
+"""Host functions by the numbers that compiled programs know them by, and how those are split."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 import math
 import secrets
 from typing import Any, NamedTuple
@@ -11,9 +13,73 @@ import numpy as np
 
 from spmd import _jax
 from spmd.host_callback._ffi import bury
-from spmd.host_callback._layout import Placement, Slices, mesh_coordinates
+from spmd.host_callback._pools import fork_safe_lock
 from spmd.host_callback._records import HostCall
-from spmd.host_callback._threads import fork_safe_lock
+
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """How one operand of this global shape is split.
+
+    Attributes:
+        tiles: Into how many parts each dimension is split.
+        coordinates: Per partition its place in `tiles`, ``[partitions, ndim]``.
+    """
+
+    shape: tuple[int, ...]
+    tiles: tuple[int, ...]
+    coordinates: tuple[tuple[int, ...], ...]
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape that every device holds, padding included."""
+        return tuple(-(-n // t) for n, t in zip(self.shape, self.tiles, strict=True))
+
+    def index(self, partition: int) -> Slices:
+        """The part of the global array that a partition holds; empty where it holds padding."""
+        return tuple(
+            slice(min(n, i * k), min(n, (i + 1) * k))
+            for n, i, k in zip(
+                self.shape, self.coordinates[partition], self.local_shape, strict=True
+            )
+        )
+
+    def trim(self, partition: int) -> Slices | None:
+        """What to take of the memory of a partition; None for all of it."""
+        extents = tuple(s.stop - s.start for s in self.index(partition))
+        return None if extents == self.local_shape else tuple(slice(0, n) for n in extents)
+
+
+def placement(shape: Sequence[int], sharding: Any, partitions: int) -> Placement:
+    """Reads how an operand is split from the sharding that the partitioner chose."""
+    ndim = len(shape)
+    if sharding.is_replicated() or sharding.is_maximal() or not sharding.is_tiled():
+        tiles, places = (1,) * ndim, [(0,) * ndim] * partitions
+    else:
+        dims = sharding.tile_assignment_dimensions()
+        tiles = tuple(dims[:ndim])
+        places = [(0,) * ndim] * partitions
+        for at, device in enumerate(sharding.tile_assignment_devices()):
+            places[device] = tuple(int(i) for i in np.unravel_index(at, dims)[:ndim])
+    return Placement(shape=tuple(shape), tiles=tiles, coordinates=tuple(places))
+
+
+def stacked(shape: Sequence[int], partitions: int) -> Any:
+    """The sharding of one result per device, stacked along a new leading dimension."""
+    if partitions == 1:
+        return _jax.core.HloSharding.replicate()
+    return _jax.core.HloSharding.iota_tile([partitions] + [1] * len(shape))
+
+
+def mesh_coordinates(axes: dict[str, int], partition: int) -> dict[str, int]:
+    """The place of a partition in the mesh; partitions are numbered from major to minor."""
+    if not axes or partition >= math.prod(axes.values()):
+        return {}
+    places = np.unravel_index(partition, tuple(axes.values()))
+    return {name: int(i) for name, i in zip(axes, places, strict=True)}
+
 
 #: Elements of less than a byte travel as these, and arrive as what they are.
 _CARRIERS = {
@@ -34,11 +100,9 @@ class Entry:
     """A host function that compiled programs call; dies with the last of them.
 
     Attributes:
-        call: The record of the equation.
         id: A random number: that of another process means nothing here.
-        dtypes: Per operand its dtype.
         carriers: Per operand the dtype that it arrives in.
-        size: The bytes of all of them on one device.
+        size: The bytes of all operands in a program on one device.
     """
 
     def __init__(self, call: HostCall, avals: tuple[Any, ...]):
@@ -71,7 +135,6 @@ class Part(NamedTuple):
     """What one partition of a program holds.
 
     Attributes:
-        coordinates: Its place in the mesh.
         indices: Under ``"shards"``, per operand the part of the global array.
         trims: Per operand what to take of its memory, None for all of it; None if nothing is
             padded.
@@ -82,31 +145,22 @@ class Part(NamedTuple):
     trims: list[Slices | None] | None
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Site:
     """How the programs are split that hold one call.
 
     Attributes:
         mode: Who calls: ``"one"`` device with everything, or each with its part, ``"shards"``;
             inside of `shard_map` each by itself, ``"each"``, or surely all, ``"together"``.
-        partitions: The number of devices.
-        axes: The axes of the mesh.
+        axes: Those of the mesh.
         placements: Under ``"shards"``, how each operand is split.
     """
 
-    __slots__ = ("_parts", "axes", "mode", "partitions", "placements")
-
-    def __init__(
-        self,
-        mode: str,
-        partitions: int,
-        axes: dict[str, int],
-        placements: tuple[Placement, ...] = (),
-    ):
-        self.mode = mode
-        self.partitions = partitions
-        self.axes = axes
-        self.placements = placements
-        self._parts: dict[int, Part] = {}
+    mode: str
+    partitions: int
+    axes: dict[str, int]
+    placements: tuple[Placement, ...] = ()
+    _parts: dict[int, Part] = field(default_factory=dict, init=False)
 
     def __repr__(self) -> str:
         return f"{self.mode}, {self.partitions}, {self.axes}, {self.placements}"
@@ -150,8 +204,3 @@ def unknown(number: int) -> str:
         f"host callback {number:#x} is not known in this process: the program was compiled by "
         "another one, whose host functions do not travel with it; compile it here"
     )
-
-
-def operand_avals(avals: Any) -> tuple[Any, ...]:
-    """Shape and dtype of the arrays behind avals."""
-    return tuple(_jax.core.physical_shape(a) for a in avals)

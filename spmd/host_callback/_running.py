@@ -1,8 +1,9 @@
-"""How a host function is called, and what is made of its results."""
+"""How host functions are called, and what is made of their results; calls that are due."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 import pathlib
 import traceback
 from typing import Any
@@ -14,9 +15,10 @@ import numpy as np
 
 from spmd import _jax
 from spmd.errors import SpmdError
-from spmd.host_callback._layout import mesh_coordinates
+from spmd.host_callback._ffi import Buffer
+from spmd.host_callback._receiver import Item, receiver
 from spmd.host_callback._records import HostCall, Shard, described
-from spmd.host_callback._registry import Entry, Site, carrier
+from spmd.host_callback._registry import Entry, Site, carrier, mesh_coordinates
 
 _HERE = str(pathlib.Path(__file__).parent)
 
@@ -27,51 +29,22 @@ class ResultError(SpmdError, TypeError):
     __module__ = "spmd.host_callback"
 
 
-def called_with(
-    entry: Entry, operands: Sequence[np.ndarray], device: Any, site: Site | None, partition: int
-) -> Any:
-    """Calls the host function of an entry with operands as they came from a device."""
-    call = entry.call
-    values = operands
-    if entry.carriers != entry.dtypes:
-        values = [v.astype(d, copy=False) for v, d in zip(operands, entry.dtypes, strict=True)]
-    arguments: dict[str, Any] = {"device": device} if call.with_device else {}
-    if call.per_shard:
-        arguments["shard"] = _shard(call, values, device, site, partition)
-    return run(call, values, arguments, device)
-
-
 #: What open :func:`record` contexts are told of each call; one that returns False skips a tap.
 observers: list[Callable[..., bool]] = []
 
 
-def run(
-    call: HostCall, values: Sequence[np.ndarray], arguments: dict[str, Any], device: Any
-) -> Any:
+def run(call: HostCall, values: Sequence[np.ndarray], device: Any, shard: Shard | None) -> Any:
     """Calls the host function with the values of the leaves of its argument."""
     arg = jtu.tree_unflatten(call.in_tree, values)
+    arguments: dict[str, Any] = {"device": device} if call.with_device else {}
+    if call.per_shard:
+        arguments["shard"] = shard
     wanted: Sequence[bool] = ()
     if observers:
-        shard = arguments.get("shard")
         wanted = [observe(call, values, device, shard) for observe in [*observers]]
     if call.out_tree is not None:
         return call.func(arg, **arguments)
     return call.func(arg, described(call.transforms), **arguments) if all(wanted) else None
-
-
-def _shard(
-    call: HostCall, values: Sequence[np.ndarray], device: Any, site: Site | None, partition: int
-) -> Shard:
-    if site is None:  # one device holds all
-        coordinates = mesh_coordinates(dict(call.axes), 0)
-        indices = [tuple(slice(0, n) for n in v.shape) for v in values]
-    else:
-        part = site.part(partition)
-        coordinates, indices = dict(part.coordinates), part.indices
-        if site.mode in ("each", "together"):
-            return Shard(device=device, coordinates=coordinates, index=None)
-    index = _tree_of(call, indices)
-    return Shard(device=device, coordinates=coordinates, index=index)
 
 
 def _tree_of(call: HostCall, indices: Sequence[Any]) -> Any:
@@ -85,8 +58,7 @@ def _tree_of(call: HostCall, indices: Sequence[Any]) -> Any:
 def call_results(call: HostCall, value: Any) -> list[np.ndarray]:
     """Returns the leaves of what a host function returned, as the device takes them.
 
-    Raises:
-        ResultError: They are not what `result_shape` says.
+    Raises a :class:`ResultError` where they are not what `result_shape` says.
     """
     leaves, tree = jtu.tree_flatten(value)
     if not leaves and not call.results:
@@ -161,20 +133,16 @@ def without_own_frames(error: BaseException) -> BaseException:
 def run_here(call: HostCall, args: Sequence[Any], axes: dict[str, int]) -> Sequence[Any]:
     """Runs the host function of an eager call in this thread; it raises what that one raises.
 
-    Args:
-        call: The record.
-        args: Arrays on one set of devices, of which a tap is the identity.
-        axes: The axes of the mesh.
+    The arguments lie on one set of devices, and a tap returns them.
     """
     devices = _jax.dispatch.device_order(args[0].sharding) if args else [_jax.mesh.default_device()]
     if not call.per_shard:
-        device = devices[call.device_index]
-        values = [np.array(_jax.core.physical_value(x)) for x in args]
-        value = run(call, values, {"device": device} if call.with_device else {}, device)
-        return args if call.out_tree is None else _placed(call, [value], None)
+        operands = [np.array(_jax.core.physical_value(x)) for x in args]
+        value = run(call, operands, devices[call.device_index], None)
+        return args if call.out_tree is None else _placed(call, [value])
     here = [i for i, d in enumerate(devices) if d.process_index == jax.process_index()]
     values = [_run_shard(call, args, devices[i], mesh_coordinates(axes, i)) for i in here]
-    return args if call.out_tree is None else _placed(call, values, len(values))
+    return args if call.out_tree is None else _placed(call, values)
 
 
 def _run_shard(call: HostCall, args: Sequence[Any], device: Any, place: dict[str, int]) -> Any:
@@ -186,17 +154,101 @@ def _run_shard(call: HostCall, args: Sequence[Any], device: Any, place: dict[str
         tuple(slice(*i.indices(n)[:2]) for i, n in zip(s.index, x.shape, strict=False))
         for s, x in zip(shards, args, strict=True)
     ]
-    index = _tree_of(call, indices)
-    arguments: dict[str, Any] = {"device": device} if call.with_device else {}
-    arguments["shard"] = Shard(device=device, coordinates=place, index=index)
-    return run(call, [np.array(s.data) for s in shards], arguments, device)
+    shard = Shard(device=device, coordinates=place, index=_tree_of(call, indices))
+    return run(call, [np.array(s.data) for s in shards], device, shard)
 
 
-def _placed(call: HostCall, values: Sequence[Any], stack: int | None) -> list[Any]:
-    rows = [call_results(call, v) for v in values]
-    columns = zip(*rows, strict=True)
-    typed = [
-        np.stack(c).astype(d) if stack else c[0].astype(d)
+def _placed(call: HostCall, values: Sequence[Any]) -> list[Any]:
+    """The results of one call, or those of all shards, stacked."""
+    columns = zip(*[call_results(call, v) for v in values], strict=True)
+    return [
+        jnp.asarray((np.stack(c) if call.per_shard else c[0]).astype(d))
         for c, (_, d) in zip(columns, call.results, strict=True)
     ]
-    return [jnp.asarray(v) for v in typed]
+
+
+@dataclass(eq=False, repr=False)
+class Tap(Item):
+    """A host function that nobody waits for.
+
+    Attributes:
+        site: How its program is split; None for a program on one device.
+        partition: The number of the device in the program.
+        buffers: The operands in the memory of the device.
+    """
+
+    entry: Entry
+    device: Any
+    site: Site | None
+    partition: int
+    buffers: Sequence[Buffer]
+
+    def __post_init__(self) -> None:
+        if self.urgent:
+            return
+        if self.site is None:
+            self.size = self.entry.size
+        else:
+            sizes = zip(self.buffers, self.entry.carriers, strict=True)
+            self.size = sum(b.size(d) for b, d in sizes)
+
+    def read(self) -> list[np.ndarray]:
+        """Copies the operands, without the padding of uneven shards."""
+        buffers, self.buffers = self.buffers, ()
+        values = [b.copy(d) for b, d in zip(buffers, self.entry.carriers, strict=True)]
+        trims = None if self.site is None else self.site.part(self.partition).trims
+        if trims is None:
+            return values
+        return [v if t is None else v[t].copy() for v, t in zip(values, trims, strict=True)]
+
+    def call(self, operands: Sequence[np.ndarray]) -> Any:
+        """Calls the host function with operands as they came from the device."""
+        entry, values = self.entry, operands
+        if entry.carriers != entry.dtypes:
+            values = [v.astype(d, copy=False) for v, d in zip(operands, entry.dtypes, strict=True)]
+        shard = self._shard(values) if entry.call.per_shard else None
+        return run(entry.call, values, self.device, shard)
+
+    def _shard(self, values: Sequence[np.ndarray]) -> Shard:
+        call, site = self.entry.call, self.site
+        if site is None:  # one device holds all
+            coordinates = mesh_coordinates(dict(call.axes), 0)
+            indices = [tuple(slice(0, n) for n in v.shape) for v in values]
+        else:
+            part = site.part(self.partition)
+            coordinates, indices = dict(part.coordinates), part.indices
+            if site.mode in ("each", "together"):
+                return Shard(device=self.device, coordinates=coordinates, index=None)
+        index = _tree_of(call, indices)
+        return Shard(device=self.device, coordinates=coordinates, index=index)
+
+    def run(self) -> None:
+        """Calls the host function."""
+        call = self.entry.call
+        try:
+            self.call(self.operands)
+        except BaseException as error:  # a host function may well call sys.exit
+            receiver.failed(without_own_frames(error), f"{call.kind} of `{call.name}`")
+
+
+class Call(Tap):
+    """A host function whose results a device waits for; its operands stay where they are so long.
+
+    Attributes:
+        finish: What is done with its results, or with the text of an error.
+    """
+
+    urgent = True
+    finish: Callable[[Any, str | None], None]
+
+    def run(self) -> None:
+        """Calls the host function, and passes on what it returns."""
+        call = self.entry.call
+        try:
+            self.operands = self.read()
+            results = call_results(call, self.call(self.operands))
+        except BaseException as error:  # as above
+            receiver.failed(without_own_frames(error), f"call of `{call.name}`")
+            self.finish(None, error_text(call, error))
+        else:
+            self.finish(results, None)

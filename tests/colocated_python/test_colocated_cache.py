@@ -11,7 +11,7 @@ import pytest
 import spmd
 from spmd import P
 from spmd.colocated_python import barrier, colocated_python, colocated_python_class
-from spmd.colocated_python._cache import fast_key
+from spmd.colocated_python._calls import fast_key
 
 ONES = np.ones(8, np.float32)
 

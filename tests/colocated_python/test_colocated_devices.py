@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spmd import MeshError
-from spmd.colocated_python import _devices, colocated_cpu_devices
+from spmd.colocated_python import _api, colocated_cpu_devices
 
 
 class _Client:
@@ -36,7 +36,7 @@ def accelerators(monkeypatch):
         SimpleNamespace(id=i, platform="cpu", process_index=i // 3, name=f"cpu {i}")
         for i in range(6)
     ]
-    monkeypatch.setattr(_devices.jax, "devices", lambda kind: cpus)
+    monkeypatch.setattr(_api.jax, "devices", lambda kind: cpus)
     return devices
 
 
@@ -62,7 +62,7 @@ def test_the_order_of_accelerators(accelerators, order):
 def test_too_few_cpu_devices(accelerators, monkeypatch):
     """A process with fewer CPU devices than accelerators cannot have one for each."""
     cpus = [SimpleNamespace(id=i, platform="cpu", process_index=i) for i in range(2)]
-    monkeypatch.setattr(_devices.jax, "devices", lambda kind: cpus)
+    monkeypatch.setattr(_api.jax, "devices", lambda kind: cpus)
     with pytest.raises(MeshError) as caught:
         colocated_cpu_devices(accelerators)
     assert str(caught.value) == (

@@ -10,8 +10,7 @@ import pytest
 from strategies import fake_mesh, mesh_shapes, meshes, meshes_and_specs, specs
 
 from spmd._jax.core import HloSharding
-from spmd.host_callback._layout import Placement, mesh_coordinates, placement, stacked
-from spmd.host_callback._registry import Site
+from spmd.host_callback._registry import Placement, Site, mesh_coordinates, placement, stacked
 
 
 def hlo_of(mesh, spec, rank):

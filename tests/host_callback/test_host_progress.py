@@ -15,7 +15,7 @@ from rich.console import Console
 
 import spmd
 from spmd import P, host_callback as hcb
-from spmd.host_callback import _bars
+from spmd.host_callback import _progress
 
 TERMINAL = {"force_terminal": True, "_environ": {"TERM": "xterm", "COLUMNS": "70"}}
 
@@ -32,10 +32,10 @@ class Clock:
 @pytest.fixture(autouse=True)
 def nothing_open(monkeypatch):
     """No thread redraws, and every test closes what it opens."""
-    monkeypatch.setattr(_bars, "_REFRESHES_PER_SECOND", 0.001)
+    monkeypatch.setattr(_progress, "_REFRESHES_PER_SECOND", 0.001)
     yield
     hcb.barrier_wait()
-    assert not _bars._screens
+    assert not _progress._screens
 
 
 def console(**options):
@@ -393,7 +393,7 @@ def test_closed_while_another_is_open():
     for _ in range(2):
         inner(3)
         inner.close()
-    assert len(_bars._screens[screen].display.tasks) == 2
+    assert len(_progress._screens[screen].display.tasks) == 2
     outer(1)
     hcb.barrier_wait()
 
