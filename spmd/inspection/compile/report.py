@@ -41,9 +41,9 @@ from spmd.inspection.hlo.cost import cost_of
 from spmd.inspection.hlo.ledger import ledger
 from spmd.inspection.hlo.text import Module, parse_modules
 from spmd.inspection.records.report import Cost, Finding, Report, Reshard, Source, Unread
-from spmd.inspection.shardy.listing import origins_later
 from spmd.inspection.shardy.passes import frames_of, module_of, operations_in
 from spmd.inspection.shardy.propagation import Propagation, propagate
+from spmd.inspection.shardy.why import origins_later
 
 logger = logging.getLogger(__name__)
 

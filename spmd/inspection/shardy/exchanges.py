@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import itertools
 import math
@@ -12,24 +12,19 @@ from typing import Any
 import numpy as np
 
 from spmd.inspection.hlo import groups as hlo_groups
-from spmd.inspection.hlo.ledger import wire_bytes
 from spmd.inspection.hlo.source import direction_of, user_source
 from spmd.inspection.records.report import Collective, Shapes
-from spmd.inspection.shardy import passes, trips as shardy_trips
+from spmd.inspection.shardy import passes
+from spmd.inspection.shardy.flow import trip_count
 from spmd.inspection.shardy.passes import Dimensions
 from spmd.inspection.shardy.targets import Exchange, local_shape, target_of
 
 
 def exchanges(module: Any, platform: str = "") -> tuple[Collective, ...]:
-    """Lists the collectives of a module that Shardy's passes made explicit.
+    """The collectives of a module after ``sdy-reshard-to-collectives``, in the program's order.
 
-    Args:
-        module: after ``sdy-reshard-to-collectives``.
-        platform: whose compiler's rules change them; by default what the shardings ask for.
-
-    Returns:
-        One record for each place in the program, in the order in which it reaches them, with the
-        executions of all calls of a function together.
+    Each place has one record, with the executions of all calls of a function together. The rules of
+    the platform's compiler change them; without a platform they are what the shardings ask for.
     """
     return tuple(_Reader(module, platform).function("main").values())
 
@@ -71,7 +66,7 @@ class _Reader:
                     for i, one in enumerate(self.target.sent(operation, asked)):
                         found[operation, i] = _record(operation, one)
                         self.after[operation, i] = one.after
-            elif operation.name in _HOLDERS or operation.name == "func.call":
+            elif operation.name in passes.HOLDERS or operation.name == "func.call":
                 inner = self._inside(operation)
                 _add(found, {place: _within(one, operation) for place, one in inner.items()})
         return found
@@ -89,7 +84,7 @@ class _Reader:
         return self._blocks(operation)
 
     def _loop(self, operation: Any) -> _Found:
-        trips = shardy_trips.trip_count(operation)
+        trips = trip_count(operation)
         condition, body = map(self._block, passes.blocks(operation))
         checks = None if trips is None else trips + 1
         found = {place: _repeated(one, checks) for place, one in condition.items()}
@@ -98,15 +93,6 @@ class _Reader:
             once = loop is not None and loop == operation
             _add(found, {place: one if once else _repeated(one, trips)})
         return found
-
-
-_HOLDERS = (
-    "stablehlo.while",
-    "stablehlo.case",
-    "stablehlo.if",
-    "sdy.manual_computation",
-    "sdy.named_computation",
-)
 
 
 def _add(found: _Found, more: _Found) -> None:
@@ -146,7 +132,6 @@ def _within(one: Collective, holder: Any) -> Collective:
 
 
 def _record(operation: Any, found: Exchange) -> Collective:
-    operand, result = (sum(shape.nbytes for shape in shapes) for shapes in found.shapes)
     frames = passes.frames_of(operation.location)
     op_name = passes.op_name_of(operation.location)
     return Collective(
@@ -154,8 +139,8 @@ def _record(operation: Any, found: Exchange) -> Collective:
         mesh_axes=found.mesh_axes,
         shapes=found.shapes,
         dtype=", ".join(dict.fromkeys(shape.dtype for shape in found.shapes.operands)),
-        payload_bytes=max(operand, result),
-        wire_bytes=wire_bytes(found.kind, operand, result, found.group_size),
+        payload_bytes=found.payload,
+        wire_bytes=found.wire,
         group_size=found.group_size,
         executions=found.times,
         source=user_source(frames),
@@ -207,16 +192,15 @@ def _exchange(
     result = local_shape(operation.results[0].type, passes.out_sharding(operation), sizes)
     before, after = [*result.dims], [*result.dims]
     for d, split in (more or {}).items():
-        before[d] = -(-before[d] // _count(split, sizes))
+        before[d] = -(-before[d] // passes.count_of(split, sizes))
         # All blocks are of one size, so what they make together may be longer than the array.
-        after[d] = max(after[d], before[d] * _count(split, sizes))
+        after[d] = max(after[d], before[d] * passes.count_of(split, sizes))
     for d, split in (fewer or {}).items():
-        before[d] *= _count(split, sizes)
-    places = {name: place for place, name in enumerate(sizes)}
+        before[d] *= passes.count_of(split, sizes)
     return Exchange(
         kind=kind,
-        mesh_axes=tuple(sorted(axes, key=lambda a: places.get(_axis_of(a), len(places)))),
-        group_size=_count(axes, sizes),
+        mesh_axes=_in_order(axes, sizes),
+        group_size=passes.count_of(axes, sizes),
         shapes=Shapes(
             (dataclasses.replace(result, dims=tuple(before)),),
             (dataclasses.replace(result, dims=tuple(after)),),
@@ -224,8 +208,10 @@ def _exchange(
     )
 
 
-def _count(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
-    return math.prod(passes.size_of(axis, sizes) for axis in axes)
+def _in_order(axes: Iterable[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Axes as the mesh has them; those that it does not have last."""
+    places = {name: place for place, name in enumerate(sizes)}
+    return tuple(sorted(axes, key=lambda axis: places.get(_axis_of(axis), len(places))))
 
 
 def _axis_of(axis: str) -> str:
@@ -285,9 +271,9 @@ def _moves(
     names = [piece for axis in sizes for piece in cut[axis]]
     devices = np.arange(math.prod(sizes.values())).reshape([size for _, _, size in names])
     holders, takers = (
-        devices.transpose(_order(dimensions, names)).ravel() for dimensions in (before, after)
+        devices.transpose(_order(one, names, sizes)).ravel().tolist() for one in (before, after)
     )
-    yield from zip(holders.tolist(), takers.tolist(), strict=True)
+    return zip(holders, takers, strict=True)
 
 
 _Piece = tuple[str, int, int]
@@ -312,21 +298,14 @@ def _cuts(dimensions: Dimensions, sizes: Mapping[str, int]) -> dict[str, list[_P
     }
 
 
-def _order(dimensions: Dimensions, pieces: Sequence[_Piece]) -> list[int]:
+def _order(dimensions: Dimensions, pieces: Sequence[_Piece], sizes: Mapping[str, int]) -> list[int]:
     """The pieces as a sharding orders them, those that it does not use last."""
     used = []
     for axis in (a for one in dimensions for a in one.axes):
-        name, first, size = _piece(axis, _whole(pieces))
+        name, first, size = _piece(axis, sizes)
         inside = (i for i, p in enumerate(pieces) if p[0] == name and first <= p[1] < first * size)
         used += inside
     return [*used, *(i for i in range(len(pieces)) if i not in used)]
-
-
-def _whole(pieces: Sequence[_Piece]) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for name, _, size in pieces:
-        sizes[name] = sizes.get(name, 1) * size
-    return sizes
 
 
 # What the user's own collectives send
@@ -348,15 +327,14 @@ def _manual(
 
     def read(operation: Any, sizes: Mapping[str, int]) -> Exchange:
         groups, axes = (groups_of or _group_of)(operation, sizes)
-        shardings = passes.shardings_in(passes.text_of(operation, "sdy.sharding"))
         # Axes that are not manual may split what the shard_map sees.
-        results = tuple(
-            local_shape(result.type, shardings[i] if i < len(shardings) else (), sizes)
-            for i, result in enumerate(operation.results)
-        )
-        operands = tuple(
-            local_shape(operand.type, shardings[i] if i < len(shardings) else (), sizes)
-            for i, operand in enumerate([*operation.operands][:data])
+        shardings = passes.shardings_in(passes.text_of(operation, "sdy.sharding"))
+        operands, results = (
+            tuple(
+                local_shape(value.type, shardings[i] if i < len(shardings) else (), sizes)
+                for i, value in enumerate(values)
+            )
+            for values in ([*operation.operands][:data], operation.results)
         )
         return Exchange(
             kind=kind,
@@ -387,10 +365,8 @@ def _group_of(operation: Any, sizes: Mapping[str, int]) -> _Groups:
         name = "source_target_pairs"
     text = passes.text_of(operation, name)
     if "mesh_axes" in text:
-        axes = [*_mesh_axes(text, sizes)]
-        places = {axis: place for place, axis in enumerate(sizes)}
-        axes.sort(key=lambda axis: places.get(_axis_of(axis), len(places)))
-        return ((*range(_count(axes, sizes)),),), tuple(axes)
+        axes = _in_order(_mesh_axes(text), sizes)
+        return ((*range(passes.count_of(axes, sizes)),),), axes
     rows = np.array(operation.attributes[name])
     groups = tuple(tuple(int(n) for n in row if n >= 0) for row in rows)
     if name == "source_target_pairs":
@@ -402,7 +378,7 @@ _AXIS_REF = re.compile(r'axis_ref<name = ("(?:[^"\\]|\\.)*")([^>]*(?:<[^>]*>)?)'
 _PART = re.compile(r"\((\d+)\)(\d+)")
 
 
-def _mesh_axes(text: str, sizes: Mapping[str, int]) -> Iterator[str]:
+def _mesh_axes(text: str) -> Iterator[str]:
     for name, rest in _AXIS_REF.findall(text):
         part = _PART.search(rest)
         yield passes.axes_in(name)[0] + (f":({part[1]}){part[2]}" if part else "")
