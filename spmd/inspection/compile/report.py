@@ -29,13 +29,12 @@ from spmd.inspection.compile.program import (
     refuse_arguments,
     text_of,
 )
-from spmd.inspection.findings.constraints import ignored_constraints
 from spmd.inspection.findings.rematerialization import (
     compile_and_catch,
     rematerializations,
     warnings_of,
 )
-from spmd.inspection.findings.rules import Program, findings
+from spmd.inspection.findings.rules import Program, findings, ignored_constraints
 from spmd.inspection.hlo.calls import visits
 from spmd.inspection.hlo.cost import cost_of
 from spmd.inspection.hlo.ledger import ledger

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from spmd.inspection.shardy import passes
 from spmd.inspection.shardy.passes import Factors
-from spmd.inspection.shardy.propagation import Link, Mark, Propagation, Value
+from spmd.inspection.shardy.propagation import Link, Mark, Propagation, Value, reached
 
 # Routes
 
@@ -209,14 +209,9 @@ class _Region:
     def __init__(self, start: _Place, look: Callable[[_Place], _Look]):
         self.beyond: dict[_Place, tuple[_Place, ...]] = {}
         stops: list[Stop] = []
-        pending, seen = [start], {start}
-        while pending:
-            place = pending.pop()
+        for place in reached([start], self.beyond.__getitem__):
             self.beyond[place], here = look(place)
             stops += here
-            new = [other for other in self.beyond[place] if other not in seen]
-            seen.update(new)
-            pending += new
         #: Whatever it was that one began with, in the order of the program.
         self.stops = sorted(stops, key=lambda stop: (stop.link, stop.at, stop.dimension))
         self.kinds: defaultdict[_Kind, list[int]] = defaultdict(list)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import itertools
 import math
@@ -60,8 +60,7 @@ class _Reader:
         done: set[object] = set()
         for view in block.operations:
             operation = view.operation
-            if exchange := _KINDS.get(_name(operation)):
-                asked = exchange(operation, self.sizes)
+            if asked := _asked_by(operation, self.sizes):
                 if asked.group_size > 1 and not _again(operation, done):
                     for i, one in enumerate(self.target.sent(operation, asked)):
                         found[operation, i] = _record(operation, one)
@@ -173,39 +172,69 @@ def _joined(outer: str, inner: str) -> str:
     return f"{outer}/{inner}"
 
 
-# What Shardy's collectives send
+# What is sent
+
+_SHARDYS = ("all_gather", "all_reduce", "all_to_all", "collective_permute", "reduce_scatter")
+_KINDS = frozenset(
+    (
+        *(f"sdy.{name}" for name in _SHARDYS),
+        *(f"stablehlo.{name}" for name in _SHARDYS),
+        *("stablehlo.collective_broadcast", "stablehlo.ragged_all_to_all"),
+    )
+)
+
+
+def _asked_by(operation: Any, sizes: Mapping[str, int]) -> Exchange | None:
+    """What an operation sends; None for what is no collective."""
+    name = operation.name
+    if name == "stablehlo.custom_call":  # a call out of the module, by the name of what it calls
+        name = f"stablehlo.{operation.attributes['call_target_name'].value}"
+    if name not in _KINDS:
+        return None
+    dialect, _, kind = name.replace("_", "-").partition(".")
+    read = _permuted if name == "sdy.collective_permute" else _resharded
+    return (read if dialect == "sdy" else _manual)(kind, operation, sizes)
+
 
 _AXES = re.compile(r"\{((?:\"(?:[^\"\\]|\\.)*\"|[^{}\"])*)\}")
-_MOVED = re.compile(r"\{((?:\"(?:[^\"\\]|\\.)*\"|[^{}\"])*)\}: (\d+)->(\d+)")
+_MOVED = re.compile(_AXES.pattern + r": (\d+)->(\d+)")
 
 
-def _exchange(
-    kind: str,
-    operation: Any,
-    axes: Sequence[str],
-    sizes: Mapping[str, int],
-    *,
-    more: Mapping[int, Sequence[str]] | None = None,
-    fewer: Mapping[int, Sequence[str]] | None = None,
-) -> Exchange:
-    """An exchange over axes, which split some dimensions more, or fewer, before than after."""
+def _resharded(kind: str, operation: Any, sizes: Mapping[str, int]) -> Exchange:
+    """A collective of Shardy: its axes split some dimensions more, or fewer, before than after."""
+    more: dict[int, tuple[str, ...]] = {}
+    fewer: dict[int, tuple[str, ...]] = {}
+    match kind:
+        case "all-gather":
+            more = _lists(operation, "gathering_axes")
+        case "reduce-scatter":
+            fewer = _lists(operation, "reduce_scatter_axes")
+        case "all-to-all":
+            for text, source, target in _MOVED.findall(passes.text_of(operation, "params")):
+                more[int(source)] = fewer[int(target)] = passes.axes_in(text)
+    axes = [axis for split in (more or fewer).values() for axis in split]
+    axes += passes.axes_in(passes.text_of(operation, "reduction_axes"))
     result = local_shape(operation.results[0].type, passes.out_sharding(operation), sizes)
     before, after = [*result.dims], [*result.dims]
-    for d, split in (more or {}).items():
+    for d, split in more.items():
         before[d] = -(-before[d] // passes.count_of(split, sizes))
         # All blocks are of one size, so what they make together may be longer than the array.
         after[d] = max(after[d], before[d] * passes.count_of(split, sizes))
-    for d, split in (fewer or {}).items():
+    for d, split in fewer.items():
         before[d] *= passes.count_of(split, sizes)
+    operand, result = (dataclasses.replace(result, dims=tuple(d)) for d in (before, after))
     return Exchange(
         kind=kind,
         mesh_axes=_in_order(axes, sizes),
         group_size=passes.count_of(axes, sizes),
-        shapes=Shapes(
-            (dataclasses.replace(result, dims=tuple(before)),),
-            (dataclasses.replace(result, dims=tuple(after)),),
-        ),
+        shapes=Shapes((operand,), (result,)),
     )
+
+
+def _lists(operation: Any, name: str) -> dict[int, tuple[str, ...]]:
+    """Axes by dimension, of an attribute such as ``[{"data"}, {}]``."""
+    found = _AXES.findall(passes.text_of(operation, name))
+    return {d: axes for d, text in enumerate(found) if (axes := passes.axes_in(text))}
 
 
 def _in_order(axes: Iterable[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
@@ -218,46 +247,15 @@ def _axis_of(axis: str) -> str:
     return axis.partition(":(")[0]
 
 
-def _lists(operation: Any, name: str) -> dict[int, tuple[str, ...]]:
-    """Axes by dimension, of an attribute such as ``[{"data"}, {}]``."""
-    found = _AXES.findall(passes.text_of(operation, name))
-    return {d: axes for d, text in enumerate(found) if (axes := passes.axes_in(text))}
+# Shards that stay as large as they are, and change places
 
 
-def _flat(by_dimension: Mapping[int, Sequence[str]]) -> list[str]:
-    return [axis for axes in by_dimension.values() for axis in axes]
-
-
-def _all_gather(operation: Any, sizes: Mapping[str, int]) -> Exchange:
-    axes = _lists(operation, "gathering_axes")
-    return _exchange("all-gather", operation, _flat(axes), sizes, more=axes)
-
-
-def _reduce_scatter(operation: Any, sizes: Mapping[str, int]) -> Exchange:
-    axes = _lists(operation, "reduce_scatter_axes")
-    return _exchange("reduce-scatter", operation, _flat(axes), sizes, fewer=axes)
-
-
-def _all_reduce(operation: Any, sizes: Mapping[str, int]) -> Exchange:
-    axes = passes.axes_in(passes.text_of(operation, "reduction_axes"))
-    return _exchange("all-reduce", operation, axes, sizes)
-
-
-def _all_to_all(operation: Any, sizes: Mapping[str, int]) -> Exchange:
-    more, fewer = {}, {}
-    for text, source, target in _MOVED.findall(passes.text_of(operation, "params")):
-        more[int(source)] = fewer[int(target)] = passes.axes_in(text)
-    return _exchange("all-to-all", operation, _flat(more), sizes, more=more, fewer=fewer)
-
-
-def _collective_permute(operation: Any, sizes: Mapping[str, int]) -> Exchange:
-    """Shards stay as large as they are, and change places."""
-    found = _exchange("collective-permute", operation, (), sizes)
+def _permuted(kind: str, operation: Any, sizes: Mapping[str, int]) -> Exchange:
     after = passes.out_sharding(operation)
     before = passes.sharding_of(operation.operands[0], after)
     groups = hlo_groups.connected(_moves(before, after, sizes))
     return dataclasses.replace(
-        found,
+        _resharded(kind, operation, sizes),
         mesh_axes=hlo_groups.mesh_axes_of(groups, sizes),
         group_size=max(map(len, groups), default=1),
     )
@@ -315,59 +313,39 @@ _Groups = tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]
 """Devices that exchange with each other, and the mesh axes that they are along."""
 
 
-def _manual(
-    kind: str,
-    groups_of: Callable[[Any, Mapping[str, int]], _Groups] | None = None,
-    data: int | None = None,
-) -> Callable[[Any, Mapping[str, int]], Exchange]:
-    """Reads a collective that a ``shard_map`` calls: its types are per device already.
-
-    The first `data` operands are sent; by default all are.
-    """
-
-    def read(operation: Any, sizes: Mapping[str, int]) -> Exchange:
-        groups, axes = (groups_of or _group_of)(operation, sizes)
-        # Axes that are not manual may split what the shard_map sees.
-        shardings = passes.shardings_in(passes.text_of(operation, "sdy.sharding"))
-        operands, results = (
-            tuple(
-                local_shape(value.type, shardings[i] if i < len(shardings) else (), sizes)
-                for i, value in enumerate(values)
-            )
-            for values in ([*operation.operands][:data], operation.results)
+def _manual(kind: str, operation: Any, sizes: Mapping[str, int]) -> Exchange:
+    """A collective that a ``shard_map`` calls: its types are per device already."""
+    ragged = kind == "ragged-all-to-all"
+    groups, axes = _groups_of(operation, sizes)
+    # It sends the most that its operand allows; the others are where to write, and sizes.
+    sent = [*operation.operands][: 1 if ragged else None]
+    # Axes that are not manual may split what the shard_map sees.
+    shardings = passes.shardings_in(passes.text_of(operation, "sdy.sharding"))
+    operands, results = (
+        tuple(
+            local_shape(value.type, shardings[i] if i < len(shardings) else (), sizes)
+            for i, value in enumerate(values)
         )
-        return Exchange(
-            kind=kind,
-            mesh_axes=axes,
-            group_size=max(map(len, groups), default=1),
-            shapes=Shapes(operands, results),
-        )
-
-    return read
-
-
-def _groups_of_a_call(operation: Any, sizes: Mapping[str, int]) -> _Groups:
-    rows = np.array(operation.attributes["backend_config"]["replica_groups"])
-    groups = tuple(tuple(row) for row in rows.tolist())
-    return groups, hlo_groups.mesh_axes_of(groups, sizes)
+        for values in (sent, operation.results)
+    )
+    return Exchange(
+        kind=kind,
+        mesh_axes=axes,
+        group_size=max(map(len, groups), default=1),
+        shapes=Shapes(operands, results),
+    )
 
 
-def _name(operation: Any) -> str:
-    """The name of an operation; of a call out of the module, the name of what it calls."""
-    if operation.name != "stablehlo.custom_call":
-        return operation.name
-    return f"stablehlo.{operation.attributes['call_target_name'].value}"
-
-
-def _group_of(operation: Any, sizes: Mapping[str, int]) -> _Groups:
-    name = "replica_groups"
-    if "source_target_pairs" in operation.attributes:
+def _groups_of(operation: Any, sizes: Mapping[str, int]) -> _Groups:
+    attributes, name = operation.attributes, "replica_groups"
+    if "source_target_pairs" in attributes:
         name = "source_target_pairs"
-    text = passes.text_of(operation, name)
-    if "mesh_axes" in text:
+    elif operation.name == "stablehlo.custom_call":
+        attributes = attributes["backend_config"]
+    elif "mesh_axes" in (text := passes.text_of(operation, name)):
         axes = _in_order(_mesh_axes(text), sizes)
         return ((*range(passes.count_of(axes, sizes)),),), axes
-    rows = np.array(operation.attributes[name])
+    rows = np.array(attributes[name])
     groups = tuple(tuple(int(n) for n in row if n >= 0) for row in rows)
     if name == "source_target_pairs":
         groups = hlo_groups.connected(groups)
@@ -382,20 +360,3 @@ def _mesh_axes(text: str) -> Iterator[str]:
     for name, rest in _AXIS_REF.findall(text):
         part = _PART.search(rest)
         yield passes.axes_in(name)[0] + (f":({part[1]}){part[2]}" if part else "")
-
-
-_KINDS: Mapping[str, Callable[[Any, Mapping[str, int]], Exchange]] = {
-    "sdy.all_gather": _all_gather,
-    "sdy.all_reduce": _all_reduce,
-    "sdy.all_to_all": _all_to_all,
-    "sdy.collective_permute": _collective_permute,
-    "sdy.reduce_scatter": _reduce_scatter,
-    "stablehlo.all_gather": _manual("all-gather"),
-    "stablehlo.all_reduce": _manual("all-reduce"),
-    "stablehlo.all_to_all": _manual("all-to-all"),
-    "stablehlo.collective_broadcast": _manual("collective-broadcast"),
-    "stablehlo.collective_permute": _manual("collective-permute"),
-    # What it sends is the most that its operand allows; the others are where to write, and sizes.
-    "stablehlo.ragged_all_to_all": _manual("ragged-all-to-all", _groups_of_a_call, 1),
-    "stablehlo.reduce_scatter": _manual("reduce-scatter"),
-}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 from jax.extend.mlir import ir
 
@@ -157,6 +158,23 @@ class Propagation:
     def links_of(self, i: int) -> Iterator[Link]:
         """The operations that a value takes part in."""
         return map(self.links.__getitem__, self.values[i].links)
+
+
+_Place = TypeVar("_Place")
+
+
+def reached(
+    starts: Iterable[_Place], beyond: Callable[[_Place], Iterable[_Place]]
+) -> Iterator[_Place]:
+    """Some places and all that one gets to from them, each before it is asked what is beyond."""
+    pending = deque(dict.fromkeys(starts))
+    seen = {*pending}
+    while pending:
+        place = pending.popleft()
+        yield place
+        fresh = [other for other in dict.fromkeys(beyond(place)) if other not in seen]
+        seen.update(fresh)
+        pending += fresh
 
 
 def propagate(module: Any, *, subject: str, steps: bool = True) -> Propagation:
