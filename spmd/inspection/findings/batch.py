@@ -19,7 +19,7 @@ from spmd.inspection.findings.work import Repeated
 from spmd.inspection.hlo.source import direction_of
 from spmd.inspection.records.report import DTYPES, Finding, Shape
 from spmd.inspection.shardy import passes
-from spmd.inspection.shardy.propagation import Link, Propagation, reached
+from spmd.inspection.shardy.propagation import Link, Propagation, walk
 
 _Place = tuple[int, int]
 """A value and one of its dimensions."""
@@ -133,7 +133,7 @@ def _region(found: Propagation, argument: int) -> frozenset[_Place] | None:
     It is None where a product sums over it, or a part of it is split.
     """
     beyond: dict[_Place, list[_Place]] = {}
-    for i, d in reached([(argument, 0)], beyond.__getitem__):
+    for (i, d), _, _ in walk([(argument, 0)], beyond.__getitem__):
         pairs = [(link, _factors(link, i, d)) for link in _links(found, i, backward=False)]
         if found.values[i].axes[d] or any(_sums(*pair) for pair in pairs):
             return None
@@ -148,7 +148,7 @@ def _followers(found: Propagation, arguments: Iterable[int]) -> frozenset[_Place
         links = found.links_of(place[0])
         return itertools.chain.from_iterable(_related(k, _factors(k, *place)) for k in links)
 
-    return frozenset(reached(((i, 0) for i in arguments), beyond))
+    return frozenset(place for place, _, _ in walk(((i, 0) for i in arguments), beyond))
 
 
 def _links(found: Propagation, i: int, backward: bool) -> Iterator[Link]:
@@ -237,13 +237,15 @@ def _is_deep(found: Propagation, places: Iterable[_Place]) -> bool:
     pending = deque(reached)
     while pending:
         i, d = pending.popleft()
-        stage = reached[i, d]
+        stage = reached[i, d]  # 0 before the first product, 1 after it, 2 after what bends
         for link in _links(found, i, backward=False):
             if i not in link.values[: link.operands]:
                 continue
-            if _is_row(link, i, d) and stage == 2:
+            row = _is_row(link, i, d)
+            if row and stage == 2:
                 return True
-            then = _stage_after(link, i, d, stage)
+            then = 2 if stage == 1 and link.name in _NONLINEAR else stage
+            then = 1 if stage == 0 and row and d == 0 else then
             for place in _related(link, _factors(link, i, d), first=link.operands):
                 if reached.get(place, -1) < then:
                     reached[place] = then
@@ -251,17 +253,10 @@ def _is_deep(found: Propagation, places: Iterable[_Place]) -> bool:
     return False
 
 
-def _stage_after(link: Link, i: int, d: int, stage: int) -> int:
-    """0 before the first product, 1 after it, 2 after what bends."""
-    if stage == 0 and d == 0 and _is_row(link, i, d):
-        return 1
-    return 2 if stage == 1 and link.name in _NONLINEAR else stage
-
-
 def _is_in_gradient(found: Propagation, places: Iterable[_Place]) -> bool:
     """Whether the gradient of another argument, which is a result, sums over it."""
     beyond: dict[_Place, list[_Place]] = {}
-    for i, d in reached(places, beyond.__getitem__):
+    for (i, d), _, _ in walk(places, beyond.__getitem__):
         beyond[i, d] = []
         for link in _links(found, i, backward=True):
             factors = _factors(link, i, d)
@@ -281,5 +276,5 @@ def _is_returned(found: Propagation, value: int) -> bool:
             if link.name not in _PRODUCTS and i in link.values[: link.operands]:
                 yield from link.values[link.operands :]
 
-    ends = (found.values[i] for i in reached([value], results))
+    ends = (found.values[i] for i, _, _ in walk([value], results))
     return any(end.kind == "output" and end.shape in weights for end in ends)

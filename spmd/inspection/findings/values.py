@@ -8,11 +8,14 @@ import math
 import re
 from typing import Any, NamedTuple
 
+from jax.sharding import PartitionSpec
+
+from spmd._spec import show_spec
 from spmd.inspection.hlo.source import direction_of, users_own
 from spmd.inspection.records.arrays import Argument
 from spmd.inspection.records.report import DTYPES, Finding, Shape, Source
 from spmd.inspection.shardy import passes
-from spmd.inspection.shardy.propagation import Propagation, Value, frames_at, reached
+from spmd.inspection.shardy.propagation import Propagation, Value, frames_at, walk
 
 #: Bytes of an array on one device from which on it is worth a finding.
 LARGE = 1 << 20
@@ -175,7 +178,7 @@ def _forms(found: Propagation, i: int) -> set[tuple[int, ...]]:
         turns = (link.values for link in found.links_of(i) if link.name in _TURNS)
         return itertools.chain.from_iterable(turns)
 
-    return {found.values[i].shape for i in reached([i], turned)}
+    return {found.values[i].shape for i, _, _ in walk([i], turned)}
 
 
 def _is_argument(found: Propagation, i: int) -> bool:
@@ -238,8 +241,16 @@ def split_of(
     for d in dimensions or sorted(range(len(shape)), key=lambda d: -shape[d]):
         for axis in sorted(mesh, key=lambda name: -mesh[name]):
             if mesh[axis] > 1 and shape[d] % mesh[axis] == 0:
-                return f"P({', '.join([*['None'] * d, repr(axis)])})"
+                return show_axes([*[()] * d, (axis,)])
     return None
+
+
+def show_axes(axes: Iterable[Iterable[str]]) -> str:
+    """The spec that splits each dimension over these axes, without whole ones at its end."""
+    entries = [tuple(names) or None for names in axes]
+    while entries and not entries[-1]:
+        entries.pop()
+    return show_spec(PartitionSpec(*entries))
 
 
 def _constraint(found: Propagation, value: Value, line: _Line) -> str:
@@ -349,7 +360,10 @@ def _subtrees(arguments: Sequence[Argument]) -> Mapping[_Keys, list[Argument]]:
     A subtree is as large as it can be without another large leaf in it, and named by what all of
     these leaves have in common.
     """
-    large = [(_keys(a.path), a) for a in arguments if _is_large(a)]
+    # By all of it: a large leaf that is split is no reason to name a subtree that it is in.
+    parts = [math.prod(split.parts for split in a.splits or ()) for a in arguments]
+    pairs = zip(arguments, parts, strict=True)
+    large = [(_keys(a.path), a) for a, n in pairs if a.nbytes * n >= LARGE]
     split = {keys[:n] for keys, a in large if not _is_unsplit(a) for n in range(len(keys))}
     tops: dict[_Keys, list[tuple[_Keys, Argument]]] = {}
     for keys, a in large:
@@ -370,11 +384,6 @@ def _common(paths: Sequence[_Keys]) -> _Keys:
 
 def _by_size(a: Argument) -> int:
     return -a.nbytes
-
-
-def _is_large(a: Argument) -> bool:
-    """By all of it: a large leaf that is split is no reason to name a subtree that it is in."""
-    return a.nbytes * math.prod(split.parts for split in a.splits or ()) >= LARGE
 
 
 def _is_unsplit(a: Argument) -> bool:

@@ -8,7 +8,15 @@ import itertools
 import math
 from typing import Any, NamedTuple
 
-from spmd.inspection.findings.values import Lines, Place, name_of, parts_of, place_of, where
+from spmd.inspection.findings.values import (
+    Lines,
+    Place,
+    name_of,
+    parts_of,
+    place_of,
+    show_axes,
+    where,
+)
 from spmd.inspection.hlo.calls import Visit
 from spmd.inspection.hlo.cost import products_of
 from spmd.inspection.hlo.source import frames_of
@@ -182,12 +190,9 @@ def _fix(found: Propagation, one: Repeated, product: Product) -> str:
         if d is None:
             return f"use a mesh without {axis!r}, or sizes that its {found.axis_sizes[axis]} divide"
         entries[d].append(axis)
-    while entries and not entries[-1]:
-        entries.pop()
-    spec = ", ".join(map(_entry, entries))
     return (
-        f"with_sharding_constraint(value, P({spec})) {where(one.source)}, or {_names(one.axes)} "
-        "in the spec of an argument that it is made of"
+        f"with_sharding_constraint(value, {show_axes(entries)}) {where(one.source)}, or "
+        f"{_names(one.axes)} in the spec of an argument that it is made of"
     )
 
 
@@ -199,12 +204,6 @@ def _dimension(
     n = found.axis_sizes[axis]
     fits = [d for d, size in enumerate(shape) if size % (parts[d] * n) == 0]
     return max(fits, key=lambda d: (not entries[d], shape[d] // parts[d]), default=None)
-
-
-def _entry(axes: Sequence[str]) -> str:
-    if len(axes) > 1:
-        return f"({', '.join(map(repr, axes))})"
-    return repr(axes[0]) if axes else "None"
 
 
 # What the annotations demand, and what the compiler made of it

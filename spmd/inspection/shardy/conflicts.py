@@ -6,7 +6,7 @@ about: where an axis stops, and why, is the same for all of them. Only how far a
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from spmd.inspection.shardy import passes
 from spmd.inspection.shardy.passes import Factors
-from spmd.inspection.shardy.propagation import Link, Mark, Propagation, Value, reached
+from spmd.inspection.shardy.propagation import Link, Mark, Propagation, Value, walk
 
 # Routes
 
@@ -209,7 +209,7 @@ class _Region:
     def __init__(self, start: _Place, look: Callable[[_Place], _Look]):
         self.beyond: dict[_Place, tuple[_Place, ...]] = {}
         stops: list[Stop] = []
-        for place in reached([start], self.beyond.__getitem__):
+        for place, _, _ in walk([start], self.beyond.__getitem__):
             self.beyond[place], here = look(place)
             stops += here
         #: Whatever it was that one began with, in the order of the program.
@@ -234,36 +234,19 @@ class _Region:
     def _walk(self, start: _Place) -> dict[_Kind, _Near]:
         """The nearest stop of each kind to one dimension."""
         near: dict[_Kind, _Near] = {}
-        distances = {start: 0}
-        pending = deque([start])
-        while pending:
-            place = pending.popleft()
+        for place, _, distance in walk([start], self.beyond.__getitem__):
             for k in self.at.get(place, ()):
-                kind, this = _kind(self.stops[k]), (distances[place], k)
+                kind, this = _kind(self.stops[k]), (distance, k)
                 near[kind] = min(near.get(kind, this), this)
-            for other in self.beyond[place]:
-                if other not in distances:
-                    distances[other] = distances[place] + 1
-                    pending.append(other)
         return near
 
     def _search(self, stops: list[int]) -> dict[_Place, _Near]:
-        """The nearest of some stops to each dimension from which one gets to one.
-
-        Stops are in order, and so are those of one distance in the queue: the first wins.
-        """
-        near: dict[_Place, _Near] = {}
+        """The nearest of some stops, in order, to each dimension from which one gets to one."""
+        at: dict[_Place, int] = {}
         for k in stops:
-            near.setdefault((self.stops[k].at, self.stops[k].dimension), (0, k))
-        pending = deque(near)
-        while pending:
-            place = pending.popleft()
-            distance, k = near[place]
-            for other in self.before[place]:
-                if other not in near:
-                    near[other] = (distance + 1, k)
-                    pending.append(other)
-        return near
+            at.setdefault((self.stops[k].at, self.stops[k].dimension), k)
+        found = walk(at, self.before.__getitem__)
+        return {place: (distance, at[stop]) for place, stop, distance in found}
 
     @functools.cached_property
     def before(self) -> Mapping[_Place, list[_Place]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
+import functools
 import re
 from typing import Any, TypeVar
 
@@ -163,18 +164,22 @@ class Propagation:
 _Place = TypeVar("_Place")
 
 
-def reached(
+def walk(
     starts: Iterable[_Place], beyond: Callable[[_Place], Iterable[_Place]]
-) -> Iterator[_Place]:
-    """Some places and all that one gets to from them, each before it is asked what is beyond."""
-    pending = deque(dict.fromkeys(starts))
-    seen = {*pending}
+) -> Iterator[tuple[_Place, _Place, int]]:
+    """All that one gets to from some places, with the nearest of these and the steps from there.
+
+    Each is given before it is asked what is beyond; of equally near starts the first one counts.
+    """
+    pending = deque((start, start, 0) for start in dict.fromkeys(starts))
+    seen = {start for start, _, _ in pending}
     while pending:
-        place = pending.popleft()
-        yield place
-        fresh = [other for other in dict.fromkeys(beyond(place)) if other not in seen]
-        seen.update(fresh)
-        pending += fresh
+        place, start, steps = pending.popleft()
+        yield place, start, steps
+        for other in beyond(place):
+            if other not in seen:
+                seen.add(other)
+                pending.append((other, start, steps + 1))
 
 
 def propagate(module: Any, *, subject: str, steps: bool = True) -> Propagation:
@@ -198,7 +203,7 @@ class _Reader:
     """Turns an MLIR module into a `Propagation`."""
 
     def __init__(self, before: Any, done: Any, steps: bool):
-        self.steps, self.has_manual = steps, False
+        self.has_manual = False
         self.before = passes.functions(before)["main"]
         self.main = passes.functions(done)["main"]
         self.names = passes.apart(done)
@@ -206,8 +211,8 @@ class _Reader:
         self.found = Propagation(axis_sizes=sizes, names=self.names, module=done)
         self.index: dict[Any, int] = {}
         # A program has hundreds of thousands of values, of few types.
-        self.types: dict[Any, tuple[tuple[int, ...], str]] = {}
-        self.frames: dict[Any, tuple[Source, ...]] = {}
+        self.dims_of = functools.cache(passes.dims_of)
+        self.frames_of = functools.cache(_frames) if steps else lambda _: ()
         self.stands_for: dict[Any, Any] = {}
 
     def read(self) -> Propagation:
@@ -223,9 +228,6 @@ class _Reader:
         for operation in operations:
             self._relate(operation)
         self._outputs(passes.end_of(body).operands)
-        for i, link in enumerate(self.found.links):
-            for value in dict.fromkeys(link.values):
-                self.found.values[value].links.append(i)
         return self.found
 
     # Values
@@ -244,18 +246,18 @@ class _Reader:
     def _at(self, value: Any) -> int:
         value = self.stands_for.get(value, value)
         if value not in self.index:  # of an operation that is no part of the program
-            shape, dtype = self._type(value)
-            self._add(value, name="", shape=shape, dtype=dtype, plain=False)
+            self._add(value, name="", plain=False)
         return self.index[value]
 
-    def _add(self, value: Any, **fields: Any) -> Value:
-        fields.setdefault("dimensions", passes.open_sharding(len(fields["shape"])))
-        fields["dtype"] = passes.hlo_dtype(fields["dtype"])
-        made = Value(**{"kind": "result", **fields})
+    def _add(
+        self, value: Any, *, kind: str = "result", dimensions: Dimensions = (), **fields: Any
+    ) -> None:
         if value is not None:
             self.index[value] = len(self.found.values)
-        self.found.values.append(made)
-        return made
+            shape, dtype = self.dims_of(value.type)
+            fields |= {"shape": shape, "dtype": passes.hlo_dtype(dtype)}
+        own = _of_rank(dimensions, len(fields["shape"]))
+        self.found.values.append(Value(kind=kind, dimensions=own, **fields))
 
     def _arguments(self, arguments: Sequence[Any]) -> None:
         names = [passes.op_name_of(argument.location) for argument in arguments]
@@ -263,9 +265,7 @@ class _Reader:
             names = [f"argument {i}" for i in range(len(names))]
         entries = self._entries("arg_attrs", len(names))
         for i, (name, argument) in enumerate(zip(names, arguments, strict=True)):
-            shape, dtype = self._type(argument)
-            fields = self._boundary("argument", i, name, len(shape), entries[i])
-            self._add(argument, shape=shape, dtype=dtype, **fields)
+            self._add(argument, **self._boundary("argument", i, name, entries[i]))
 
     def _entries(self, name: str, count: int) -> list[tuple[Mapping[str, Any], ...]]:
         """The attributes of each argument or result, after the passes and before them."""
@@ -273,7 +273,7 @@ class _Reader:
         return [*zip(*([*side, *[{}] * (count - len(side))] for side in sides), strict=False)]
 
     def _boundary(
-        self, kind: str, i: int, name: str, rank: int, entries: Sequence[Mapping[str, Any]]
+        self, kind: str, i: int, name: str, entries: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any]:
         """What an argument or output has from its attributes."""
         own, asked = (
@@ -287,7 +287,7 @@ class _Reader:
         return {
             "kind": kind,
             "name": name,
-            "dimensions": _of_rank(own[0] if own else (), rank),
+            "dimensions": own[0] if own else (),
             "origins": _origins(entries[0].get("sdy.sharding_origins")),
             "mark": mark,
         }
@@ -298,7 +298,7 @@ class _Reader:
             name = str(entries[i][0].get("jax.result_info", f"result[{i}]")).strip('"')
             inner = self._at(operand)
             value = self.found.values[inner]
-            fields = self._boundary("output", i, name, len(value.shape), entries[i])
+            fields = self._boundary("output", i, name, entries[i])
             same = {"shape": value.shape, "dtype": value.dtype, "frames": value.frames}
             self._add(None, **same, **fields)
             pair = (inner, len(self.found.values) - 1)
@@ -314,14 +314,15 @@ class _Reader:
             self._flow(operation, edges)
             return
         constraint = operation.name == _CONSTRAINT
-        text = "" if constraint else _rule_of(operation)
+        names = () if constraint else ("sdy.sharding_rule", passes.OWN_RULE)
+        text = next(filter(None, (passes.text_of(operation, name) for name in names)), "")
         if constraint or text:
             values = tuple(map(self._at, (*operation.operands, *operation.results)))
             shape = self.found.values[values[-1]].shape
             self._link(
                 passes.parse_rule(text) if text else passes.identity(2, shape),
                 name=_short(operation.name),
-                frames=self._frames(operation),
+                frames=self.frames_of(operation),
                 values=values,
                 operands=len(operation.operands),
                 edges=edges,
@@ -337,7 +338,7 @@ class _Reader:
         self._link(
             passes.identity(len(values), shape),
             name=_owner_name(raw),
-            frames=self._frames(owner),
+            frames=self.frames_of(owner),
             values=values,
             operands=len(values) - 1,
             edges=edges,
@@ -348,19 +349,17 @@ class _Reader:
         edge = operation.name == _EDGE
         if not edge and result in self.stands_for:
             return
-        shape, dtype = self._type(result)
         own = edge or operation.name == _CONSTRAINT
         text = passes.text_of(operation, "sharding" if own else "sdy.sharding")
         shardings = passes.shardings_of(text, self.names)
-        dimensions = _of_rank(shardings[i] if i < len(shardings) else (), len(shape))
+        rank = len(self.dims_of(result.type)[0])
+        dimensions = _of_rank(shardings[i] if i < len(shardings) else (), rank)
         origins = _origins(operation.attributes.get("sdy.sharding_origins", None), i)
-        frames = self._frames(operation)
+        frames = self.frames_of(operation)
         name = _owner_name(operation.operands[0]) if edge else _short(operation.name)
         self._add(
             result,
             name=name,
-            shape=shape,
-            dtype=dtype,
             dimensions=dimensions,
             origins=origins,
             frames=frames,
@@ -400,20 +399,10 @@ class _Reader:
             self.found.marks[name] = mark
         return mark
 
-    def _frames(self, operation: Any) -> tuple[Source, ...]:
-        if not self.steps:
-            return ()
-        if operation not in self.frames:
-            self.frames[operation] = _frames(operation)
-        return self.frames[operation]
-
-    def _type(self, value: Any) -> tuple[tuple[int, ...], str]:
-        if value.type not in self.types:
-            self.types[value.type] = passes.dims_of(value.type)
-        return self.types[value.type]
-
     def _link(self, rule: Rule, **fields: Any) -> None:
         of_rule = {"factors": rule.factors, "sizes": rule.sizes, "stops": rule.stops}
+        for value in dict.fromkeys(fields["values"]):
+            self.found.values[value].links.append(len(self.found.links))
         self.found.links.append(Link(**of_rule, **fields))
 
 
@@ -444,11 +433,6 @@ def _frames(operation: Any) -> tuple[Source, ...]:
             frames = passes.frames_of(operation.location)
         operation = operation.parent.operation
     return frames
-
-
-def _rule_of(operation: Any) -> str:
-    names = ("sdy.sharding_rule", passes.OWN_RULE)
-    return next(filter(None, (passes.text_of(operation, name) for name in names)), "")
 
 
 def _op_name(operation: Any) -> str:

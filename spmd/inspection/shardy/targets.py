@@ -117,8 +117,11 @@ class _Partitioned(AnyTarget):
         if not gathered <= {*_contracted(user, i)} or not _splits(other, asked.mesh_axes):
             return None
         moved = self._local(other)
-        kept = [_without(one, asked.mesh_axes) for one in passes.sharding_of(result)]
-        total = local_shape(result.type, tuple(kept), self.sizes)
+        axes = (
+            tuple(a for a in one.axes if a not in asked.mesh_axes)
+            for one in passes.sharding_of(result)
+        )
+        total = local_shape(result.type, tuple(map(Dimension, axes)), self.sizes)
         key = other, asked.mesh_axes
         turns = [] if key in self.turned else [_same(asked, "all-to-all", moved)]
         self.turned.add(key)
@@ -153,11 +156,6 @@ def _splits(value: Any, axes: Sequence[str]) -> bool:
 def _only_use(operation: Any) -> tuple[Any, int]:
     uses = [*operation.results[0].uses]
     return passes.user_of(uses[0]) if len(uses) == 1 else (None, 0)
-
-
-def _without(dimension: Dimension, axes: Sequence[str]) -> Dimension:
-    left = tuple(axis for axis in dimension.axes if axis not in axes)
-    return dataclasses.replace(dimension, axes=left)
 
 
 def _same(asked: Exchange, kind: str, shape: Shape) -> Exchange:

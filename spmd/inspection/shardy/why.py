@@ -106,18 +106,15 @@ def _named(found: Propagation, name: str, subject: str) -> list[int]:
     """The values that a name means; an error where there are none."""
     paths = [i for i, value in enumerate(found.values) if value.kind != "result"]
     for spelling in dict.fromkeys((name, _OUT.sub("result", name))):
+        below = (f"{spelling}[", f"{spelling}.") if spelling else ()
         exact = [i for i in paths if found.values[i].name == spelling]
-        if matches := exact or [i for i in paths if _is_below(found.values[i].name, spelling)]:
+        if matches := exact or [i for i in paths if found.values[i].name.startswith(below)]:
             return matches
     if line := _LINE.fullmatch(name):
         if matches := [*_made_at(found, line[1], int(line[2]))]:
             return matches
         raise explain(subject, [_no_line(found, name, line[1])])
     raise explain(subject, [_no_value(found, name)])
-
-
-def _is_below(path: str, prefix: str) -> bool:
-    return bool(prefix) and path.startswith(prefix) and path[len(prefix)] in "[."
 
 
 def _made_at(found: Propagation, file: str, line: int) -> Iterator[int]:
@@ -339,17 +336,13 @@ def _by_line(found: Propagation, lines: Mapping[_Line, frozenset[str]]) -> dict[
         source = user_source(value.frames)
         line = (source.file, source.line) if source else ("", 0)
         if line in groups and is_made(value):
-            groups[line].setdefault(_kind(value), i)
+            axes = tuple(sorted(value.origins.items()))
+            sharding = value.axes, axes, id(value.mark), value.local
+            groups[line].setdefault((value.name, value.shape, value.dtype, *sharding), i)
     return {
         line: sorted(group.values(), key=lambda i: _rank(found.values[i], lines[line]))
         for line, group in groups.items()
     }
-
-
-def _kind(value: Value) -> Any:
-    """What values of one line have in common that are listed once."""
-    axes = tuple(sorted(value.origins.items()))
-    return value.name, value.shape, value.dtype, value.axes, axes, id(value.mark), value.local
 
 
 def _rank(value: Value, exchanged: Container[str]) -> tuple[int, int]:
