@@ -15,7 +15,7 @@ import itertools
 import math
 
 from spmd.inspection.findings.values import LARGE, around_of, shard_of
-from spmd.inspection.findings.work import Repeated
+from spmd.inspection.findings.work import PRODUCTS, Repeated
 from spmd.inspection.hlo.source import direction_of
 from spmd.inspection.records.report import DTYPES, Finding, Shape
 from spmd.inspection.shardy import passes
@@ -23,8 +23,6 @@ from spmd.inspection.shardy.propagation import Link, Propagation, walk
 
 _Place = tuple[int, int]
 """A value and one of its dimensions."""
-
-_PRODUCTS = ("dot_general", "convolution")
 
 #: What keeps two products in a row from being one product: activations, norms and masks.
 _NONLINEAR = frozenset(
@@ -189,7 +187,7 @@ def _summed_in(factors: tuple, operands: int) -> frozenset[str]:
 
 def _sums(link: Link, factors: set[str]) -> bool:
     """Whether an operation is a product of matrices that sums over one of some factors."""
-    if link.name not in _PRODUCTS:
+    if link.name not in PRODUCTS:
         return False
     return bool(factors & _summed_in(link.factors, link.operands))
 
@@ -221,7 +219,7 @@ def _is_row(link: Link, i: int, d: int) -> bool:
 
     What both have is a head or an expert as well as an example.
     """
-    if link.name not in _PRODUCTS or i not in link.values[: link.operands]:
+    if link.name not in PRODUCTS or i not in link.values[: link.operands]:
         return False
     factors = _factors(link, i, d)
     operands = [{n for names in dims for n in names} for dims in link.factors[: link.operands]]
@@ -273,7 +271,7 @@ def _is_returned(found: Propagation, value: int) -> bool:
 
     def results(i: int) -> Iterator[int]:
         for link in found.links_of(i):
-            if link.name not in _PRODUCTS and i in link.values[: link.operands]:
+            if link.name not in PRODUCTS and i in link.values[: link.operands]:
                 yield from link.values[link.operands :]
 
     ends = (found.values[i] for i, _, _ in walk([value], results))

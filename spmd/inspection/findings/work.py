@@ -34,7 +34,7 @@ MANY = 10**8
 #: Their least share of all that the device computes.
 SHARE = 0.05
 
-_PRODUCTS = ("dot_general", "convolution")
+PRODUCTS = ("dot_general", "convolution")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,7 +313,7 @@ def _demands(found: Propagation) -> dict[Place, list[_Demand]]:
     lines, demands = Lines(found), {}
     trips: dict[Any, int | None] = {}
     for link in found.links:
-        if link.name in _PRODUCTS:
+        if link.name in PRODUCTS:
             made = found.values[link.values[-1]]
             if times := _times(made.operation, trips):
                 one = _Demand(

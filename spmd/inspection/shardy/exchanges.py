@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 import dataclasses
-import itertools
 import math
 import re
 from typing import Any
@@ -265,45 +264,22 @@ def _moves(
     before: Dimensions, after: Dimensions, sizes: Mapping[str, int]
 ) -> Iterator[tuple[int, int]]:
     """Which device sends its shard to which; replicas keep the order of the axes left over."""
-    cut = _cuts((*before, *after), sizes)
-    names = [piece for axis in sizes for piece in cut[axis]]
-    devices = np.arange(math.prod(sizes.values())).reshape([size for _, _, size in names])
-    holders, takers = (
-        devices.transpose(_order(one, names, sizes)).ravel().tolist() for one in (before, after)
-    )
+    holders, takers = (_order(one, sizes) for one in (before, after))
     return zip(holders, takers, strict=True)
 
 
-_Piece = tuple[str, int, int]
-"""A part of an axis: its name, the parts before it, its size."""
-
-
-def _piece(axis: str, sizes: Mapping[str, int]) -> _Piece:
-    found = _PART.search(axis.removeprefix(_axis_of(axis)))
-    size = passes.size_of(axis, sizes)
-    return (_axis_of(axis), int(found[1]), size) if found else (axis, 1, size)
-
-
-def _cuts(dimensions: Dimensions, sizes: Mapping[str, int]) -> dict[str, list[_Piece]]:
-    """The axes in the largest pieces that no part of one cuts."""
-    bounds = {name: {1, size} for name, size in sizes.items()}
-    for axis in (a for one in dimensions for a in one.axes):
-        name, first, size = _piece(axis, sizes)
-        bounds[name] |= {first, first * size}
-    return {
-        name: [(name, a, b // a) for a, b in itertools.pairwise(sorted(found))]
-        for name, found in bounds.items()
-    }
-
-
-def _order(dimensions: Dimensions, pieces: Sequence[_Piece], sizes: Mapping[str, int]) -> list[int]:
-    """The pieces as a sharding orders them, those that it does not use last."""
-    used = []
-    for axis in (a for one in dimensions for a in one.axes):
-        name, first, size = _piece(axis, sizes)
-        inside = (i for i, p in enumerate(pieces) if p[0] == name and first <= p[1] < first * size)
-        used += inside
-    return [*used, *(i for i in range(len(pieces)) if i not in used)]
+def _order(dimensions: Dimensions, sizes: Mapping[str, int]) -> list[int]:
+    """The devices in the order of their places along the axes that a sharding names, in turn."""
+    shape = tuple(sizes.values())
+    devices = np.arange(math.prod(shape))
+    places = dict(zip(sizes, np.unravel_index(devices, shape), strict=True))
+    keys = [devices]
+    for axis in (axis for one in reversed(dimensions) for axis in reversed(one.axes)):
+        part = _PART.search(axis.removeprefix(_axis_of(axis)))
+        name, size = _axis_of(axis) if part else axis, passes.size_of(axis, sizes)
+        parts = int(part[1]) * size if part else size
+        keys.append(places[name] * parts // sizes[name] % size)
+    return np.lexsort(keys).tolist()
 
 
 # What the user's own collectives send

@@ -123,7 +123,7 @@ class Link:
     @property
     def moves(self) -> tuple[Move, ...]:
         """What the pass did here; read when it is asked for, since few operations are."""
-        return tuple(_moves(self.edges, self.values, self.operands))
+        return tuple(_moves(self))
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -309,9 +309,8 @@ class _Reader:
     # Operations
 
     def _relate(self, operation: Any) -> None:
-        edges = passes.text_of(operation, "sdy.propagation_edges")
         if operation.name == _EDGE:
-            self._flow(operation, edges)
+            self._flow(operation)
             return
         constraint = operation.name == _CONSTRAINT
         names = () if constraint else ("sdy.sharding_rule", passes.OWN_RULE)
@@ -325,11 +324,11 @@ class _Reader:
                 frames=self.frames_of(operation),
                 values=values,
                 operands=len(operation.operands),
-                edges=edges,
+                edges=_edges(operation),
                 op_name=_op_name(operation) if text else "",
             )
 
-    def _flow(self, edge: Any, edges: str) -> None:
+    def _flow(self, edge: Any) -> None:
         raw = edge.operands[0]
         owner = _owner(raw)
         values = (*map(self._at, _sources(raw)), self._at(edge.results[0]))
@@ -341,7 +340,7 @@ class _Reader:
             frames=self.frames_of(owner),
             values=values,
             operands=len(values) - 1,
-            edges=edges,
+            edges=_edges(edge),
             op_name=_op_name(owner),
         )
 
@@ -439,6 +438,10 @@ def _op_name(operation: Any) -> str:
     return passes.op_name_of(operation.location)
 
 
+def _edges(operation: Any) -> str:
+    return passes.text_of(operation, "sdy.propagation_edges")
+
+
 def _is_local(operation: Any) -> bool:
     while operation.name != "func.func":
         operation = operation.parent.operation
@@ -513,15 +516,15 @@ _MOVES = re.compile(
 )
 
 
-def _moves(text: str, values: Sequence[int], operands: int) -> Iterator[Move]:
+def _moves(link: Link) -> Iterator[Move]:
     """The steps in the text of an ``sdy.propagation_edges``."""
 
     def at(place: str) -> int:
         kind, _, number = place.partition("-")
-        return values[int(number) + operands * (kind == "result")]
+        return link.values[int(number) + link.operands * (kind == "result")]
 
     step = 0
-    for found in _MOVES.finditer(text):
+    for found in _MOVES.finditer(link.edges):
         if found["step"]:
             step = int(found["step"])
             continue
