@@ -302,14 +302,9 @@ _ONE_DEVICE = (
 
 
 def _constraints(route: Sequence[str]) -> str:
-    if not route:
-        return (
-            "with_sharding_constraint(value, ...) in between, to a sharding that shares a mesh "
-            "axis with both, or the same sharding on both sides"
-        )
-    first, *rest = route
-    then = "".join(f", then with_sharding_constraint(value, {spec})" for spec in rest)
-    return f"with_sharding_constraint(value, {first}){then} in between"
+    steps = ", then ".join(f"with_sharding_constraint(value, {spec})" for spec in route or ["..."])
+    more = ", to a sharding that shares a mesh axis with both, or the same sharding on both sides"
+    return f"{steps} in between{'' if route else more}"
 
 
 # What no axis splits
@@ -356,6 +351,7 @@ def _unused_axes(program: Program) -> Iterator[str]:
 
 
 def _unused_axis(axis: str, size: int, work: Repeated | None) -> Finding:
+    repeated = [work.fact] if work else []
     return Finding(
         kind="unused-axis",
         subject=f"nothing is split over mesh axis {axis!r}",
@@ -363,10 +359,7 @@ def _unused_axis(axis: str, size: int, work: Repeated | None) -> Finding:
         nbytes=0,
         flops=work.flops if work else 0,
         measure="",
-        facts=(
-            f"the {size} devices along it all do the same work",
-            *([work.fact] if work else []),
-        ),
+        facts=(f"the {size} devices along it all do the same work", *repeated),
         fix=f"name {axis!r} in a spec of an argument or in a constraint, or use a mesh without it",
     )
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from spmd.inspection.shardy import passes
 from spmd.inspection.shardy.passes import Factors
-from spmd.inspection.shardy.propagation import Link, Mark, Propagation, Value, walk
+from spmd.inspection.shardy.propagation import Link, Mark, Move, Propagation, Value, walk
 
 # Routes
 
@@ -95,32 +95,24 @@ def _reached(found: Propagation, i: int, axis: str, before: float) -> tuple[floa
         return before, Hop(k, found.links[k].values[0], i)
     axis = passes.written(axis, found.names)
     steps = [
-        (arrival.axis == axis, arrival.step, arrival.hop)
-        for arrival in _arrivals(found, i).get(passes.whole_of(axis), ())
-        if arrival.step < before
+        (move.axis == axis, move.step, hop)
+        for move, hop in _arrivals(found, i).get(passes.whole_of(axis), ())
+        if move.step < before
     ]
     _, step, hop = max(steps, key=lambda one: one[:2], default=(False, 0, None))
     return step, hop
 
 
-class _Arrival(NamedTuple):
-    """An axis that came to a value."""
-
-    axis: str
-    step: int
-    hop: Hop
-
-
-def _arrivals(found: Propagation, i: int) -> dict[str, list[_Arrival]]:
-    """All axes that came to a value, by the name of the whole axis."""
+def _arrivals(found: Propagation, i: int) -> dict[str, list[tuple[Move, Hop]]]:
+    """The moves of all axes that came to a value, by the name of the whole axis."""
     arrivals = found.arrivals.get(i)
     if arrivals is None:
         arrivals = found.arrivals[i] = {}
         for k in found.values[i].links:
             for move in found.links[k].moves:
                 if i in move.targets:
-                    one = _Arrival(move.axis, move.step, Hop(k, move.source, i))
-                    arrivals.setdefault(passes.whole_of(move.axis), []).append(one)
+                    whole = passes.whole_of(move.axis)
+                    arrivals.setdefault(whole, []).append((move, Hop(k, move.source, i)))
     return arrivals
 
 

@@ -90,8 +90,7 @@ def _compiled(f: Any) -> Failure:
 
 def function_of(module: Any) -> str:
     """The name of the function that a module was lowered from."""
-    name = passes.text_of(module.operation, "sym_name").strip('"')
-    name = re.sub("^(p?jit|pmap)_", "", name)
+    name = re.sub("^(p?jit|pmap)_", "", passes.name_of(module))
     return "<lambda>" if name.strip("_") == "lambda" else name
 
 
