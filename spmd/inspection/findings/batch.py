@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 
-from spmd.inspection.findings.values import LARGE, around_of, shard_of
+from spmd.inspection.findings.values import LARGE, shard_of
 from spmd.inspection.findings.work import PRODUCTS, Repeated
 from spmd.inspection.hlo.source import direction_of
 from spmd.inspection.records.report import DTYPES, Finding, Shape
@@ -160,8 +160,9 @@ def _is_backward(found: Propagation, link: Link) -> bool:
     """Whether an operation, or a call that it is in, belongs to the backward pass."""
     if direction_of(link.op_name) == "backward":
         return True
-    made = found.values[link.values[-1]]
-    names = (passes.op_name_of(one.location) for one in around_of(made))
+    made = found.values[link.values[-1]].operation
+    holders = passes.holders_of(made) if made is not None else ()
+    names = (passes.op_name_of(one.location) for one in holders)
     return any(direction_of(name) == "backward" for name in names)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 import itertools
 import math
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
@@ -92,24 +92,13 @@ class Lines(dict[int, _Line]):
 
     def __missing__(self, i: int) -> _Line:
         value = self._values[i]
-        parts = (passes.frames_of(one.location) for one in around_of(value))
+        holders = passes.holders_of(value.operation) if value.operation is not None else ()
+        parts = (passes.frames_of(one.location) for one in holders)
         frames = itertools.chain(frames_at(value), *parts)
         inner = next(frames, None)
         own = next(filter(users_own, itertools.chain([inner], frames)), None)
         self[i] = _Line(own=own, inner=inner)
         return self[i]
-
-
-def around_of(value: Value) -> Iterator[Any]:
-    """The operations of MLIR that a value is inside of, such as calls, innermost first.
-
-    The operations of a function of its own, as `jax.jit` makes one, have only the frames and the
-    name stack from there on: the call of it has the rest.
-    """
-    one = value.operation
-    while one is not None and (one := one.parent) is not None and one.name != "func.func":
-        one = one.operation
-        yield one
 
 
 # Sizes

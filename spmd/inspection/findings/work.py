@@ -359,11 +359,11 @@ def _flops(found: Propagation, link: Link) -> int:
 def _times(operation: Any, trips: dict[Any, int | None]) -> int | None:
     """How often an operation runs in one call; None where a loop around it runs unknown often."""
     times = 1
-    while (operation := operation.parent.operation).name != "func.func":
-        if operation.name == "stablehlo.while":
-            if operation not in trips:
-                trips[operation] = trip_count(operation)
-            if (trip := trips[operation]) is None:
+    for loop in passes.holders_of(operation):
+        if loop.name == "stablehlo.while":
+            if loop not in trips:
+                trips[loop] = trip_count(loop)
+            if (trip := trips[loop]) is None:
                 return None
             times *= trip
     return times

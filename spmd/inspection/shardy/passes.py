@@ -178,6 +178,16 @@ def operation_of(view: Any) -> Any:
     return getattr(view, "operation", view)
 
 
+def holders_of(operation: Any) -> Iterator[Any]:
+    """The operations that one is inside of, such as calls, up to its function, innermost first.
+
+    The operations of a function of its own, as `jax.jit` makes one, have only the frames and the
+    name stack from there on: the call of it has the rest.
+    """
+    while (operation := operation.parent.operation).name != "func.func":
+        yield operation
+
+
 def maker_of(value: Any) -> Any:
     """The operation that makes a value; None for what enters a block."""
     return operation_of(value.owner) if hasattr(value, "result_number") else None

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
+import itertools
 import re
 from typing import Any, TypeVar
 
@@ -355,6 +356,7 @@ class _Reader:
         dimensions = _of_rank(shardings[i] if i < len(shardings) else (), rank)
         origins = _origins(operation.attributes.get("sdy.sharding_origins", None), i)
         frames = self.frames_of(operation)
+        holders = passes.holders_of(operation) if self.has_manual else ()
         name = _owner_name(operation.operands[0]) if edge else _short(operation.name)
         self._add(
             result,
@@ -364,7 +366,7 @@ class _Reader:
             frames=frames,
             mark=self._mark(operation, i, dimensions, origins, frames),
             plain=not edge,
-            local=self.has_manual and _is_local(operation),
+            local=any(one.name == _MANUAL for one in holders),
             op_name=_op_name(_owner(operation.operands[0]) if edge else operation),
             operation=operation,
         )
@@ -427,10 +429,9 @@ def _owner(raw: Any) -> Any:
 def _frames(operation: Any) -> tuple[Source, ...]:
     """The frames of an operation, or of the call that it is part of: functions of JAX have none."""
     frames: tuple[Source, ...] = ()
-    while operation.name != "func.func":
-        if not frames or passes.takes_part_in_loops(operation):
-            frames = passes.frames_of(operation.location)
-        operation = operation.parent.operation
+    for one in itertools.chain([operation], passes.holders_of(operation)):
+        if not frames or passes.takes_part_in_loops(one):
+            frames = passes.frames_of(one.location)
     return frames
 
 
@@ -440,14 +441,6 @@ def _op_name(operation: Any) -> str:
 
 def _edges(operation: Any) -> str:
     return passes.text_of(operation, "sdy.propagation_edges")
-
-
-def _is_local(operation: Any) -> bool:
-    while operation.name != "func.func":
-        operation = operation.parent.operation
-        if operation.name == _MANUAL:
-            return True
-    return False
 
 
 def _sources(raw: Any) -> list[Any]:

@@ -23,8 +23,8 @@ from spmd.inspection.shardy.passes import Dimension, Dimensions
 class Exchange:
     """What one operation sends: kind, crossed axes, devices in a group, and shapes per device.
 
-    It is sent `times` often in one execution of the operation, or once after the loop `after`,
-    which only adds up what is sent.
+    The operation sends it `times` times in one execution, or once after the loop `after`, which
+    only adds up what is sent.
     """
 
     kind: str
