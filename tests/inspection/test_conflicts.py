@@ -11,7 +11,7 @@ import pytest
 
 import spmd
 from spmd import P
-from spmd.inspection.shardy import conflicts, passes, propagation, routes
+from spmd.inspection.shardy import conflicts, passes, propagation
 from spmd.inspection.shardy.passes import Dimension
 from spmd.inspection.shardy.propagation import Link, Mark, Propagation, Value
 
@@ -97,7 +97,7 @@ def at_border(found, place):
         others = [row for row in rows if row[0] == k]
         for axis in theirs:
             if not has(mine, axis):
-                lost = routes.route_of(found, j, axis).mark
+                lost = conflicts.route_of(found, j, axis).mark
                 why, met = reason(found, place, k, factor, axis, (j, e), others)
                 won, against = (None, met) if why == "tie" else (met, None)
                 yield k, i, d, axis, why, lost, won, against, found.values[i].axes[d]
@@ -138,7 +138,7 @@ def reason(found, place, k, factor, axis, other, others):
 
 def mark(found, i, axes, axis):
     """The annotation that an axis of a value comes from, of which a part may be asked for."""
-    return routes.route_of(found, i, axis if axis in axes else axis.split(":(")[0]).mark
+    return conflicts.route_of(found, i, axis if axis in axes else axis.split(":(")[0]).mark
 
 
 def told(found, i):
@@ -283,7 +283,7 @@ def _work(layers, monkeypatch):
 
     with monkeypatch.context() as patch:
         counted(conflicts, "_look", lambda *_: 1)
-        counted(routes, "_reached", lambda *_: 1)
+        counted(conflicts, "_reached", lambda *_: 1)
         counted(conflicts._Region, "_walk", lambda region, _: len(region.beyond))
         counted(conflicts._Region, "_search", lambda region, _: len(region.beyond))
         stops = [conflicts.conflicts(found, i) for i in range(len(found.values))]

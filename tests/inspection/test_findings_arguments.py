@@ -9,7 +9,7 @@ import pytest
 
 import spmd
 from spmd import pjit
-from spmd.inspection.findings.arguments import whole_arguments
+from spmd.inspection.findings.values import whole_arguments
 from spmd.inspection.records.arrays import Argument, Split
 
 MESH = {"data": 4, "model": 2}

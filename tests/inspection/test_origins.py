@@ -18,7 +18,7 @@ import spmd
 from spmd import P
 from spmd.inspection import Origins, Report
 from spmd.inspection.records.origins import Later, known
-from spmd.inspection.shardy import listing
+from spmd.inspection.shardy import why as shardy_why
 
 FILE = "test_origins.py"
 
@@ -68,13 +68,13 @@ def found(compiled):
 def asked(monkeypatch):
     """How often propagation ran for origins."""
     times = []
-    propagate = listing.propagate
+    propagate = shardy_why.propagate
 
     def counted(*args, **kwargs):
         times.append(args)
         return propagate(*args, **kwargs)
 
-    monkeypatch.setattr(listing, "propagate", counted)
+    monkeypatch.setattr(shardy_why, "propagate", counted)
     return times
 
 
@@ -135,8 +135,8 @@ def test_limits(found, compiled, monkeypatch):
     """Only so many values are listed, what exchanges comes first, and the rest is counted."""
     whole = found.origins
     assert whole.left_out == 0
-    monkeypatch.setattr(listing, "MOST", {"argument": 2, "output": 1, "result": 100})
-    monkeypatch.setattr(listing, "OF_A_LINE", 1)
+    monkeypatch.setattr(shardy_why, "MOST", {"argument": 2, "output": 1, "result": 100})
+    monkeypatch.setattr(shardy_why, "OF_A_LINE", 1)
     few = compiled.report().origins
     kinds = [value.kind for value in few.values]
     assert kinds[:3] == ["argument", "argument", "output"]
@@ -282,10 +282,10 @@ def test_a_program_that_was_compiled_elsewhere(compiled, tmp_path):
     """Where the lowered program is not at hand, that is what the report says."""
     shape = f32(8)
     foreign = jax.jit(jnp.sin).lower(shape).compile()
-    assert spmd.report(foreign).origins == Origins(missing=listing.NOT_AT_HAND)
+    assert spmd.report(foreign).origins == Origins(missing=shardy_why.NOT_AT_HAND)
     compiled.save(tmp_path / "step.spmd")
     loaded = spmd.bundle.load(tmp_path / "step.spmd")
-    assert loaded.report().origins == Origins(missing=listing.NOT_AT_HAND)
+    assert loaded.report().origins == Origins(missing=shardy_why.NOT_AT_HAND)
 
 
 def test_a_lowered_program_of_jax(mesh):
@@ -331,7 +331,7 @@ def test_what_fails_costs_the_origins_alone(compiled, monkeypatch, caplog):
         raise IndexError("no such thing")
 
     one = compiled.report()
-    monkeypatch.setattr(listing, "describe", broken)
+    monkeypatch.setattr(shardy_why, "describe", broken)
     with caplog.at_level(logging.WARNING):
         assert "They could not be worked out; the log says why." in one.to_html()
         assert one.to_json()["origins"]["values"] == []
@@ -348,7 +348,7 @@ def test_a_stage_that_cannot_be_read_costs_the_origins_alone(lowered, monkeypatc
 
     monkeypatch.setattr("spmd.inspection.shardy.passes.module_of", broken)
     with caplog.at_level(logging.WARNING):
-        later = listing.origins_later(lowered, (), subject="report")
+        later = shardy_why.origins_later(lowered, (), subject="report")
     assert later.get().missing == "They could not be worked out; the log says why."
     assert len(caplog.records) == 1
 

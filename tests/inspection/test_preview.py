@@ -18,7 +18,7 @@ import spmd
 from spmd import P
 from spmd.inspection import Report, preview
 from spmd.inspection.compile import preview as compile_preview
-from spmd.inspection.shardy import exchanges, passes, trips
+from spmd.inspection.shardy import exchanges, flow, passes
 
 CPU = [name for name, (_, backends, _) in programs.PROGRAMS.items() if "cpu" in backends]
 
@@ -332,7 +332,7 @@ def test_trips_are_those_of_the_loop(way, start, bound, step):
         i, count = i + step, count + 1
     # A loop that starts outside of its bound does not run, whichever way it counts.
     towards = (step > 0) == (way in ("LT", "LE"))
-    assert trips._count(way, start, bound, step) == (count if towards else None)
+    assert flow.count_towards(way, start, bound, step) == (count if towards else None)
 
 
 def _layers_gradient(remat):

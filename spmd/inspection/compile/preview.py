@@ -11,9 +11,8 @@ from spmd.inspection.compile.report import versions
 from spmd.inspection.records.report import Cost, Report
 from spmd.inspection.shardy import passes
 from spmd.inspection.shardy.exchanges import exchanges
-from spmd.inspection.shardy.listing import origins_later
 from spmd.inspection.shardy.targets import target_of
-from spmd.inspection.shardy.why import function_of
+from spmd.inspection.shardy.why import function_of, origins_later
 
 _PASSES = (
     passes.PROPAGATION,

@@ -29,21 +29,20 @@ from spmd.inspection.compile.program import (
     refuse_arguments,
     text_of,
 )
-from spmd.inspection.findings.constraints import ignored_constraints
 from spmd.inspection.findings.rematerialization import (
     compile_and_catch,
     rematerializations,
     warnings_of,
 )
-from spmd.inspection.findings.rules import Program, findings
+from spmd.inspection.findings.rules import Program, findings, ignored_constraints
 from spmd.inspection.hlo.calls import visits
 from spmd.inspection.hlo.cost import cost_of
 from spmd.inspection.hlo.ledger import ledger
 from spmd.inspection.hlo.text import Module, parse_modules
 from spmd.inspection.records.report import Cost, Finding, Report, Reshard, Source, Unread
-from spmd.inspection.shardy.listing import origins_later
 from spmd.inspection.shardy.passes import frames_of, module_of, operations_in
 from spmd.inspection.shardy.propagation import Propagation, propagate
+from spmd.inspection.shardy.why import origins_later
 
 logger = logging.getLogger(__name__)
 

@@ -3,10 +3,8 @@
 In the order of reading:
 
 - `rules`: all rules, in the order of a report.
-- `arguments`: arguments that are whole.
+- `values`: arguments that are whole, and values between them and results.
 - `batch`: batches that are not split.
-- `values`: values between arguments and results that are whole.
 - `work`: products that devices compute alike.
-- `constraints`: logical constraints of Flax that do nothing.
 - `rematerialization`: what the partitioner warns of.
 """

@@ -11,19 +11,18 @@ from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 import dataclasses
 import functools
+import itertools
 import math
 
-from spmd.inspection.findings.values import LARGE, around_of, shard_of
-from spmd.inspection.findings.work import Repeated
+from spmd.inspection.findings.values import LARGE, shard_of
+from spmd.inspection.findings.work import PRODUCTS, Repeated
 from spmd.inspection.hlo.source import direction_of
 from spmd.inspection.records.report import DTYPES, Finding, Shape
 from spmd.inspection.shardy import passes
-from spmd.inspection.shardy.propagation import Link, Propagation
+from spmd.inspection.shardy.propagation import Link, Propagation, walk
 
 _Place = tuple[int, int]
 """A value and one of its dimensions."""
-
-_PRODUCTS = ("dot_general", "convolution")
 
 #: What keeps two products in a row from being one product: activations, norms and masks.
 _NONLINEAR = frozenset(
@@ -39,7 +38,7 @@ _NONLINEAR = frozenset(
 class Batch:
     """A batch that no mesh axis splits.
 
-    Args:
+    Attributes:
         size: how many rows it has.
         arguments: the values that it comes in.
         axis: of the mesh, that would split it.
@@ -67,9 +66,7 @@ class Batch:
 def unsplit_batches(found: Propagation, compiled: Container[Shape]) -> Iterator[Batch]:
     """The batches that an axis would split, and none does, by their size.
 
-    Args:
-        found: how the annotations split the values.
-        compiled: the shapes that take memory in the compiled program.
+    Their values take memory in the compiled program, which has arrays of the shapes `compiled`.
     """
     if math.prod(found.axis_sizes.values()) == 1:
         return
@@ -131,37 +128,25 @@ def _free_axis(found: Propagation, places: Iterable[_Place], size: int) -> str |
 def _region(found: Propagation, argument: int) -> frozenset[_Place] | None:
     """The dimensions that are split as the first one of an argument is, in the forward pass.
 
-    Returns:
-        None where a product sums over it, or a part of it is split.
+    It is None where a product sums over it, or a part of it is split.
     """
-    pending = deque([(argument, 0)])
-    seen = {(argument, 0)}
-    while pending:
-        i, d = pending.popleft()
-        if found.values[i].axes[d]:
+    beyond: dict[_Place, list[_Place]] = {}
+    for (i, d), _, _ in walk([(argument, 0)], beyond.__getitem__):
+        pairs = [(link, _factors(link, i, d)) for link in _links(found, i, backward=False)]
+        if found.values[i].axes[d] or any(_sums(*pair) for pair in pairs):
             return None
-        for link in _links(found, i, backward=False):
-            factors = _factors(link, i, d)
-            if link.name in _PRODUCTS and factors & _summed(link):
-                return None
-            for place in _related(link, factors):
-                if place not in seen:
-                    seen.add(place)
-                    pending.append(place)
-    return frozenset(seen)
+        beyond[i, d] = [place for pair in pairs for place in _related(*pair)]
+    return frozenset(beyond)
 
 
 def _followers(found: Propagation, arguments: Iterable[int]) -> frozenset[_Place]:
     """The dimensions that are split as the first ones of arguments are, in both passes."""
-    pending = deque((i, 0) for i in arguments)
-    seen = {*pending}
-    while pending:
-        i, d = pending.popleft()
-        for link in map(found.links.__getitem__, found.values[i].links):
-            fresh = {*_related(link, _factors(link, i, d))} - seen
-            seen |= fresh
-            pending += fresh
-    return frozenset(seen)
+
+    def beyond(place: _Place) -> Iterator[_Place]:
+        links = found.links_of(place[0])
+        return itertools.chain.from_iterable(_related(k, _factors(k, *place)) for k in links)
+
+    return frozenset(place for place, _, _ in walk(((i, 0) for i in arguments), beyond))
 
 
 def _links(found: Propagation, i: int, backward: bool) -> Iterator[Link]:
@@ -175,8 +160,9 @@ def _is_backward(found: Propagation, link: Link) -> bool:
     """Whether an operation, or a call that it is in, belongs to the backward pass."""
     if direction_of(link.op_name) == "backward":
         return True
-    made = found.values[link.values[-1]]
-    names = (passes.op_name_of(one.location) for one in around_of(made))
+    made = found.values[link.values[-1]].operation
+    holders = passes.holders_of(made) if made is not None else ()
+    names = (passes.op_name_of(one.location) for one in holders)
     return any(direction_of(name) == "backward" for name in names)
 
 
@@ -200,9 +186,11 @@ def _summed_in(factors: tuple, operands: int) -> frozenset[str]:
     return frozenset(inside - {n for dims in factors[operands:] for names in dims for n in names})
 
 
-def _summed(link: Link) -> frozenset[str]:
-    """The factors that a product of matrices sums over."""
-    return _summed_in(link.factors, link.operands)
+def _sums(link: Link, factors: set[str]) -> bool:
+    """Whether an operation is a product of matrices that sums over one of some factors."""
+    if link.name not in PRODUCTS:
+        return False
+    return bool(factors & _summed_in(link.factors, link.operands))
 
 
 # What holds of a batch
@@ -210,14 +198,18 @@ def _summed(link: Link) -> frozenset[str]:
 
 def _is_batch(found: Propagation, places: frozenset[_Place]) -> bool:
     """Whether anything tells these dimensions from those of a weight."""
-    first = any(
-        d == 0 and _is_row(link, i, d)
-        for i, d in places
-        for link in _links(found, i, backward=False)
-    )
-    return first and (
-        _is_convolved(found, places)
-        or _is_looked_up(found, places)
+
+    def uses() -> Iterator[tuple[Link, int, int]]:
+        return ((link, i, d) for i, d in places for link in _links(found, i, backward=False))
+
+    return any(d == 0 and _is_row(link, i, d) for link, i, d in uses()) and (
+        # It is the batch of a convolution, which knows its kernel,
+        any(
+            link.name == "convolution" and link.values[0] == i and d == 0 and _is_row(link, i, d)
+            for link, i, d in uses()
+        )
+        # or its values are positions in a table, as tokens are.
+        or any(link.name == "gather" and link.values[1] == i for link, i, _ in uses())
         or _is_deep(found, places)
         or _is_in_gradient(found, places)
     )
@@ -228,29 +220,11 @@ def _is_row(link: Link, i: int, d: int) -> bool:
 
     What both have is a head or an expert as well as an example.
     """
-    if link.name not in _PRODUCTS or i not in link.values[: link.operands]:
+    if link.name not in PRODUCTS or i not in link.values[: link.operands]:
         return False
     factors = _factors(link, i, d)
     operands = [{n for names in dims for n in names} for dims in link.factors[: link.operands]]
-    return sum(bool(factors & names) for names in operands) == 1 and not factors & _summed(link)
-
-
-def _is_convolved(found: Propagation, places: Iterable[_Place]) -> bool:
-    """Whether it is the batch of a convolution, which knows its kernel."""
-    return any(
-        link.name == "convolution" and link.values[0] == i and d == 0 and _is_row(link, i, d)
-        for i, d in places
-        for link in _links(found, i, backward=False)
-    )
-
-
-def _is_looked_up(found: Propagation, places: Iterable[_Place]) -> bool:
-    """Whether its values are positions in a table, as tokens are."""
-    return any(
-        link.name == "gather" and link.values[1] == i
-        for i, _ in places
-        for link in _links(found, i, backward=False)
-    )
+    return sum(bool(factors & names) for names in operands) == 1 and not _sums(link, factors)
 
 
 def _is_deep(found: Propagation, places: Iterable[_Place]) -> bool:
@@ -262,13 +236,15 @@ def _is_deep(found: Propagation, places: Iterable[_Place]) -> bool:
     pending = deque(reached)
     while pending:
         i, d = pending.popleft()
-        stage = reached[i, d]
+        stage = reached[i, d]  # 0 before the first product, 1 after it, 2 after what bends
         for link in _links(found, i, backward=False):
             if i not in link.values[: link.operands]:
                 continue
-            if _is_row(link, i, d) and stage == 2:
+            row = _is_row(link, i, d)
+            if row and stage == 2:
                 return True
-            then = _stage_after(link, i, d, stage)
+            then = 2 if stage == 1 and link.name in _NONLINEAR else stage
+            then = 1 if stage == 0 and row and d == 0 else then
             for place in _related(link, _factors(link, i, d), first=link.operands):
                 if reached.get(place, -1) < then:
                     reached[place] = then
@@ -276,44 +252,28 @@ def _is_deep(found: Propagation, places: Iterable[_Place]) -> bool:
     return False
 
 
-def _stage_after(link: Link, i: int, d: int, stage: int) -> int:
-    """0 before the first product, 1 after it, 2 after what bends."""
-    if stage == 0 and d == 0 and _is_row(link, i, d):
-        return 1
-    return 2 if stage == 1 and link.name in _NONLINEAR else stage
-
-
 def _is_in_gradient(found: Propagation, places: Iterable[_Place]) -> bool:
     """Whether the gradient of another argument, which is a result, sums over it."""
-    seen = {*places}
-    pending = deque(seen)
-    while pending:
-        i, d = pending.popleft()
+    beyond: dict[_Place, list[_Place]] = {}
+    for (i, d), _, _ in walk(places, beyond.__getitem__):
+        beyond[i, d] = []
         for link in _links(found, i, backward=True):
             factors = _factors(link, i, d)
-            if link.name in _PRODUCTS and factors & _summed(link):
-                if _is_returned(found, link.values[-1]):
-                    return True
-                continue
-            for place in _related(link, factors):
-                if place not in seen:
-                    seen.add(place)
-                    pending.append(place)
+            if not _sums(link, factors):
+                beyond[i, d] += _related(link, factors)
+            elif _is_returned(found, link.values[-1]):
+                return True
     return False
 
 
 def _is_returned(found: Propagation, value: int) -> bool:
     """Whether a result with the shape of a weight comes of a value without another product."""
     weights = {v.shape for v in found.values if v.kind == "argument" and len(v.shape) > 1}
-    seen = {value}
-    pending = deque(seen)
-    while pending:
-        i = pending.popleft()
-        if found.values[i].kind == "output" and found.values[i].shape in weights:
-            return True
-        for link in map(found.links.__getitem__, found.values[i].links):
-            if link.name not in _PRODUCTS and i in link.values[: link.operands]:
-                fresh = {*link.values[link.operands :]} - seen
-                seen |= fresh
-                pending += fresh
-    return False
+
+    def results(i: int) -> Iterator[int]:
+        for link in found.links_of(i):
+            if link.name not in PRODUCTS and i in link.values[: link.operands]:
+                yield from link.values[link.operands :]
+
+    ends = (found.values[i] for i, _, _ in walk([value], results))
+    return any(end.kind == "output" and end.shape in weights for end in ends)

@@ -21,13 +21,13 @@ import time
 from typing import Any, NamedTuple
 import weakref
 
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh
 import numpy as np
 
 from spmd import _jax
 from spmd._recover import parse_op_sharding
-from spmd._spec import show_spec
 from spmd.errors import RecoveryError
+from spmd.inspection.findings.values import show_axes
 from spmd.inspection.hlo.groups import expand_replica_groups
 from spmd.inspection.hlo.source import frames_of, user_source
 from spmd.inspection.hlo.text import Module, parse_instruction, parse_shapes
@@ -41,7 +41,7 @@ _Axes = tuple[tuple[str, ...], ...]
 class Rematerialization:
     """A value that every device gets whole, because it is split anew in one go.
 
-    Args:
+    Attributes:
         source: the user's line that makes the value; None where the warning names none, as for an
             argument.
         op_name: its name-stack path; for an argument, the argument's path.
@@ -90,13 +90,11 @@ _one_at_a_time = threading.Lock()
 def caught() -> Iterator[list[str]]:
     """Takes the partitioner's warnings out of what is written to file descriptor 2.
 
-    Everything else is passed on to where the descriptor leads: byte for byte, in order, and while
-    it is written up to the last whole line. Only what another thread writes at the moment when the
-    context is left may change places with what it writes next. Where another thread catches
-    already, or there is no such descriptor, nothing is caught.
-
-    Yields:
-        A list that holds the warnings when the context is left.
+    The list holds them when the context is left. Everything else is passed on to where the
+    descriptor leads: byte for byte, in order, and while it is written up to the last whole line.
+    Only what another thread writes at the moment when the context is left may change places with
+    what it writes next. Where another thread catches already, or there is no such descriptor,
+    nothing is caught.
     """
     lines: list[str] = []
     if not _one_at_a_time.acquire(blocking=False):
@@ -141,10 +139,8 @@ def _last_words(rest: int) -> Iterator[Callable[[], object]]:
     """If this process is aborted, another one writes what was not passed on yet.
 
     No handler of a signal could: the compiler aborts while other threads hold Python's locks. The
-    other process shares the place of `rest` in its file, and so knows what is left.
-
-    Yields:
-        What tells the other process that all is well; its end takes a while, so it is told early.
+    other process shares the place of `rest` in its file, and so knows what is left. What is yielded
+    tells it that all is well; its end takes a while, so it is told early.
     """
     read, write = os.pipe()
     actions = [(os.POSIX_SPAWN_DUP2, read, 0), (os.POSIX_SPAWN_DUP2, rest, 3)]
@@ -196,13 +192,9 @@ def _redirected(
 
 
 class _Passing:
-    """What was written to a file and is not yet passed on.
+    """What was written to a file and is not yet passed on to the descriptor `real`.
 
-    Args:
-        file: a descriptor of it.
-        rest: another one, whose place in the file is kept where that begins.
-        real: the descriptor to pass it on to.
-        lines: gets the warnings.
+    The place of `rest` in the file is kept where that begins, and `lines` gets the warnings.
     """
 
     def __init__(self, file: int, rest: int, real: int, lines: list[str]):
@@ -268,16 +260,10 @@ def warnings_of(compiled: Any) -> tuple[str, ...]:
 def rematerializations(
     lines: Iterable[str], module: Module, axis_sizes: Mapping[str, int]
 ) -> tuple[Rematerialization, ...]:
-    """Reads the partitioner's warnings.
+    """Reads the partitioner's warnings, with the table of frames of the program that came of it.
 
-    Args:
-        lines: as XLA writes them.
-        module: the program that came of it, for its table of frames.
-        axis_sizes: of the mesh, major to minor; empty without one.
-
-    Returns:
-        A record for each line of the user's and each pair of shardings; none for a text of another
-        form.
+    Each line of the user's and each pair of shardings has a record; a text of another form has
+    none. The axes of the mesh are in its order, and empty without one.
     """
     found: dict[tuple[Any, ...], Rematerialization] = {}
     for line in lines:
@@ -301,8 +287,8 @@ def _read(line: str, module: Module, axis_sizes: Mapping[str, int]) -> Remateria
         source=user_source(frames_of(operation, module)),
         op_name=operation.op_name,
         shape=shape,
-        given=parts["given"] if axes[0] is None else _show(axes[0]),
-        wanted=parts["wanted"] if axes[1] is None else _show(axes[1]),
+        given=parts["given"] if axes[0] is None else show_axes(axes[0]),
+        wanted=parts["wanted"] if axes[1] is None else show_axes(axes[1]),
         route=_route(*axes),
         nbytes=shape.nbytes,
     )
@@ -322,7 +308,7 @@ def _whole(shard: Shape, given: _Tiling | None) -> Shape:
 class _Tiling(NamedTuple):
     """How a value is split.
 
-    Args:
+    Attributes:
         tiles: into how many parts each dimension is.
         devices: all of them, tile by tile, as positions in the program's device assignment.
         plain: False where they do not simply hold parts and copies, as in a `shard_map`.
@@ -393,11 +379,6 @@ def _axes(one: _Tiling, axis_sizes: Mapping[str, int]) -> _Axes | None:
     return (*partitions, *[()] * (len(one.tiles) - len(partitions)))
 
 
-def _show(axes: _Axes) -> str:
-    split = max((d + 1 for d, names in enumerate(axes) if names), default=0)
-    return show_spec(PartitionSpec(*(names or None for names in axes[:split])))
-
-
 def _route(given: _Axes | None, wanted: _Axes | None) -> tuple[str, ...]:
     """The shardings that a value may take in between, each a cheap exchange from the one before.
 
@@ -410,7 +391,7 @@ def _route(given: _Axes | None, wanted: _Axes | None) -> tuple[str, ...]:
     steps = [_restricted(given, wanted), _restricted(wanted, given)]
     if not any(steps[0]):
         steps = [tuple(map(operator.add, given, wanted))]
-    return tuple(_show(one) for one in dict.fromkeys(steps) if one not in (given, wanted))
+    return tuple(show_axes(one) for one in dict.fromkeys(steps) if one not in (given, wanted))
 
 
 def _restricted(axes: _Axes, others: _Axes) -> _Axes:

@@ -8,19 +8,22 @@ their own.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
 import math
+import sys
+from typing import Any
 
-from spmd.inspection.findings.arguments import whole_arguments
+import jax
+
 from spmd.inspection.findings.batch import batch_finding, unsplit_batches
-from spmd.inspection.findings.constraints import constraint_finding
 from spmd.inspection.findings.rematerialization import Rematerialization
-from spmd.inspection.findings.values import value_findings
+from spmd.inspection.findings.values import Place, name_of, value_findings, whole_arguments
 from spmd.inspection.findings.work import Repeated, Work, work_finding
 from spmd.inspection.hlo.calls import Visit
 from spmd.inspection.hlo.ledger import is_collective
 from spmd.inspection.hlo.memory import donations
-from spmd.inspection.hlo.source import users_own
+from spmd.inspection.hlo.source import is_library, users_own
 from spmd.inspection.hlo.text import Computation, Instruction, Module, parse_shapes
 from spmd.inspection.records.report import Collective, Finding, Report, Shape, Source
 from spmd.inspection.shardy.propagation import Propagation
@@ -30,7 +33,7 @@ from spmd.inspection.shardy.propagation import Propagation
 class Program:
     """What is known of a compiled program.
 
-    Args:
+    Attributes:
         report: without findings.
         modules: its text, with how each computation runs.
         parameters: paths of the arguments that the last module takes, in its order.
@@ -60,12 +63,77 @@ def findings(program: Program) -> tuple[Finding, ...]:
     return tuple(sorted(found, key=lambda one: (ranks.get(one.kind, 1), -one.flops, -one.nbytes)))
 
 
-# Constraints
+# Logical constraints of Flax that do nothing, and do not say so
+#
+# `flax.linen.with_logical_constraint` looks for the mesh of `jax.set_mesh`, and returns its operand
+# where there is none. Nothing of that is left in the program: it is seen while that is traced.
+
+#: How many lines a finding names.
+_NAMED = 5
+
+
+class _Rules(tuple):
+    """Logical axis rules of Flax that know who reads them."""
+
+    places: dict[Place, Source]
+
+    def __iter__(self) -> Iterator[Any]:
+        if jax.sharding.get_abstract_mesh().empty and (place := _reader()):
+            self.places.setdefault((place.file, place.line), place)
+        return super().__iter__()
+
+
+@contextlib.contextmanager
+def ignored_constraints() -> Iterator[dict[Place, Source]]:
+    """Collects the lines whose logical constraints do nothing, in what is traced meanwhile.
+
+    Only where rules are active; and what JAX has traced before, it does not trace again.
+    """
+    flax: Any = sys.modules.get("flax.linen")
+    rules = flax.get_logical_axis_rules() if flax else ()
+    if not rules:
+        yield {}
+        return
+    watched = _Rules(rules)
+    watched.places = {}
+    with flax.logical_axis_rules(watched):
+        yield watched.places
+
+
+def _reader() -> Source | None:
+    """The user's line that asks for a logical constraint without a mesh of its own."""
+    frame: Any = sys._getframe(2)
+    while frame and frame.f_code.co_name != "with_logical_constraint":
+        frame = frame.f_back
+    if frame is None or frame.f_locals.get("mesh") is not None:
+        return None
+    while frame and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    code = frame.f_code
+    return Source(file=code.co_filename, line=frame.f_lineno, column=0, function=code.co_name)
 
 
 def _ignored_constraints(program: Program) -> Iterator[Finding]:
-    if program.ignored:
-        yield constraint_finding([*program.ignored])
+    if not program.ignored:
+        return
+    count, named = len(program.ignored), program.ignored[:_NAMED]
+    where = "on this line" if count == 1 else f"on {count} lines"
+    yield Finding(
+        kind="ignored-constraint",
+        subject=f"with_logical_constraint does nothing {where}",
+        source=named[0],
+        nbytes=0,
+        measure="",
+        facts=(
+            "Flax looks for the mesh of jax.set_mesh, which neither `with mesh` nor spmd.Mesh sets",
+            *([f"on {', '.join(map(name_of, named))}"] if count > 1 else []),
+            *([f"and on {count - _NAMED} more"] if count > _NAMED else []),
+        ),
+        fix="spmd.pjit in place of jax.jit, or with jax.set_mesh(mesh), or mesh=mesh in the call "
+        "of with_logical_constraint",
+    )
 
 
 # Arguments
@@ -103,7 +171,7 @@ def _unused_donations(program: Program) -> Iterator[Finding]:
             source=None,
             nbytes=one.nbytes,
             measure="memory",
-            facts=(f"it is {one.dtype}[{','.join(map(str, one.shape))}], split as {one.sharding}",),
+            facts=(f"it is {Shape(dtype=one.dtype, dims=one.shape)}, split as {one.sharding}",),
             fix="a donated argument makes room for a result of the same shape, dtype and sharding: "
             "return one, give that result the same spec in out_axis_resources, or do not donate it",
         )
@@ -117,16 +185,10 @@ def _collectives_in_loops(program: Program) -> Iterator[Finding]:
     for module, visited in program.modules:
         for name, visit in visited.items():
             loop = visit.caller
-            if loop is None or loop.opcode != "while" or name not in _body_of(loop):
-                continue
-            outside = visited[visit.home].executions
-            for one in _repeated(module, visited, name):
-                if record := records.get(one.name):
-                    yield _repeated_finding(record, outside)
-
-
-def _body_of(loop: Instruction) -> tuple[str, ...]:
-    return loop.callees().get("body", ())
+            if loop and loop.opcode == "while" and name in loop.callees().get("body", ()):
+                for one in _repeated(module, visited, name):
+                    if record := records.get(one.name):
+                        yield _repeated_finding(record, visited[visit.home].executions)
 
 
 def _repeated(module: Module, visited: Mapping[str, Visit], name: str) -> Iterator[Instruction]:
@@ -163,16 +225,15 @@ def _constants(module: Module, visited: Mapping[str, Visit], name: str) -> set[s
 def _invariants(body: Computation, given: Container[int] | None = None) -> set[str]:
     """Values of a loop's body that are the same each time.
 
-    Args:
-        body: of the loop.
-        given: which elements of what the loop carries count; None for all.
+    Of what the loop carries, the elements that are `given` count, or all.
     """
     root = body.root
     made = {one.name: one for one in body.instructions}
     handed_on = root.operand_names if root and root.opcode == "tuple" else ()
     found: set[str] = set()
     for one in body.instructions:
-        if one.opcode == "get-tuple-element" and _is_parameter(made, one):
+        source = made.get(one.operand_names[0]) if one.opcode == "get-tuple-element" else None
+        if source is not None and source.opcode == "parameter":
             index = int(one.attribute("index") or 0)
             same = index < len(handed_on) and _origin(made, handed_on[index]) == one.name
             if same and (given is None or index in given):
@@ -180,11 +241,6 @@ def _invariants(body: Computation, given: Container[int] | None = None) -> set[s
         elif one.opcode.removesuffix("-start") not in _IMPURE and {*one.operand_names} <= found:
             found.add(one.name)
     return found
-
-
-def _is_parameter(made: Mapping[str, Instruction], one: Instruction) -> bool:
-    source = made.get(one.operand_names[0])
-    return source is not None and source.opcode == "parameter"
 
 
 def _origin(made: Mapping[str, Instruction], name: str) -> str:
@@ -197,14 +253,12 @@ def _origin(made: Mapping[str, Instruction], name: str) -> str:
 def _repeated_finding(one: Collective, outside: int | None) -> Finding:
     times = one.executions
     once = max(outside or 1, 1)
-    saved = one.wire_bytes * max((times or 2) - once, 0)
+    article = "an" if one.kind[0] in "aeiou" else "a"
     return Finding(
         kind="collective-in-loop",
-        subject=f"a loop repeats an {one.kind} of the same values"
-        if one.kind[0] in "aeiou"
-        else f"a loop repeats a {one.kind} of the same values",
+        subject=f"a loop repeats {article} {one.kind} of the same values",
         source=users_own(one.source),
-        nbytes=saved,
+        nbytes=one.wire_bytes * max((times or 2) - once, 0),
         measure="wire",
         facts=(
             f"{', '.join(map(str, one.shapes.operands))} over "
@@ -248,14 +302,9 @@ _ONE_DEVICE = (
 
 
 def _constraints(route: Sequence[str]) -> str:
-    if not route:
-        return (
-            "with_sharding_constraint(value, ...) in between, to a sharding that shares a mesh "
-            "axis with both, or the same sharding on both sides"
-        )
-    first, *rest = route
-    then = "".join(f", then with_sharding_constraint(value, {spec})" for spec in rest)
-    return f"with_sharding_constraint(value, {first}){then} in between"
+    steps = ", then ".join(f"with_sharding_constraint(value, {spec})" for spec in route or ["..."])
+    more = ", to a sharding that shares a mesh axis with both, or the same sharding on both sides"
+    return f"{steps} in between{'' if route else more}"
 
 
 # What no axis splits
@@ -302,6 +351,7 @@ def _unused_axes(program: Program) -> Iterator[str]:
 
 
 def _unused_axis(axis: str, size: int, work: Repeated | None) -> Finding:
+    repeated = [work.fact] if work else []
     return Finding(
         kind="unused-axis",
         subject=f"nothing is split over mesh axis {axis!r}",
@@ -309,10 +359,7 @@ def _unused_axis(axis: str, size: int, work: Repeated | None) -> Finding:
         nbytes=0,
         flops=work.flops if work else 0,
         measure="",
-        facts=(
-            f"the {size} devices along it all do the same work",
-            *([work.fact] if work else []),
-        ),
+        facts=(f"the {size} devices along it all do the same work", *repeated),
         fix=f"name {axis!r} in a spec of an argument or in a constraint, or use a mesh without it",
     )
 

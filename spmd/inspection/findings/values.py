@@ -1,16 +1,21 @@
-"""Findings on values between arguments and results, from how Shardy's propagation splits them."""
+"""Findings on arguments that are whole on every device, and on values between them and results."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 import itertools
 import math
-from typing import Any, NamedTuple
+import re
+from typing import NamedTuple
 
+from jax.sharding import PartitionSpec
+
+from spmd._spec import show_spec
 from spmd.inspection.hlo.source import direction_of, users_own
+from spmd.inspection.records.arrays import Argument
 from spmd.inspection.records.report import DTYPES, Finding, Shape, Source
 from spmd.inspection.shardy import passes
-from spmd.inspection.shardy.propagation import Propagation, Value, frames_at
+from spmd.inspection.shardy.propagation import Propagation, Value, frames_at, walk
 
 #: Bytes of an array on one device from which on it is worth a finding.
 LARGE = 1 << 20
@@ -27,23 +32,20 @@ def value_findings(
 ) -> Iterator[Finding]:
     """All findings on values of a program; none on a mesh of one device.
 
-    Args:
-        found: how the annotations split the values.
-        compiled: the shapes that take memory in the compiled program. The partitioner may do
-            better than the annotations demand, and values may be fused away.
-        told: values that are whole because of what another finding says.
+    They are on shapes that take memory in the compiled program: the partitioner may do better than
+    the annotations demand, and values may be fused away. What other findings told is left out.
     """
     # Of several meshes that give an axis several sizes, which one to split over cannot be known.
     if math.prod(found.axis_sizes.values()) == 1 or found.names:
         return
     lines = Lines(found)
     residuals = {i for i in _residuals(found) if _shape(found.values[i]) in compiled}
-    yield from _whole(found, lines, _without(residuals, told), "replicated-residual")
+    yield from _whole(found, lines, residuals, told, "replicated-residual")
     # What is kept is made, stacked and read on the same line.
     known = {lines[i].key for i in residuals}
     others = {i for i in _large_results(found) if _shape(found.values[i]) in compiled} - residuals
     others = {i for i in others if lines[i].key not in known}
-    yield from _whole(found, lines, _without(others, told), "replicated-value")
+    yield from _whole(found, lines, others, told, "replicated-value")
     yield from _uneven(found, lines, compiled)
 
 
@@ -51,21 +53,34 @@ def value_findings(
 
 
 class _Line(NamedTuple):
-    """Where a value is made.
-
-    Args:
-        own: the user's line that makes it, or calls what does; None where all is in libraries.
-        inner: the innermost line, whoever's it is.
-    """
+    """Where a value is made: the line of the user's that makes it or calls what does, and any."""
 
     own: Source | None
     inner: Source | None
 
     @property
-    def key(self) -> tuple[str, int]:
+    def key(self) -> Place:
         """What values of the same line have in common."""
-        source = self.own or self.inner
-        return (source.file, source.line) if source else ("", 0)
+        return place_of(self.own or self.inner)
+
+
+Place = tuple[str, int]
+"""A file and a line."""
+
+
+def place_of(source: Source | None) -> Place:
+    """The file and the line of a source; one for all without."""
+    return (source.file, source.line) if source else ("", 0)
+
+
+def name_of(source: Source) -> str:
+    """The name of a file and a line in it, without folders."""
+    return f"{source.file.rpartition('/')[2]}:{source.line}"
+
+
+def where(own: Source | None) -> str:
+    """Where a constraint is written: on the user's line, if there is one."""
+    return "on that line" if own else "on what goes into that library or comes out of it"
 
 
 class Lines(dict[int, _Line]):
@@ -77,24 +92,13 @@ class Lines(dict[int, _Line]):
 
     def __missing__(self, i: int) -> _Line:
         value = self._values[i]
-        parts = (passes.frames_of(one.location) for one in around_of(value))
+        holders = passes.holders_of(value.operation) if value.operation is not None else ()
+        parts = (passes.frames_of(one.location) for one in holders)
         frames = itertools.chain(frames_at(value), *parts)
         inner = next(frames, None)
         own = next(filter(users_own, itertools.chain([inner], frames)), None)
         self[i] = _Line(own=own, inner=inner)
         return self[i]
-
-
-def around_of(value: Value) -> Iterator[Any]:
-    """The operations of MLIR that a value is inside of, such as calls, innermost first.
-
-    The operations of a function of its own, as `jax.jit` makes one, have only the frames and the
-    name stack from there on: the call of it has the rest.
-    """
-    one = value.operation
-    while one is not None and (one := one.parent) is not None and one.name != "func.func":
-        one = one.operation
-        yield one
 
 
 # Sizes
@@ -111,7 +115,7 @@ def _nbytes(value: Value) -> int:
 
 def parts_of(found: Propagation, axes: Iterable[str]) -> int:
     """In how many parts a dimension is split over these axes."""
-    return math.prod(passes.size_of(axis, found.axis_sizes) for axis in axes)
+    return passes.count_of(axes, found.axis_sizes)
 
 
 def shard_of(found: Propagation, value: Value) -> Shape:
@@ -127,11 +131,10 @@ def _is_whole(value: Value) -> bool:
 
 def _largest_by_line(lines: Lines, sizes: Mapping[int, int]) -> Iterator[tuple[int, int]]:
     """Of the values of each line the one with most bytes, and these."""
-    best: dict[tuple[str, int], tuple[int, int]] = {}
-    for i, nbytes in sizes.items():
-        key = lines[i].key
-        if key not in best or nbytes > best[key][1]:
-            best[key] = (i, nbytes)
+    best: dict[Place, tuple[int, int]] = {}
+    for one in sizes.items():
+        key = lines[one[0]].key
+        best[key] = max(best.get(key, one), one, key=lambda pair: pair[1])
     yield from best.values()
 
 
@@ -141,23 +144,16 @@ def _largest_by_line(lines: Lines, sizes: Mapping[int, int]) -> Iterator[tuple[i
 def _large_results(found: Propagation) -> Iterator[int]:
     """Results of operations, but for what has the shape of an argument that is whole itself.
 
-    The gradient of a weight is often made transposed, and a weight transposed to make others.
+    The gradient of a weight is often made transposed, and a weight transposed to make others. A
+    loop takes arguments apart along their first dimension.
     """
-    arguments = _whole_shapes(found)
+    wholes = [v.shape for v in found.values if v.kind == "argument" and not any(v.axes)]
+    arguments = {*wholes, *(s[1:] for s in wholes), *((1, *s[1:]) for s in wholes)}
     for i, value in enumerate(found.values):
         if value.kind == "result" and value.plain and value.name not in _FREE:
             large = _is_whole(value) and _nbytes(value) >= LARGE
             if large and not _forms(found, i) & arguments and frames_at(value):
                 yield i
-
-
-def _whole_shapes(found: Propagation) -> set[tuple[int, ...]]:
-    """The shapes of arguments that are whole, and of what a loop takes them apart to.
-
-    A loop takes arguments apart along their first dimension.
-    """
-    wholes = [v.shape for v in found.values if v.kind == "argument" and not any(v.axes)]
-    return {*wholes, *(s[1:] for s in wholes), *((1, *s[1:]) for s in wholes)}
 
 
 #: What turns a value over, or writes it otherwise, and leaves it what it is.
@@ -166,29 +162,23 @@ _TURNS = ("transpose", "reshape", "convert", "reverse")
 
 def _forms(found: Propagation, i: int) -> set[tuple[int, ...]]:
     """The shapes of a value, of what it is turned to, and of what it was turned from."""
-    pending, seen = [i], {i}
-    while pending:
-        for link in map(found.links.__getitem__, found.values[pending.pop()].links):
-            if link.name in _TURNS:
-                fresh = {*link.values} - seen
-                seen |= fresh
-                pending += fresh
-    return {found.values[i].shape for i in seen}
+
+    def turned(i: int) -> Iterator[int]:
+        turns = (link.values for link in found.links_of(i) if link.name in _TURNS)
+        return itertools.chain.from_iterable(turns)
+
+    return {found.values[i].shape for i, _, _ in walk([i], turned)}
 
 
 def _is_argument(found: Propagation, i: int) -> bool:
     """Whether a value is an argument, turned over."""
     while found.values[i].kind == "result":
-        links = (found.links[k] for k in found.values[i].links if found.links[k].values[-1] == i)
-        link = next((link for link in links if link.name in _TURNS), None)
+        turns = (one for one in found.links_of(i) if one.values[-1] == i and one.name in _TURNS)
+        link = next(turns, None)
         if link is None:
             return False
         i = link.values[0]
     return True
-
-
-def _without(values: Iterable[int], told: Container[int]) -> set[int]:
-    return {i for i in values if i not in told}
 
 
 def _residuals(found: Propagation) -> Iterator[int]:
@@ -203,9 +193,9 @@ def _residuals(found: Propagation) -> Iterator[int]:
 
 
 def _whole(
-    found: Propagation, lines: Lines, indices: Iterable[int], kind: str
+    found: Propagation, lines: Lines, indices: Iterable[int], told: Container[int], kind: str
 ) -> Iterator[Finding]:
-    sizes = {i: _nbytes(found.values[i]) for i in sorted(indices)}
+    sizes = {i: _nbytes(found.values[i]) for i in sorted(indices) if i not in told}
     for i, nbytes in _largest_by_line(lines, sizes):
         value, shape = found.values[i], _shape(found.values[i])
         residual = kind == "replicated-residual"
@@ -217,24 +207,17 @@ def _whole(
             source=lines[i].own,
             nbytes=nbytes,
             measure="memory",
-            facts=tuple(_where(lines[i])),
+            facts=_facts(lines[i]),
             fix=_constraint(found, value, lines[i])
             + (", or jax.checkpoint around it" if residual else ""),
         )
 
 
-def _where(line: _Line) -> Iterator[str]:
+def _facts(line: _Line) -> tuple[str, ...]:
     if line.own:
-        yield f"no mesh axis reaches it; why('{place_of(line.own)}') shows where they stop"
-        return
-    yield "no mesh axis reaches it"
-    if line.inner:
-        yield f"it is made in a library, at {place_of(line.inner)}"
-
-
-def place_of(source: Source) -> str:
-    """The name of a file and a line in it, without folders."""
-    return f"{source.file.rpartition('/')[2]}:{source.line}"
+        return (f"no mesh axis reaches it; why('{name_of(line.own)}') shows where they stop",)
+    library = [f"it is made in a library, at {name_of(line.inner)}"] if line.inner else []
+    return ("no mesh axis reaches it", *library)
 
 
 def split_of(
@@ -242,19 +225,21 @@ def split_of(
 ) -> str | None:
     """A spec that would split an array, over the largest mesh axis that divides a dimension.
 
-    Args:
-        shape: of the array.
-        mesh: size by axis name.
-        dimensions: in which order they are tried; by default the largest first.
-
-    Returns:
-        None where no axis divides any dimension.
+    Dimensions are tried in this order, or the largest first. It is None where no axis divides any.
     """
     for d in dimensions or sorted(range(len(shape)), key=lambda d: -shape[d]):
         for axis in sorted(mesh, key=lambda name: -mesh[name]):
             if mesh[axis] > 1 and shape[d] % mesh[axis] == 0:
-                return f"P({', '.join([*['None'] * d, repr(axis)])})"
+                return show_axes([*[()] * d, (axis,)])
     return None
+
+
+def show_axes(axes: Iterable[Iterable[str]]) -> str:
+    """The spec that splits each dimension over these axes, without whole ones at its end."""
+    entries = [tuple(names) or None for names in axes]
+    while entries and not entries[-1]:
+        entries.pop()
+    return show_spec(PartitionSpec(*entries))
 
 
 def _constraint(found: Propagation, value: Value, line: _Line) -> str:
@@ -264,9 +249,8 @@ def _constraint(found: Propagation, value: Value, line: _Line) -> str:
     shape = value.shape[1:] if stacked else value.shape
     # The first dimension of what is computed is the batch, as a rule.
     spec = split_of(shape, found.axis_sizes, range(len(shape))) or "P(...)"
-    elsewhere = "on that line" if line.own else "on what goes into that library or comes out of it"
-    where = "in the body of the loop" if stacked else elsewhere
-    return f"with_sharding_constraint(value, {spec}) {where}"
+    there = "in the body of the loop" if stacked else where(line.own)
+    return f"with_sharding_constraint(value, {spec}) {there}"
 
 
 # Padding
@@ -284,6 +268,7 @@ def _uneven(found: Propagation, lines: Lines, compiled: Container[Shape]) -> Ite
         d = next(d for d, n in enumerate(value.shape) if n % parts_of(found, value.axes[d]))
         n, axes = value.shape[d], value.axes[d]
         parts = parts_of(found, axes)
+        held = -(-n // parts)
         yield Finding(
             kind="uneven-split",
             subject=f"{n} elements are split over {parts} devices",
@@ -293,10 +278,10 @@ def _uneven(found: Propagation, lines: Lines, compiled: Container[Shape]) -> Ite
             facts=(
                 f"dimension {d} of {_shape(value)} of {value.name or value.kind}, "
                 f"over {', '.join(axes)}",
-                f"each device holds {-(-n // parts)} and computes with them; "
-                f"{-(-n // parts) * parts - n} of all are padding",
+                f"each device holds {held} and computes with them; "
+                f"{held * parts - n} of all are padding",
             ),
-            fix=f"make the dimension {-(-n // parts) * parts}, or split another one",
+            fix=f"make the dimension {held * parts}, or split another one",
         )
 
 
@@ -307,3 +292,124 @@ def _padding(found: Propagation, value: Value) -> int:
         return 0
     shard = shard_of(found, value).nbytes
     return shard - _shape(value).nbytes // math.prod(parts for _, parts in pairs)
+
+
+# Arguments
+
+#: How many subtrees have a finding of their own, and how many leaves a finding names.
+_NAMED = 5
+
+_Keys = tuple[str, ...]
+"""A path in parts: the name of the argument, then the key of each level below."""
+
+
+def whole_arguments(arguments: Sequence[Argument], mesh: Mapping[str, int]) -> Iterator[Finding]:
+    """A finding for each subtree all of whose large leaves are whole on every device.
+
+    Of the arguments, those that are split count too. On one device nothing can be split.
+    """
+    if math.prod(mesh.values()) == 1:
+        return
+    groups = sorted(_subtrees(arguments).items(), key=lambda one: -_sum(one[1]))
+    for keys, leaves in groups[:_NAMED]:
+        below = [a for a in arguments if _keys(a.path)[: len(keys)] == keys]
+        name, several = "".join(keys), len(leaves) > 1
+        fix = _several(name, leaves, below, mesh) if several else _one(leaves, mesh)
+        yield _finding(f"the {len(leaves)} large leaves of {name}", leaves, fix)
+    if rest := [leaf for _, leaves in groups[_NAMED:] for leaf in leaves]:
+        rest.sort(key=_by_size)
+        yield _finding(f"{len(rest)} more large arguments", rest, _one(rest, mesh))
+
+
+def _finding(subject: str, leaves: Sequence[Argument], fix: str) -> Finding:
+    several, rest = len(leaves) > 1, len(leaves) - _NAMED
+    return Finding(
+        kind="replicated-argument",
+        subject=f"{subject if several else leaves[0].path} {'are' if several else 'is'} whole on "
+        "every device",
+        source=None,
+        nbytes=_sum(leaves),
+        measure="memory",
+        facts=(
+            *(f"{a.path}: {Shape(dtype=a.dtype, dims=a.shape)}" for a in leaves[:_NAMED]),
+            *([f"and {rest} more"] if rest > 0 else []),
+        ),
+        fix=f"{fix}; if it has to be whole in a computation, a split argument is gathered where "
+        "it is used",
+    )
+
+
+def _sum(leaves: Sequence[Argument]) -> int:
+    return sum(a.nbytes for a in leaves)
+
+
+def _subtrees(arguments: Sequence[Argument]) -> Mapping[_Keys, list[Argument]]:
+    """The leaves that are large and whole, largest first, by the subtree that they are all of.
+
+    A subtree is as large as it can be without another large leaf in it, and named by what all of
+    these leaves have in common.
+    """
+    # By all of it: a large leaf that is split is no reason to name a subtree that it is in.
+    parts = [math.prod(split.parts for split in a.splits or ()) for a in arguments]
+    pairs = zip(arguments, parts, strict=True)
+    large = [(_keys(a.path), a) for a, n in pairs if a.nbytes * n >= LARGE]
+    split = {keys[:n] for keys, a in large if not _is_unsplit(a) for n in range(len(keys))}
+    tops: dict[_Keys, list[tuple[_Keys, Argument]]] = {}
+    for keys, a in large:
+        if _is_unsplit(a):
+            above = (keys[:n] for n in range(1, len(keys)) if keys[:n] not in split)
+            tops.setdefault(next(above, keys), []).append((keys, a))
+    return {
+        _common([keys for keys, _ in below]): sorted((a for _, a in below), key=_by_size)
+        for below in tops.values()
+    }
+
+
+def _common(paths: Sequence[_Keys]) -> _Keys:
+    """The keys that all paths begin with."""
+    pairs = itertools.takewhile(lambda keys: len({*keys}) == 1, zip(*paths, strict=False))
+    return tuple(keys[0] for keys in pairs)
+
+
+def _by_size(a: Argument) -> int:
+    return -a.nbytes
+
+
+def _is_unsplit(a: Argument) -> bool:
+    return a.splits is not None and all(split.parts == 1 for split in a.splits)
+
+
+_KEY = re.compile(r"""\[(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\]'"])*\]|\.\w+""")
+
+
+def _keys(path: str) -> _Keys:
+    """The keys that a path consists of; one where it is not written as JAX writes paths."""
+    name = re.match(r"[^.\[]*", path)
+    keys = ((name[0] if name else ""), *_KEY.findall(path))
+    return keys if "".join(keys) == path else (path,)
+
+
+def _one(leaves: Sequence[Argument], mesh: Mapping[str, int]) -> str:
+    spec = split_of(leaves[0].shape, mesh)
+    how = f"as {spec}" if spec else "padded to a multiple of a mesh axis"
+    return f"split {leaves[0].path} {how}"
+
+
+def _several(
+    name: str, leaves: Sequence[Argument], below: Sequence[Argument], mesh: Mapping[str, int]
+) -> str:
+    """What to write for a subtree: one spec for all of it, or for its large leaves, or for one."""
+    if all(map(_is_unsplit, below)) and (spec := _common_split(below, mesh)):
+        return f"split all of {name} as {spec}"
+    if spec := _common_split(leaves, mesh):
+        return f"split each of these leaves as {spec}"
+    return f"a spec for each of these leaves: {_one(leaves, mesh)}"
+
+
+def _common_split(arguments: Sequence[Argument], mesh: Mapping[str, int]) -> str | None:
+    """A spec that splits all of some arrays, over the largest mesh axis that can."""
+    for d in range(min(len(a.shape) for a in arguments)):
+        common = math.gcd(*(a.shape[d] for a in arguments))
+        if spec := split_of((common,), mesh):
+            return f"P({'None, ' * d}{spec[2:]}"
+    return None

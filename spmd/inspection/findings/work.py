@@ -6,10 +6,17 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 import dataclasses
 import itertools
 import math
-import re
 from typing import Any, NamedTuple
 
-from spmd.inspection.findings.values import Lines, parts_of, place_of
+from spmd.inspection.findings.values import (
+    Lines,
+    Place,
+    name_of,
+    parts_of,
+    place_of,
+    show_axes,
+    where,
+)
 from spmd.inspection.hlo.calls import Visit
 from spmd.inspection.hlo.cost import products_of
 from spmd.inspection.hlo.source import frames_of
@@ -17,6 +24,7 @@ from spmd.inspection.hlo.text import Module
 from spmd.inspection.records.report import Finding, Report, Source
 from spmd.inspection.records.sizes import show_count
 from spmd.inspection.shardy import passes
+from spmd.inspection.shardy.flow import trip_count
 from spmd.inspection.shardy.propagation import Link, Propagation
 
 #: FLOPs that a device repeats in one call from which on they are worth a finding: an accelerator
@@ -26,17 +34,15 @@ MANY = 10**8
 #: Their least share of all that the device computes.
 SHARE = 0.05
 
-_PRODUCTS = ("dot_general", "convolution")
+PRODUCTS = ("dot_general", "convolution")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
     """A product of matrices, or a convolution, as the annotations split it.
 
-    Args:
-        link: the operation.
-        flops: that each device computes in one call.
-        missing: the mesh axes that split nothing of it, whose devices all compute the same.
+    Each device computes `flops` in one call; `missing` are the mesh axes that split nothing of it,
+    whose devices all compute the same.
     """
 
     link: Link
@@ -48,11 +54,9 @@ class Product:
 class Repeated:
     """Products that all devices along some mesh axes compute alike.
 
-    Args:
-        axes: of the mesh.
-        devices: along them.
+    Attributes:
+        devices: how many are along the axes.
         flops: that each device computes in one call, and would not if the axes split them.
-        products: all of them.
         most: the products of the line that costs most.
         source: that line; None where all is in libraries.
         total: FLOPs of all that each device computes.
@@ -62,11 +66,10 @@ class Repeated:
     axes: tuple[str, ...]
     devices: int
     flops: int
-    products: Sequence[Product]
     most: Sequence[Product]
     source: Source | None
     total: int
-    lines: frozenset[tuple[str, int]]
+    lines: frozenset[Place]
 
     def makes_whole(self, one: Finding, mesh: Mapping[str, int], unused: Container[str]) -> bool:
         """Whether a value is whole since no axis at all splits the product on its line."""
@@ -78,7 +81,7 @@ class Repeated:
     @property
     def fact(self) -> str:
         """What is repeated, in a sentence."""
-        place = f", most of it at {place_of(self.source)}" if self.source else ""
+        place = f", most of it at {name_of(self.source)}" if self.source else ""
         return (
             f"{_show(self.flops)} of the {_show(self.total)} that each device computes in one "
             f"call would be saved if {_names(self.axes)} split them{place}"
@@ -86,13 +89,7 @@ class Repeated:
 
 
 class Work:
-    """What devices compute alike. A cause takes what follows from it, so nothing is said twice.
-
-    Args:
-        found: how the annotations split the values.
-        report: of the compiled program.
-        modules: its text, with how each computation runs.
-    """
+    """What devices compute alike. A cause takes what follows from it, so nothing is said twice."""
 
     def __init__(
         self,
@@ -131,15 +128,15 @@ class Work:
                 groups.setdefault(one.missing, []).append(one)
         yield from filter(None, map(self._repeated, groups.values()))
 
-    def _saved(self, one: Product) -> int:
-        """FLOPs that a device would not compute if the axes split the product too."""
-        return one.flops - one.flops // math.prod(self._sizes[axis] for axis in one.missing)
-
     def _repeated(self, products: Sequence[Product]) -> Repeated | None:
-        flops = sum(map(self._saved, products))
+        # What a device would not compute if the axes split the products too.
+        flops = sum(
+            one.flops - one.flops // math.prod(self._sizes[axis] for axis in one.missing)
+            for one in products
+        )
         if flops < max(MANY, SHARE * self._total):
             return None
-        lines: dict[tuple[str, int], list[Product]] = {}
+        lines: dict[Place, list[Product]] = {}
         for one in products:
             lines.setdefault(self._lines[one.link.values[-1]].key, []).append(one)
         most = max(lines.values(), key=lambda ones: sum(one.flops for one in ones))
@@ -148,7 +145,6 @@ class Work:
             axes=axes,
             devices=math.prod(self._sizes[axis] for axis in axes),
             flops=flops,
-            products=products,
             most=most,
             source=self._lines[most[0].link.values[-1]].own,
             total=self._total,
@@ -157,13 +153,7 @@ class Work:
 
 
 def work_finding(found: Propagation, one: Repeated, values: Sequence[Finding]) -> Finding:
-    """The finding on work that is repeated for no cause that is known.
-
-    Args:
-        found: how the annotations split the values.
-        one: the work.
-        values: findings on values that are whole because of it.
-    """
+    """The finding on work repeated for no known cause, with those on values whole because of it."""
     largest = max(one.most, key=lambda product: product.flops)
     return Finding(
         kind="duplicated-work",
@@ -200,13 +190,9 @@ def _fix(found: Propagation, one: Repeated, product: Product) -> str:
         if d is None:
             return f"use a mesh without {axis!r}, or sizes that its {found.axis_sizes[axis]} divide"
         entries[d].append(axis)
-    while entries and not entries[-1]:
-        entries.pop()
-    spec = ", ".join(map(_entry, entries))
-    where = "on that line" if one.source else "on what goes into that library or comes out of it"
     return (
-        f"with_sharding_constraint(value, P({spec})) {where}, or {_names(one.axes)} in the spec of "
-        "an argument that it is made of"
+        f"with_sharding_constraint(value, {show_axes(entries)}) {where(one.source)}, or "
+        f"{_names(one.axes)} in the spec of an argument that it is made of"
     )
 
 
@@ -220,16 +206,7 @@ def _dimension(
     return max(fits, key=lambda d: (not entries[d], shape[d] // parts[d]), default=None)
 
 
-def _entry(axes: Sequence[str]) -> str:
-    if len(axes) > 1:
-        return f"({', '.join(map(repr, axes))})"
-    return repr(axes[0]) if axes else "None"
-
-
 # What the annotations demand, and what the compiler made of it
-
-_Place = tuple[str, int]
-"""A file and a line."""
 
 
 class _Made(NamedTuple):
@@ -239,17 +216,16 @@ class _Made(NamedTuple):
     scope: str
 
 
-def _compiled(modules: Sequence[tuple[Module, Mapping[str, Visit]]]) -> dict[_Place, list[_Made]]:
+def _compiled(modules: Sequence[tuple[Module, Mapping[str, Visit]]]) -> dict[Place, list[_Made]]:
     """The products of the compiled program by their innermost line."""
-    found: dict[_Place, list[_Made]] = {}
+    found: dict[Place, list[_Made]] = {}
     for module, visited in modules:
         for name, visit in visited.items():
             for one, flops in products_of(module.computations[name]):
                 caller = [visit.caller] if visit.caller else []
                 frames = (source for i in (one, *caller) for source in frames_of(i, module))
-                found.setdefault(_place(next(frames, None)), []).append(
-                    _Made(flops * (visit.executions or 0), _scope(one.op_name))
-                )
+                made = _Made(flops * (visit.executions or 0), _scope(one.op_name))
+                found.setdefault(place_of(next(frames, None)), []).append(made)
     return found
 
 
@@ -257,15 +233,11 @@ def _scope(op_name: str) -> str:
     return op_name.rpartition("/")[0]
 
 
-def _place(source: Source | None) -> _Place:
-    return (source.file, source.line) if source else ("", 0)
-
-
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Demand:
     """A product before it is known how the compiler split it.
 
-    Args:
+    Attributes:
         link: the operation.
         flops: of all of it, or of one device's part in a `shard_map`.
         ways: how it may be split, likely ones first: in how many parts, and by which axes not.
@@ -278,13 +250,13 @@ class _Demand:
     local: bool
 
 
-def _products(found: Propagation, compiled: Mapping[_Place, list[_Made]]) -> Iterator[Product]:
+def _products(found: Propagation, compiled: Mapping[Place, list[_Made]]) -> Iterator[Product]:
     """The products of a program, with what each device computes of them.
 
     The partitioner does better than the annotations demand, or worse: so each product is found
     again in the compiled program, by its line, its scopes and its FLOPs.
     """
-    nowhere = compiled.get(_place(None), [])  # what the compiler writes anew may have no line
+    nowhere = compiled.get(place_of(None), [])  # what the compiler writes anew may have no line
     for place, demands in _demands(found).items():
         pool = compiled.get(place, nowhere)
         local = [one for one in demands if one.local]
@@ -336,12 +308,12 @@ def _together(demands: Sequence[_Demand], flops: int) -> list[Product]:
     return []
 
 
-def _demands(found: Propagation) -> dict[_Place, list[_Demand]]:
+def _demands(found: Propagation) -> dict[Place, list[_Demand]]:
     """The products of a program by their innermost line."""
     lines, demands = Lines(found), {}
     trips: dict[Any, int | None] = {}
     for link in found.links:
-        if link.name in _PRODUCTS:
+        if link.name in PRODUCTS:
             made = found.values[link.values[-1]]
             if times := _times(made.operation, trips):
                 one = _Demand(
@@ -350,8 +322,7 @@ def _demands(found: Propagation) -> dict[_Place, list[_Demand]]:
                     ways=_ways(found, link),
                     local=made.local,
                 )
-                place = _place(lines[link.values[-1]].inner)
-                demands.setdefault(place, []).append(one)
+                demands.setdefault(place_of(lines[link.values[-1]].inner), []).append(one)
     return demands
 
 
@@ -362,11 +333,8 @@ def _ways(found: Propagation, link: Link) -> list[tuple[int, frozenset[str]]]:
     wholes = {passes.whole_of(axis) for axis in axes}
     # A part of an axis counts only where all of it does not occur.
     parts = {axis for axis in axes if axis in wholes or passes.whole_of(axis) not in axes}
-    subsets = [
-        frozenset(chosen)
-        for n in range(len(sizes) + 1)
-        for chosen in itertools.combinations(sizes, n)
-    ]
+    counts = range(len(sizes) + 1)
+    subsets = [frozenset(some) for n in counts for some in itertools.combinations(sizes, n)]
     subsets.sort(key=lambda chosen: (not chosen >= wholes, len(chosen ^ wholes)))
     return [
         (parts_of(found, parts), frozenset(sizes) - wholes),
@@ -388,63 +356,14 @@ def _flops(found: Propagation, link: Link) -> int:
     return terms * (8 if made.dtype.startswith("c") else 2)
 
 
-# How often it runs
-
-_NUMBER = re.compile(r"dense<(-?\d+)>")
-_CONSTANTS = ("stablehlo.constant", "sdy.constant")
-
-
 def _times(operation: Any, trips: dict[Any, int | None]) -> int | None:
     """How often an operation runs in one call; None where a loop around it runs unknown often."""
     times = 1
-    while (operation := operation.parent) is not None:
-        operation = operation.operation
-        if operation.name == "stablehlo.while":
-            if operation not in trips:
-                trips[operation] = _trips(operation)
-            trip = trips[operation]
-            if trip is None:
+    for loop in passes.holders_of(operation):
+        if loop.name == "stablehlo.while":
+            if loop not in trips:
+                trips[loop] = trip_count(loop)
+            if (trip := trips[loop]) is None:
                 return None
             times *= trip
-        if operation.name == "func.func":
-            break
     return times
-
-
-def _trips(loop: Any) -> int | None:
-    """How often the body of a loop runs that counts by one, as `scan` and `fori_loop` do."""
-    condition, body = passes.blocks(loop)
-    compare = _maker(_returned(condition)[0])
-    if compare is None or compare.name != "stablehlo.compare" or "LT" not in str(compare):
-        return None
-    counter, end = compare.operands
-    number = getattr(counter, "arg_number", None)
-    if number is None or (stop := _constant(end)) is None:
-        return None
-    start = _constant(loop.operands[number])
-    step = _maker(_returned(body)[number])
-    if start is None or step is None or step.name != "stablehlo.add":
-        return None
-    return max(0, stop - start) if 1 in map(_constant, step.operands) else None
-
-
-def _returned(block: Any) -> Sequence[Any]:
-    return block.operations[len(block.operations) - 1].operation.operands
-
-
-def _maker(value: Any) -> Any:
-    """The operation that makes a value; None for an argument of a block."""
-    while (owner := getattr(value.owner, "operation", None)) is not None:
-        if owner.name != "sdy.data_flow_edge":
-            return owner
-        value = owner.operands[0]
-    return None
-
-
-def _constant(value: Any) -> int | None:
-    """A number that the program holds."""
-    maker = _maker(value)
-    if maker is None or maker.name not in _CONSTANTS:
-        return None
-    found = _NUMBER.fullmatch(passes.text_of(maker, "value").partition(" :")[0])
-    return int(found[1]) if found else None

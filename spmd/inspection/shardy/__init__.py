@@ -3,14 +3,10 @@
 In the order of reading:
 
 - `passes`: the passes on a copy of a module, and what its attributes say.
-- `rules`: sharding rules of operations.
-- `trips`: how often a loop runs.
-- `flow`: where values go, through calls, loops and branches.
+- `flow`: where values go, through calls, loops and branches, and how often loops run.
 - `propagation`: values, operations and steps, as plain data.
-- `routes`: the way of one axis from its annotation to a value.
-- `conflicts`: what an axis did not get past.
-- `why`: the answer to `why`.
-- `listing`: the origins that a report holds.
+- `conflicts`: the way of an axis from its annotation to a value, and what it did not get past.
+- `why`: the answer to `why`, and the origins that a report holds.
 - `targets`: what the compiler of a backend makes of exchanges.
 - `exchanges`: the collectives that the shardings ask for.
 """

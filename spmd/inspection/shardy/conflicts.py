@@ -1,4 +1,4 @@
-"""Where an axis stopped on its way to a value, and what kept it out.
+"""The way of an axis from its annotation to a value, or where it stopped, and what kept it out.
 
 Every operation is looked at once from each dimension that it relates, however many values are asked
 about: where an axis stops, and why, is the same for all of them. Only how far away it is differs.
@@ -6,17 +6,135 @@ about: where an axis stops, and why, is the same for all of them. Only how far a
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import itertools
+import math
 from typing import NamedTuple
 
 from spmd.inspection.shardy import passes
-from spmd.inspection.shardy.propagation import Link, Mark, Propagation, Value
-from spmd.inspection.shardy.routes import mark_of
-from spmd.inspection.shardy.rules import Factors
+from spmd.inspection.shardy.passes import Factors
+from spmd.inspection.shardy.propagation import Link, Mark, Move, Propagation, Value, walk
+
+# Routes
+
+
+class Hop(NamedTuple):
+    """From one value of an operation to another; all three are indices."""
+
+    link: int
+    source: int
+    target: int
+
+
+class Route(NamedTuple):
+    """The annotation that an axis comes from, and the hops from there; None where it is unknown."""
+
+    mark: Mark | None
+    hops: tuple[Hop, ...]
+
+
+def route_of(found: Propagation, i: int, axis: str) -> Route:
+    """Follows an axis of a value back to the user's annotation, by the steps of the pass."""
+    *way, (end, _, _) = _back(found, i, axis)
+    mark, first = _start(found, end, axis)
+    hops = [hop for _, _, hop in reversed(way) if hop]
+    return Route(mark, (*first, *hops))
+
+
+def mark_of(found: Propagation, i: int, axis: str) -> Mark | None:
+    """The annotation that `route_of` leads to.
+
+    Ways of many values end alike: each part of a way is gone once.
+    """
+    passed = []
+    for at, before, hop in _back(found, i, axis):
+        key = (at, axis, before)
+        passed.append(key)
+        if hop is None and key not in found.ends:
+            found.ends[key], _ = _start(found, at, axis)
+        if key in found.ends:
+            break
+    mark = found.ends[passed[-1]]
+    found.ends.update(dict.fromkeys(passed, mark))
+    return mark
+
+
+def _back(found: Propagation, i: int, axis: str) -> Iterator[tuple[int, float, Hop | None]]:
+    """Each value on the way back, the step before which it was left, and the hop that led there."""
+    before: float = math.inf
+    while not _asks(found.values[i], axis):
+        step, hop = _reached(found, i, axis, before)
+        if hop is None:
+            break
+        yield i, before, hop
+        i, before = hop.source, step
+    yield i, before, None
+
+
+def _asks(value: Value, axis: str) -> bool:
+    """Whether the value's own annotation has the axis where the value has it.
+
+    The pass names another annotation here if one asks for the same.
+    """
+    if value.mark is None:
+        return False
+    pairs = zip(value.axes, value.mark.dimensions, strict=True)
+    return any(axis in axes and _has(asked.axes, axis) for axes, asked in pairs)
+
+
+def _reached(found: Propagation, i: int, axis: str, before: float) -> tuple[float, Hop | None]:
+    """The latest step before another one by which the axis came to a value.
+
+    One of the axis itself goes before one of a part of it, or of the whole that it is a part of.
+    """
+    if found.values[i].kind == "output":  # it has no other way than from what is returned
+        (k,) = found.values[i].links
+        return before, Hop(k, found.links[k].values[0], i)
+    axis = passes.written(axis, found.names)
+    steps = [
+        (move.axis == axis, move.step, hop)
+        for move, hop in _arrivals(found, i).get(passes.whole_of(axis), ())
+        if move.step < before
+    ]
+    _, step, hop = max(steps, key=lambda one: one[:2], default=(False, 0, None))
+    return step, hop
+
+
+def _arrivals(found: Propagation, i: int) -> dict[str, list[tuple[Move, Hop]]]:
+    """The moves of all axes that came to a value, by the name of the whole axis."""
+    arrivals = found.arrivals.get(i)
+    if arrivals is None:
+        arrivals = found.arrivals[i] = {}
+        for k in found.values[i].links:
+            for move in found.links[k].moves:
+                if i in move.targets:
+                    whole = passes.whole_of(move.axis)
+                    arrivals.setdefault(whole, []).append((move, Hop(k, move.source, i)))
+    return arrivals
+
+
+def _start(found: Propagation, i: int, axis: str) -> tuple[Mark | None, tuple[Hop, ...]]:
+    """The annotation at the value that a way back ends at, or at a neighbour, with the hop from it.
+
+    Before propagation begins, Shardy puts some annotations on neighbours.
+    """
+    value = found.values[i]
+    if _asks(value, axis):
+        return value.mark, ()
+    axis = passes.written(axis, found.names)
+    names = (value.origins.get(name, "") for name in (passes.whole_of(axis), axis))
+    mark = next(filter(None, map(found.marks.get, names)), None)
+    for k in value.links if mark else ():
+        for other in found.links[k].values:
+            if other != i and found.values[other].mark is mark:
+                return mark, (Hop(k, other, i),)
+    return mark, ()
+
+
+# Conflicts
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +150,7 @@ class Stop:
     won: Mark | None
     against: Mark | None
     kept: tuple[str, ...]
-    distance: int
+    distance: int = 0
 
 
 def conflicts(found: Propagation, i: int) -> list[Stop]:
@@ -40,10 +158,6 @@ def conflicts(found: Propagation, i: int) -> list[Stop]:
 
     Of stops that differ in neither axis, annotations nor reason the nearest is given, and of
     equally near ones the first in the program's order of operations.
-
-    Args:
-        found: the program.
-        i: index of the value.
     """
     stops = []
     for dimension in range(len(found.values[i].shape)):
@@ -82,23 +196,14 @@ class _Region:
     """The dimensions that one gets to from one of them, and the stops at its border.
 
     From any two dimensions without an annotation one gets to the same.
-
-    Args:
-        start: a dimension of the region.
-        look: gives the dimensions next to one, and the stops there.
     """
 
     def __init__(self, start: _Place, look: Callable[[_Place], _Look]):
         self.beyond: dict[_Place, tuple[_Place, ...]] = {}
         stops: list[Stop] = []
-        pending, seen = [start], {start}
-        while pending:
-            place = pending.pop()
+        for place, _, _ in walk([start], self.beyond.__getitem__):
             self.beyond[place], here = look(place)
             stops += here
-            new = [other for other in self.beyond[place] if other not in seen]
-            seen.update(new)
-            pending += new
         #: Whatever it was that one began with, in the order of the program.
         self.stops = sorted(stops, key=lambda stop: (stop.link, stop.at, stop.dimension))
         self.kinds: defaultdict[_Kind, list[int]] = defaultdict(list)
@@ -121,36 +226,19 @@ class _Region:
     def _walk(self, start: _Place) -> dict[_Kind, _Near]:
         """The nearest stop of each kind to one dimension."""
         near: dict[_Kind, _Near] = {}
-        distances = {start: 0}
-        pending = deque([start])
-        while pending:
-            place = pending.popleft()
+        for place, _, distance in walk([start], self.beyond.__getitem__):
             for k in self.at.get(place, ()):
-                kind, this = _kind(self.stops[k]), (distances[place], k)
+                kind, this = _kind(self.stops[k]), (distance, k)
                 near[kind] = min(near.get(kind, this), this)
-            for other in self.beyond[place]:
-                if other not in distances:
-                    distances[other] = distances[place] + 1
-                    pending.append(other)
         return near
 
     def _search(self, stops: list[int]) -> dict[_Place, _Near]:
-        """The nearest of some stops to each dimension from which one gets to one.
-
-        Stops are in order, and so are those of one distance in the queue: the first wins.
-        """
-        near: dict[_Place, _Near] = {}
+        """The nearest of some stops, in order, to each dimension from which one gets to one."""
+        at: dict[_Place, int] = {}
         for k in stops:
-            near.setdefault((self.stops[k].at, self.stops[k].dimension), (0, k))
-        pending = deque(near)
-        while pending:
-            place = pending.popleft()
-            distance, k = near[place]
-            for other in self.before[place]:
-                if other not in near:
-                    near[other] = (distance + 1, k)
-                    pending.append(other)
-        return near
+            at.setdefault((self.stops[k].at, self.stops[k].dimension), k)
+        found = walk(at, self.before.__getitem__)
+        return {place: (distance, at[stop]) for place, stop, distance in found}
 
     @functools.cached_property
     def before(self) -> Mapping[_Place, list[_Place]]:
@@ -206,21 +294,25 @@ def _alike(found: Propagation, k: int, relation: _Relation, place: _Place) -> It
 def _stops(found: Propagation, k: int, relation: _Relation, place: _Place) -> Iterator[Stop]:
     """The axes that an operation has beyond, and that do not get to a dimension."""
     rows = [*_rows(found.links[k], relation, place)]
-    for row in rows:
-        for axis in row.theirs:
-            if not _has(row.mine, axis):
-                yield _stop(found, k, place, row, rows, axis)
+    stopped = [(row, axis) for row in rows for axis in row.theirs if not _has(row.mine, axis)]
+    for row, axis in stopped:
+        reason, met = _reason(found, k, place, row, rows, axis)
+        tie = reason == "tie"
+        yield Stop(
+            axis=axis,
+            dimension=place[1],
+            link=k,
+            at=place[0],
+            reason=reason,
+            lost=mark_of(found, row.other[0], axis),
+            won=None if tie else met,
+            against=met if tie else None,
+            kept=found.values[place[0]].axes[place[1]],
+        )
 
 
 class _Row(NamedTuple):
-    """A dimension that an operation relates to another one.
-
-    Args:
-        factor: of the operation, that both have.
-        mine: the axes that split it here.
-        other: the other dimension.
-        theirs: the axes that split it there.
-    """
+    """Another dimension with a factor of one, and the axes that split the factor in both."""
 
     factor: str
     mine: tuple[str, ...]
@@ -252,7 +344,7 @@ _Side = tuple[int, int]
 class _Relation(NamedTuple):
     """Which dimensions an operation relates, whatever its values are.
 
-    Args:
+    Attributes:
         members: of a factor, the positions and dimensions that have it, and the axes there.
         alike: of a position and a dimension, those that are split alike and must be.
         even: whether all that have a factor are split alike, so that no axis stops.
@@ -272,13 +364,16 @@ def _relation_of(found: Propagation, k: int) -> _Relation:
     return found.relations[k]
 
 
+_Sizes = tuple[tuple[str, int], ...]
+
+
 @functools.lru_cache(maxsize=1 << 12)  # layers of a program have the same
 def _relation(
     factors: tuple[Factors, ...],
     stops: frozenset[str],
     axes: tuple[tuple[_Axes, ...], ...],
-    factor_sizes: tuple[tuple[str, int], ...],
-    axis_sizes: tuple[tuple[str, int], ...],
+    factor_sizes: _Sizes,
+    axis_sizes: _Sizes,
 ) -> _Relation:
     sizes = dict(factor_sizes), dict(axis_sizes)
     members: defaultdict[str, list[tuple[int, int, _Axes]]] = defaultdict(list)
@@ -320,26 +415,7 @@ def _has(axes: _Axes, axis: str) -> bool:
     return axis in axes or passes.whole_of(axis) in axes
 
 
-# Stops
-
-
-def _stop(
-    found: Propagation, k: int, place: _Place, row: _Row, rows: list[_Row], axis: str
-) -> Stop:
-    """A stop as it is seen from the dimension that it is at."""
-    reason, other_mark = _reason(found, k, place, row, rows, axis)
-    return Stop(
-        axis=axis,
-        dimension=place[1],
-        link=k,
-        at=place[0],
-        reason=reason,
-        lost=mark_of(found, row.other[0], axis),
-        won=None if reason == "tie" else other_mark,
-        against=other_mark if reason == "tie" else None,
-        kept=found.values[place[0]].axes[place[1]],
-        distance=0,
-    )
+# Reasons
 
 
 def _reason(
@@ -380,8 +456,7 @@ def _user_elsewhere(found: Propagation, k: int, factor: str, axis: str) -> tuple
     """A value of an operation that has an axis on another dimension of the operation."""
     link = found.links[k]
     for p, i in enumerate(link.values):
-        value: Value = found.values[i]
-        for d, factors in enumerate(link.factors[p]):
-            if factor not in factors and _has(value.axes[d], axis):
-                return i, _own(value.axes[d], axis)
+        for axes, factors in zip(found.values[i].axes, link.factors[p], strict=False):
+            if factor not in factors and _has(axes, axis):
+                return i, _own(axes, axis)
     return None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 import dataclasses
-import itertools
 import math
 import re
 from typing import Any
@@ -12,24 +11,19 @@ from typing import Any
 import numpy as np
 
 from spmd.inspection.hlo import groups as hlo_groups
-from spmd.inspection.hlo.ledger import wire_bytes
 from spmd.inspection.hlo.source import direction_of, user_source
 from spmd.inspection.records.report import Collective, Shapes
-from spmd.inspection.shardy import passes, trips as shardy_trips
+from spmd.inspection.shardy import passes
+from spmd.inspection.shardy.flow import trip_count
 from spmd.inspection.shardy.passes import Dimensions
 from spmd.inspection.shardy.targets import Exchange, local_shape, target_of
 
 
 def exchanges(module: Any, platform: str = "") -> tuple[Collective, ...]:
-    """Lists the collectives of a module that Shardy's passes made explicit.
+    """The collectives of a module after ``sdy-reshard-to-collectives``, in the program's order.
 
-    Args:
-        module: after ``sdy-reshard-to-collectives``.
-        platform: whose compiler's rules change them; by default what the shardings ask for.
-
-    Returns:
-        One record for each place in the program, in the order in which it reaches them, with the
-        executions of all calls of a function together.
+    Each place has one record, with the executions of all calls of a function together. The rules of
+    the platform's compiler change them; without a platform they are what the shardings ask for.
     """
     return tuple(_Reader(module, platform).function("main").values())
 
@@ -65,13 +59,12 @@ class _Reader:
         done: set[object] = set()
         for view in block.operations:
             operation = view.operation
-            if exchange := _KINDS.get(_name(operation)):
-                asked = exchange(operation, self.sizes)
+            if asked := _asked_by(operation, self.sizes):
                 if asked.group_size > 1 and not _again(operation, done):
                     for i, one in enumerate(self.target.sent(operation, asked)):
                         found[operation, i] = _record(operation, one)
                         self.after[operation, i] = one.after
-            elif operation.name in _HOLDERS or operation.name == "func.call":
+            elif operation.name in passes.HOLDERS or operation.name == "func.call":
                 inner = self._inside(operation)
                 _add(found, {place: _within(one, operation) for place, one in inner.items()})
         return found
@@ -89,7 +82,7 @@ class _Reader:
         return self._blocks(operation)
 
     def _loop(self, operation: Any) -> _Found:
-        trips = shardy_trips.trip_count(operation)
+        trips = trip_count(operation)
         condition, body = map(self._block, passes.blocks(operation))
         checks = None if trips is None else trips + 1
         found = {place: _repeated(one, checks) for place, one in condition.items()}
@@ -98,15 +91,6 @@ class _Reader:
             once = loop is not None and loop == operation
             _add(found, {place: one if once else _repeated(one, trips)})
         return found
-
-
-_HOLDERS = (
-    "stablehlo.while",
-    "stablehlo.case",
-    "stablehlo.if",
-    "sdy.manual_computation",
-    "sdy.named_computation",
-)
 
 
 def _add(found: _Found, more: _Found) -> None:
@@ -146,7 +130,6 @@ def _within(one: Collective, holder: Any) -> Collective:
 
 
 def _record(operation: Any, found: Exchange) -> Collective:
-    operand, result = (sum(shape.nbytes for shape in shapes) for shapes in found.shapes)
     frames = passes.frames_of(operation.location)
     op_name = passes.op_name_of(operation.location)
     return Collective(
@@ -154,8 +137,8 @@ def _record(operation: Any, found: Exchange) -> Collective:
         mesh_axes=found.mesh_axes,
         shapes=found.shapes,
         dtype=", ".join(dict.fromkeys(shape.dtype for shape in found.shapes.operands)),
-        payload_bytes=max(operand, result),
-        wire_bytes=wire_bytes(found.kind, operand, result, found.group_size),
+        payload_bytes=found.payload,
+        wire_bytes=found.wire,
         group_size=found.group_size,
         executions=found.times,
         source=user_source(frames),
@@ -188,48 +171,63 @@ def _joined(outer: str, inner: str) -> str:
     return f"{outer}/{inner}"
 
 
-# What Shardy's collectives send
+# What is sent
+
+_SHARDYS = ("all_gather", "all_reduce", "all_to_all", "collective_permute", "reduce_scatter")
+_KINDS = frozenset(
+    (
+        *(f"sdy.{name}" for name in _SHARDYS),
+        *(f"stablehlo.{name}" for name in _SHARDYS),
+        *("stablehlo.collective_broadcast", "stablehlo.ragged_all_to_all"),
+    )
+)
+
+
+def _asked_by(operation: Any, sizes: Mapping[str, int]) -> Exchange | None:
+    """What an operation sends; None for what is no collective."""
+    name = operation.name
+    if name == "stablehlo.custom_call":  # a call out of the module, by the name of what it calls
+        name = f"stablehlo.{operation.attributes['call_target_name'].value}"
+    if name not in _KINDS:
+        return None
+    dialect, _, kind = name.replace("_", "-").partition(".")
+    read = _permuted if name == "sdy.collective_permute" else _resharded
+    return (read if dialect == "sdy" else _manual)(kind, operation, sizes)
+
 
 _AXES = re.compile(r"\{((?:\"(?:[^\"\\]|\\.)*\"|[^{}\"])*)\}")
-_MOVED = re.compile(r"\{((?:\"(?:[^\"\\]|\\.)*\"|[^{}\"])*)\}: (\d+)->(\d+)")
+_MOVED = re.compile(_AXES.pattern + r": (\d+)->(\d+)")
 
 
-def _exchange(
-    kind: str,
-    operation: Any,
-    axes: Sequence[str],
-    sizes: Mapping[str, int],
-    *,
-    more: Mapping[int, Sequence[str]] | None = None,
-    fewer: Mapping[int, Sequence[str]] | None = None,
-) -> Exchange:
-    """An exchange over axes, which split some dimensions more, or fewer, before than after."""
+def _resharded(kind: str, operation: Any, sizes: Mapping[str, int]) -> Exchange:
+    """A collective of Shardy: its axes split some dimensions more, or fewer, before than after."""
+    more: dict[int, tuple[str, ...]] = {}
+    fewer: dict[int, tuple[str, ...]] = {}
+    match kind:
+        case "all-gather":
+            more = _lists(operation, "gathering_axes")
+        case "reduce-scatter":
+            fewer = _lists(operation, "reduce_scatter_axes")
+        case "all-to-all":
+            for text, source, target in _MOVED.findall(passes.text_of(operation, "params")):
+                more[int(source)] = fewer[int(target)] = passes.axes_in(text)
+    axes = [axis for split in (more or fewer).values() for axis in split]
+    axes += passes.axes_in(passes.text_of(operation, "reduction_axes"))
     result = local_shape(operation.results[0].type, passes.out_sharding(operation), sizes)
     before, after = [*result.dims], [*result.dims]
-    for d, split in (more or {}).items():
-        before[d] = -(-before[d] // _count(split, sizes))
+    for d, split in more.items():
+        before[d] = -(-before[d] // passes.count_of(split, sizes))
         # All blocks are of one size, so what they make together may be longer than the array.
-        after[d] = max(after[d], before[d] * _count(split, sizes))
-    for d, split in (fewer or {}).items():
-        before[d] *= _count(split, sizes)
-    places = {name: place for place, name in enumerate(sizes)}
+        after[d] = max(after[d], before[d] * passes.count_of(split, sizes))
+    for d, split in fewer.items():
+        before[d] *= passes.count_of(split, sizes)
+    operand, result = (dataclasses.replace(result, dims=tuple(d)) for d in (before, after))
     return Exchange(
         kind=kind,
-        mesh_axes=tuple(sorted(axes, key=lambda a: places.get(_axis_of(a), len(places)))),
-        group_size=_count(axes, sizes),
-        shapes=Shapes(
-            (dataclasses.replace(result, dims=tuple(before)),),
-            (dataclasses.replace(result, dims=tuple(after)),),
-        ),
+        mesh_axes=_in_order(axes, sizes),
+        group_size=passes.count_of(axes, sizes),
+        shapes=Shapes((operand,), (result,)),
     )
-
-
-def _count(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
-    return math.prod(passes.size_of(axis, sizes) for axis in axes)
-
-
-def _axis_of(axis: str) -> str:
-    return axis.partition(":(")[0]
 
 
 def _lists(operation: Any, name: str) -> dict[int, tuple[str, ...]]:
@@ -238,40 +236,25 @@ def _lists(operation: Any, name: str) -> dict[int, tuple[str, ...]]:
     return {d: axes for d, text in enumerate(found) if (axes := passes.axes_in(text))}
 
 
-def _flat(by_dimension: Mapping[int, Sequence[str]]) -> list[str]:
-    return [axis for axes in by_dimension.values() for axis in axes]
+def _in_order(axes: Iterable[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Axes as the mesh has them; those that it does not have last."""
+    places = {name: place for place, name in enumerate(sizes)}
+    return tuple(sorted(axes, key=lambda axis: places.get(_axis_of(axis), len(places))))
 
 
-def _all_gather(operation: Any, sizes: Mapping[str, int]) -> Exchange:
-    axes = _lists(operation, "gathering_axes")
-    return _exchange("all-gather", operation, _flat(axes), sizes, more=axes)
+def _axis_of(axis: str) -> str:
+    return axis.partition(":(")[0]
 
 
-def _reduce_scatter(operation: Any, sizes: Mapping[str, int]) -> Exchange:
-    axes = _lists(operation, "reduce_scatter_axes")
-    return _exchange("reduce-scatter", operation, _flat(axes), sizes, fewer=axes)
+# Shards that stay as large as they are, and change places
 
 
-def _all_reduce(operation: Any, sizes: Mapping[str, int]) -> Exchange:
-    axes = passes.axes_in(passes.text_of(operation, "reduction_axes"))
-    return _exchange("all-reduce", operation, axes, sizes)
-
-
-def _all_to_all(operation: Any, sizes: Mapping[str, int]) -> Exchange:
-    more, fewer = {}, {}
-    for text, source, target in _MOVED.findall(passes.text_of(operation, "params")):
-        more[int(source)] = fewer[int(target)] = passes.axes_in(text)
-    return _exchange("all-to-all", operation, _flat(more), sizes, more=more, fewer=fewer)
-
-
-def _collective_permute(operation: Any, sizes: Mapping[str, int]) -> Exchange:
-    """Shards stay as large as they are, and change places."""
-    found = _exchange("collective-permute", operation, (), sizes)
+def _permuted(kind: str, operation: Any, sizes: Mapping[str, int]) -> Exchange:
     after = passes.out_sharding(operation)
     before = passes.sharding_of(operation.operands[0], after)
     groups = hlo_groups.connected(_moves(before, after, sizes))
     return dataclasses.replace(
-        found,
+        _resharded(kind, operation, sizes),
         mesh_axes=hlo_groups.mesh_axes_of(groups, sizes),
         group_size=max(map(len, groups), default=1),
     )
@@ -281,52 +264,22 @@ def _moves(
     before: Dimensions, after: Dimensions, sizes: Mapping[str, int]
 ) -> Iterator[tuple[int, int]]:
     """Which device sends its shard to which; replicas keep the order of the axes left over."""
-    cut = _cuts((*before, *after), sizes)
-    names = [piece for axis in sizes for piece in cut[axis]]
-    devices = np.arange(math.prod(sizes.values())).reshape([size for _, _, size in names])
-    holders, takers = (
-        devices.transpose(_order(dimensions, names)).ravel() for dimensions in (before, after)
-    )
-    yield from zip(holders.tolist(), takers.tolist(), strict=True)
+    holders, takers = (_order(one, sizes) for one in (before, after))
+    return zip(holders, takers, strict=True)
 
 
-_Piece = tuple[str, int, int]
-"""A part of an axis: its name, the parts before it, its size."""
-
-
-def _piece(axis: str, sizes: Mapping[str, int]) -> _Piece:
-    found = _PART.search(axis.removeprefix(_axis_of(axis)))
-    size = passes.size_of(axis, sizes)
-    return (_axis_of(axis), int(found[1]), size) if found else (axis, 1, size)
-
-
-def _cuts(dimensions: Dimensions, sizes: Mapping[str, int]) -> dict[str, list[_Piece]]:
-    """The axes in the largest pieces that no part of one cuts."""
-    bounds = {name: {1, size} for name, size in sizes.items()}
-    for axis in (a for one in dimensions for a in one.axes):
-        name, first, size = _piece(axis, sizes)
-        bounds[name] |= {first, first * size}
-    return {
-        name: [(name, a, b // a) for a, b in itertools.pairwise(sorted(found))]
-        for name, found in bounds.items()
-    }
-
-
-def _order(dimensions: Dimensions, pieces: Sequence[_Piece]) -> list[int]:
-    """The pieces as a sharding orders them, those that it does not use last."""
-    used = []
-    for axis in (a for one in dimensions for a in one.axes):
-        name, first, size = _piece(axis, _whole(pieces))
-        inside = (i for i, p in enumerate(pieces) if p[0] == name and first <= p[1] < first * size)
-        used += inside
-    return [*used, *(i for i in range(len(pieces)) if i not in used)]
-
-
-def _whole(pieces: Sequence[_Piece]) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for name, _, size in pieces:
-        sizes[name] = sizes.get(name, 1) * size
-    return sizes
+def _order(dimensions: Dimensions, sizes: Mapping[str, int]) -> list[int]:
+    """The devices in the order of their places along the axes that a sharding names, in turn."""
+    shape = tuple(sizes.values())
+    devices = np.arange(math.prod(shape))
+    places = dict(zip(sizes, np.unravel_index(devices, shape), strict=True))
+    keys = [devices]
+    for axis in (axis for one in reversed(dimensions) for axis in reversed(one.axes)):
+        part = _PART.search(axis.removeprefix(_axis_of(axis)))
+        name, size = _axis_of(axis) if part else axis, passes.size_of(axis, sizes)
+        parts = int(part[1]) * size if part else size
+        keys.append(places[name] * parts // sizes[name] % size)
+    return np.lexsort(keys).tolist()
 
 
 # What the user's own collectives send
@@ -336,62 +289,39 @@ _Groups = tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]
 """Devices that exchange with each other, and the mesh axes that they are along."""
 
 
-def _manual(
-    kind: str,
-    groups_of: Callable[[Any, Mapping[str, int]], _Groups] | None = None,
-    data: int | None = None,
-) -> Callable[[Any, Mapping[str, int]], Exchange]:
-    """Reads a collective that a ``shard_map`` calls: its types are per device already.
-
-    The first `data` operands are sent; by default all are.
-    """
-
-    def read(operation: Any, sizes: Mapping[str, int]) -> Exchange:
-        groups, axes = (groups_of or _group_of)(operation, sizes)
-        shardings = passes.shardings_in(passes.text_of(operation, "sdy.sharding"))
-        # Axes that are not manual may split what the shard_map sees.
-        results = tuple(
-            local_shape(result.type, shardings[i] if i < len(shardings) else (), sizes)
-            for i, result in enumerate(operation.results)
+def _manual(kind: str, operation: Any, sizes: Mapping[str, int]) -> Exchange:
+    """A collective that a ``shard_map`` calls: its types are per device already."""
+    ragged = kind == "ragged-all-to-all"
+    groups, axes = _groups_of(operation, sizes)
+    # It sends the most that its operand allows; the others are where to write, and sizes.
+    sent = [*operation.operands][: 1 if ragged else None]
+    # Axes that are not manual may split what the shard_map sees.
+    shardings = passes.shardings_in(passes.text_of(operation, "sdy.sharding"))
+    operands, results = (
+        tuple(
+            local_shape(value.type, shardings[i] if i < len(shardings) else (), sizes)
+            for i, value in enumerate(values)
         )
-        operands = tuple(
-            local_shape(operand.type, shardings[i] if i < len(shardings) else (), sizes)
-            for i, operand in enumerate([*operation.operands][:data])
-        )
-        return Exchange(
-            kind=kind,
-            mesh_axes=axes,
-            group_size=max(map(len, groups), default=1),
-            shapes=Shapes(operands, results),
-        )
-
-    return read
+        for values in (sent, operation.results)
+    )
+    return Exchange(
+        kind=kind,
+        mesh_axes=axes,
+        group_size=max(map(len, groups), default=1),
+        shapes=Shapes(operands, results),
+    )
 
 
-def _groups_of_a_call(operation: Any, sizes: Mapping[str, int]) -> _Groups:
-    rows = np.array(operation.attributes["backend_config"]["replica_groups"])
-    groups = tuple(tuple(row) for row in rows.tolist())
-    return groups, hlo_groups.mesh_axes_of(groups, sizes)
-
-
-def _name(operation: Any) -> str:
-    """The name of an operation; of a call out of the module, the name of what it calls."""
-    if operation.name != "stablehlo.custom_call":
-        return operation.name
-    return f"stablehlo.{operation.attributes['call_target_name'].value}"
-
-
-def _group_of(operation: Any, sizes: Mapping[str, int]) -> _Groups:
-    name = "replica_groups"
-    if "source_target_pairs" in operation.attributes:
+def _groups_of(operation: Any, sizes: Mapping[str, int]) -> _Groups:
+    attributes, name = operation.attributes, "replica_groups"
+    if "source_target_pairs" in attributes:
         name = "source_target_pairs"
-    text = passes.text_of(operation, name)
-    if "mesh_axes" in text:
-        axes = [*_mesh_axes(text, sizes)]
-        places = {axis: place for place, axis in enumerate(sizes)}
-        axes.sort(key=lambda axis: places.get(_axis_of(axis), len(places)))
-        return ((*range(_count(axes, sizes)),),), tuple(axes)
-    rows = np.array(operation.attributes[name])
+    elif operation.name == "stablehlo.custom_call":
+        attributes = attributes["backend_config"]
+    elif "mesh_axes" in (text := passes.text_of(operation, name)):
+        axes = _in_order(_mesh_axes(text), sizes)
+        return ((*range(passes.count_of(axes, sizes)),),), axes
+    rows = np.array(attributes[name])
     groups = tuple(tuple(int(n) for n in row if n >= 0) for row in rows)
     if name == "source_target_pairs":
         groups = hlo_groups.connected(groups)
@@ -402,24 +332,7 @@ _AXIS_REF = re.compile(r'axis_ref<name = ("(?:[^"\\]|\\.)*")([^>]*(?:<[^>]*>)?)'
 _PART = re.compile(r"\((\d+)\)(\d+)")
 
 
-def _mesh_axes(text: str, sizes: Mapping[str, int]) -> Iterator[str]:
+def _mesh_axes(text: str) -> Iterator[str]:
     for name, rest in _AXIS_REF.findall(text):
         part = _PART.search(rest)
         yield passes.axes_in(name)[0] + (f":({part[1]}){part[2]}" if part else "")
-
-
-_KINDS: Mapping[str, Callable[[Any, Mapping[str, int]], Exchange]] = {
-    "sdy.all_gather": _all_gather,
-    "sdy.all_reduce": _all_reduce,
-    "sdy.all_to_all": _all_to_all,
-    "sdy.collective_permute": _collective_permute,
-    "sdy.reduce_scatter": _reduce_scatter,
-    "stablehlo.all_gather": _manual("all-gather"),
-    "stablehlo.all_reduce": _manual("all-reduce"),
-    "stablehlo.all_to_all": _manual("all-to-all"),
-    "stablehlo.collective_broadcast": _manual("collective-broadcast"),
-    "stablehlo.collective_permute": _manual("collective-permute"),
-    # What it sends is the most that its operand allows; the others are where to write, and sizes.
-    "stablehlo.ragged_all_to_all": _manual("ragged-all-to-all", _groups_of_a_call, 1),
-    "stablehlo.reduce_scatter": _manual("reduce-scatter"),
-}

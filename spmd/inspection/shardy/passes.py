@@ -6,7 +6,7 @@ the same at both ends of the range of JAX.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import math
@@ -29,8 +29,7 @@ _DTYPE = re.compile(r"(?:\d+|\?)x")
 def module_of(lowered: Any, *, subject: str) -> Any:
     """The MLIR module of a stage, which is compiled later and must stay as it is.
 
-    Raises:
-        ReportError: it was lowered for the partitioner before Shardy.
+    One that was lowered for the partitioner before Shardy is refused.
     """
     module = lowered.compiler_ir()
     main = functions(module.operation)["main"]
@@ -48,25 +47,14 @@ def module_of(lowered: Any, *, subject: str) -> Any:
 
 
 def run(module: Any, passes: Sequence[str], *, subject: str) -> Any:
-    """Runs passes on a copy of a module.
-
-    Args:
-        module: an MLIR module; it is left as it is.
-        passes: of a pipeline on modules, with their options.
-        subject: the first words of an error.
-
-    Returns:
-        The copy, as an operation.
-
-    Raises:
-        ReportError: this jaxlib lacks a pass, or a pass fails.
-    """
+    """Runs passes, with their options, on a copy of a module, and gives the copy's operation."""
+    parse = passmanager.PassManager.parse
     with module.context:
         copy = module.operation.clone().operation
         try:
-            manager = _parsed(f"builtin.module({', '.join(passes)})")
+            manager = parse(f"builtin.module({', '.join(passes)})")
             if PROPAGATION in passes:
-                manager = _parsed(_propagating_twice(str(manager)))
+                manager = parse(_propagating_twice(str(manager)))
         except (ValueError, ir.MLIRError) as error:
             raise explain(subject, [_missing(passes, error)]) from None
         # On JAX 0.10.2 the records of propagation fail verification on every loop.
@@ -75,7 +63,13 @@ def run(module: Any, passes: Sequence[str], *, subject: str) -> Any:
         try:
             manager.run(copy)
         except ir.MLIRError as error:
-            raise explain(subject, [_failed(error)]) from None
+            failure = Failure(
+                what="cannot be read by Shardy's passes",
+                got=" ".join(str(error).split())[:300],
+                fix="compile it, and see its report",
+                error=ReportError,
+            )
+            raise explain(subject, [failure]) from None
     return copy
 
 
@@ -83,10 +77,6 @@ PROPAGATION = "sdy-propagation-pipeline"
 """Shardy's propagation and what comes before and after it."""
 
 _PROPAGATE = re.compile(r"sdy-user-priority-propagate(\{[^{}]*\})?")
-
-
-def _parsed(pipeline: str) -> Any:
-    return passmanager.PassManager.parse(pipeline)
 
 
 def _propagating_twice(pipeline: str) -> str:
@@ -125,38 +115,38 @@ def _tell_rules(copy: Any) -> None:
         shape, *others = {dims_of(value.type)[0] for value in values}
         if others or not 0 < len(shape) <= len(_LETTERS):
             continue
-        rule = _elementwise_rule(shape, len(operation.operands), len(operation.results))
+        names = _LETTERS[: len(shape)]
+        sizes = ", ".join(f"{name}={size}" for name, size in zip(names, shape, strict=True))
+        sides = (
+            ", ".join([f"[{', '.join(names)}]"] * len(side))
+            for side in (operation.operands, operation.results)
+        )
+        rule = f"#sdy.op_sharding_rule<({')->('.join(sides)}) {{{sizes}}}>"
         # Shardy drops the first one when it is done.
         for name in ("sdy.sharding_rule", OWN_RULE):
             operation.attributes[name] = ir.Attribute.parse(rule)
 
 
-def _elementwise_rule(shape: Sequence[int], operands: int, results: int) -> str:
-    names = _LETTERS[: len(shape)]
-    one = f"[{', '.join(names)}]"
-    sizes = ", ".join(f"{name}={size}" for name, size in zip(names, shape, strict=True))
-    left, right = ", ".join([one] * operands), ", ".join([one] * results)
-    return f"#sdy.op_sharding_rule<({left})->({right}) {{{sizes}}}>"
-
-
 def _missing(passes: Sequence[str], error: Exception) -> Failure:
-    names = ", ".join(dict.fromkeys(n for p in passes for n in _HEAD.findall(p) if "sdy-" in n))
+    names = dict.fromkeys(n for p in passes for n in _HEAD.findall(p) if "sdy-" in n)
     return Failure(
         what="needs passes of Shardy that this jaxlib does not have",
-        expected=names,
+        expected=", ".join(names),
         got=" ".join(str(error).split())[:200],
         fix="install a release of JAX that spmd is tested with: 0.10.2 up to 0.12",
         error=ReportError,
     )
 
 
-def _failed(error: Exception) -> Failure:
-    return Failure(
-        what="cannot be read by Shardy's passes",
-        got=" ".join(str(error).split())[:300],
-        fix="compile it, and see its report",
-        error=ReportError,
+# Operations
+
+HOLDERS = frozenset(
+    (
+        *("stablehlo.while", "stablehlo.case", "stablehlo.if"),
+        *("sdy.manual_computation", "sdy.named_computation"),
     )
+)
+"""Operations whose regions are part of the program; others' say how to reduce or compare."""
 
 
 def blocks(operation: Any) -> Iterator[Any]:
@@ -178,16 +168,39 @@ def operations_in(operation: Any) -> Iterator[Any]:
             yield from operations_in(view.operation)
 
 
+def end_of(block: Any) -> Any:
+    """The last operation of a block, whose operands the block gives."""
+    return block.operations[len(block.operations) - 1].operation
+
+
+def operation_of(view: Any) -> Any:
+    """The operation of a view, of an owner or of a parent, which may be the operation itself."""
+    return getattr(view, "operation", view)
+
+
+def holders_of(operation: Any) -> Iterator[Any]:
+    """The operations that one is inside of, such as calls, up to its function, innermost first.
+
+    The operations of a function of its own, as `jax.jit` makes one, have only the frames and the
+    name stack from there on: the call of it has the rest.
+    """
+    while (operation := operation.parent.operation).name != "func.func":
+        yield operation
+
+
 def maker_of(value: Any) -> Any:
     """The operation that makes a value; None for what enters a block."""
-    if not hasattr(value, "result_number"):
-        return None
-    return getattr(value.owner, "operation", value.owner)
+    return operation_of(value.owner) if hasattr(value, "result_number") else None
+
+
+def user_of(use: Any) -> tuple[Any, int]:
+    """The operation of a use, and the number of its operand."""
+    return operation_of(use.owner), use.operand_number
 
 
 def name_of(function: Any) -> str:
     """The name of a function."""
-    return text_of(getattr(function, "operation", function), "sym_name").strip('"')
+    return text_of(operation_of(function), "sym_name").strip('"')
 
 
 def callee_of(call: Any) -> str:
@@ -197,8 +210,7 @@ def callee_of(call: Any) -> str:
 
 def functions(module: Any) -> dict[str, Any]:
     """The functions of a module by name."""
-    (body,) = blocks(module)
-    found = (view.operation for view in body.operations)
+    found = (view.operation for view in block_of(module).operations)
     return {name_of(f): f for f in found if f.name == "func.func"}
 
 
@@ -220,13 +232,11 @@ def count_devices(module: Any) -> int:
 
 def _meshes(module: Any) -> dict[str, dict[str, int]]:
     """Sizes of the axes of each mesh, by its symbol."""
-    (body,) = blocks(module)
-    meshes = (v.operation for v in body.operations if v.operation.name == "sdy.mesh")
+    found = (view.operation for view in block_of(module).operations)
     return {
-        text_of(mesh, "sym_name").strip('"'): {
-            _unquoted(name): int(size) for name, size in _SIZE.findall(text_of(mesh, "mesh"))
-        }
-        for mesh in meshes
+        name_of(mesh): {_unquoted(n): int(size) for n, size in _SIZE.findall(text_of(mesh, "mesh"))}
+        for mesh in found
+        if mesh.name == "sdy.mesh"
     }
 
 
@@ -256,10 +266,8 @@ def text_of(operation: Any, name: str) -> str:
 
 def entries_of(operation: Any, name: str) -> list[dict[str, Any]]:
     """The attributes of each argument or result of a function, as in ``arg_attrs``."""
-    attributes = operation.attributes
-    if name not in attributes:
-        return []
-    return [{entry.name: entry.attr for entry in one} for one in attributes[name]]
+    found = operation.attributes.get(name, ())
+    return [{entry.name: entry.attr for entry in one} for one in found]
 
 
 _NUMBERS = re.compile(r"(\w+) = \[([\d, ]*)\]")
@@ -299,6 +307,51 @@ def hlo_dtype(dtype: str) -> str:
     return dtype.lower()
 
 
+# Sharding rules
+
+Factors = tuple[tuple[str, ...], ...]
+"""For each dimension of a value, the factors of the operation that it consists of."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rule:
+    """Which dimensions of an operation's operands and results are split alike.
+
+    Attributes:
+        factors: of each operand and result, by dimension.
+        sizes: of the factors.
+        stops: factors along which the operation passes no sharding on.
+    """
+
+    factors: tuple[Factors, ...]
+    sizes: Mapping[str, int]
+    stops: frozenset[str] = frozenset()
+
+
+_FACTOR = re.compile(r"[a-z](?:_\d+)?")
+_FACTOR_SIZE = re.compile(r"([a-z](?:_\d+)?)=(\d+)")
+_STOPS = re.compile(r"blocked_propagation=\{([^}]*)\}")
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def parse_rule(text: str) -> Rule:
+    """The factors of an operation, of the text of an ``sdy.op_sharding_rule``."""
+    mapping, _, rest = text.partition("<")[2].partition(") {")
+    factors = tuple(
+        tuple(tuple(_FACTOR.findall(dim)) for dim in inner.split(", ")) if inner else ()
+        for inner in re.findall(r"\[([^\]]*)\]", mapping)
+    )
+    sizes = {name: int(size) for name, size in _FACTOR_SIZE.findall(rest.partition("}")[0])}
+    stops = frozenset(name for found in _STOPS.findall(rest) for name in _FACTOR.findall(found))
+    return Rule(factors, sizes, stops)
+
+
+def identity(count: int, shape: Sequence[int]) -> Rule:
+    """A rule by which each dimension of all values is the same."""
+    sizes = {f"d{i}": size for i, size in enumerate(shape)}
+    return Rule((tuple((name,) for name in sizes),) * count, sizes)
+
+
 # Shardings
 
 _QUOTED = r'"(?:[^"\\]|\\.)*"'
@@ -314,11 +367,10 @@ _ESCAPED = re.compile(rb"\\(?:([0-9A-F]{2})|(.))")
 
 def _unquoted(name: str) -> str:
     """A string of MLIR, in which two digits stand for a byte that is not printable ASCII."""
-    inner = name[1:-1]
-    if "\\" not in inner:
-        return inner
+    if "\\" not in name:
+        return name[1:-1]
     raw = _ESCAPED.sub(
-        lambda one: bytes.fromhex(one[1].decode()) if one[1] else one[2], inner.encode()
+        lambda one: bytes.fromhex(one[1].decode()) if one[1] else one[2], name[1:-1].encode()
     )
     return raw.decode("utf-8", "replace")
 
@@ -357,21 +409,17 @@ def shardings_of(text: str, names: Names) -> tuple[Dimensions, ...]:
     found = shardings_in(text)
     if not names:
         return found
+
+    def renamed(one: Dimension, mesh: str) -> Dimension:
+        wholes = [(axis, whole_of(axis)) for axis in one.axes]
+        axes = (names.get((mesh, own), own) + axis.removeprefix(own) for axis, own in wholes)
+        return dataclasses.replace(one, axes=tuple(axes))
+
     meshes = [symbol.strip('"') for symbol in _MESH_OF.findall(text)]
     return tuple(
-        tuple(
-            dataclasses.replace(
-                dimension, axes=tuple(_renamed(axis, mesh, names) for axis in dimension.axes)
-            )
-            for dimension in dimensions
-        )
+        tuple(renamed(dimension, mesh) for dimension in dimensions)
         for mesh, dimensions in zip(meshes, found, strict=True)
     )
-
-
-def _renamed(axis: str, mesh: str, names: Names) -> str:
-    whole = whole_of(axis)
-    return names.get((mesh, whole), whole) + axis.removeprefix(whole)
 
 
 def written(axis: str, names: Names) -> str:
@@ -400,25 +448,28 @@ def size_of(axis: str, sizes: Mapping[str, int]) -> int:
     return int(part[1]) if part else sizes.get(axis, 1)
 
 
+def count_of(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
+    """How many devices several axes have, or in how many parts they split a dimension."""
+    return math.prod(size_of(axis, sizes) for axis in axes)
+
+
 def out_sharding(operation: Any) -> Dimensions:
     """The sharding that a collective of Shardy gives its result."""
-    found = shardings_in(text_of(operation, "out_sharding"))
-    dims, _ = dims_of(operation.results[0].type)
-    return found[0] if found else open_sharding(len(dims))
+    return _nth(text_of(operation, "out_sharding"), 0, operation.results[0])
 
 
-def sharding_of(value: Any, default: Dimensions) -> Dimensions:
-    """The sharding of an operand, as what makes it says."""
-    if not hasattr(value, "result_number"):
+def sharding_of(value: Any, default: Dimensions | None = None) -> Dimensions:
+    """The sharding of an operand, as what makes it says; `default` where nothing can say it."""
+    operation = maker_of(value)
+    if operation is None:
         return _entering(value, default)
-    operation = getattr(value.owner, "operation", value.owner)
     if "out_sharding" in operation.attributes:
         return out_sharding(operation)
     name = "sharding" if operation.name == "sdy.sharding_constraint" else "sdy.sharding"
     return _nth(text_of(operation, name), value.result_number, value)
 
 
-def _entering(value: Any, default: Dimensions) -> Dimensions:
+def _entering(value: Any, default: Dimensions | None) -> Dimensions:
     """The sharding of what enters a block."""
     operation, i = value.owner.owner.operation, value.arg_number
     if operation.name == "func.func":
@@ -426,7 +477,7 @@ def _entering(value: Any, default: Dimensions) -> Dimensions:
         return _nth(str(entries[i].get("sdy.sharding", "")) if i < len(entries) else "", 0, value)
     if operation.name == "stablehlo.while":
         return _nth(text_of(operation, "sdy.sharding"), i, value)
-    return default
+    return _nth("", 0, value) if default is None else default
 
 
 def _nth(text: str, i: int, value: Any) -> Dimensions:
@@ -453,8 +504,8 @@ def frames_of(location: Any) -> tuple[Source, ...]:
             # Several operations in one: the first has a line of its own.
             found += next(filter(None, map(frames_of, one.locations)), ())
         elif kind is ir.FileLineColLoc:
-            place = {"line": one.start_line, "column": one.start_col}
-            found.append(Source(file=one.filename, function=function, **place))
+            line, column = one.start_line, one.start_col
+            found.append(Source(file=one.filename, line=line, column=column, function=function))
     return tuple(found)
 
 

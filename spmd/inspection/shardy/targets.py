@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -22,9 +23,8 @@ from spmd.inspection.shardy.passes import Dimension, Dimensions
 class Exchange:
     """What one operation sends: kind, crossed axes, devices in a group, and shapes per device.
 
-    Args:
-        times: how often, in one execution of the operation.
-        after: the loop that only adds up what is sent, so that it is sent once after it.
+    The operation sends it `times` times in one execution, or once after the loop `after`, which
+    only adds up what is sent.
     """
 
     kind: str
@@ -35,10 +35,19 @@ class Exchange:
     after: Any = None
 
     @property
+    def payload(self) -> int:
+        """Bytes of the operands or of the results, whichever are more."""
+        return max(self._nbytes)
+
+    @property
     def wire(self) -> int:
         """Bytes that one device sends."""
+        return wire_bytes(self.kind, *self._nbytes, self.group_size)
+
+    @property
+    def _nbytes(self) -> tuple[int, int]:
         operand, result = (sum(shape.nbytes for shape in shapes) for shapes in self.shapes)
-        return wire_bytes(self.kind, operand, result, self.group_size)
+        return operand, result
 
 
 class AnyTarget:
@@ -66,7 +75,7 @@ def target_of(platform: str) -> type[AnyTarget]:
 def local_shape(kind: Any, dimensions: Dimensions, sizes: Mapping[str, int]) -> Shape:
     """The shape on one device, the largest where a dimension does not divide."""
     dims, dtype = passes.dims_of(kind)
-    parts = [_count(one.axes, sizes) for one in dimensions]
+    parts = [passes.count_of(one.axes, sizes) for one in dimensions]
     parts += [1] * (len(dims) - len(parts))
     local = tuple(-(-dim // part) for dim, part in zip(dims, parts, strict=True))
     return Shape(dtype=passes.hlo_dtype(dtype), dims=local)
@@ -102,17 +111,17 @@ class _Partitioned(AnyTarget):
         user, i = _only_use(operation)
         if user is None or user.name != "stablehlo.dot_general":
             return None
-        side = ("lhs", "rhs")[i]
-        numbers = passes.numbers_of(user, "dot_dimension_numbers")
-        held = self._held(operation.operands[0])
-        summed = numbers.get(f"{side}_contracting_dimensions", ())
-        gathered = [d for d, one in enumerate(held) if {*one.axes} & {*asked.mesh_axes}]
+        held = passes.sharding_of(operation.operands[0])
+        gathered = {d for d, one in enumerate(held) if {*one.axes} & {*asked.mesh_axes}}
         other, result = user.operands[1 - i], user.results[0]
-        if not {*gathered} <= {*summed} or not self._splits(other, asked.mesh_axes):
+        if not gathered <= {*_contracted(user, i)} or not _splits(other, asked.mesh_axes):
             return None
-        moved = local_shape(other.type, self._held(other), self.sizes)
-        kept = [_without(one, asked.mesh_axes) for one in self._held(result)]
-        total = local_shape(result.type, tuple(kept), self.sizes)
+        moved = self._local(other)
+        axes = (
+            tuple(a for a in one.axes if a not in asked.mesh_axes)
+            for one in passes.sharding_of(result)
+        )
+        total = local_shape(result.type, tuple(map(Dimension, axes)), self.sizes)
         key = other, asked.mesh_axes
         turns = [] if key in self.turned else [_same(asked, "all-to-all", moved)]
         self.turned.add(key)
@@ -123,11 +132,9 @@ class _Partitioned(AnyTarget):
         user, i = _only_use(operation)
         if user is None or user.name != "stablehlo.gather" or i != 0:
             return None
-        result = user.results[0]
-        if not self._splits(result, asked.mesh_axes):
+        if not _splits(user.results[0], asked.mesh_axes):
             return None
-        rows = local_shape(result.type, self._held(result), self.sizes)
-        return [_same(asked, "all-to-all", rows)]
+        return [_same(asked, "all-to-all", self._local(user.results[0]))]
 
     def _scattered_words(self, operation: Any, asked: Exchange) -> Exchange | None:
         """For a sum of rows into a table, whose columns are split after it: before, instead."""
@@ -136,27 +143,19 @@ class _Partitioned(AnyTarget):
             return None
         if not {*asked.mesh_axes} <= _sliced(operation, self.flow):
             return None
-        rows = maker.operands[2]
-        return _same(asked, "all-to-all", local_shape(rows.type, self._held(rows), self.sizes))
+        return _same(asked, "all-to-all", self._local(maker.operands[2]))
 
-    def _held(self, value: Any) -> Dimensions:
-        rank = len(passes.dims_of(value.type)[0])
-        return passes.sharding_of(value, passes.open_sharding(rank))
+    def _local(self, value: Any) -> Shape:
+        return local_shape(value.type, passes.sharding_of(value), self.sizes)
 
-    def _splits(self, value: Any, axes: Sequence[str]) -> bool:
-        return {*axes} <= {axis for one in self._held(value) for axis in one.axes}
+
+def _splits(value: Any, axes: Sequence[str]) -> bool:
+    return {*axes} <= {axis for one in passes.sharding_of(value) for axis in one.axes}
 
 
 def _only_use(operation: Any) -> tuple[Any, int]:
     uses = [*operation.results[0].uses]
-    if len(uses) != 1:
-        return None, 0
-    return getattr(uses[0].owner, "operation", uses[0].owner), uses[0].operand_number
-
-
-def _without(dimension: Dimension, axes: Sequence[str]) -> Dimension:
-    left = tuple(axis for axis in dimension.axes if axis not in axes)
-    return dataclasses.replace(dimension, axes=left)
+    return passes.user_of(uses[0]) if len(uses) == 1 else (None, 0)
 
 
 def _same(asked: Exchange, kind: str, shape: Shape) -> Exchange:
@@ -190,7 +189,7 @@ class Cpu(_Partitioned):
         found = super().sent(operation, asked)
         if [*found] == [asked] and operation.name == "sdy.all_reduce":
             found = [
-                dataclasses.replace(asked, mesh_axes=axes, group_size=_count(axes, self.sizes))
+                dataclasses.replace(asked, **_over(axes, self.sizes))
                 for axes in _apart(operation, asked.mesh_axes)
             ]
         return [_with_shapes(one, _widened) for one in found]
@@ -204,32 +203,24 @@ def _widened(shape: Shape) -> Shape:
 def _apart(operation: Any, axes: tuple[str, ...]) -> list[tuple[str, ...]]:
     """The axes of a sum, together where they split one dimension of what is summed."""
     maker = passes.maker_of(operation.operands[0])
-    dimensions = _summed(maker) if maker is not None else ()
-    groups = [tuple(axis for axis in axes if axis in one) for one in dimensions]
-    groups = [group for group in groups if group]
-    return groups if sorted(a for group in groups for a in group) == sorted(axes) else [axes]
+    if maker is None or maker.name not in ("stablehlo.reduce", "stablehlo.dot_general"):
+        return [axes]
+    held = passes.sharding_of(maker.operands[0])
+    groups = [tuple(a for a in axes if a in held[d].axes) for d in _contracted(maker)]
+    together = sorted(itertools.chain.from_iterable(groups)) == sorted(axes)
+    return [group for group in groups if group] if together else [axes]
 
 
-def _summed(maker: Any) -> list[tuple[str, ...]]:
-    """The axes over each dimension that an operation sums."""
-    if maker.name not in ("stablehlo.reduce", "stablehlo.dot_general"):
-        return []
-    value = maker.operands[0]
-    rank = len(passes.dims_of(value.type)[0])
-    held = passes.sharding_of(value, passes.open_sharding(rank))
-    return [held[d].axes for d in _contracted(maker)]
+def _over(axes: tuple[str, ...], sizes: Mapping[str, int]) -> dict[str, Any]:
+    return {"mesh_axes": axes, "group_size": passes.count_of(axes, sizes)}
 
 
-def _count(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
-    return math.prod(passes.size_of(axis, sizes) for axis in axes)
-
-
-def _contracted(maker: Any) -> list[int]:
-    """The dimensions of the first operand that a sum or a product sums over."""
+def _contracted(maker: Any, operand: int = 0) -> Sequence[int]:
+    """The dimensions of an operand that a sum or a product sums over."""
     if maker.name == "stablehlo.reduce":
         return [*maker.attributes["dimensions"]]
     found = passes.numbers_of(maker, "dot_dimension_numbers")
-    return [*found.get("lhs_contracting_dimensions", ())]
+    return found.get(f"{'lr'[operand]}hs_contracting_dimensions", ())
 
 
 # TPU
@@ -263,7 +254,7 @@ class Tpu(_Partitioned):
         if asked.kind == "all-reduce":
             return [dataclasses.replace(asked, after=self._added_up_by(operation))]
         if asked.kind in ("all-gather", "collective-permute") and self._for_products(operation):
-            return [_with_shapes(asked, _narrowed)]
+            return [_with_shapes(asked, lambda shape: dataclasses.replace(shape, dtype="bf16"))]
         return [asked]
 
     def _kept(self, operation: Any, one: Exchange) -> Exchange:
@@ -271,13 +262,7 @@ class Tpu(_Partitioned):
         if one.kind != "all-reduce":
             return one
         user, _ = _only_use(operation)
-        return self._around(one) if _added(user, self.sizes) > _OVERLAPPED else one
-
-    def _around(self, asked: Exchange) -> Exchange:
-        """A sum whose parts go around a ring of devices while they are made."""
-        n = asked.group_size
-        part = _with_shapes(asked, lambda shape: _part(shape, n))
-        return dataclasses.replace(part, kind="collective-permute", times=n)
+        return _around(one) if _added(user, self.sizes) > _OVERLAPPED else one
 
     def _for_products(self, operation: Any) -> bool:
         """Whether all that is computed with a result is products of the default precision."""
@@ -291,25 +276,21 @@ class Tpu(_Partitioned):
         kept = _sliced(operation, self.flow)
         over = tuple(axis for axis in asked.mesh_axes if axis in kept)
         rest = tuple(axis for axis in asked.mesh_axes if axis not in kept)
-        n = _count(over, self.sizes)
+        n = passes.count_of(over, self.sizes)
         if n < 2:
             return [asked]
-        whole = n == math.prod(self.sizes.values())
-        part = _with_shapes(asked, lambda shape: _part(shape, n))
         maker = passes.maker_of(operation.operands[0])
         if not rest and _added(maker, self.sizes) > _OVERLAPPED:
-            return [self._around(asked)]
+            return [_around(asked)]
         # Found by compiling: sums over all devices, and of batches, stay whole.
+        whole = n == math.prod(self.sizes.values())
         if whole or maker is None or _is_batched(maker):
             return [asked]
+        part = _with_shapes(asked, lambda shape: _part(shape, n))
         shapes = Shapes(asked.shapes.operands, part.shapes.results)
-        first = dataclasses.replace(
-            asked, kind="reduce-scatter", mesh_axes=over, group_size=n, shapes=shapes
-        )
-        if not rest:
-            return [first]
-        left = dataclasses.replace(part, mesh_axes=rest, group_size=_count(rest, self.sizes))
-        return [first, left]
+        over_these = _over(over, self.sizes)
+        first = dataclasses.replace(asked, kind="reduce-scatter", shapes=shapes, **over_these)
+        return [first, dataclasses.replace(part, **_over(rest, self.sizes))] if rest else [first]
 
     def _added_up_by(self, operation: Any) -> Any:
         """The loop that does nothing with a sum but add it to a total; None where there is none."""
@@ -324,8 +305,11 @@ class Tpu(_Partitioned):
         return next(iter(self.flow.loops(add.results[0])), None)
 
 
-def _narrowed(shape: Shape) -> Shape:
-    return dataclasses.replace(shape, dtype="bf16")
+def _around(asked: Exchange) -> Exchange:
+    """A sum whose parts go around a ring of devices while they are made."""
+    n = asked.group_size
+    part = _with_shapes(asked, lambda shape: _part(shape, n))
+    return dataclasses.replace(part, kind="collective-permute", times=n)
 
 
 def _part(shape: Shape, n: int) -> Shape:
@@ -370,10 +354,9 @@ def _added(maker: Any, sizes: Mapping[str, int]) -> int:
     """How many products each device adds for an element of a product; 0 for what is none."""
     if maker is None or maker.name != "stablehlo.dot_general":
         return 0
-    value = maker.operands[0]
-    dims, _ = passes.dims_of(value.type)
-    held = passes.sharding_of(value, passes.open_sharding(len(dims)))
-    return math.prod(dims[d] // _count(held[d].axes, sizes) for d in _contracted(maker))
+    dims, _ = passes.dims_of(maker.operands[0].type)
+    held = passes.sharding_of(maker.operands[0])
+    return math.prod(dims[d] // passes.count_of(held[d].axes, sizes) for d in _contracted(maker))
 
 
 _ADDED = ("sdy.all_slice", "stablehlo.transpose", "stablehlo.reshape")

@@ -1,13 +1,17 @@
 """Where the sharding of a value comes from: which annotations reached it, and which did not.
 
 Everything is read from what Shardy's propagation records: the sharding of each value, the origin of
-each axis, and the steps by which it travelled. Only conflicts are worked out here; `Conflict` says
-what counts as one.
+each axis, and the steps by which it travelled. `why` answers for the values of a name, and a report
+holds the origins of many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterator, Mapping, Sequence
+import functools
+import itertools
+import logging
+import math
 from pathlib import PurePath
 import re
 from typing import Any
@@ -15,17 +19,15 @@ from typing import Any
 from spmd.errors import ArgumentError, Failure, ReportError, did_you_mean, explain, show_value
 from spmd.inspection.compile.program import COMPILED, check_lowered, entered, lower, stage_of
 from spmd.inspection.hlo.source import user_source
-from spmd.inspection.records.origins import (
-    Annotation,
-    Conflict,
-    Origin,
-    Step,
-    ValueOrigins,
-)
+from spmd.inspection.records import origins
+from spmd.inspection.records.origins import Origins, ValueOrigins
+from spmd.inspection.records.report import Collective
+from spmd.inspection.records.sums import shares, totals
 from spmd.inspection.records.why import Why
 from spmd.inspection.shardy import conflicts, passes
 from spmd.inspection.shardy.propagation import Mark, Propagation, Value, propagate
-from spmd.inspection.shardy.routes import Route, route_of
+
+logger = logging.getLogger(__name__)
 
 
 def why(f: Any, name: str, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Why:
@@ -53,7 +55,13 @@ def why(f: Any, name: str, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Wh
     """
     subject = "why"
     if not isinstance(name, str):
-        raise explain(subject, [_no_name(name)])
+        failure = Failure(
+            what="takes the name of a value as a string",
+            expected="a path such as \"out['loss']\", or a line such as 'model.py:42'",
+            got=show_value(name),
+            error=ArgumentError,
+        )
+        raise explain(subject, [failure])
     f = stage_of(f)
     if isinstance(f, COMPILED):
         raise explain(subject, [_compiled(f)])
@@ -70,15 +78,6 @@ def why(f: Any, name: str, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Wh
     )
 
 
-def _no_name(name: Any) -> Failure:
-    return Failure(
-        what="takes the name of a value as a string",
-        expected="a path such as \"out['loss']\", or a line such as 'model.py:42'",
-        got=show_value(name),
-        error=ArgumentError,
-    )
-
-
 def _compiled(f: Any) -> Failure:
     return Failure(
         what="cannot read propagation out of a compiled program",
@@ -91,8 +90,7 @@ def _compiled(f: Any) -> Failure:
 
 def function_of(module: Any) -> str:
     """The name of the function that a module was lowered from."""
-    name = passes.text_of(module.operation, "sym_name").strip('"')
-    name = re.sub("^(p?jit|pmap)_", "", name)
+    name = re.sub("^(p?jit|pmap)_", "", passes.name_of(module))
     return "<lambda>" if name.strip("_") == "lambda" else name
 
 
@@ -104,25 +102,18 @@ _MOST_NAMES = 12
 
 
 def _named(found: Propagation, name: str, subject: str) -> list[int]:
-    """The values that a name means.
-
-    Raises:
-        ReportError: there are none.
-    """
+    """The values that a name means; an error where there are none."""
     paths = [i for i, value in enumerate(found.values) if value.kind != "result"]
     for spelling in dict.fromkeys((name, _OUT.sub("result", name))):
+        below = (f"{spelling}[", f"{spelling}.") if spelling else ()
         exact = [i for i in paths if found.values[i].name == spelling]
-        if matches := exact or [i for i in paths if _is_below(found.values[i].name, spelling)]:
+        if matches := exact or [i for i in paths if found.values[i].name.startswith(below)]:
             return matches
     if line := _LINE.fullmatch(name):
         if matches := [*_made_at(found, line[1], int(line[2]))]:
             return matches
         raise explain(subject, [_no_line(found, name, line[1])])
     raise explain(subject, [_no_value(found, name)])
-
-
-def _is_below(path: str, prefix: str) -> bool:
-    return bool(prefix) and path.startswith(prefix) and path[len(prefix)] in "[."
 
 
 def _made_at(found: Propagation, file: str, line: int) -> Iterator[int]:
@@ -134,8 +125,8 @@ def _made_at(found: Propagation, file: str, line: int) -> Iterator[int]:
 
 def is_made(value: Value) -> bool:
     """Whether a value is an array that a line makes: no argument, output, constant or scalar."""
-    result = value.kind == "result" and value.plain and value.name != "constant"
-    return result and bool(value.shape)
+    made = value.kind == "result" and value.plain and value.name != "constant"
+    return made and bool(value.shape)
 
 
 def _ends(file: str, suffix: str) -> bool:
@@ -187,64 +178,54 @@ def describe(found: Propagation, i: int) -> ValueOrigins:
         dtype=value.dtype,
         spec=value.axes,
         source=user_source(value.frames),
-        annotation=annotation_of(value.mark),
-        origins=tuple(_origins(found, i)),
+        annotation=_annotation(value.mark),
+        origins=tuple(_origin(found, i, d, a) for d, axes in enumerate(value.axes) for a in axes),
         conflicts=tuple(_conflict(found, one) for one in conflicts.conflicts(found, i)),
     )
 
 
-def annotation_of(mark: Mark | None) -> Annotation | None:
-    """The record of an annotation."""
+def _annotation(mark: Mark | None) -> origins.Annotation | None:
     if mark is None:
         return None
-    spec = tuple(dimension.axes for dimension in mark.dimensions)
-    return Annotation(kind=mark.kind, name=mark.name, source=user_source(mark.frames), spec=spec)
+    return origins.Annotation(
+        kind=mark.kind,
+        name=mark.name,
+        source=user_source(mark.frames),
+        spec=tuple(dimension.axes for dimension in mark.dimensions),
+    )
 
 
-def _origins(found: Propagation, i: int) -> Iterable[Origin]:
-    for d, axes in enumerate(found.values[i].axes):
-        for axis in axes:
-            route = route_of(found, i, axis)
-            yield Origin(
-                axis=axis,
-                dimension=d,
-                annotation=annotation_of(route.mark),
-                priority=_priority(route.mark, axis),
-                steps=tuple(_steps(found, route, axis)),
-            )
+def _origin(found: Propagation, i: int, d: int, axis: str) -> origins.Origin:
+    mark, hops = conflicts.route_of(found, i, axis)
+    asked = mark.dimensions if mark else ()
+    return origins.Origin(
+        axis=axis,
+        dimension=d,
+        annotation=_annotation(mark),
+        priority=next((one.priority for one in asked if axis in one.axes), None),
+        steps=tuple(_step(found, hop, axis) for hop in hops),
+    )
 
 
-def _priority(mark: Mark | None, axis: str) -> int | None:
-    dimensions = mark.dimensions if mark else ()
-    return next((d.priority for d in dimensions if axis in d.axes), None)
-
-
-def _steps(found: Propagation, route: Route, axis: str) -> Iterator[Step]:
-    for hop in route.hops:
-        link, target = found.links[hop.link], found.values[hop.target]
-        yield Step(
-            operation=link.name,
-            source=user_source(link.frames),
-            way=_way(hop.source, hop.target, link.values, link.operands),
-            value=_label(target),
-            shape=target.shape,
-            dimension=_dimension(target, axis),
-        )
-
-
-def _way(source: int, target: int, values: tuple[int, ...], operands: int) -> str:
-    if target in values[operands:]:
-        return "forward"
-    return "backward" if source in values[operands:] else "sideways"
+def _step(found: Propagation, hop: conflicts.Hop, axis: str) -> origins.Step:
+    link, target = found.links[hop.link], found.values[hop.target]
+    results = link.values[link.operands :]
+    sideways = "backward" if hop.source in results else "sideways"
+    return origins.Step(
+        operation=link.name,
+        source=user_source(link.frames),
+        way="forward" if hop.target in results else sideways,
+        value=_label(target),
+        shape=target.shape,
+        dimension=_dimension(target, axis),
+    )
 
 
 def _dimension(value: Value, axis: str) -> int:
     found = (d for d, axes in enumerate(value.axes) if axis in axes)
     # Only a part of the axis may have stayed.
     name = axis.partition(":")[0]
-    near = (
-        d for d, axes in enumerate(value.axes) if any(a.partition(":")[0] == name for a in axes)
-    )
+    near = (d for d, axes in enumerate(value.axes) if name in (a.partition(":")[0] for a in axes))
     return next(found, next(near, 0))
 
 
@@ -252,18 +233,120 @@ def _label(value: Value) -> str:
     return value.name or "a value"
 
 
-def _conflict(found: Propagation, one: conflicts.Stop) -> Conflict:
+def _conflict(found: Propagation, one: conflicts.Stop) -> origins.Conflict:
     link = found.links[one.link]
-    return Conflict(
+    return origins.Conflict(
         axis=one.axis,
         dimension=one.dimension,
         operation=link.name,
         source=user_source(link.frames),
         at=_label(found.values[one.at]),
         reason=one.reason,
-        lost=annotation_of(one.lost),
-        won=annotation_of(one.won),
-        against=annotation_of(one.against),
+        lost=_annotation(one.lost),
+        won=_annotation(one.won),
+        against=_annotation(one.against),
         kept=one.kept,
         distance=one.distance,
     )
+
+
+# What a report holds
+#
+# Propagation with its steps and the search for conflicts take longer than a report may add to a
+# compile, so a report keeps the lowered module until somebody asks, and lets it go then.
+
+MOST = {"argument": 256, "output": 256, "result": 192}
+"""The most values of a kind that a report lists."""
+OF_A_LINE = 24
+"""The most values that it lists of one line."""
+
+_Line = tuple[str, int]
+
+
+NOT_AT_HAND = (
+    "What the program was lowered from is not at hand: report the function, or what lower() gave, "
+    "and not what was compiled elsewhere or loaded."
+)
+
+
+def origins_later(lowered: Any, found: Sequence[Collective], *, subject: str) -> origins.Later:
+    """The origins of a report, for when somebody asks for them.
+
+    `lowered` is the stage that the program was compiled from, or None where it is not at hand, and
+    `found` are the collectives, whose lines count.
+    """
+    if lowered is None:
+        return origins.known(Origins(missing=NOT_AT_HAND))
+    try:
+        # Not the stage: it holds the arrays that a function closes over.
+        module = passes.module_of(lowered, subject=subject)
+    except Exception as error:
+        return origins.known(_unknown(error))
+    return origins.Later(functools.partial(_work_out, module, found, subject))
+
+
+def _work_out(module: Any, found: Sequence[Collective], subject: str) -> Origins:
+    try:
+        if not passes.axis_sizes(module.operation):
+            return Origins(missing="The program has no mesh, over which something is split.")
+        return _listed(propagate(module, subject=subject), _lines(found))
+    except Exception as error:
+        return _unknown(error)
+
+
+def _unknown(error: Exception) -> Origins:
+    """What is said where there are none: whatever a program has that is not foreseen."""
+    if isinstance(error, ReportError):
+        # Lowered for another partitioner, or by a jaxlib without the passes.
+        return Origins(missing=str(error).partition("\n")[0])
+    logger.warning("report: nothing says where its shardings come from", exc_info=error)
+    return Origins(missing="They could not be worked out; the log says why.")
+
+
+def _lines(found: Sequence[Collective]) -> dict[_Line, frozenset[str]]:
+    """The lines of collectives, most bytes first, with the operations that exchange there."""
+    words: dict[str | None, tuple[_Line, set[str]]] = {}
+    parts = (shares(one, lambda part: (part.source, part.op_name)) for one in found)
+    for one in itertools.chain.from_iterable(share.values() for share in parts):
+        if one.source:
+            place = (one.source.file, one.source.line)
+            _, names = words.setdefault(str(one.source), (place, set()))
+            names.update(re.split(r"[/:()]", one.op_name))
+    ranked = totals(found, "line")
+    return {words[line][0]: frozenset(words[line][1]) for line in ranked if line in words}
+
+
+def _listed(found: Propagation, lines: Mapping[_Line, frozenset[str]]) -> Origins:
+    # A constant that JAX passes as an argument has no name.
+    arguments = [i for i, one in enumerate(found.values) if one.kind == "argument" and one.name]
+    outputs = [i for i, value in enumerate(found.values) if value.kind == "output"]
+    groups = _by_line(found, lines)
+    made = [i for line in lines for i in groups[line][:OF_A_LINE]]
+    shown = (arguments[: MOST["argument"]], outputs[: MOST["output"]], made[: MOST["result"]])
+    indices = [*itertools.chain.from_iterable(shown)]
+    count = len(arguments) + len(outputs) + sum(map(len, groups.values()))
+    return Origins(values=tuple(describe(found, i) for i in indices), left_out=count - len(indices))
+
+
+def _by_line(found: Propagation, lines: Mapping[_Line, frozenset[str]]) -> dict[_Line, list[int]]:
+    """What each line makes, one of each kind, what exchanges first and then by size."""
+    groups: dict[_Line, dict[Any, int]] = {line: {} for line in lines}
+    for i, value in enumerate(found.values):
+        source = user_source(value.frames)
+        line = (source.file, source.line) if source else ("", 0)
+        if line in groups and is_made(value):
+            axes = tuple(sorted(value.origins.items()))
+            sharding = value.axes, axes, id(value.mark), value.local
+            groups[line].setdefault((value.name, value.shape, value.dtype, *sharding), i)
+    return {
+        line: sorted(group.values(), key=lambda i: _rank(found.values[i], lines[line]))
+        for line, group in groups.items()
+    }
+
+
+def _rank(value: Value, exchanged: Container[str]) -> tuple[int, int]:
+    primitive = value.op_name.rpartition("/")[2]
+    # JAX writes a broadcast for each number that an array is added to or multiplied with.
+    filler = value.name == "broadcast_in_dim" and primitive != "broadcast_in_dim"
+    first = 0 if primitive in exchanged and not filler else 1 + filler
+    return first, -math.prod(value.shape)
