@@ -26,7 +26,7 @@ import stat
 import struct
 from typing import Any, NoReturn
 
-from spmd.bundle._fields import Field, FormError
+from spmd.bundle._codec import Field, FormError
 from spmd.errors import BundleError, Failure, explain
 
 #: The first byte is no text; the line ends show a transfer that changed them.
@@ -52,12 +52,7 @@ class Parts:
 
 
 def pack(header: Mapping[str, Any], sections: Sequence[bytes]) -> bytes:
-    """Returns the bytes of a bundle.
-
-    Args:
-        header: JSON values; the lengths of the sections are added.
-        sections: The program in two parts, then constants.
-    """
+    """The bytes of a bundle; the lengths of the sections are added to its header."""
     data = {**header, "sections": [len(s) for s in sections]}
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).encode("ascii")
     body = b"".join([_PREFIX.pack(MAGIC, VERSION, len(text)), text, *sections])
@@ -65,14 +60,11 @@ def pack(header: Mapping[str, Any], sections: Sequence[bytes]) -> bytes:
 
 
 def unpack(data: bytes) -> Parts:
-    """Takes a bundle apart.
-
-    Raises:
-        FormError: It is none, is of another format, was changed, or has no valid header.
-    """
+    """Takes a bundle apart; a `FormError` where it is none, was changed, or has no header."""
     whole = memoryview(data)
     if whole[: len(MAGIC)] != MAGIC[: len(whole)] or not data:
-        raise FormError("file", "a bundle of spmd, which starts as one", _start(data))
+        start = f"the bytes {data[: len(MAGIC)].hex(' ')}" if data else "an empty file"
+        raise FormError("file", "a bundle of spmd, which starts as one", start)
     if len(whole) < _PREFIX.size + _DIGEST:
         raise FormError("file", f"at least {_PREFIX.size + _DIGEST} bytes", f"{len(whole)} bytes")
     _, version, length = _PREFIX.unpack_from(whole)
@@ -85,10 +77,6 @@ def unpack(data: bytes) -> Parts:
         raise FormError("header", f"{length} bytes", f"a file of {len(whole)} bytes")
     header = Field(_json(bytes(body[_PREFIX.size : _PREFIX.size + length])), "header")
     return Parts(header=header, sections=_sections(header, body[_PREFIX.size + length :]))
-
-
-def _start(data: bytes) -> str:
-    return f"the bytes {data[: len(MAGIC)].hex(' ')}" if data else "an empty file"
 
 
 def _json(text: bytes) -> Any:
@@ -114,22 +102,10 @@ def _sections(header: Field, rest: memoryview) -> tuple[memoryview, ...]:
     return tuple(found)
 
 
-def read(path: Path) -> bytes:
-    """The bytes of a file.
-
-    Raises:
-        OSError: It cannot be read.
-    """
-    return path.read_bytes()
-
-
 def write(path: Path, data: bytes) -> None:
     """Writes a file so that there is the old one or all of the new one, never a part.
 
     A device or a named pipe is written to; it is no file that could be replaced.
-
-    Raises:
-        OSError: It cannot be written.
     """
     path = path.resolve()  # a link stays one
     mode = path.stat().st_mode if path.exists() else None
