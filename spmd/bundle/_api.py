@@ -54,7 +54,7 @@ def save(compiled: Compiled, path: str | os.PathLike[str]) -> None:
             raise explain(subject, [_incomplete()])
         header = {
             "spmd": spmd.__version__,
-            "fingerprint": _fingerprint.encode(_fingerprint.fingerprint(ordered)),
+            "fingerprint": _fingerprint.fingerprint(ordered),
             "custom_calls": _custom_calls(compiled),
             "program": encode_program(compiled),
         }

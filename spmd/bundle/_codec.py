@@ -143,6 +143,26 @@ class Field:
         return self.value
 
 
+class Table:
+    """JSON values, each once; what is written of them elsewhere are indices.
+
+    Attributes:
+        rows: The values.
+    """
+
+    def __init__(self, encode: Callable[[Any], Any]):
+        self.rows: list[Any] = []
+        self._encode = encode
+        self._indices: dict[Any, int] = {}
+
+    def index(self, value: Any) -> int:
+        """The index of a value."""
+        if value not in self._indices:
+            self._indices[value] = len(self.rows)
+            self.rows.append(self._encode(value))
+        return self._indices[value]
+
+
 # Plain values
 
 _BUILTINS = {t.__name__: t for t in (bool, bytes, dict, float, int, list, set, str, tuple)}
@@ -475,7 +495,7 @@ class Devices:
         return None if field.value is None else field.one_of(*kinds)
 
 
-def _encode_mesh(mesh: Any) -> Any:
+def encode_mesh(mesh: Any) -> Any:
     """Axes with sizes and types, and the numbers of the devices."""
     for name in mesh.axis_names:
         if type(name) is not str:
@@ -526,32 +546,18 @@ def decode_mesh(field: Field, devices: Devices) -> Any:
 # Shardings
 
 
-class ShardingEncoder:
-    """Turns shardings into JSON, with the meshes that they have in common in a table.
-
-    Attributes:
-        meshes: The table; its first is the mesh of the program.
-    """
-
-    def __init__(self, mesh: Any):
-        self.meshes = [_encode_mesh(mesh)]
-        self._indices = {mesh: 0}
-
-    def encode(self, sharding: Any) -> Any:
-        """A sharding; of a kind that has no written form, a `NotPlainError`."""
-        if isinstance(sharding, NamedSharding):
-            if sharding.mesh not in self._indices:
-                self._indices[sharding.mesh] = len(self.meshes)
-                self.meshes.append(_encode_mesh(sharding.mesh))
-            spec = _encode_spec(sharding.spec)
-            return {"named": [self._indices[sharding.mesh], spec, sharding.memory_kind]}
-        if isinstance(sharding, SingleDeviceSharding):
-            (device,) = sharding.device_set
-            return {"single": [device.id, sharding.memory_kind]}
-        if tiling := _jax.dispatch.tiling_of(sharding):
-            ids = [d.id for d in _jax.dispatch.device_order(sharding)]
-            return {"tiled": [*tiling, ids, sharding.memory_kind]}
-        raise NotPlainError(sharding)
+def encode_sharding(sharding: Any, meshes: Table) -> Any:
+    """A sharding, its mesh in a table; of a kind that has no written form, a `NotPlainError`."""
+    if isinstance(sharding, NamedSharding):
+        index = meshes.index(sharding.mesh)
+        return {"named": [index, _encode_spec(sharding.spec), sharding.memory_kind]}
+    if isinstance(sharding, SingleDeviceSharding):
+        (device,) = sharding.device_set
+        return {"single": [device.id, sharding.memory_kind]}
+    if tiling := _jax.dispatch.tiling_of(sharding):
+        ids = [d.id for d in _jax.dispatch.device_order(sharding)]
+        return {"tiled": [*tiling, ids, sharding.memory_kind]}
+    raise NotPlainError(sharding)
 
 
 def _encode_spec(spec: PartitionSpec) -> list[Any]:
@@ -562,7 +568,7 @@ def _encode_spec(spec: PartitionSpec) -> list[Any]:
 
 
 def decode_sharding(field: Field, meshes: Sequence[Any], devices: Devices) -> Any:
-    """What `ShardingEncoder.encode` was given, with meshes of a table and devices at hand."""
+    """What `encode_sharding` was given, with meshes of a table and devices at hand."""
     kind, inner = field.only()
     if kind == "named":
         index, entries, memory = inner.row(3)

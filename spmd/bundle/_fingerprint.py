@@ -67,13 +67,8 @@ def cpu() -> tuple[str, tuple[str, ...]]:
     return platform.machine(), (platform.processor(),)
 
 
-def encode(found: Mapping[str, _Value]) -> dict[str, Any]:
-    """A fingerprint as JSON."""
-    return {k: v if isinstance(v, str) else [*v] for k, v in found.items()}
-
-
 def decode(field: Field) -> dict[str, _Value]:
-    """What `encode` was given."""
+    """A fingerprint out of a header, in which JSON has made lists of its tuples."""
     return {
         name: value.strings() if type(value.value) is list else value.string()
         for name, value in field.pairs()

@@ -21,7 +21,7 @@ from spmd.bundle._codec import (
     Devices,
     Field,
     FormError,
-    ShardingEncoder,
+    Table,
     constant_of,
     decode_aval,
     decode_fitting,
@@ -30,7 +30,9 @@ from spmd.bundle._codec import (
     decode_sharding,
     decode_tree,
     encode_aval,
+    encode_mesh,
     encode_plain,
+    encode_sharding,
     encode_tree,
 )
 from spmd.bundle._trim import untrim
@@ -39,27 +41,12 @@ from spmd.stages import Compiled, Origin, Stage, Types
 # Writing
 
 
-class _Table:
-    """JSON values, each once; what is written of them are indices."""
-
-    def __init__(self, encode: Callable[[Any], Any]):
-        self.rows: list[Any] = []
-        self._encode = encode
-        self._indices: dict[Any, int] = {}
-
-    def index(self, value: Any) -> int:
-        """The index of a value."""
-        if value not in self._indices:
-            self._indices[value] = len(self.rows)
-            self.rows.append(self._encode(value))
-        return self._indices[value]
-
-
 def encode_program(compiled: Compiled) -> dict[str, Any]:
     """What a bundle says of a program beside its code and its constants."""
     call, origin = compiled._call, compiled._signature
-    encoder = ShardingEncoder(compiled.mesh)
-    avals, shardings = _Table(encode_aval), _Table(encoder.encode)
+    avals, meshes = Table(encode_aval), Table(encode_mesh)
+    meshes.index(compiled.mesh)  # that of the program comes first
+    shardings = Table(lambda one: encode_sharding(one, meshes))
     data = {
         "name": call.name,
         "kind": call.kind,
@@ -77,10 +64,10 @@ def encode_program(compiled: Compiled) -> dict[str, Any]:
         "statics": [[where, encode_plain(s.value)] for where, s in origin.statics],
         **_encode_executable(compiled, avals, shardings),
     }
-    return data | {"avals": avals.rows, "shardings": shardings.rows, "meshes": encoder.meshes}
+    return data | {"avals": avals.rows, "shardings": shardings.rows, "meshes": meshes.rows}
 
 
-def _encode_arguments(compiled: Compiled, avals: _Table, shardings: _Table) -> list[Any]:
+def _encode_arguments(compiled: Compiled, avals: Table, shardings: Table) -> list[Any]:
     """Per flat argument: name, type, sharding, where it was if that is elsewhere, donated."""
     call = compiled._call
     rows = zip(
@@ -99,7 +86,7 @@ def _encode_arguments(compiled: Compiled, avals: _Table, shardings: _Table) -> l
     return found
 
 
-def _encode_executable(compiled: Compiled, avals: _Table, shardings: _Table) -> dict[str, Any]:
+def _encode_executable(compiled: Compiled, avals: Table, shardings: Table) -> dict[str, Any]:
     parts = _jax.files.parts_of(compiled._executable)
     pairs = zip(sorted(parts.kept_var_idx), parts.input_shardings, strict=True)
     return {
