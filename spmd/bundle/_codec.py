@@ -37,6 +37,7 @@ _LARGEST_ID = 1 << 40
 _DEEPEST = 100
 
 
+@dataclass(eq=False)
 class FormError(Exception):
     """A file is not what it has to be.
 
@@ -46,11 +47,9 @@ class FormError(Exception):
         got: What stands there.
     """
 
-    def __init__(self, where: str, expected: str, got: str):
-        super().__init__(where, expected, got)
-        self.where = where
-        self.expected = expected
-        self.got = got
+    where: str
+    expected: str
+    got: str
 
 
 class NotPlainError(Exception):
@@ -65,14 +64,12 @@ class UnwritableError(Exception):
     """A node of a tree has no written form; its arguments are a class and the reason."""
 
 
+@dataclass(slots=True)
 class Field:
     """A JSON value and its place in the header; it raises `FormError` where it is another."""
 
-    __slots__ = ("value", "where")
-
-    def __init__(self, value: Any, where: str):
-        self.value = value
-        self.where = where
+    value: Any
+    where: str
 
     def refuse(self, expected: str) -> FormError:
         """The error of a value that is not what it has to be."""

@@ -16,18 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import contextlib
-from dataclasses import dataclass
 import hashlib
+import itertools
 import json
 import os
 from pathlib import Path
 import secrets
 import stat
 import struct
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from spmd.bundle._codec import Field, FormError
-from spmd.errors import BundleError, Failure, explain
+from spmd.errors import BundleError, Failure, SpmdError, explain
 
 #: The first byte is no text; the line ends show a transfer that changed them.
 MAGIC = b"\x93SPMD\r\n\x1a"
@@ -38,14 +38,8 @@ _DIGEST = hashlib.sha256().digest_size
 _CODE_SECTIONS, _MOST_SECTIONS = 2, 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What a bundle consists of.
-
-    Attributes:
-        header: The JSON object, not yet validated.
-        sections: The sections, as views of what was read.
-    """
+class Parts(NamedTuple):
+    """What a bundle consists of: the header, not yet validated, and views of the sections."""
 
     header: Field
     sections: tuple[memoryview, ...]
@@ -95,11 +89,8 @@ def _sections(header: Field, rest: memoryview) -> tuple[memoryview, ...]:
     if sum(lengths) != len(rest) or len(lengths) < _CODE_SECTIONS:
         got = f"{len(lengths)} of {sum(lengths)} bytes"
         raise FormError("header.sections", f"sections of {len(rest)} bytes together", got)
-    found, start = [], 0
-    for length in lengths:
-        found.append(rest[start : start + length])
-        start += length
-    return tuple(found)
+    ends = itertools.accumulate(lengths)
+    return tuple(rest[end - length : end] for length, end in zip(lengths, ends, strict=True))
 
 
 def write(path: Path, data: bytes) -> None:
@@ -129,7 +120,7 @@ def write(path: Path, data: bytes) -> None:
         raise
 
 
-def malformed(subject: str, error: FormError) -> BundleError:
+def malformed(subject: str, error: FormError) -> SpmdError:
     """The exception that tells a user what is wrong with a file."""
     is_other = error.where == "file"
     failure = Failure(
@@ -141,6 +132,4 @@ def malformed(subject: str, error: FormError) -> BundleError:
         fix="give the path that Compiled.save wrote" if is_other else "copy or save it again",
         error=BundleError,
     )
-    found = explain(subject, [failure])
-    assert isinstance(found, BundleError)
-    return found
+    return explain(subject, [failure])

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 import contextlib
 from dataclasses import asdict, dataclass
-import functools
 import importlib.metadata
 import ipaddress
 import json
@@ -18,6 +17,7 @@ import os
 import platform
 import socket
 import time
+from typing import Any
 
 import jax
 
@@ -25,12 +25,10 @@ import spmd
 from spmd import _jax
 from spmd.distributed._exchange import grouped
 from spmd.distributed._watch import Watch
-from spmd.errors import DistributedError, Failure, OptionError, explain
+from spmd.errors import DistributedError, Failure, OptionError, SpmdError, explain
 from spmd.launch import ADDRESS, PROCESS, PROCESSES
 
 _SUBJECT = "spmd.distributed.initialize"
-_failure = functools.partial(Failure, error=DistributedError)
-_wrong = functools.partial(Failure, error=OptionError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +114,10 @@ def shutdown() -> None:
     jax.distributed.shutdown()
 
 
+def _error(what: str, error: type[SpmdError] = DistributedError, **more: str) -> SpmdError:
+    return explain(_SUBJECT, [Failure(what=what, error=error, **more)])
+
+
 # Who and where
 
 
@@ -138,14 +140,14 @@ def _resolve(
         )
     given = {"coordinator_address": address, "num_processes": processes, "process_id": process}
     if address is None or processes is None or process is None:
-        failure = _wrong(
-            what="cannot tell which processes there are",
+        raise _error(
+            "cannot tell which processes there are",
+            OptionError,
             expected=" and ".join(name for name, value in given.items() if value is None),
             got="no argument, and no environment that says it: spmd launch, SLURM, Open MPI, "
             "Kubernetes, Cloud TPU",
             fix="spmd launch -n 2 script.py, on one machine; else give the arguments",
         )
-        raise explain(_SUBJECT, [failure])
     return address, processes, process, ids
 
 
@@ -158,7 +160,7 @@ def _split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         what = "cannot read the address of process 0"
-        raise explain(_SUBJECT, [_wrong(what=what, expected="host:port", got=repr(address))])
+        raise _error(what, OptionError, expected="host:port", got=repr(address))
     return host.strip("[]"), int(port)
 
 
@@ -180,28 +182,33 @@ def _versions() -> str:
 
 def _check_fresh() -> None:
     if _jax.mesh.coordination_client() is not None:
-        raise explain(_SUBJECT, [_failure(what="was called before", fix="call it once")])
+        raise _error("was called before", fix="call it once")
     if _jax.mesh.backends_started():
-        failure = _failure(
-            what="comes too late: JAX has started, for this process alone",
+        raise _error(
+            "comes too late: JAX has started, for this process alone",
             expected="a call before anything that asks for devices or makes an array",
             fix="make it the first line of the program after the imports",
         )
-        raise explain(_SUBJECT, [failure])
 
 
 def _check_numbers(processes: int, process: int, timeout: float, lost_timeout: float) -> None:
     failures = []
     if processes < 1 or not 0 <= process < processes:
         failures.append(
-            _wrong(
+            Failure(
                 what="cannot use these numbers",
                 expected="a process_id from 0 up to num_processes - 1",
                 got=f"process_id={process}, num_processes={processes}",
+                error=OptionError,
             )
         )
     failures += [
-        _wrong(what=f"cannot use this {name}", expected="seconds, more than 0", got=f"{value!r}")
+        Failure(
+            what=f"cannot use this {name}",
+            expected="seconds, more than 0",
+            got=f"{value!r}",
+            error=OptionError,
+        )
         for name, value in (("timeout", timeout), ("lost_timeout", lost_timeout))
         if not value > 0
     ]
@@ -215,33 +222,33 @@ _BACKLOG = 1024
 
 
 def _gather(host: str, port: int, own: _Hello, timeout: float) -> dict[int, socket.socket]:
-    """Waits for what all others say of themselves, and answers them all the same.
+    """Waits for what all others say of themselves, and answers all of them what is wrong, if it is.
 
     It returns the connections to them, if they come in time and agree.
     """
     deadline = time.monotonic() + timeout
     hellos, arrived = {0: own}, []
-    failure = None
+    wrong = None
     with _listen(host, port) as server:
-        while len(hellos) < own.processes and failure is None:
+        while len(hellos) < own.processes and wrong is None:
             found = _accept(server, deadline)
             if found is None:
-                failure = _missing(host, port, hellos, own.processes, timeout)
+                wrong = _missing(host, port, hellos, own.processes, timeout)
                 break
             connection, hello = found
-            failure = _disagreement(hello, hellos, own)
+            wrong = _disagreement(hello, hellos, own)
             hellos[hello.process] = hello
             arrived.append((hello.process, connection))
-    answer = json.dumps(None if failure is None else _told(failure)).encode() + b"\n"
+    answer = json.dumps(wrong).encode() + b"\n"
     for _, connection in arrived:
         with contextlib.suppress(OSError):  # it has gone; that is noticed soon enough
             connection.sendall(answer)
-    if failure is None:
+    if wrong is None:
         return dict(arrived)
     for _, connection in arrived:
         with contextlib.suppress(OSError), connection:
             connection.recv(1)  # who closes first keeps the port for a while: not this side
-    raise explain(_SUBJECT, [failure])
+    raise _error(**wrong)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -252,13 +259,12 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server(place, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     except OSError as error:
-        failure = _failure(
-            what=f"cannot listen at {_shown(host, port)}",
+        raise _error(
+            f"cannot listen at {_shown(host, port)}",
             expected="a port of this machine that is free: here process 0 meets all others",
             got=os.strerror(error.errno) if error.errno else str(error),
             fix="choose another port in coordinator_address, the same in every process",
-        )
-        raise explain(_SUBJECT, [failure]) from None
+        ) from None
 
 
 def _accept(server: socket.socket, deadline: float) -> tuple[socket.socket, _Hello] | None:
@@ -290,44 +296,39 @@ def _line(connection: socket.socket) -> bytes:
 _LONGEST = 1 << 16
 
 
-def _disagreement(hello: _Hello, others: dict[int, _Hello], own: _Hello) -> Failure | None:
+def _disagreement(hello: _Hello, others: dict[int, _Hello], own: _Hello) -> dict[str, Any] | None:
     if hello.processes != own.processes:
         counts = {0: own.processes, hello.process: hello.processes}
-        return _failure(
-            what="finds that the processes disagree on how many they are",
-            got=grouped({i: f"num_processes={n}" for i, n in counts.items()}),
-            fix="give every process the same num_processes",
-        )
+        return {
+            "what": "finds that the processes disagree on how many they are",
+            "got": grouped({i: f"num_processes={n}" for i, n in counts.items()}),
+            "fix": "give every process the same num_processes",
+        }
     if hello.process in others or not 0 <= hello.process < own.processes:
-        return _failure(
-            what=f"finds two processes with process_id={hello.process}",
-            expected="a process_id of its own for each",
-        )
+        return {
+            "what": f"finds two processes with process_id={hello.process}",
+            "expected": "a process_id of its own for each",
+        }
     if hello.versions != own.versions:
-        return _failure(
-            what="finds that the processes run different versions",
-            expected="the same packages in every process: they compile the same program",
-            got=grouped({0: own.versions, hello.process: hello.versions}),
-        )
+        return {
+            "what": "finds that the processes run different versions",
+            "expected": "the same packages in every process: they compile the same program",
+            "got": grouped({0: own.versions, hello.process: hello.versions}),
+        }
     return None
 
 
 def _missing(
     host: str, port: int, hellos: dict[int, _Hello], processes: int, timeout: float
-) -> Failure:
+) -> dict[str, Any]:
     gone = [str(i) for i in range(processes) if i not in hellos]
     shown = ", ".join(gone[:20]) + ", ..." * (len(gone) > 20)
-    return _failure(
-        what=f"waited in vain for process{'es' * (len(gone) > 1)} {shown} of {processes}",
-        expected=f"all of them at {_shown(host, port)} within {timeout:g} s",
-        fix="see whether they run, reach this address and call spmd.distributed.initialize, or "
+    return {
+        "what": f"waited in vain for process{'es' * (len(gone) > 1)} {shown} of {processes}",
+        "expected": f"all of them at {_shown(host, port)} within {timeout:g} s",
+        "fix": "see whether they run, reach this address and call spmd.distributed.initialize, or "
         "give a longer timeout",
-    )
-
-
-def _told(failure: Failure) -> dict[str, str]:
-    """What is sent of a failure: what is laid out."""
-    return {name: getattr(failure, name) for name in ("what", "given", "expected", "got", "fix")}
+    }
 
 
 # All other processes
@@ -343,16 +344,15 @@ def _report(host: str, port: int, own: _Hello, timeout: float) -> socket.socket:
         told = json.loads(_line(connection))
     except (OSError, ValueError):
         connection.close()
-        failure = _failure(
-            what=f"gets no answer from {_shown(host, port)}",
+        raise _error(
+            f"gets no answer from {_shown(host, port)}",
             expected="process 0 of this run, in spmd.distributed.initialize",
             fix="see whether process 0 has ended, uses jax.distributed.initialize instead, or "
             "something else listens at this port",
-        )
-        raise explain(_SUBJECT, [failure]) from None
+        ) from None
     if told is not None:
         connection.close()
-        raise explain(_SUBJECT, [_failure(**told)])
+        raise _error(**told)
     return connection
 
 
@@ -362,19 +362,17 @@ def _connect(host: str, port: int, timeout: float) -> socket.socket:
         try:
             return socket.create_connection((host, port), timeout=5)
         except socket.gaierror as error:
-            failure = _failure(
-                what="cannot find process 0",
+            raise _error(
+                "cannot find process 0",
                 expected="a name or number of its machine",
                 got=f"{host!r}: {error.strerror}",
-            )
-            raise explain(_SUBJECT, [failure]) from None
+            ) from None
         except OSError as error:
             if time.monotonic() > deadline:
-                failure = _failure(
-                    what=f"cannot reach process 0 at {_shown(host, port)}",
+                raise _error(
+                    f"cannot reach process 0 at {_shown(host, port)}",
                     expected=f"it to listen there within {timeout:g} s",
                     got=os.strerror(error.errno) if error.errno else str(error),
                     fix="see whether process 0 runs, and whether its port is open to this machine",
-                )
-                raise explain(_SUBJECT, [failure]) from None
+                ) from None
         time.sleep(0.1)
