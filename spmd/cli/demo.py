@@ -95,9 +95,6 @@ def options_from(args: argparse.Namespace) -> Options:
     _check_mesh(mesh, devices)
     if args.json is not None:
         in_a_folder(args.json, "--json")
-    # What was asked for comes first: its name is the one to say.
-    for path in (args.html, *pages(args.html).values()) if args.html else ():
-        writable(path, "--html", ".html")
     return Options(
         mesh=mesh,
         devices=devices,
@@ -105,18 +102,22 @@ def options_from(args: argparse.Namespace) -> Options:
         seed=args.seed,
         verify=args.verify,
         json=args.json,
-        html=args.html or _default_page(),
+        html=_page(args.html),
     )
 
 
-def _default_page() -> Path | None:
-    """A page that nobody asked for must not stop the demo."""
+def _page(given: Path | None) -> Path | None:
+    """Where the page is written; one that nobody asked for must not stop the demo."""
+    page = given or Path(_PAGE)
     try:
-        for path in pages(Path(_PAGE)).values():
+        # What was asked for comes first: its name is the one to say.
+        for path in (page, *pages(page).values()):
             writable(path, "--html", ".html")
     except CommandError:
+        if given:
+            raise
         return None
-    return Path(_PAGE)
+    return page
 
 
 def _mesh_of(text: str | None, devices: int) -> dict[str, int]:

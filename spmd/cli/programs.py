@@ -82,26 +82,33 @@ def start(args: argparse.Namespace) -> dict[str, int] | None:
 def call(args: argparse.Namespace) -> tuple[Any, Any, tuple, dict[str, Any]]:
     """The function, the mesh to compile for, or None for its own, and what it is called with."""
     axes = start(args)
-    function = load(args.function, "FUNCTION")
+    function, mesh = load(args.function, "FUNCTION"), mesh_of(args.topology, axes)
+    values, keywords = shapes(args.args, mesh)
+    if why := misfit(function, *values, **keywords):
+        given = f"--args {args.args} gives it" if args.args else "without --args it gets"
+        count = f"{len(values) + len(keywords)} arguments" if args.args else "none"
+        raise CommandError(f"{args.function} cannot be called so: {why}; {given} {count}.")
+    return function, mesh, values, keywords
+
+
+def mesh_of(topology: str | None, axes: dict[str, int] | None) -> Any:
+    """The mesh to compile for; None for the function's own."""
     import spmd
 
-    mesh: Any = None
-    if args.topology is not None:
-        mesh = spmd.topology(args.topology, mesh=axes)
-    elif axes is not None:
-        mesh = spmd.make_mesh(axes)
-    values, keywords = shapes(args.args, mesh)
+    if topology is not None:
+        return spmd.topology(topology, mesh=axes)
+    return spmd.make_mesh(axes) if axes else None
+
+
+def misfit(function: Any, *values: Any, **keywords: Any) -> str:
+    """Why a function cannot be called so; nothing if it can, or has no signature."""
     try:
         inspect.signature(function).bind(*values, **keywords)
     except ValueError:
         pass  # some callables have no signature
     except TypeError as error:
-        given = f"--args {args.args} gives it" if args.args else "without --args it gets"
-        count = f"{len(values) + len(keywords)} arguments" if args.args else "none"
-        raise CommandError(
-            f"{args.function} cannot be called so: {error}; {given} {count}."
-        ) from None
-    return function, mesh, values, keywords
+        return str(error)
+    return ""
 
 
 def shapes(path: str | None, mesh: Any) -> tuple[tuple, dict[str, Any]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import inspect
 import math
 import re
 from typing import Any
@@ -25,6 +24,7 @@ from spmd.cli.options import (
     set_device_count,
     writable,
 )
+from spmd.cli.programs import mesh_of, misfit
 
 _EXAMPLES = """\
 examples:
@@ -120,30 +120,18 @@ def _of_object(args: argparse.Namespace) -> Any:
     set_device_count(math.prod(axes.values()) if axes else 8)
     import spmd
 
-    mesh: Any = contextlib.nullcontext()
-    if args.topology:
-        mesh = spmd.topology(args.topology, mesh=axes)
-    elif axes:
-        mesh = spmd.make_mesh(axes)
+    mesh = mesh_of(args.topology or None, axes)
     found = load(args.what, "WHAT")
-    with mesh:
-        is_function = callable(found) and not hasattr(found, "sharding")
-        given = _made(found, args.what) if is_function else found
-        return spmd.visualize(given, shape=shape)
-
-
-def _made(function: Any, what: str) -> Any:
-    """What a function without arguments gives."""
-    try:
-        inspect.signature(function).bind()
-    except ValueError:
-        pass  # some callables have no signature
-    except TypeError as error:
-        raise CommandError(
-            f"{what} is a function of arguments, and show draws arrays: {error}. For how it is "
-            f"split, write spmd report {what} --args ... --json r.json, then spmd show r.json."
-        ) from None
-    return function()
+    with mesh if mesh is not None else contextlib.nullcontext():
+        if callable(found) and not hasattr(found, "sharding"):
+            if why := misfit(found):
+                raise CommandError(
+                    f"{args.what} is a function of arguments, and show draws arrays: {why}. For "
+                    f"how it is split, write spmd report {args.what} --args ... --json r.json, "
+                    "then spmd show r.json."
+                )
+            found = found()
+        return spmd.visualize(found, shape=shape)
 
 
 def parse_shape(text: str) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 from dataclasses import dataclass
+import functools
 import os
 import signal
 import socket
@@ -70,16 +71,13 @@ def run(launch: Launch) -> int:
         relays = [
             relay for i, p in enumerate(running) for relay in relays_of(p, _prefixed(i, launch))
         ]
-        try:
-            code = wait(
-                lambda: [p.poll() for p in running],
-                lambda: stop(running, signal.SIGTERM),
-                launch.grace,
-            )
-        except Stopped as stopped:
-            say(f"stopped by {stopped.number.name}, and so are the processes")
-            stop(running, stopped.number)
-            code = 128 + stopped.number
+        ended = functools.partial(
+            wait,
+            lambda: [p.poll() for p in running],
+            lambda: stop(running, signal.SIGTERM),
+            launch.grace,
+        )
+        code = unless_stopped(ended, lambda number: stop(running, number))
         _kill(running)
         for relay in relays:
             relay.join(_KILL_AFTER)  # something else may hold the other end of the pipe
@@ -107,6 +105,16 @@ def stoppable() -> Iterator[None]:
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
+
+
+def unless_stopped(code: Callable[[], int], stop: Callable[[signal.Signals], None]) -> int:
+    """The exit code of a run; when this process is stopped, it stops the run with that signal."""
+    try:
+        return code()
+    except Stopped as stopped:
+        say(f"stopped by {stopped.number.name}, and so are the processes")
+        stop(stopped.number)
+        return 128 + stopped.number
 
 
 def free_port() -> int:

@@ -11,14 +11,13 @@ import shutil
 from spmd.cli.options import CommandError
 from spmd.launch._local import (
     Launch,
-    Stopped,
     exit_code,
     program,
     relays_of,
-    say,
     started,
     stop,
     stoppable,
+    unless_stopped,
     variables,
 )
 
@@ -37,12 +36,7 @@ def run(launch: Launch) -> int:
     with stoppable():
         running = started(command(launch, mpirun, os.geteuid() == 0))
         relays = relays_of(running, untagged(launch.prefix))
-        try:
-            code = running.wait()
-        except Stopped as stopped:
-            say(f"stopped by {stopped.number.name}, and so are the processes")
-            stop([running], stopped.number)
-            code = 128 + stopped.number
+        code = unless_stopped(running.wait, lambda number: stop([running], number))
         for thread in relays:
             thread.join()
     return exit_code(code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 import contextlib
+import functools
 import importlib
 import logging
 import os
@@ -17,13 +18,12 @@ from typing import Any
 from spmd.cli.options import CommandError
 from spmd.launch._local import (
     Launch,
-    Stopped,
     free_port,
     numbers,
     program,
-    say,
     started,
     stoppable,
+    unless_stopped,
     variables,
     wait,
     write,
@@ -48,11 +48,8 @@ def run(launch: Launch) -> int:
         address = ray.get(actors[0].address.remote())
         for i in range(launch.processes):
             tasks.start(i, launch, address)
-        try:
-            return wait(tasks.codes, tasks.kill, launch.grace)
-        except Stopped as stopped:
-            say(f"stopped by {stopped.number.name}, and so are the processes")
-            return 128 + stopped.number
+        ended = functools.partial(wait, tasks.codes, tasks.kill, launch.grace)
+        return unless_stopped(ended, lambda _: None)  # they are killed in any case
 
 
 def _ray() -> Any:
