@@ -140,24 +140,13 @@ class Field:
         return self.value
 
 
-class Table:
-    """JSON values, each once; what is written of them elsewhere are indices.
+Indices = dict[Any, int]
+"""Values, each once, by the index at which a table has it."""
 
-    Attributes:
-        rows: The values.
-    """
 
-    def __init__(self, encode: Callable[[Any], Any]):
-        self.rows: list[Any] = []
-        self._encode = encode
-        self._indices: dict[Any, int] = {}
-
-    def index(self, value: Any) -> int:
-        """The index of a value."""
-        if value not in self._indices:
-            self._indices[value] = len(self.rows)
-            self.rows.append(self._encode(value))
-        return self._indices[value]
+def index_in(table: Indices, value: Any) -> int:
+    """The index of a value, which is added where it is new."""
+    return table.setdefault(value, len(table))
 
 
 # Plain values
@@ -543,10 +532,10 @@ def decode_mesh(field: Field, devices: Devices) -> Any:
 # Shardings
 
 
-def encode_sharding(sharding: Any, meshes: Table) -> Any:
+def encode_sharding(sharding: Any, meshes: Indices) -> Any:
     """A sharding, its mesh in a table; of a kind that has no written form, a `NotPlainError`."""
     if isinstance(sharding, NamedSharding):
-        index = meshes.index(sharding.mesh)
+        index = index_in(meshes, sharding.mesh)
         return {"named": [index, _encode_spec(sharding.spec), sharding.memory_kind]}
     if isinstance(sharding, SingleDeviceSharding):
         (device,) = sharding.device_set

@@ -21,7 +21,7 @@ from spmd.bundle._codec import (
     Devices,
     Field,
     FormError,
-    Table,
+    Indices,
     constant_of,
     decode_aval,
     decode_fitting,
@@ -34,6 +34,7 @@ from spmd.bundle._codec import (
     encode_plain,
     encode_sharding,
     encode_tree,
+    index_in,
 )
 from spmd.bundle._trim import untrim
 from spmd.stages import Compiled, Origin, Stage, Types
@@ -44,16 +45,14 @@ from spmd.stages import Compiled, Origin, Stage, Types
 def encode_program(compiled: Compiled) -> dict[str, Any]:
     """What a bundle says of a program beside its code and its constants."""
     call, origin = compiled._call, compiled._signature
-    avals, meshes = Table(encode_aval), Table(encode_mesh)
-    meshes.index(compiled.mesh)  # that of the program comes first
-    shardings = Table(lambda one: encode_sharding(one, meshes))
+    avals, shardings, meshes = {}, {}, {compiled.mesh: 0}
     data = {
         "name": call.name,
         "kind": call.kind,
         "mesh_given": call.mesh is not None,
         "arguments": _encode_arguments(compiled, avals, shardings),
         "results": [
-            [avals.index(a), shardings.index(s)]
+            [index_in(avals, a), index_in(shardings, s)]
             for a, s in zip(compiled._jaxpr.out_avals, compiled._out_shardings(), strict=True)
         ],
         "in_tree": encode_tree(origin.in_tree),
@@ -64,10 +63,12 @@ def encode_program(compiled: Compiled) -> dict[str, Any]:
         "statics": [[where, encode_plain(s.value)] for where, s in origin.statics],
         **_encode_executable(compiled, avals, shardings),
     }
-    return data | {"avals": avals.rows, "shardings": shardings.rows, "meshes": meshes.rows}
+    data["avals"] = [encode_aval(aval) for aval in avals]
+    data["shardings"] = [encode_sharding(sharding, meshes) for sharding in shardings]
+    return data | {"meshes": [encode_mesh(mesh) for mesh in meshes]}
 
 
-def _encode_arguments(compiled: Compiled, avals: Table, shardings: Table) -> list[Any]:
+def _encode_arguments(compiled: Compiled, avals: Indices, shardings: Indices) -> list[Any]:
     """Per flat argument: name, type, sharding, where it was if that is elsewhere, donated."""
     call = compiled._call
     rows = zip(
@@ -81,19 +82,20 @@ def _encode_arguments(compiled: Compiled, avals: Table, shardings: Table) -> lis
     found = []
     for name, aval, sharding, placed, donated in rows:
         stays = placed is None or is_equivalent(placed, sharding, aval.ndim)
-        given = None if stays else shardings.index(placed)
-        found.append([name, avals.index(aval), shardings.index(sharding), given, donated])
+        given = None if stays else index_in(shardings, placed)
+        types = index_in(avals, aval), index_in(shardings, sharding)
+        found.append([name, *types, given, donated])
     return found
 
 
-def _encode_executable(compiled: Compiled, avals: Table, shardings: Table) -> dict[str, Any]:
+def _encode_executable(compiled: Compiled, avals: Indices, shardings: Indices) -> dict[str, Any]:
     parts = _jax.files.parts_of(compiled._executable)
     pairs = zip(sorted(parts.kept_var_idx), parts.input_shardings, strict=True)
     return {
         "program_name": parts.name,
         "committed": bool(parts.committed),
-        "kept": [[i, shardings.index(s)] for i, s in pairs],
-        "constants": [avals.index(_jax.core.abstractify(x)) for x in compiled._hoisted],
+        "kept": [[i, index_in(shardings, s)] for i, s in pairs],
+        "constants": [index_in(avals, _jax.core.abstractify(x)) for x in compiled._hoisted],
     }
 
 
