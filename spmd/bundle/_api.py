@@ -290,13 +290,18 @@ def load(path: str | os.PathLike[str], *, mesh: Any = None) -> Compiled:
     except (ValueError, RuntimeError) as error:  # JaxRuntimeError is one, and XLA's others too
         if isinstance(error, SpmdError):
             raise
-        failure = Failure(
-            what="cannot be loaded here: the runtime refuses its code",
+        raise _unloaded(
+            subject,
+            "here: the runtime refuses its code",
             got=str(error).partition("\n")[0][:300],
             fix="compile and save it again here",
-            error=BundleError,
-        )
-        raise explain(subject, [failure]) from None
+        ) from None
+
+
+def _unloaded(
+    subject: str, why: str, error: type[SpmdError] = BundleError, **more: str
+) -> SpmdError:
+    return explain(subject, [Failure(what=f"cannot be loaded {why}", error=error, **more)])
 
 
 def _find_devices(subject: str, header: Field, mesh: Any) -> Devices:
@@ -312,21 +317,12 @@ def _find_devices(subject: str, header: Field, mesh: Any) -> Devices:
 
 def _check_mesh(subject: str, mesh: Any, sizes: dict[str, int]) -> None:
     if not isinstance(mesh, jax.sharding.Mesh):
-        failure = Failure(
-            what="cannot be loaded onto this mesh",
-            expected="a spmd.Mesh or jax.sharding.Mesh",
-            got=show_value(mesh),
-            error=ArgumentError,
-        )
-        raise explain(subject, [failure])
+        expected = "a spmd.Mesh or jax.sharding.Mesh"
+        got = show_value(mesh)
+        raise _unloaded(subject, "onto this mesh", ArgumentError, expected=expected, got=got)
     if [*mesh.shape.items()] != [*sizes.items()]:
-        failure = Failure(
-            what="cannot be loaded onto this mesh: it was compiled for another",
-            given=show_mesh(mesh),
-            expected=show_sizes(sizes),
-            error=BundleError,
-        )
-        raise explain(subject, [failure])
+        why = "onto this mesh: it was compiled for another"
+        raise _unloaded(subject, why, given=show_mesh(mesh), expected=show_sizes(sizes))
 
 
 def compare(wrote: Any, ids: list[int], mesh: Any) -> tuple[tuple[Any, ...], list[Difference]]:
@@ -372,12 +368,11 @@ def _start_libraries(subject: str, header: Field, devices: Devices) -> None:
     wanted = header["custom_calls"].strings()
     missing = {*wanted} - _jax.files.custom_call_targets(devices.ordered[0].platform)
     if missing:
-        failure = Failure(
-            what="cannot be loaded here: it calls functions that are not registered",
+        raise _unloaded(
+            subject,
+            "here: it calls functions that are not registered",
             expected=", ".join(sorted(missing)),
             fix="import what registers them with jax.ffi before",
-            error=BundleError,
         )
-        raise explain(subject, [failure])
     if any(name.startswith("lapack") for name in wanted):
         _jax.files.start_lapack()
