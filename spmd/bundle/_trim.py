@@ -232,9 +232,7 @@ def number_of(fields: _Fields, number: int) -> int:
 def numbers_of(fields: _Fields, number: int) -> list[int]:
     """Those in a repeated field, which are written one by one or together."""
     found: list[int] = []
-    for n, _, value in fields:
-        if n != number:
-            continue
+    for value in (value for n, _, value in fields if n == number):
         if isinstance(value, int):
             found.append(value)
             continue

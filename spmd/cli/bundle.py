@@ -11,6 +11,7 @@ from spmd.cli.options import (
     OK,
     CommandError,
     add_command as add,
+    add_devices,
     reading,
     set_device_count,
 )
@@ -29,12 +30,7 @@ def add_command(commands: Any) -> None:
     holds = "Show what a bundle holds: names, types, specs, versions. Its code is not run."
     parser = add(commands, "bundle", _bundle, about, description=holds, epilog=_EXAMPLES)
     parser.add_argument("path", metavar="PATH", help="the file that Compiled.save wrote")
-    parser.add_argument(
-        "--devices",
-        type=int,
-        metavar="N",
-        help="compare with so many virtual CPU devices instead of those that JAX finds",
-    )
+    add_devices(parser, "compare with so many virtual CPU devices instead of those that JAX finds")
 
 
 def _bundle(args: argparse.Namespace) -> int:

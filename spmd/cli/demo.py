@@ -13,6 +13,7 @@ from spmd.cli.options import (
     OK,
     CommandError,
     add_command as add,
+    add_devices,
     add_outputs,
     at_least,
     in_a_folder,
@@ -52,9 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="AXES",
         help="sizes of the axes data and model, such as data=8 (default: data=4,model=2)",
     )
-    parser.add_argument(
-        "--devices", type=int, metavar="N", help=f"virtual CPU devices (default: {DEVICES})"
-    )
+    add_devices(parser, f"virtual CPU devices (default: {DEVICES})")
     parser.add_argument("--steps", type=int, default=400, metavar="N", help="default: 400")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     parser.add_argument(

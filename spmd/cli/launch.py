@@ -8,7 +8,7 @@ import shlex
 import sys
 from typing import Any
 
-from spmd.cli.options import CommandError, add_command as add, at_least
+from spmd.cli.options import CommandError, add_command as add, add_devices, at_least
 from spmd.launch import _local, _mpirun, _ray
 from spmd.launch._local import Launch
 
@@ -38,12 +38,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "-n", "--processes", type=int, required=True, metavar="N", help="how many processes"
     )
-    parser.add_argument(
-        "--devices",
-        type=int,
-        metavar="N",
-        help="virtual CPU devices of each process (default: the devices that JAX finds)",
-    )
+    add_devices(parser, "virtual CPU devices of each process (default: the devices that JAX finds)")
     parser.add_argument(
         "--on",
         choices=[*_ENGINES],

@@ -39,6 +39,11 @@ def add_outputs(parser: argparse.ArgumentParser, **about: str) -> None:
         parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=text)
 
 
+def add_devices(parser: argparse.ArgumentParser, about: str) -> None:
+    """Adds ``--devices``, a number of virtual CPU devices."""
+    parser.add_argument("--devices", type=int, metavar="N", help=about)
+
+
 # What is asked
 
 

@@ -9,7 +9,15 @@ import inspect
 import math
 from typing import Any
 
-from spmd.cli.options import CommandError, add_command, at_least, load, parse_axes, set_device_count
+from spmd.cli.options import (
+    CommandError,
+    add_command,
+    add_devices,
+    at_least,
+    load,
+    parse_axes,
+    set_device_count,
+)
 
 _DEVICES = 8
 
@@ -44,11 +52,8 @@ def add_program_command(
         help="devices that need not be there, such as v5e:4x4 or cpu:64"
         + ("; once for each mesh to compare" if several else ""),
     )
-    parser.add_argument(
-        "--devices",
-        type=int,
-        metavar="N",
-        help="virtual CPU devices to start JAX with (default: as many as the mesh has, else 8)",
+    add_devices(
+        parser, "virtual CPU devices to start JAX with (default: as many as the mesh has, else 8)"
     )
     parser.add_argument(
         "--real",
