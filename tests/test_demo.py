@@ -20,9 +20,9 @@ from rich.console import Console
 
 import spmd
 from spmd import Report
+from spmd.cli.demo import add_arguments, options_from
 from spmd.cli.options import CommandError
-from spmd.demo import corpus, model, records, render, run, train
-from spmd.demo.options import Options, add_arguments, options_from
+from spmd.demo import Options, corpus, model, records, render, run, train
 from spmd.inspection import Cost
 
 CONFIG = model.Config(vocab=62)

@@ -1,5 +1,6 @@
 """The command line: what it says to bad arguments, and what it leaves alone."""
 
+import importlib.util
 import os
 from pathlib import Path
 import subprocess
@@ -9,6 +10,7 @@ import pytest
 
 import spmd
 from spmd import __main__ as cli
+from spmd.cli import demo, options
 
 # Runs the command line beside an empty `spmd`, so that what it imports itself can be told from
 # what the package imports.
@@ -120,9 +122,9 @@ def test_version(capsys):
 
 def test_without_optax_the_extra_is_named(monkeypatch, capsys):
     """A missing optax is one sentence with the command that installs it."""
-    find_spec = cli.importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        cli.importlib.util, "find_spec", lambda name: None if name == "optax" else find_spec(name)
+        importlib.util, "find_spec", lambda name: None if name == "optax" else find_spec(name)
     )
     assert cli.main(["demo"]) == 2
     assert capsys.readouterr().err == "spmd: the demo needs optax: pip install 'spmd[demo]'\n"
@@ -130,7 +132,7 @@ def test_without_optax_the_extra_is_named(monkeypatch, capsys):
 
 _COUNT = """
 import sys
-from spmd.__main__ import set_device_count
+from spmd.cli.options import set_device_count
 set_device_count(int(sys.argv[1]))
 import jax
 print(jax.device_count(), jax.devices()[0].platform)
@@ -154,7 +156,7 @@ def test_other_xla_flags_are_kept(monkeypatch):
     for name in ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES"):
         monkeypatch.setenv(name, "")
     monkeypatch.delitem(sys.modules, "jax")
-    cli.set_device_count(6)
+    options.set_device_count(6)
     assert os.environ["XLA_FLAGS"] == "--a=1 --b=2"
     assert os.environ["JAX_NUM_CPU_DEVICES"] == "6"
 
@@ -163,7 +165,7 @@ def test_too_few_devices_in_a_started_process(monkeypatch, capsys):
     """A process whose JAX already runs on fewer devices gets one sentence."""
     for name in ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
-    monkeypatch.setattr(cli, "set_device_count", lambda count: None)
+    monkeypatch.setattr(demo, "set_device_count", lambda count: None)
     assert cli.main(["demo", "--mesh", "data=16", "--devices", "16", "--steps", "1"]) == 2
     assert capsys.readouterr().err == (
         "spmd: JAX has already started with 8 devices, and 16 are needed: "

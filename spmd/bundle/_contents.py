@@ -6,17 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 import os
 from pathlib import Path
-from typing import Any
 
 from spmd import _jax
 from spmd.bundle import _fingerprint, _format
 from spmd.bundle._api import compare
-from spmd.bundle._fields import Field, FormError
+from spmd.bundle._codec import Field, FormError, decode_aval, decode_main_mesh
 from spmd.bundle._fingerprint import Difference
-from spmd.bundle._shardings import decode_axes, decode_ids
-from spmd.bundle._values import decode_aval
-
-_MOST = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +70,7 @@ def contents(path: str | os.PathLike[str]) -> Contents:
         ValueError: The file is no bundle, or was changed or cut off.
         OSError: The file cannot be read.
     """
-    data = _format.read(Path(path))
+    data = Path(path).read_bytes()
     try:
         return _contents(_format.unpack(data), len(data))
     except FormError as error:
@@ -84,19 +79,16 @@ def contents(path: str | os.PathLike[str]) -> Contents:
 
 def _contents(parts: _format.Parts, size: int) -> Contents:
     header, program = parts.header, parts.header["program"]
-    meshes = program["meshes"].items(_MOST)
-    if not meshes:
-        raise program["meshes"].refuse("at least one mesh")
-    ids = decode_ids(meshes[0])
+    mesh, ids = decode_main_mesh(program)
     wrote = _fingerprint.decode(header["fingerprint"])
-    avals = [_show_aval(f) for f in program["avals"].items(_MOST)]
-    shardings = [_show_sharding(f) for f in program["shardings"].items(_MOST)]
-    arguments = [f.items(5, exactly=5) for f in program["arguments"].items(_MOST)]
-    results = [f.items(2, exactly=2) for f in program["results"].items(_MOST)]
+    avals = [_show_aval(f) for f in program["avals"].items()]
+    shardings = [_show_sharding(f) for f in program["shardings"].items()]
+    arguments = [f.row(5) for f in program["arguments"].items()]
+    results = [f.row(2) for f in program["results"].items()]
     names = program["out_names"].strings()
     return Contents(
         name=program["name"].string(),
-        mesh=decode_axes(meshes[0])[0],
+        mesh=mesh,
         devices=tuple(ids),
         arguments=tuple(
             Value(name=n.string(), type=a.of(avals), sharding=s.of(shardings), donated=d.boolean())
@@ -120,7 +112,7 @@ def _contents(parts: _format.Parts, size: int) -> Contents:
 
 
 def _show_aval(field: Field) -> str:
-    *rest, _ = field.items(5, exactly=5)
+    *rest, _ = field.row(5)
     plain = Field([*(f.value for f in rest), False], field.where)  # its mesh needs no devices
     return _jax.core.short_aval(decode_aval(plain, None))
 
@@ -129,12 +121,13 @@ def _show_sharding(field: Field) -> str:
     kind, inner = field.only()
     if kind != "named":
         return kind
-    _, entries, memory = inner.items(3, exactly=3)
+    _, entries, memory = inner.row(3)
     parts = ", ".join(_show_entry(e) for e in entries.items(64))
-    usual = memory.is_none or memory.string() in ("device", "unpinned_host")
+    usual = memory.value is None or memory.string() in ("device", "unpinned_host")
     return f"P({parts})" + ("" if usual else f" in {memory.string()}")
 
 
 def _show_entry(field: Field) -> str:
-    entry: Any = tuple(field.strings()) if type(field.value) is list else field.value
-    return repr(entry if type(entry) is tuple or entry is None else field.string())
+    if type(field.value) is list:
+        return repr(field.strings())
+    return repr(None if field.value is None else field.string())

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from spmd import _jax
-from spmd.bundle._fields import Field
+from spmd.bundle._codec import Field
 from spmd.errors import BundleError, Failure
 
 #: What of JAX's configuration changes programs, or the values that go into them.
@@ -29,11 +29,7 @@ _Value = str | tuple[str, ...]
 
 
 def fingerprint(devices: Sequence[Any]) -> dict[str, _Value]:
-    """What decides whether a program for these devices runs here; names are for users to read.
-
-    Args:
-        devices: Those of the program, at least one.
-    """
+    """What decides whether a program for these devices runs here; names are for users to read."""
     device = devices[0]
     found: dict[str, _Value] = {
         "jax": jax.__version__,
@@ -47,13 +43,10 @@ def fingerprint(devices: Sequence[Any]) -> dict[str, _Value]:
     if device.platform == "cpu":  # other code is compiled for the device, which is named above
         found["CPU"], found["CPU features"] = cpu()
     for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
-        found[name] = _flags(os.environ.get(name, ""))
+        flags = os.environ.get(name, "").split()
+        found[name] = tuple(sorted(f for f in flags if not f.startswith(_NO_MATTER)))
     values = jax.config.values
     return found | {name: str(values[name]) for name in _CONFIG if name in values}
-
-
-def _flags(text: str) -> tuple[str, ...]:
-    return tuple(sorted(f for f in text.split() if not f.startswith(_NO_MATTER)))
 
 
 @functools.cache
@@ -74,17 +67,8 @@ def cpu() -> tuple[str, tuple[str, ...]]:
     return platform.machine(), (platform.processor(),)
 
 
-def encode(found: Mapping[str, _Value]) -> dict[str, Any]:
-    """A fingerprint as JSON."""
-    return {k: v if isinstance(v, str) else [*v] for k, v in found.items()}
-
-
 def decode(field: Field) -> dict[str, _Value]:
-    """What :func:`encode` was given.
-
-    Raises:
-        FormError: It wrote no such thing.
-    """
+    """A fingerprint out of a header, in which JSON has made lists of its tuples."""
     return {
         name: value.strings() if type(value.value) is list else value.string()
         for name, value in field.pairs()

@@ -16,18 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import contextlib
-from dataclasses import dataclass
 import hashlib
+import itertools
 import json
 import os
 from pathlib import Path
 import secrets
 import stat
 import struct
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from spmd.bundle._fields import Field, FormError
-from spmd.errors import BundleError, Failure, explain
+from spmd.bundle._codec import Field, FormError
+from spmd.errors import BundleError, Failure, SpmdError, explain
 
 #: The first byte is no text; the line ends show a transfer that changed them.
 MAGIC = b"\x93SPMD\r\n\x1a"
@@ -38,26 +38,15 @@ _DIGEST = hashlib.sha256().digest_size
 _CODE_SECTIONS, _MOST_SECTIONS = 2, 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What a bundle consists of.
-
-    Attributes:
-        header: The JSON object, not yet validated.
-        sections: The sections, as views of what was read.
-    """
+class Parts(NamedTuple):
+    """What a bundle consists of: the header, not yet validated, and views of the sections."""
 
     header: Field
     sections: tuple[memoryview, ...]
 
 
 def pack(header: Mapping[str, Any], sections: Sequence[bytes]) -> bytes:
-    """Returns the bytes of a bundle.
-
-    Args:
-        header: JSON values; the lengths of the sections are added.
-        sections: The program in two parts, then constants.
-    """
+    """The bytes of a bundle; the lengths of the sections are added to its header."""
     data = {**header, "sections": [len(s) for s in sections]}
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).encode("ascii")
     body = b"".join([_PREFIX.pack(MAGIC, VERSION, len(text)), text, *sections])
@@ -65,14 +54,11 @@ def pack(header: Mapping[str, Any], sections: Sequence[bytes]) -> bytes:
 
 
 def unpack(data: bytes) -> Parts:
-    """Takes a bundle apart.
-
-    Raises:
-        FormError: It is none, is of another format, was changed, or has no valid header.
-    """
+    """Takes a bundle apart; a `FormError` where it is none, was changed, or has no header."""
     whole = memoryview(data)
     if whole[: len(MAGIC)] != MAGIC[: len(whole)] or not data:
-        raise FormError("file", "a bundle of spmd, which starts as one", _start(data))
+        start = f"the bytes {data[: len(MAGIC)].hex(' ')}" if data else "an empty file"
+        raise FormError("file", "a bundle of spmd, which starts as one", start)
     if len(whole) < _PREFIX.size + _DIGEST:
         raise FormError("file", f"at least {_PREFIX.size + _DIGEST} bytes", f"{len(whole)} bytes")
     _, version, length = _PREFIX.unpack_from(whole)
@@ -85,10 +71,6 @@ def unpack(data: bytes) -> Parts:
         raise FormError("header", f"{length} bytes", f"a file of {len(whole)} bytes")
     header = Field(_json(bytes(body[_PREFIX.size : _PREFIX.size + length])), "header")
     return Parts(header=header, sections=_sections(header, body[_PREFIX.size + length :]))
-
-
-def _start(data: bytes) -> str:
-    return f"the bytes {data[: len(MAGIC)].hex(' ')}" if data else "an empty file"
 
 
 def _json(text: bytes) -> Any:
@@ -107,29 +89,14 @@ def _sections(header: Field, rest: memoryview) -> tuple[memoryview, ...]:
     if sum(lengths) != len(rest) or len(lengths) < _CODE_SECTIONS:
         got = f"{len(lengths)} of {sum(lengths)} bytes"
         raise FormError("header.sections", f"sections of {len(rest)} bytes together", got)
-    found, start = [], 0
-    for length in lengths:
-        found.append(rest[start : start + length])
-        start += length
-    return tuple(found)
-
-
-def read(path: Path) -> bytes:
-    """The bytes of a file.
-
-    Raises:
-        OSError: It cannot be read.
-    """
-    return path.read_bytes()
+    ends = itertools.accumulate(lengths)
+    return tuple(rest[end - length : end] for length, end in zip(lengths, ends, strict=True))
 
 
 def write(path: Path, data: bytes) -> None:
     """Writes a file so that there is the old one or all of the new one, never a part.
 
     A device or a named pipe is written to; it is no file that could be replaced.
-
-    Raises:
-        OSError: It cannot be written.
     """
     path = path.resolve()  # a link stays one
     mode = path.stat().st_mode if path.exists() else None
@@ -153,7 +120,7 @@ def write(path: Path, data: bytes) -> None:
         raise
 
 
-def malformed(subject: str, error: FormError) -> BundleError:
+def malformed(subject: str, error: FormError) -> SpmdError:
     """The exception that tells a user what is wrong with a file."""
     is_other = error.where == "file"
     failure = Failure(
@@ -165,6 +132,4 @@ def malformed(subject: str, error: FormError) -> BundleError:
         fix="give the path that Compiled.save wrote" if is_other else "copy or save it again",
         error=BundleError,
     )
-    found = explain(subject, [failure])
-    assert isinstance(found, BundleError)
-    return found
+    return explain(subject, [failure])

@@ -16,64 +16,43 @@ from spmd._call import PjitCall
 from spmd._mesh import auto_mesh
 from spmd._resolve import is_equivalent
 from spmd._spec import UNSPECIFIED
-from spmd.bundle._fields import Field, FormError
-from spmd.bundle._shardings import (
+from spmd.bundle._codec import (
+    MOST,
     Devices,
-    Encoder,
-    check_fits,
-    decode_mesh,
-    decode_sharding,
-)
-from spmd.bundle._trees import decode_tree, encode_tree
-from spmd.bundle._trim import untrim
-from spmd.bundle._values import (
+    Field,
+    FormError,
+    Indices,
     constant_of,
     decode_aval,
+    decode_fitting,
+    decode_mesh,
     decode_plain,
+    decode_sharding,
+    decode_tree,
     encode_aval,
+    encode_mesh,
     encode_plain,
+    encode_sharding,
+    encode_tree,
+    index_in,
 )
+from spmd.bundle._trim import untrim
 from spmd.stages import Compiled, Origin, Stage, Types
-
-_MOST = 1 << 24
-
-
-class _Table:
-    """JSON values, each once; what is written of them are indices."""
-
-    def __init__(self, encode: Callable[[Any], Any]):
-        self.rows: list[Any] = []
-        self._encode = encode
-        self._indices: dict[Any, int] = {}
-
-    def index(self, value: Any) -> int:
-        """The index of a value."""
-        if value not in self._indices:
-            self._indices[value] = len(self.rows)
-            self.rows.append(self._encode(value))
-        return self._indices[value]
-
 
 # Writing
 
 
 def encode_program(compiled: Compiled) -> dict[str, Any]:
-    """What a bundle says of a program beside its code and its constants, as JSON values.
-
-    Raises:
-        NotPlainError: A value has no written form.
-        UnwritableError: A node of a tree has none.
-    """
+    """What a bundle says of a program beside its code and its constants."""
     call, origin = compiled._call, compiled._signature
-    encoder = Encoder(compiled.mesh)
-    avals, shardings = _Table(encode_aval), _Table(encoder.encode)
+    avals, shardings, meshes = {}, {}, {compiled.mesh: 0}
     data = {
         "name": call.name,
         "kind": call.kind,
         "mesh_given": call.mesh is not None,
         "arguments": _encode_arguments(compiled, avals, shardings),
         "results": [
-            [avals.index(a), shardings.index(s)]
+            [index_in(avals, a), index_in(shardings, s)]
             for a, s in zip(compiled._jaxpr.out_avals, compiled._out_shardings(), strict=True)
         ],
         "in_tree": encode_tree(origin.in_tree),
@@ -84,10 +63,12 @@ def encode_program(compiled: Compiled) -> dict[str, Any]:
         "statics": [[where, encode_plain(s.value)] for where, s in origin.statics],
         **_encode_executable(compiled, avals, shardings),
     }
-    return data | {"avals": avals.rows, "shardings": shardings.rows, "meshes": encoder.meshes}
+    data["avals"] = [encode_aval(aval) for aval in avals]
+    data["shardings"] = [encode_sharding(sharding, meshes) for sharding in shardings]
+    return data | {"meshes": [encode_mesh(mesh) for mesh in meshes]}
 
 
-def _encode_arguments(compiled: Compiled, avals: _Table, shardings: _Table) -> list[Any]:
+def _encode_arguments(compiled: Compiled, avals: Indices, shardings: Indices) -> list[Any]:
     """Per flat argument: name, type, sharding, where it was if that is elsewhere, donated."""
     call = compiled._call
     rows = zip(
@@ -101,24 +82,25 @@ def _encode_arguments(compiled: Compiled, avals: _Table, shardings: _Table) -> l
     found = []
     for name, aval, sharding, placed, donated in rows:
         stays = placed is None or is_equivalent(placed, sharding, aval.ndim)
-        given = None if stays else shardings.index(placed)
-        found.append([name, avals.index(aval), shardings.index(sharding), given, donated])
+        given = None if stays else index_in(shardings, placed)
+        types = index_in(avals, aval), index_in(shardings, sharding)
+        found.append([name, *types, given, donated])
     return found
 
 
-def _encode_executable(compiled: Compiled, avals: _Table, shardings: _Table) -> dict[str, Any]:
+def _encode_executable(compiled: Compiled, avals: Indices, shardings: Indices) -> dict[str, Any]:
     parts = _jax.files.parts_of(compiled._executable)
-    kept = sorted(parts.kept_var_idx)
-    pairs = zip(kept, parts.input_shardings, strict=True)
+    pairs = zip(sorted(parts.kept_var_idx), parts.input_shardings, strict=True)
     return {
         "program_name": parts.name,
         "committed": bool(parts.committed),
-        "kept": [[i, shardings.index(s)] for i, s in pairs],
-        "constants": [avals.index(_jax.core.abstractify(x)) for x in compiled._hoisted],
+        "kept": [[i, index_in(shardings, s)] for i, s in pairs],
+        "constants": [index_in(avals, _jax.core.abstractify(x)) for x in compiled._hoisted],
     }
 
 
-_KINDS = tuple(kind.name for kind in inspect._ParameterKind)
+_POSITIONS = ("static_nums", "donate_nums")
+_NAMES = ("static_names", "donate_names")
 
 
 def _encode_parameters(params: Parameters) -> dict[str, Any]:
@@ -131,29 +113,23 @@ def _encode_parameters(params: Parameters) -> dict[str, Any]:
     }
 
 
-_POSITIONS = ("static_nums", "donate_nums")
-_NAMES = ("static_names", "donate_names")
-
-
 def _encode_signature(signature: inspect.Signature | None) -> Any:
     """Names and kinds, and how defaults and annotations look: a call that fails shows them."""
     if signature is None:
         return None
-    empty = inspect.Parameter.empty
-    return [
-        [
-            p.name,
-            p.kind.name,
-            None if p.default is empty else repr(p.default)[:1000],
-            None if p.annotation is empty else inspect.formatannotation(p.annotation)[:1000],
-        ]
+    rows = [
+        [p.name, p.kind.name, _encode_shown(p.default, repr), _encode_annotation(p.annotation)]
         for p in signature.parameters.values()
-    ] + [_encode_return(signature)]
+    ]
+    return [*rows, _encode_annotation(signature.return_annotation)]
 
 
-def _encode_return(signature: inspect.Signature) -> Any:
-    given = signature.return_annotation
-    return None if given is signature.empty else inspect.formatannotation(given)[:1000]
+def _encode_annotation(annotation: Any) -> str | None:
+    return _encode_shown(annotation, inspect.formatannotation)
+
+
+def _encode_shown(value: Any, show: Callable[[Any], str]) -> str | None:
+    return None if value is inspect.Parameter.empty else show(value)[:1000]
 
 
 # Reading
@@ -191,7 +167,7 @@ class Program:
         The runtime takes another number of devices, or arrays of other sizes, to its word, and
         ends the process. A header that was not written with this code is refused before that.
         """
-        inputs = [*self.constant_avals, *self.stage._jaxpr.in_avals]
+        inputs = self._inputs()
         rows = [(inputs[i], s) for i, s in zip(self.kept, self.kept_shardings, strict=True)]
         rows += zip(self.stage._jaxpr.out_avals, self.results, strict=True)
         shown = [f"{a.str_short()} {s.num_devices} {s.shard_shape(a.shape)}" for a, s in rows]
@@ -204,10 +180,7 @@ class Program:
     def compiled(self, code: bytes, kept: bytes, devices: Devices) -> Compiled:
         """Gives the code to the runtime, which trusts it.
 
-        Args:
-            code: What runs.
-            kept: What was taken out of it, for those who read its HLO; empty if nothing was.
-            devices: Those that stand for the devices of the program.
+        `kept` is what was taken out of it, for those who read its HLO; empty if nothing was.
         """
         executable = self._executable(code, devices)
         if not kept:
@@ -224,7 +197,7 @@ class Program:
             code,
             devices.ordered,
             name=self.name,
-            in_avals=[*self.constant_avals, *self.stage._jaxpr.in_avals],
+            in_avals=self._inputs(),
             kept=self.kept,
             in_shardings=self.kept_shardings,
             out_avals=self.stage._jaxpr.out_avals,
@@ -232,35 +205,29 @@ class Program:
             committed=self.committed,
         )
 
+    def _inputs(self) -> list[Any]:
+        return [*self.constant_avals, *self.stage._jaxpr.in_avals]
+
 
 def decode_program(field: Field, devices: Devices, sections: Sequence[memoryview]) -> Program:
-    """What :func:`encode_program` was given, on the devices at hand.
-
-    Args:
-        field: Its place.
-        devices: Those that stand for the devices of the program.
-        sections: The elements of its constants.
-
-    Raises:
-        FormError: It wrote no such thing, or a class or dtype is not known here.
-    """
-    meshes = [decode_mesh(f, devices) for f in field["meshes"].items(_MOST)]
+    """What `encode_program` was given, on the devices at hand; `sections` are its constants."""
+    meshes = [decode_mesh(f, devices) for f in field["meshes"].items()]
     if not meshes or [*meshes[0].devices.flat] != [*devices.ordered]:
         raise FormError(field["meshes"].where, "the mesh of the program first", "another")
     types = auto_mesh(meshes[0]).abstract_mesh
-    avals = [decode_aval(f, types) for f in field["avals"].items(_MOST)]
-    shardings = [decode_sharding(f, meshes, devices) for f in field["shardings"].items(_MOST)]
-    arguments = _decode_arguments(field, avals, shardings)
-    results = [f.items(2, exactly=2) for f in field["results"].items(_MOST)]
-    constants = [f.of(avals) for f in field["constants"].items(_MOST)]
+    avals = [decode_aval(f, types) for f in field["avals"].items()]
+    shardings = [decode_sharding(f, meshes, devices) for f in field["shardings"].items()]
+    arguments = [_decode_argument(f, avals, shardings) for f in field["arguments"].items()]
+    results = [f.row(2) for f in field["results"].items()]
+    constants = [f.of(avals) for f in field["constants"].items()]
     if len(constants) != len(sections):
         raise FormError(field["constants"].where, f"{len(sections)}", f"{len(constants)}")
-    kept, kept_shardings = _decode_kept(field, constants, arguments, shardings)
+    kept, kept_shardings = _decode_kept(field["kept"], constants, arguments, shardings)
     pairs = zip(sections, constants, strict=True)
     return Program(
         stage=_decode_stage(field, meshes, arguments, [a.of(avals) for a, _ in results]),
         shardings=tuple(a.sharding for a in arguments),
-        results=tuple(_fitting(s, a.of(avals), shardings) for a, s in results),
+        results=tuple(decode_fitting(s, a.of(avals), shardings) for a, s in results),
         kept=kept,
         kept_shardings=kept_shardings,
         constants=tuple(constant_of(d, a, field["constants"].where) for d, a in pairs),
@@ -279,27 +246,16 @@ class _Argument:
     donated: bool
 
 
-def _decode_arguments(
-    field: Field, avals: Sequence[Any], shardings: Sequence[Any]
-) -> list[_Argument]:
-    found = []
-    for row in field["arguments"].items(_MOST):
-        name, aval, sharding, placed, donated = row.items(5, exactly=5)
-        one = _Argument(
-            name=name.string(),
-            aval=aval.of(avals),
-            sharding=_fitting(sharding, aval.of(avals), shardings),
-            placed=None if placed.is_none else _fitting(placed, aval.of(avals), shardings),
-            donated=donated.boolean(),
-        )
-        found.append(one)
-    return found
-
-
-def _fitting(field: Field, aval: Any, shardings: Sequence[Any]) -> Any:
-    sharding = field.of(shardings)
-    check_fits(sharding, aval, field.where)
-    return sharding
+def _decode_argument(field: Field, avals: Sequence[Any], shardings: Sequence[Any]) -> _Argument:
+    name, index, sharding, placed, donated = field.row(5)
+    text, aval = name.string(), index.of(avals)
+    return _Argument(
+        name=text,
+        aval=aval,
+        sharding=decode_fitting(sharding, aval, shardings),
+        placed=None if placed.value is None else decode_fitting(placed, aval, shardings),
+        donated=donated.boolean(),
+    )
 
 
 def _decode_kept(
@@ -307,12 +263,12 @@ def _decode_kept(
 ) -> tuple[tuple[int, ...], tuple[Any, ...]]:
     avals = [*constants, *(a.aval for a in arguments)]
     indices, found = [], []
-    for row in field["kept"].items(_MOST):
-        index, sharding = row.items(2, exactly=2)
+    for row in field.items():
+        index, sharding = row.row(2)
         indices.append(index.integer(0, len(avals) - 1))
-        found.append(_fitting(sharding, avals[indices[-1]], shardings))
+        found.append(decode_fitting(sharding, avals[indices[-1]], shardings))
     if indices != sorted({*indices}) or indices[: len(constants)] != [*range(len(constants))]:
-        raise field["kept"].refuse("indices in order, those of constants first")
+        raise field.refuse("indices in order, those of constants first")
     return tuple(indices), tuple(found)
 
 
@@ -340,7 +296,7 @@ def _decode_stage(
 def _decode_origin(field: Field, in_count: int, out_count: int) -> Origin:
     params = _decode_parameters(field["parameters"])
     in_tree, out_tree = decode_tree(field["in_tree"]), decode_tree(field["out_tree"])
-    positions = [f.integer(0, _MOST) for f in field["positions"].items(_MOST)]
+    positions = [f.integer(0, MOST) for f in field["positions"].items()]
     for tree, count, name in ((in_tree, in_count, "in_tree"), (out_tree, out_count, "out_tree")):
         if tree.num_leaves != count:
             raise FormError(field[name].where, f"{count} leaves", f"{tree.num_leaves}")
@@ -348,7 +304,7 @@ def _decode_origin(field: Field, in_count: int, out_count: int) -> Origin:
     return Origin(
         params=params,
         positions=tuple(positions),
-        statics=tuple(_decode_static(f) for f in field["statics"].items(_MOST)),
+        statics=tuple(_decode_static(f) for f in field["statics"].items()),
         in_tree=in_tree,
         out_tree=out_tree,
         out_names=field["out_names"].strings(),
@@ -364,27 +320,51 @@ def _check_call(field: Field, tree: Any, count: int) -> None:
 
 
 def _decode_static(field: Field) -> tuple[Any, Static]:
-    where, value = field.items(2, exactly=2)
-    name = where.string() if type(where.value) is str else where.integer(0, _MOST)
+    where, value = field.row(2)
+    name = where.string() if type(where.value) is str else where.integer(0, MOST)
     plain = decode_plain(value)
     return name, Static(plain, type(plain))
 
 
 def _decode_parameters(field: Field) -> Parameters:
     variadic = field["variadic"]
-    positions = {
-        n: tuple(f.integer(-_MOST, _MOST) for f in field[n].items(_MOST)) for n in _POSITIONS
+    more: dict[str, Any] = {
+        n: tuple(f.integer(-MOST, MOST) for f in field[n].items()) for n in _POSITIONS
     }
+    more |= {n: field[n].strings() for n in _NAMES}
     return Parameters(
         signature=_decode_signature(field["signature"]),
         own=_decode_signature(field["own"]),
         names=field["names"].strings(),
-        variadic=None if variadic.is_none else variadic.string(),
-        static_nums=positions["static_nums"],
-        static_names=field["static_names"].strings(),
-        donate_nums=positions["donate_nums"],
-        donate_names=field["donate_names"].strings(),
+        variadic=None if variadic.value is None else variadic.string(),
+        **more,
     )
+
+
+def _decode_signature(field: Field) -> inspect.Signature | None:
+    if field.value is None:
+        return None
+    try:
+        *rows, returned = field.items()
+        found = [_decode_parameter(row) for row in rows]
+        return inspect.Signature(found, return_annotation=_shown(returned))
+    except ValueError as error:
+        raise FormError(field.where, "parameters of a function", str(error)[:200]) from None
+
+
+def _decode_parameter(field: Field) -> inspect.Parameter:
+    name, kind, default, annotation = field.row(4)
+    if not name.string().isidentifier():
+        raise name.refuse("the name of a parameter")
+    kinds = inspect._ParameterKind
+    place = kinds[kind.one_of(*(one.name for one in kinds))]
+    return inspect.Parameter(
+        name.string(), place, default=_shown(default), annotation=_shown(annotation)
+    )
+
+
+def _shown(field: Field) -> Any:
+    return inspect.Parameter.empty if field.value is None else _Shown(field.string())
 
 
 class _Shown:
@@ -395,28 +375,3 @@ class _Shown:
 
     def __repr__(self) -> str:
         return self._text
-
-
-def _shown(field: Field) -> Any:
-    return inspect.Parameter.empty if field.is_none else _Shown(field.string())
-
-
-def _decode_signature(field: Field) -> inspect.Signature | None:
-    if field.is_none:
-        return None
-    *rows, returned = field.items(_MOST)
-    try:
-        found = [_decode_parameter(row) for row in rows]
-        return inspect.Signature(found, return_annotation=_shown(returned))
-    except ValueError as error:
-        raise FormError(field.where, "parameters of a function", str(error)[:200]) from None
-
-
-def _decode_parameter(field: Field) -> inspect.Parameter:
-    name, kind, default, annotation = field.items(4, exactly=4)
-    if not name.string().isidentifier():
-        raise name.refuse("the name of a parameter")
-    place = inspect._ParameterKind[kind.one_of(*_KINDS)]
-    return inspect.Parameter(
-        name.string(), place, default=_shown(default), annotation=_shown(annotation)
-    )

@@ -15,19 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 import zlib
 
-from spmd.bundle._wire import (
-    BYTES,
-    Fields,
-    WireError,
-    build,
-    bytes_of,
-    number_of,
-    numbers_of,
-    parse,
-    read_varint,
-    replaced,
-)
-
 #: From what follows the runtime's own header to the HLO: executable, compilation result, module and
 #: its configuration.
 _WAY = (1, 1, 1)
@@ -49,14 +36,9 @@ _COMPILED = (b"kLoop", b"kInput", b"kOutput")
 
 
 def trim(code: bytes) -> tuple[bytes, bytes] | None:
-    """Takes the bodies of compiled fusions out of a program.
+    """A program without the bodies of compiled fusions, and what `untrim` needs.
 
-    Args:
-        code: The program, as the runtime writes it.
-
-    Returns:
-        The program without them, and what :func:`untrim` needs; None where there is nothing to take
-        out, or the form is not known.
+    None where there is nothing to take out, or the form is not known.
     """
     try:
         module = _message_at(code, _WAY)
@@ -69,15 +51,7 @@ def trim(code: bytes) -> tuple[bytes, bytes] | None:
 
 
 def untrim(code: bytes, kept: bytes) -> bytes:
-    """The program as it was before :func:`trim`.
-
-    Args:
-        code: The program without bodies.
-        kept: The other thing that :func:`trim` gave.
-
-    Raises:
-        WireError: It gave something else.
-    """
+    """The program as it was before `trim`; a `WireError` where that has not made these two."""
     try:
         return _with_module(code, zlib.decompress(kept))
     except zlib.error as error:
@@ -87,8 +61,7 @@ def untrim(code: bytes, kept: bytes) -> bytes:
 def calls_functions(code: bytes) -> bool:
     """Whether what a program runs includes functions of its own, which its code has to have.
 
-    Args:
-        code: The program, as the runtime writes it; False where the form is not known.
+    False where the form is not known.
     """
     try:
         thunks = _message_at(code, _THUNKS)
@@ -106,7 +79,7 @@ def _message_at(code: bytes, way: tuple[int, ...]) -> bytes:
 
 def _with_module(code: bytes, module: bytes) -> bytes:
     header, rest = _rest_of(code)
-    return header + replaced(rest, _WAY, module)
+    return header + _replaced(rest, _WAY, module)
 
 
 def _rest_of(code: bytes) -> tuple[bytes, bytes]:
@@ -131,7 +104,7 @@ def _trim_module(module: bytes) -> bytes:
     gone = compiled - _called(bodies, lambda _: True)
     rest = [field for field in fields if field[0] != _COMPUTATIONS]
     left = [body.build() for body in bodies if body.number not in gone]
-    return build(rest + [(_COMPUTATIONS, BYTES, body) for body in left])
+    return build(rest + [(_COMPUTATIONS, _BYTES, body) for body in left])
 
 
 @dataclass(slots=True)
@@ -139,11 +112,11 @@ class _Body:
     """A computation."""
 
     number: int
-    instructions: list[Fields]
-    rest: Fields
+    instructions: list[_Fields]
+    rest: _Fields
 
     def build(self) -> bytes:
-        own: Fields = [(_INSTRUCTIONS, BYTES, build(one)) for one in self.instructions]
+        own: _Fields = [(_INSTRUCTIONS, _BYTES, build(one)) for one in self.instructions]
         return build(self.rest + own)
 
 
@@ -154,7 +127,7 @@ def _body(message: bytes) -> _Body:
     return _Body(number_of(fields, _COMPUTATION_ID), own, rest)
 
 
-def _kind_of(instruction: Fields) -> int | bytes | None:
+def _kind_of(instruction: _Fields) -> int | bytes | None:
     """The kind of a fusion, None of anything else."""
     return next((value for n, _, value in instruction if n == _FUSION_KIND), None)
 
@@ -170,9 +143,118 @@ def _called(bodies: list[_Body], by: Callable[[int | bytes | None], bool]) -> se
     }
 
 
-def _opaque(instruction: Fields) -> Fields:
+def _opaque(instruction: _Fields) -> _Fields:
     """All of a compiled fusion but what it is made of; of anything else, all."""
     if _kind_of(instruction) not in _COMPILED:
         return instruction
-    own: Fields = [(_OPCODE, BYTES, b"custom-call"), (_TARGET, BYTES, b"fusion")]
+    own: _Fields = [(_OPCODE, _BYTES, b"custom-call"), (_TARGET, _BYTES, b"fusion")]
     return [field for field in instruction if field[0] not in _OF_FUSIONS] + own
+
+
+# Protobuf's wire format: messages of which only the numbers of fields are known
+
+_VARINT, _BYTES = 0, 2
+_FIXED = {1: 8, 5: 4}
+
+_Fields = list[tuple[int, int, int | bytes]]
+"""Number, wire type and value of each field of a message, in order."""
+
+
+class WireError(ValueError):
+    """A message is of another form than it has to be."""
+
+
+def parse(message: bytes) -> _Fields:
+    """The fields of a message."""
+    fields: _Fields = []
+    at = 0
+    while at < len(message):
+        tag, at = read_varint(message, at)
+        number, wire = tag >> 3, tag & 7
+        if wire == _VARINT:
+            value, at = read_varint(message, at)
+            fields.append((number, wire, value))
+            continue
+        if wire == _BYTES:
+            size, at = read_varint(message, at)
+        elif wire in _FIXED:
+            size = _FIXED[wire]
+        else:
+            raise WireError(f"wire type {wire}")
+        fields.append((number, wire, message[at : at + size]))
+        at += size
+    if at != len(message):
+        raise WireError("it ends too early")
+    return fields
+
+
+def build(fields: _Fields) -> bytes:
+    """The message of some fields."""
+    found = bytearray()
+    for number, wire, value in fields:
+        found += varint(number << 3 | wire)
+        if isinstance(value, int):
+            found += varint(value)
+            continue
+        if wire == _BYTES:
+            found += varint(len(value))
+        found += value
+    return bytes(found)
+
+
+def read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number at a place, and where the next field starts."""
+    number = shift = 0
+    while at < len(data):
+        byte = data[at]
+        number |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 128:
+            return number, at
+    raise WireError("it ends too early")
+
+
+def varint(number: int) -> bytes:
+    """A number that is not negative, as it is written."""
+    found = bytearray()
+    while number > 127:
+        found.append(number & 127 | 128)
+        number >>= 7
+    found.append(number)
+    return bytes(found)
+
+
+def number_of(fields: _Fields, number: int) -> int:
+    """The number in a field; 0 where it is absent, since 0 is not written."""
+    return next((v for n, _, v in fields if n == number and isinstance(v, int)), 0)
+
+
+def numbers_of(fields: _Fields, number: int) -> list[int]:
+    """Those in a repeated field, which are written one by one or together."""
+    found: list[int] = []
+    for value in (value for n, _, value in fields if n == number):
+        if isinstance(value, int):
+            found.append(value)
+            continue
+        at = 0
+        while at < len(value):
+            one, at = read_varint(value, at)
+            found.append(one)
+    return found
+
+
+def bytes_of(fields: _Fields, number: int) -> bytes:
+    """The text or message in a field that has to be there once."""
+    found = [value for n, _, value in fields if n == number]
+    if len(found) != 1 or not isinstance(found[0], bytes):
+        raise WireError(f"field {number} is there {len(found)} times")
+    return found[0]
+
+
+def _replaced(message: bytes, way: tuple[int, ...], inner: bytes) -> bytes:
+    """A message in which the one at the end of a way of fields, each there once, is another."""
+    if not way:
+        return inner
+    fields = parse(message)
+    own = _replaced(bytes_of(fields, way[0]), way[1:], inner)
+    return build([(n, wire, own if n == way[0] else value) for n, wire, value in fields])

@@ -1,11 +1,18 @@
-"""The commands of ``spmd``, which `spmd.__main__` starts.
+"""The commands of ``spmd``, a file each.
 
 In the order of reading:
 
-- `options`: what commands are asked, read before JAX is imported.
+- `main`: the parser, and the exit code of what a command did or raised.
+- `options`: what commands are asked, read before JAX is imported, and how they answer.
 - `supervised`: a command that compiles runs in a child process.
-- `report`: `report`, `diff`, `sweep`, `fits` and `why`.
+- `programs`: a function of the user's with its arguments and mesh, for those that compile it.
+- `report`: every collective of a function, and limits on them.
+- `why`: which annotations the sharding of a value comes from.
+- `fits`: whether a function fits the memory of its devices.
+- `sweep`: bytes and memory as the mesh grows.
+- `diff`: in what two reports differ.
 - `show`: which device holds which part of an array.
-- `bundle`: `bundle`.
-- `launch`: `launch`.
+- `bundle`: what a saved program holds.
+- `launch`: a program in several processes.
+- `demo`: a small transformer, trained on virtual devices.
 """

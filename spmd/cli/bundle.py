@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from spmd.cli.options import CommandError
-
-_OK, _DIFFERS = 0, 1
-_DEVICES = 8
+from spmd.cli.options import (
+    FAILED,
+    OK,
+    CommandError,
+    add_command as add,
+    add_devices,
+    reading,
+    set_device_count,
+)
 
 _EXAMPLES = """\
 examples:
@@ -19,47 +24,29 @@ The exit code is 0 where this machine could load it, 1 where it could not, and 2
 """
 
 
-def add_command(commands: Any, set_device_count: Callable[[int], None]) -> None:
-    """Adds ``bundle`` to the commands of the command line.
-
-    Args:
-        commands: what ``parser.add_subparsers`` gave.
-        set_device_count: makes JAX start on so many virtual CPU devices.
-    """
-    parser = commands.add_parser(
-        "bundle",
-        help="show what a saved program holds, and whether it could be loaded here",
-        description="Show what a bundle holds: names, types, specs, versions. Its code is not run.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_command(commands: Any) -> None:
+    """Adds ``bundle`` to the commands of the command line."""
+    about = "show what a saved program holds, and whether it could be loaded here"
+    holds = "Show what a bundle holds: names, types, specs, versions. Its code is not run."
+    parser = add(commands, "bundle", _bundle, about, description=holds, epilog=_EXAMPLES)
     parser.add_argument("path", metavar="PATH", help="the file that Compiled.save wrote")
-    parser.add_argument(
-        "--devices",
-        type=int,
-        metavar="N",
-        help="compare with so many virtual CPU devices instead of those that JAX finds",
-    )
-    parser.set_defaults(command=lambda args: _run(args, set_device_count))
+    add_devices(parser, "compare with so many virtual CPU devices instead of those that JAX finds")
 
 
-def _run(args: argparse.Namespace, set_device_count: Callable[[int], None]) -> int:
+def _bundle(args: argparse.Namespace) -> int:
     if args.devices is not None:
         if args.devices < 1:
             raise CommandError(f"--devices {args.devices} is too few: at least 1 is needed.")
         set_device_count(args.devices)
     from spmd.bundle import contents
 
-    try:
+    with reading(args.path):
         found = contents(args.path)
-    except OSError as error:
-        raise CommandError(f"{args.path} cannot be read: {error.strerror}.") from None
-    print("\n".join(lines_of(found)))
-    return _DIFFERS if found.differences else _OK
+    print("\n".join(_lines(found)))
+    return FAILED if found.differences else OK
 
 
-def lines_of(found: Any) -> list[str]:
-    """The lines that the command prints for a `Contents`."""
+def _lines(found: Any) -> list[str]:
     axes = ", ".join(f"{n}={s}" for n, s in found.mesh.items())
     names = ("jax", "jaxlib", "platform", "device kind")
     jax, jaxlib, platform, kind = (found.compiled_for.get(n, "unknown") for n in names)

@@ -1,4 +1,4 @@
-"""The arguments of ``spmd launch``; nothing here imports JAX."""
+"""The command ``spmd launch``: a program in several processes. Nothing here imports JAX."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shlex
 import sys
 from typing import Any
 
-from spmd.cli.options import CommandError
+from spmd.cli.options import CommandError, add_command as add, add_devices, at_least
 from spmd.launch import _local, _mpirun, _ray
 from spmd.launch._local import Launch
 
@@ -26,23 +26,19 @@ stopped; the exit code is that of the first that failed.
 
 def add_command(commands: Any) -> None:
     """Adds ``launch`` to the commands of the command line."""
-    parser = commands.add_parser(
+    parser = add(
+        commands,
         "launch",
-        help="run a program in several processes on this machine",
+        lambda args: _ENGINES[args.on](_options(args)),
+        "run a program in several processes on this machine",
         description="Run a Python program in several processes on this machine, as one run.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="spmd launch -n N [options] (script.py | -m module) [arguments ...]",
     )
     parser.add_argument(
         "-n", "--processes", type=int, required=True, metavar="N", help="how many processes"
     )
-    parser.add_argument(
-        "--devices",
-        type=int,
-        metavar="N",
-        help="virtual CPU devices of each process (default: the devices that JAX finds)",
-    )
+    add_devices(parser, "virtual CPU devices of each process (default: the devices that JAX finds)")
     parser.add_argument(
         "--on",
         choices=[*_ENGINES],
@@ -75,23 +71,22 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("-m", dest="module", metavar="MODULE", help="a module instead of a script")
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.set_defaults(command=_launch)
 
 
 _ENGINES = {"local": _local.run, "mpirun": _mpirun.run, "ray": _ray.run}
 
 
-def _launch(args: argparse.Namespace) -> int:
-    return _ENGINES[args.on](_options(args))
-
-
 def _options(args: argparse.Namespace) -> Launch:
-    _check_range("-n", args.processes, 1)
+    at_least("-n", args.processes)
     if args.devices is not None:
-        _check_range("--devices", args.devices, 1)
-    _check_range("--port", args.port, 0, 65535)
+        at_least("--devices", args.devices)
+    at_least("--port", args.port, 0)
+    if args.port > 65535:
+        raise CommandError(f"--port {args.port} is too many: it has to be at most 65535.")
     if not args.grace >= 0:
         raise CommandError(f"--grace {args.grace:g} is negative.")
+    if args.on == "local" and args.engine_options:
+        raise CommandError("--engine-options needs an engine: --on mpirun or --on ray.")
     return Launch(
         command=_command(args.module, args.program),
         processes=args.processes,
@@ -99,21 +94,8 @@ def _options(args: argparse.Namespace) -> Launch:
         port=args.port,
         grace=args.grace,
         prefix=not args.no_prefix,
-        engine_options=_engine_options(args),
+        engine_options=args.engine_options,
     )
-
-
-def _engine_options(args: argparse.Namespace) -> str:
-    if args.on == "local" and args.engine_options:
-        raise CommandError("--engine-options needs an engine: --on mpirun or --on ray.")
-    return args.engine_options
-
-
-def _check_range(name: str, value: int, least: int, most: int | None = None) -> None:
-    if value < least:
-        raise CommandError(f"{name} {value} is too few: it has to be at least {least}.")
-    if most is not None and value > most:
-        raise CommandError(f"{name} {value} is too many: it has to be at most {most}.")
 
 
 def _command(module: str | None, program: list[str]) -> tuple[str, ...]:

@@ -1,35 +1,54 @@
-"""What the commands of the command line are asked, read before JAX is imported."""
+"""What commands are asked, read before JAX is imported, and how they answer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import contextlib
 import difflib
 import importlib
 import importlib.util
+import json
 import os
 from pathlib import Path
 import re
 import sys
 from typing import Any
 
+#: Exit codes: all is well, a check says no, and there was nothing to check.
+OK, FAILED, USAGE = 0, 1, 2
+
 
 class CommandError(Exception):
     """A command that cannot run as asked; the message is for its user."""
 
 
+def add_command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], about: str, **more: Any
+) -> argparse.ArgumentParser:
+    """Adds a command to those of the command line; `about` is its line in their list."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = commands.add_parser(name, help=about, formatter_class=raw, **more)
+    parser.set_defaults(command=run)
+    return parser
+
+
+def add_outputs(parser: argparse.ArgumentParser, **about: str) -> None:
+    """Adds options that name a file to write, such as ``json="write it to FILE"``."""
+    for name, text in about.items():
+        parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=text)
+
+
+def add_devices(parser: argparse.ArgumentParser, about: str) -> None:
+    """Adds ``--devices``, a number of virtual CPU devices."""
+    parser.add_argument("--devices", type=int, metavar="N", help=about)
+
+
+# What is asked
+
+
 def parse_axes(text: str, *, open_size: bool = False) -> dict[str, int]:
-    """Reads ``data=4,model=2``.
-
-    Args:
-        text: sizes by name.
-        open_size: whether a size may be -1, which stands for what is left.
-
-    Returns:
-        Size by axis name, in the order given.
-
-    Raises:
-        CommandError: the text is no mesh.
-    """
+    """Reads ``data=4,model=2``; `open_size` allows -1, which stands for what is left."""
     mesh: dict[str, int] = {}
     for part in text.split(","):
         found = re.fullmatch(r"\s*([A-Za-z_]\w*) *= *(-?\d+)\s*", part)
@@ -51,15 +70,7 @@ def parse_axes(text: str, *, open_size: bool = False) -> dict[str, int]:
 
 
 def parse_limits(option: str, texts: Sequence[str]) -> dict[str, str]:
-    """Reads ``model=4MB`` pairs.
-
-    Args:
-        option: how the option is called, for errors.
-        texts: the values that were given.
-
-    Raises:
-        CommandError: a value is no pair, or two are on the same thing.
-    """
+    """Reads ``model=4MB`` pairs, the values of an option; no two are on the same thing."""
     limits: dict[str, str] = {}
     for text in texts:
         key, equals, value = text.rpartition("=")
@@ -75,11 +86,7 @@ def parse_limits(option: str, texts: Sequence[str]) -> dict[str, str]:
 
 
 def parse_vary(text: str) -> tuple[str, int]:
-    """Reads ``batch['x']:0``, an argument and a dimension.
-
-    Raises:
-        CommandError: the text is neither.
-    """
+    """Reads ``batch['x']:0``, an argument and a dimension."""
     argument, colon, dimension = text.rpartition(":")
     if not colon or not argument or not re.fullmatch(r"-?\d+", dimension):
         raise CommandError(
@@ -90,18 +97,7 @@ def parse_vary(text: str) -> tuple[str, int]:
 
 
 def load(path: str, option: str) -> Any:
-    """Imports what ``pkg.module:name`` or ``file.py:name`` stands for.
-
-    Args:
-        path: where it is; names after the colon may be dotted.
-        option: how the argument is called, for errors.
-
-    Returns:
-        The object.
-
-    Raises:
-        CommandError: there is no such module or no such name in it.
-    """
+    """Imports what ``pkg.module:name`` or ``file.py:name.of.name`` stands for."""
     place, colon, names = path.rpartition(":")
     if not colon or not place or not names:
         raise CommandError(
@@ -112,11 +108,15 @@ def load(path: str, option: str) -> Any:
     value: Any = module
     for name in names.split("."):
         if not hasattr(value, name):
-            close = difflib.get_close_matches(name, dir(value), n=1)
-            hint = f"; did you mean '{close[0]}'?" if close else "."
-            raise CommandError(f"{option} {path}: {place} has no '{name}'{hint}")
+            raise CommandError(f"{option} {path}: {place} has no '{name}'{near(name, dir(value))}")
         value = getattr(value, name)
     return value
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence on an unknown name: the one that was meant, if one is like it."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean '{close[0]}'?" if close else "."
 
 
 def _module(name: str, option: str) -> Any:
@@ -149,19 +149,73 @@ def _file(path: str, option: str) -> Any:
     return module
 
 
-def writable(path: Path | None, option: str, ending: str = ".json") -> None:
-    """Sees that a file can be written, before anything takes long.
+def at_least(option: str, value: int, least: int = 1) -> None:
+    """Sees that a number is not too small."""
+    if value < least:
+        raise CommandError(f"{option} {value} is too few: it has to be at least {least}.")
 
-    Raises:
-        CommandError: it cannot, or has another ending than `ending`.
-    """
+
+def writable(path: Path | None, option: str, ending: str = ".json") -> None:
+    """Sees that a file of this ending can be written, before anything takes long."""
     if path is None:
         return
     if path.suffix != ending:
         raise CommandError(f"{option} {path} does not end in {ending}.")
-    if not path.absolute().parent.is_dir():
-        raise CommandError(f"{option} {path} is in a folder that does not exist.")
+    in_a_folder(path, option)
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise CommandError(f"{option} {path} cannot be written.")
     if ending == ".html" and importlib.util.find_spec("jinja2") is None:
         raise CommandError(f"{option} needs Jinja2: pip install 'spmd[html]'.")
+
+
+def in_a_folder(path: Path, option: str) -> None:
+    """Sees that the folder of a file is there."""
+    if not path.absolute().parent.is_dir():
+        raise CommandError(f"{option} {path} is in a folder that does not exist.")
+
+
+# Virtual CPU devices
+
+
+def cpu_variables(count: int, outer: Mapping[str, str]) -> dict[str, str]:
+    """The variables with which JAX starts on so many CPU devices, whatever the outer ones say."""
+    flag = "--xla_force_host_platform_device_count"
+    kept = [word for word in outer.get("XLA_FLAGS", "").split() if not word.startswith(flag)]
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(count),
+        "XLA_FLAGS": " ".join(kept),
+    }
+
+
+def set_device_count(count: int) -> None:
+    """Has JAX start on so many virtual CPU devices; where it has started, nothing changes."""
+    os.environ.update(cpu_variables(count, os.environ))
+    if "jax" in sys.modules:
+        # It has read the environment already, but not necessarily started.
+        config = sys.modules["jax"].config
+        with contextlib.suppress(RuntimeError):  # it has started: commands count the devices
+            config.update("jax_platforms", "cpu")
+            config.update("jax_num_cpu_devices", count)
+
+
+# Answers
+
+
+@contextlib.contextmanager
+def reading(path: str = "") -> Iterator[None]:
+    """Answers a file that cannot be read; without a path, by the name that the error has."""
+    try:
+        yield
+    except OSError as error:
+        name, why = path or error.filename, error.strerror or error
+        raise CommandError(f"{name} cannot be read: {why}.") from None
+
+
+def draw(drawable: Any, json_file: Path | None = None) -> None:
+    """Prints a record or a picture, and writes it to a file if there is one."""
+    from rich.console import Console
+
+    Console(highlight=False).print(drawable)
+    if json_file:
+        json_file.write_text(json.dumps(drawable.to_json(), indent=1) + "\n", encoding="utf-8")

@@ -8,15 +8,25 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import inspect
 import math
-from pathlib import Path
 import re
 from typing import Any
 
-from spmd.cli.options import CommandError, load, parse_axes, writable
+from spmd.cli.options import (
+    OK,
+    CommandError,
+    add_command as add,
+    add_outputs,
+    draw,
+    load,
+    parse_axes,
+    reading,
+    set_device_count,
+    writable,
+)
+from spmd.cli.programs import mesh_of, misfit
 
-EPILOG = """\
+_EXAMPLES = """\
 examples:
   spmd show "P('data', None)" --mesh data=4,model=2 --shape 8,16
   spmd show "P('data', 'model')" --mesh data=16,model=16 --topology v5e:16x16 --shape 4096,4096
@@ -25,7 +35,7 @@ examples:
   spmd show train:batch --mesh data=8
 """
 
-ABOUT = """\
+_ABOUT = """\
 Show which device holds which part of an array.
 
 WHAT is a PartitionSpec, which needs --mesh and --shape; a report that --json wrote, with the path
@@ -35,29 +45,26 @@ arguments that returns one of them and is called within the mesh.
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser, set_device_count: Any) -> None:
-    """Declares what the command takes."""
-    parser.description, parser.epilog = ABOUT, EPILOG
+def add_command(commands: Any) -> None:
+    """Adds ``show`` to the commands of the command line."""
+    about = "draw which device holds which part of an array"
+    parser = add(commands, "show", _show, about, description=_ABOUT, epilog=_EXAMPLES)
     parser.add_argument("what", metavar="WHAT", help="such as \"P('data', None)\" or r.json")
     parser.add_argument("argument", metavar="ARGUMENT", nargs="?", help="of a report")
     parser.add_argument("--mesh", metavar="AXES", help="axis sizes, such as data=4,model=2")
     parser.add_argument("--shape", metavar="SIZES", help="of the array, such as 8,16")
     parser.add_argument("--spec", metavar="SPEC", help="of a .npy file, such as \"P('data')\"")
     parser.add_argument("--topology", metavar="NAME", help="devices, such as v5e:4x4")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to FILE too")
-    parser.set_defaults(set_device_count=set_device_count)
+    add_outputs(parser, html="write a page to FILE too")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Runs the command."""
+def _show(args: argparse.Namespace) -> int:
     writable(args.html, "--html", ".html")
     picture = _picture(args)
-    from rich.console import Console
-
-    Console(highlight=False).print(picture)
+    draw(picture)
     if args.html:
         picture.save(args.html)
-    return 0
+    return OK
 
 
 def _picture(args: argparse.Namespace) -> Any:
@@ -81,10 +88,8 @@ def _of_report(args: argparse.Namespace) -> Any:
     from spmd.inspection import Report
     from spmd.inspection.records.pictures import of_argument
 
-    try:
+    with reading(args.what):
         report = Report.load(args.what)
-    except OSError as error:
-        raise CommandError(f"{args.what} cannot be read: {error.strerror}.") from None
     if args.argument is None:
         paths = ", ".join(one.path for one in report.arguments) or "none: it is of an older version"
         raise CommandError(f"show needs an argument of {args.what}; it has {paths}.")
@@ -92,7 +97,9 @@ def _of_report(args: argparse.Namespace) -> Any:
 
 
 def _of_spec(args: argparse.Namespace, spec: tuple[Any, ...], shape: tuple[int, ...]) -> Any:
-    axes = _axes(args)
+    if args.mesh is None:
+        raise CommandError("show needs --mesh for a PartitionSpec, such as --mesh data=4,model=2.")
+    axes = parse_axes(args.mesh, open_size=bool(args.topology))
     from jax.sharding import AbstractMesh, PartitionSpec
 
     import spmd
@@ -107,53 +114,28 @@ def _of_spec(args: argparse.Namespace, spec: tuple[Any, ...], shape: tuple[int, 
     return picture_on(mesh, PartitionSpec(*entries), shape)
 
 
-def _axes(args: argparse.Namespace) -> dict[str, int]:
-    if args.mesh is None:
-        raise CommandError("show needs --mesh for a PartitionSpec, such as --mesh data=4,model=2.")
-    return parse_axes(args.mesh, open_size=bool(args.topology))
-
-
 def _of_object(args: argparse.Namespace) -> Any:
     axes = None if args.mesh is None else parse_axes(args.mesh)
     shape = None if args.shape is None else parse_shape(args.shape)
-    args.set_device_count(math.prod(axes.values()) if axes else 8)
+    set_device_count(math.prod(axes.values()) if axes else 8)
     import spmd
 
-    mesh: Any = contextlib.nullcontext()
-    if args.topology:
-        mesh = spmd.topology(args.topology, mesh=axes)
-    elif axes:
-        mesh = spmd.make_mesh(axes)
+    mesh = mesh_of(args.topology or None, axes)
     found = load(args.what, "WHAT")
-    with mesh:
-        given = _made(found, args.what) if _is_function(found) else found
-        return spmd.visualize(given, shape=shape)
-
-
-def _is_function(found: Any) -> bool:
-    return callable(found) and not hasattr(found, "sharding")
-
-
-def _made(function: Any, what: str) -> Any:
-    """What a function without arguments gives."""
-    try:
-        inspect.signature(function).bind()
-    except ValueError:
-        pass  # some callables have no signature
-    except TypeError as error:
-        raise CommandError(
-            f"{what} is a function of arguments, and show draws arrays: {error}. For how it is "
-            f"split, write spmd report {what} --args ... --json r.json, then spmd show r.json."
-        ) from None
-    return function()
+    with mesh if mesh is not None else contextlib.nullcontext():
+        if callable(found) and not hasattr(found, "sharding"):
+            if why := misfit(found):
+                raise CommandError(
+                    f"{args.what} is a function of arguments, and show draws arrays: {why}. For "
+                    f"how it is split, write spmd report {args.what} --args ... --json r.json, "
+                    "then spmd show r.json."
+                )
+            found = found()
+        return spmd.visualize(found, shape=shape)
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    """Reads ``8,16``; nothing between commas is a scalar.
-
-    Raises:
-        CommandError: the text is no shape.
-    """
+    """Reads ``8,16``; nothing between commas is a scalar."""
     parts = [part.strip() for part in text.strip("()[] ").split(",") if part.strip()]
     if not all(part.isdecimal() for part in parts):
         raise CommandError(f"--shape {text} is no shape: write sizes, such as 8,16.")
@@ -164,9 +146,8 @@ def _npy_shape(path: str) -> tuple[int, ...]:
     import numpy as np
 
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False).shape
-    except OSError as error:
-        raise CommandError(f"{path} cannot be read: {error.strerror or error}.") from None
+        with reading(path):
+            return np.load(path, mmap_mode="r", allow_pickle=False).shape
     except ValueError as error:
         raise CommandError(f"{path} holds no array: {error}.") from None
 
@@ -176,14 +157,7 @@ _NAMES = ("P", "PartitionSpec")
 
 
 def parse_spec(text: str) -> tuple[Any, ...]:
-    """Reads ``P('data', None)``, without running anything.
-
-    Returns:
-        Its entries: None, names and tuples of names.
-
-    Raises:
-        CommandError: the text is no PartitionSpec.
-    """
+    """Reads ``P('data', None)``, without running anything: None, names and tuples of names."""
     wrong = CommandError(
         f"{text} is no PartitionSpec: write P('data', None), with axis names in quotes."
     )

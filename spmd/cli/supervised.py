@@ -12,8 +12,9 @@ import subprocess
 import sys
 import threading
 
+from spmd.cli.options import USAGE
+
 _PIPE, _ASKED = "SPMD_PARENT_PIPE", "SPMD_COMPILER_ENDED"
-_USAGE = 2
 
 _asked = False
 
@@ -29,14 +30,7 @@ def asked_for_lines() -> bool:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs a command in a child.
-
-    Args:
-        argv: the arguments of this process, without the program's name.
-
-    Returns:
-        Its exit code; 2 where a signal ended it, after the reason was told.
-    """
+    """The exit code of a command in a child; 2 where a signal ended it, after it was told why."""
     code = _wait(argv)
     if code >= 0:
         return code
@@ -47,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
     sys.stderr.flush()
     if -code == signal.SIGABRT:
         _wait(argv, **{_ASKED: "1"})
-    return _USAGE
+    return USAGE
 
 
 def _wait(argv: Sequence[str], **more: str) -> int:
@@ -84,6 +78,6 @@ def follow_parent() -> None:
 
     def wait() -> None:
         os.read(pipe, 1)  # nothing is ever written: it returns when the other end is closed
-        os._exit(_USAGE)
+        os._exit(USAGE)
 
     threading.Thread(target=wait, name="spmd-parent", daemon=True).start()

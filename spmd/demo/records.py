@@ -12,7 +12,7 @@ import numpy as np
 
 import spmd
 from spmd import PartitionSpec, Report
-from spmd.demo.options import Options
+from spmd.demo import Options
 from spmd.inspection import Diff
 
 TOLERANCE = 1e-3

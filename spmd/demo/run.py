@@ -10,8 +10,8 @@ import jax
 from rich.console import Console
 
 import spmd
-from spmd.demo import corpus, records, render, train
-from spmd.demo.options import BATCH, DemoError, Options, pages
+from spmd.cli.options import CommandError
+from spmd.demo import BATCH, Options, corpus, pages, records, render, train
 from spmd.inspection import Diff
 
 _PICTURED = "block.up"
@@ -28,7 +28,7 @@ def run(options: Options, console: Console) -> records.DemoReport:
         The report that was printed.
 
     Raises:
-        DemoError: JAX has fewer devices than asked for, or a file cannot be written.
+        CommandError: JAX has fewer devices than asked for, or a file cannot be written.
     """
     text = corpus.load()
     config = train.config_of(text)
@@ -52,7 +52,7 @@ def run(options: Options, console: Console) -> records.DemoReport:
 def _mesh(options: Options) -> spmd.Mesh:
     available = len(jax.devices())
     if available < options.devices:
-        raise DemoError(
+        raise CommandError(
             f"JAX has already started with {available} devices, and {options.devices} are needed: "
             f"start the demo in a process of its own."
         )
@@ -147,7 +147,7 @@ def _write_page(path: Path, shown: spmd.Report | Diff) -> None:
     try:
         path.write_text(shown.to_html(), encoding="utf-8")
     except OSError as error:
-        raise DemoError(f"--html {path} cannot be written: {error.strerror}.") from None
+        raise CommandError(f"--html {path} cannot be written: {error.strerror}.") from None
 
 
 def _write_json(options: Options, report: records.DemoReport) -> None:
@@ -155,4 +155,4 @@ def _write_json(options: Options, report: records.DemoReport) -> None:
     try:
         options.json.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise DemoError(f"--json {options.json} cannot be written: {error.strerror}.") from None
+        raise CommandError(f"--json {options.json} cannot be written: {error.strerror}.") from None

@@ -13,9 +13,8 @@ import numpy as np
 import optax
 
 from spmd import PartitionSpec as P, pjit
-from spmd.demo import model
+from spmd.demo import BATCH, HEADS, model
 from spmd.demo.corpus import Corpus
-from spmd.demo.options import BATCH, HEADS
 
 State = tuple[Any, Any]  # parameters and optimizer state, two pytrees
 

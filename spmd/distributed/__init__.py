@@ -1,4 +1,14 @@
-"""Several processes: start-up, local and global arrays, and what all processes agree on."""
+"""Several processes: start-up, local and global arrays, and what all processes agree on.
+
+In the order of reading:
+
+- `_start`: the processes of a run come together, and compare what they are.
+- `_watch`: another process has ended, and this one ends then.
+- `_exchange`: what every process tells all others.
+- `_arrays`: local and global arrays.
+- `_agree`: values of all processes, gathered, broadcast from one, and compared.
+- `_check`: what the processes are about to run is compared before they run it.
+"""
 
 from spmd._local import (
     global_shape as global_shape,

@@ -7,6 +7,7 @@ wait for ever, or mix up what it carries.
 from __future__ import annotations
 
 from collections.abc import Sequence
+import functools
 import hashlib
 import json
 from typing import Any
@@ -14,13 +15,12 @@ import zlib
 
 import jax
 from jax.experimental import multihost_utils
-import jax.tree_util as jtu
 import numpy as np
 
 from spmd import _jax
-from spmd.distributed._arrays import check_arrays
-from spmd.distributed._exchange import exchange, grouped
-from spmd.errors import ArgumentError, DivergenceError, Failure, OptionError, explain
+from spmd.distributed._arrays import flatten
+from spmd.distributed._exchange import divergence, exchange, grouped
+from spmd.errors import ArgumentError, Failure, OptionError, SpmdError, explain
 
 
 def process_allgather(tree: Any, tiled: bool = False) -> Any:
@@ -45,14 +45,19 @@ def process_allgather(tree: Any, tiled: bool = False) -> Any:
     subject = "process_allgather"
     names, values, treedef = _flatten(subject, tree)
     whole = [not _is_host_value(v) for v in values]
-    if not tiled and any(whole):
-        raise explain(subject, [_global(n) for n, w in zip(names, whole, strict=True) if w])
+    _refuse(
+        subject,
+        [n for n, w in zip(names, whole, strict=True) if w and not tiled],
+        "cannot stack {}: it is a global array, of which each process holds a part",
+        fix="process_allgather(..., tiled=True), which returns it whole",
+    )
     _check_structure(subject, names, values)
     data = [*map(_data, values)]
     own = [np.asarray(v) for v, w in zip(data, whole, strict=True) if not w]
     stacked = iter(_split(_gathered(_packed(own)), own))
-    found = [_whole(v) if w else next(stacked) for v, w in zip(data, whole, strict=True)]
-    found = [*map(_like, found, values)]
+    gather = functools.partial(multihost_utils.process_allgather, tiled=True)
+    found = [gather(v) if w else next(stacked) for v, w in zip(data, whole, strict=True)]
+    found = [_like(np.asarray(v), value) for v, value in zip(found, values, strict=True)]
     if tiled:
         rows = zip(found, whole, strict=True)
         found = [v if w or v.ndim < 2 else v.reshape(-1, *v.shape[2:]) for v, w in rows]
@@ -79,9 +84,12 @@ def broadcast_one_to_all(tree: Any, is_source: bool | None = None) -> Any:
     """
     subject = "broadcast_one_to_all"
     names, values, treedef = _flatten(subject, tree)
-    rows = zip(names, values, strict=True)
-    if failures := [_no_part(n) for n, v in rows if not _is_host_value(v)]:
-        raise explain(subject, failures)
+    _refuse(
+        subject,
+        [n for n, v in zip(names, values, strict=True) if not _is_host_value(v)],
+        "cannot send {}: it is a global array, which every process has already",
+        fix="to have all of its values, process_allgather(..., tiled=True)",
+    )
     source = jax.process_index() == 0 if is_source is None else bool(is_source)
     _check_structure(subject, names, values)
     _check_source(subject, source)
@@ -111,39 +119,51 @@ def assert_equal_across_processes(tree: Any, message: str = "") -> None:
     names, values, _ = _flatten(subject, tree)
     _check_structure(subject, names, values)
     rows = [row for n, v in zip(names, values, strict=True) for row in _rows(n, v)]
-    tables = _compared(subject, rows)
-    if tables is None:
-        return
+    tables = _compared(subject, rows) or []
     for key in dict.fromkeys(key for table in tables for key in table):
         held = {i: table[key] for i, table in enumerate(tables) if key in table}
-        if len({digest for digest, _ in held.values()}) > 1:
-            raise explain(subject, [_different(key, held)])
+        if len({digest for digest, _ in held.values()}) == 1:
+            continue
+        texts = {text for _, text in held.values()}
+        told_apart = len(texts) == len({*held.values()})
+        shown = {
+            i: text if told_apart else f"{text} of sha256 {digest[:8]}"
+            for i, (digest, text) in held.items()
+        }
+        raise divergence(subject, f"finds different values of {key}", got=grouped(shown))
 
 
 # What is compared
 
 
 def _flatten(subject: str, tree: Any) -> tuple[list[str], list[Any], Any]:
-    paths, treedef = jtu.tree_flatten_with_path(tree)
-    names = [f"tree{jtu.keystr(path)}" for path, _ in paths]
-    values = [value for _, value in paths]
-    check_arrays(subject, names, values)
-    if failures := [_traced(n) for n, v in zip(names, values, strict=True) if _is_tracer(v)]:
-        raise explain(subject, failures)
+    names, values, treedef = flatten(subject, tree)
+    _refuse(
+        subject,
+        [n for n, v in zip(names, values, strict=True) if isinstance(v, _jax.core.Tracer)],
+        "cannot take {}: it has no value yet",
+        ArgumentError,
+        expected="arrays outside of any transformation",
+        got="a tracer",
+    )
     return names, values, treedef
 
 
-def _is_tracer(value: Any) -> bool:
-    return isinstance(value, _jax.core.Tracer)
+def _refuse(
+    subject: str,
+    names: Sequence[str],
+    what: str,
+    error: type[SpmdError] = OptionError,
+    **more: str,
+) -> None:
+    """Raises an error of the leaves of these names, if there are some."""
+    if failures := [Failure(what=what.format(n), error=error, **more) for n in names]:
+        raise explain(subject, failures)
 
 
 def _is_host_value(value: Any) -> bool:
     """Whether this process holds all of a value."""
     return not isinstance(value, jax.Array) or value.is_fully_addressable
-
-
-def _is_key(value: Any) -> bool:
-    return isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def _shown_type(value: Any) -> str:
@@ -162,14 +182,28 @@ def _check_structure(subject: str, names: Sequence[str], values: Sequence[Any]) 
     for name in dict.fromkeys(name for table in tables for name in table):
         held = {i: t[name][0] if name in t else "nothing" for i, t in enumerate(tables)}
         if len({*held.values()}) > 1:
-            failure = Failure(
-                what=f"finds something else at {name} in some processes",
+            raise divergence(
+                subject,
+                f"finds something else at {name} in some processes",
                 expected="the same structure, shapes and dtypes in every process",
                 got=grouped(held),
-                error=DivergenceError,
             )
-            raise explain(subject, [failure])
-    raise explain(subject, [_order()])
+    raise divergence(
+        subject,
+        "finds the same leaves in another order",
+        expected="trees of the same structure in every process",
+    )
+
+
+def _check_source(subject: str, source: bool) -> None:
+    sources = [i for i, s in enumerate(exchange(subject, b"1" if source else b"")) if s]
+    if len(sources) != 1:
+        raise divergence(
+            subject,
+            "needs exactly one source",
+            expected="is_source=True in one process, False in all others",
+            got=f"True in processes {', '.join(map(str, sources))}" if sources else "False in all",
+        )
 
 
 def _compared(
@@ -190,7 +224,7 @@ def _rows(name: str, value: Any) -> list[tuple[str, str, str]]:
     """Path, digest and what to show of a value, or of each part that this process holds of it."""
     if _is_host_value(value):
         return [_row(name, value)]
-    parts = {str(_slices(s.index, value.shape)): s.data for s in value.addressable_shards}
+    parts = {_slices(s.index, value.shape): s.data for s in value.addressable_shards}
     return [_row(f"{name}{index}", part) for index, part in sorted(parts.items())]
 
 
@@ -211,6 +245,10 @@ def _row(name: str, value: Any) -> tuple[str, str, str]:
 
 
 # What is sent
+
+
+def _is_key(value: Any) -> bool:
+    return isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def _data(value: Any) -> Any:
@@ -249,70 +287,3 @@ def _gathered(packed: np.ndarray) -> np.ndarray:
     if jax.process_count() == 1 or not packed.size:
         return np.broadcast_to(packed, (jax.process_count(), packed.size))
     return np.asarray(multihost_utils.process_allgather(packed))
-
-
-def _whole(value: jax.Array) -> np.ndarray:
-    return np.asarray(multihost_utils.process_allgather(value, tiled=True))
-
-
-# Failures
-
-
-def _check_source(subject: str, source: bool) -> None:
-    sources = [i for i, s in enumerate(exchange(subject, b"1" if source else b"")) if s]
-    if len(sources) == 1:
-        return
-    failure = Failure(
-        what="needs exactly one source",
-        expected="is_source=True in one process, False in all others",
-        got=f"True in processes {', '.join(map(str, sources))}" if sources else "False in all",
-        error=DivergenceError,
-    )
-    raise explain(subject, [failure])
-
-
-def _different(key: str, held: dict[int, tuple[str, str]]) -> Failure:
-    texts = {text for _, text in held.values()}
-    told_apart = len(texts) == len({*held.values()})
-    shown = {
-        i: text if told_apart else f"{text} of sha256 {digest[:8]}"
-        for i, (digest, text) in held.items()
-    }
-    return Failure(
-        what=f"finds different values of {key}",
-        got=grouped(shown),
-        error=DivergenceError,
-    )
-
-
-def _order() -> Failure:
-    return Failure(
-        what="finds the same leaves in another order",
-        expected="trees of the same structure in every process",
-        error=DivergenceError,
-    )
-
-
-def _global(name: str) -> Failure:
-    return Failure(
-        what=f"cannot stack {name}: it is a global array, of which each process holds a part",
-        fix="process_allgather(..., tiled=True), which returns it whole",
-        error=OptionError,
-    )
-
-
-def _no_part(name: str) -> Failure:
-    return Failure(
-        what=f"cannot send {name}: it is a global array, which every process has already",
-        fix="to have all of its values, process_allgather(..., tiled=True)",
-        error=OptionError,
-    )
-
-
-def _traced(name: str) -> Failure:
-    return Failure(
-        what=f"cannot take {name}: it has no value yet",
-        expected="arrays outside of any transformation",
-        got="a tracer",
-        error=ArgumentError,
-    )

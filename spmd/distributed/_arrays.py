@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -65,10 +64,7 @@ def _converted(subject: str, tree: Any, mesh: Any, specs: Any, *, to_global: boo
     if mesh is None:
         raise explain(subject, [no_mesh()])
     check_parts(mesh, subject)
-    paths, treedef = jtu.tree_flatten_with_path(tree)
-    names = [f"tree{jtu.keystr(path)}" for path, _ in paths]
-    values = [value for _, value in paths]
-    check_arrays(subject, names, values)
+    names, values, treedef = flatten(subject, tree)
     parsed = parse_specs(specs, "specs", subject, role="input")
     found = broadcast_prefix(parsed.indices(), treedef, "specs", "tree")
     if isinstance(found, Failure):
@@ -82,23 +78,19 @@ def _converted(subject: str, tree: Any, mesh: Any, specs: Any, *, to_global: boo
     ]
     if failures := [f for f in failures if f]:
         raise explain(subject, failures)
-    convert = local_to_global if to_global else _part
-    return treedef.unflatten(convert(v, s, mesh) for v, s in zip(values, leaves, strict=True))
+    pairs = zip(values, leaves, strict=True)
+    if to_global:
+        return treedef.unflatten(local_to_global(v, spec, mesh) for v, spec in pairs)
+    placed = (jax.device_put(v, to_sharding(spec, mesh)) for v, spec in pairs)
+    return treedef.unflatten(global_to_local(v, mesh) for v in placed)
 
 
-def check_arrays(subject: str, names: Sequence[str], values: Sequence[Any]) -> None:
-    """Checks that the leaves of a tree are arrays.
-
-    Raises:
-        TypeError: Some are not; all are named.
-    """
-    found = [no_array(v, n) for v, n in zip(values, names, strict=True)]
-    rows = zip(found, names, strict=True)
-    bad = [replace(f, what=f"cannot take {n}: it is no array") for f, n in rows if f]
-    if bad:
+def flatten(subject: str, tree: Any) -> tuple[list[str], list[Any], Any]:
+    """Names and values of the leaves of a tree, which all are arrays, and its structure."""
+    paths, treedef = jtu.tree_flatten_with_path(tree)
+    names = [f"tree{jtu.keystr(path)}" for path, _ in paths]
+    values = [value for _, value in paths]
+    rows = [(no_array(v, n), n) for v, n in zip(values, names, strict=True)]
+    if bad := [replace(f, what=f"cannot take {n}: it is no array") for f, n in rows if f]:
         raise explain(subject, bad)
-
-
-def _part(value: Any, spec: Any, mesh: Any) -> Any:
-    placed = jax.device_put(value, to_sharding(spec, mesh))
-    return global_to_local(placed, mesh)
+    return names, values, treedef

@@ -21,8 +21,8 @@ from spmd import _dispatch, _jax
 from spmd._call import PjitCall
 from spmd._mesh import show_mesh
 from spmd._spec import UNSPECIFIED, show_spec
-from spmd.distributed._exchange import exchange
-from spmd.errors import DivergenceError, Failure, explain
+from spmd.distributed._exchange import divergence, exchange
+from spmd.errors import SpmdError
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
@@ -42,18 +42,15 @@ def check(on: bool = True) -> None:
 
 
 def _compare(args: Sequence[Any], call: PjitCall, jaxpr: Any) -> None:
-    """Tells the other processes of a mesh what this one is about to call.
-
-    Raises:
-        RuntimeError: They are about to call something else, or do not come.
-    """
+    """Tells the other processes of a mesh what this one is about to call."""
     if call.mesh is None or _jax.mesh.is_abstract(call.mesh):
         return
     processes = sorted({d.process_index for d in call.mesh.devices.flat})
     if len(processes) == 1 or jax.process_index() not in processes:
         return
     rows = _rows(args, call)
-    told = {"at": _jax.core.current_source() or "", "rows": rows, "program": _digest(jaxpr)}
+    digest = hashlib.sha256(_text(jaxpr).encode()).hexdigest() if jaxpr is not None else ""
+    told = {"at": _jax.core.current_source() or "", "rows": rows, "program": digest}
     found = exchange(call.subject, json.dumps(told).encode(), processes=processes)
     sides = dict(zip(processes, map(json.loads, found), strict=True))
     if all(_common(side) == _common(told) for side in sides.values()):
@@ -63,7 +60,7 @@ def _compare(args: Sequence[Any], call: PjitCall, jaxpr: Any) -> None:
         lines = [zlib.decompress(t).decode().splitlines() for t in texts]
         for side, rows in zip(sides.values(), _apart(lines), strict=True):
             side["rows"] = rows
-    raise explain(call.subject, [_differs(sides)])
+    raise _differs(call.subject, sides)
 
 
 def _apart(texts: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -99,13 +96,7 @@ def _text(jaxpr: Any) -> str:
     return _ADDRESS.sub("0x", str(jaxpr))
 
 
-def _digest(jaxpr: Any) -> str:
-    if jaxpr is None:
-        return ""
-    return hashlib.sha256(_text(jaxpr).encode()).hexdigest()
-
-
-def _differs(sides: dict[int, dict[str, Any]]) -> Failure:
+def _differs(subject: str, sides: dict[int, dict[str, Any]]) -> SpmdError:
     """Shows the rows in which two processes differ: those of 0 and of the first other one."""
     first = min(sides)
     other = next(p for p, side in sides.items() if _common(side) != _common(sides[first]))
@@ -115,11 +106,11 @@ def _differs(sides: dict[int, dict[str, Any]]) -> Failure:
         at = f", at {side['at']}" if side["at"] else ""
         lines += [f"process {process}{at}:"]
         lines += [f"  {row}" for row in side["rows"] if row not in rows]
-    return Failure(
-        what="is not the same program in every process",
+    return divergence(
+        subject,
+        "is not the same program in every process",
         expected="the same functions, shapes, specs and mesh in all of them, in the same order",
         got="\n".join(lines),
         fix="make what the function depends on equal in all processes: "
         "spmd.distributed.assert_equal_across_processes finds what is not",
-        error=DivergenceError,
     )

@@ -15,7 +15,7 @@ import jax
 
 from spmd import _jax
 from spmd.distributed._watch import Watch
-from spmd.errors import DivergenceError, Failure, explain
+from spmd.errors import DivergenceError, Failure, SpmdError, explain
 
 logger = logging.getLogger(__name__)
 
@@ -32,16 +32,8 @@ def exchange(
 ) -> list[bytes]:
     """Tells something to some processes; returns what each of them has told, in their order.
 
-    Each of them has to come here, in the same order of calls.
-
-    Args:
-        subject: The function that a user has called.
-        said: What this process tells.
-        processes: The numbers of those that take part, this one among them; none: all.
-        timeout: Seconds to wait for each of the others.
-
-    Raises:
-        RuntimeError: A process did not come, or came from another function.
+    Each of `processes`, all if there are none, has to come here in the same order of calls, from
+    the same function of the user's, the `subject`; each is waited for `timeout` seconds.
     """
     who = tuple(processes or range(jax.process_count()))
     if len(who) == 1:
@@ -56,7 +48,13 @@ def exchange(
         if number:  # all who read this one have read the one before
             client.key_value_delete(_key(who, number - 1, jax.process_index()))
     heads, bodies = zip(*(f.split(b"\n", 1) for f in found), strict=True)
-    _check_subjects(subject, who, [json.loads(head) for head in heads])
+    if len({*heads}) > 1:
+        raise divergence(
+            subject,
+            "was not called by all processes",
+            got=grouped(dict(zip(who, map(json.loads, heads), strict=True))),
+            fix="make the same calls in the same order in every process",
+        )
     return [*bodies]
 
 
@@ -81,32 +79,21 @@ def _get(
             waited = time.monotonic() - start
             if ended or waited >= timeout or "DEADLINE_EXCEEDED" not in str(error):
                 reason = "it has ended" if ended else str(error).splitlines()[0][:200]
-                raise explain(subject, [_absent(process, timeout, reason)]) from None
+                raise divergence(
+                    subject,
+                    f"has waited for process {process} in vain",
+                    expected=f"the same call in that process within {timeout:g} s",
+                    got=reason,
+                    fix="look at what that process did instead",
+                ) from None
         if waited - told >= _PATIENCE:
             told = waited
             logger.warning("%s has waited %.0f s for process %d", subject, waited, process)
 
 
-def _absent(process: int, timeout: float, reason: str) -> Failure:
-    return Failure(
-        what=f"has waited for process {process} in vain",
-        expected=f"the same call in that process within {timeout:g} s",
-        got=reason,
-        fix="look at what that process did instead",
-        error=DivergenceError,
-    )
-
-
-def _check_subjects(subject: str, who: Sequence[int], subjects: Sequence[str]) -> None:
-    if len({*subjects}) == 1:
-        return
-    failure = Failure(
-        what="was not called by all processes",
-        got=grouped(dict(zip(who, subjects, strict=True))),
-        fix="make the same calls in the same order in every process",
-        error=DivergenceError,
-    )
-    raise explain(subject, [failure])
+def divergence(subject: str, what: str, **more: str) -> SpmdError:
+    """The error of processes that do not do, or do not hold, the same."""
+    return explain(subject, [Failure(what=what, error=DivergenceError, **more)])
 
 
 def grouped(values: Mapping[int, object]) -> str:

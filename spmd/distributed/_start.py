@@ -17,6 +17,7 @@ import os
 import platform
 import socket
 import time
+from typing import Any
 
 import jax
 
@@ -24,7 +25,7 @@ import spmd
 from spmd import _jax
 from spmd.distributed._exchange import grouped
 from spmd.distributed._watch import Watch
-from spmd.errors import DistributedError, Failure, OptionError, explain
+from spmd.errors import DistributedError, Failure, OptionError, SpmdError, explain
 from spmd.launch import ADDRESS, PROCESS, PROCESSES
 
 _SUBJECT = "spmd.distributed.initialize"
@@ -113,6 +114,10 @@ def shutdown() -> None:
     jax.distributed.shutdown()
 
 
+def _error(what: str, error: type[SpmdError] = DistributedError, **more: str) -> SpmdError:
+    return explain(_SUBJECT, [Failure(what=what, error=error, **more)])
+
+
 # Who and where
 
 
@@ -124,11 +129,7 @@ def _resolve(
     method: str | None,
     timeout: float,
 ) -> tuple[str, int, int, Sequence[int] | None]:
-    """Fills what was not given, from ``spmd launch`` or from the cluster.
-
-    Raises:
-        ValueError: Something is not known then.
-    """
+    """Fills what was not given, from ``spmd launch`` or from the cluster."""
     address = address or os.environ.get(ADDRESS)
     processes = _from_launch(PROCESSES) if processes is None else processes
     process = _from_launch(PROCESS) if process is None else process
@@ -137,14 +138,16 @@ def _resolve(
         address, processes, process, ids = _jax.mesh.detected_cluster(
             address, processes, process, ids, method, max(1, int(timeout))
         )
-    given = {
-        "coordinator_address": address,
-        "num_processes": processes,
-        "process_id": process,
-    }
-    missing = [name for name, value in given.items() if value is None]
+    given = {"coordinator_address": address, "num_processes": processes, "process_id": process}
     if address is None or processes is None or process is None:
-        raise explain(_SUBJECT, [_unknown(missing)])
+        raise _error(
+            "cannot tell which processes there are",
+            OptionError,
+            expected=" and ".join(name for name, value in given.items() if value is None),
+            got="no argument, and no environment that says it: spmd launch, SLURM, Open MPI, "
+            "Kubernetes, Cloud TPU",
+            fix="spmd launch -n 2 script.py, on one machine; else give the arguments",
+        )
     return address, processes, process, ids
 
 
@@ -156,7 +159,8 @@ def _from_launch(name: str) -> int | None:
 def _split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise explain(_SUBJECT, [_bad_address(address)])
+        what = "cannot read the address of process 0"
+        raise _error(what, OptionError, expected="host:port", got=repr(address))
     return host.strip("[]"), int(port)
 
 
@@ -176,58 +180,91 @@ def _versions() -> str:
     return f"spmd {spmd.__version__}, jax {jax.__version__}, jaxlib {jaxlib}, Python {python}"
 
 
+def _check_fresh() -> None:
+    if _jax.mesh.coordination_client() is not None:
+        raise _error("was called before", fix="call it once")
+    if _jax.mesh.backends_started():
+        raise _error(
+            "comes too late: JAX has started, for this process alone",
+            expected="a call before anything that asks for devices or makes an array",
+            fix="make it the first line of the program after the imports",
+        )
+
+
+def _check_numbers(processes: int, process: int, timeout: float, lost_timeout: float) -> None:
+    failures = []
+    if processes < 1 or not 0 <= process < processes:
+        failures.append(
+            Failure(
+                what="cannot use these numbers",
+                expected="a process_id from 0 up to num_processes - 1",
+                got=f"process_id={process}, num_processes={processes}",
+                error=OptionError,
+            )
+        )
+    failures += [
+        Failure(
+            what=f"cannot use this {name}",
+            expected="seconds, more than 0",
+            got=f"{value!r}",
+            error=OptionError,
+        )
+        for name, value in (("timeout", timeout), ("lost_timeout", lost_timeout))
+        if not value > 0
+    ]
+    if failures:
+        raise explain(_SUBJECT, failures)
+
+
 # Process 0
 
 _BACKLOG = 1024
 
 
 def _gather(host: str, port: int, own: _Hello, timeout: float) -> dict[int, socket.socket]:
-    """Waits for what all others say of themselves, and answers them all the same.
+    """Waits for what all others say of themselves, and answers all of them what is wrong, if it is.
 
-    Returns:
-        The connections to them.
-
-    Raises:
-        RuntimeError: The port is in use, some do not come in time, or they disagree.
+    It returns the connections to them, if they come in time and agree.
     """
     deadline = time.monotonic() + timeout
     hellos, arrived = {0: own}, []
-    failure = None
+    wrong = None
     with _listen(host, port) as server:
-        while len(hellos) < own.processes and failure is None:
+        while len(hellos) < own.processes and wrong is None:
             found = _accept(server, deadline)
             if found is None:
-                failure = _missing(host, port, hellos, own.processes, timeout)
+                wrong = _missing(host, port, hellos, own.processes, timeout)
                 break
             connection, hello = found
-            failure = _disagreement(hello, hellos, own)
+            wrong = _disagreement(hello, hellos, own)
             hellos[hello.process] = hello
             arrived.append((hello.process, connection))
-    answer = json.dumps(None if failure is None else _told(failure)).encode() + b"\n"
+    answer = json.dumps(wrong).encode() + b"\n"
     for _, connection in arrived:
         with contextlib.suppress(OSError):  # it has gone; that is noticed soon enough
             connection.sendall(answer)
-    if failure is None:
+    if wrong is None:
         return dict(arrived)
     for _, connection in arrived:
         with contextlib.suppress(OSError), connection:
             connection.recv(1)  # who closes first keeps the port for a while: not this side
-    raise explain(_SUBJECT, [failure])
+    raise _error(**wrong)
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    is_loopback = _is_loopback(host)
+    both = not is_loopback and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or (is_loopback and ":" in host) else socket.AF_INET
+    place = (host if is_loopback else "", port)
     try:
-        if _is_loopback(host):
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-        if socket.has_dualstack_ipv6():
-            family = socket.AF_INET6
-            return socket.create_server(
-                ("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=True
-            )
-        return socket.create_server(("", port), backlog=_BACKLOG)
+        return socket.create_server(place, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     except OSError as error:
-        raise explain(_SUBJECT, [_cannot_listen(host, port, error)]) from None
+        raise _error(
+            f"cannot listen at {_shown(host, port)}",
+            expected="a port of this machine that is free: here process 0 meets all others",
+            got=os.strerror(error.errno) if error.errno else str(error),
+            fix="choose another port in coordinator_address, the same in every process",
+        ) from None
 
 
 def _accept(server: socket.socket, deadline: float) -> tuple[socket.socket, _Hello] | None:
@@ -259,28 +296,46 @@ def _line(connection: socket.socket) -> bytes:
 _LONGEST = 1 << 16
 
 
-def _disagreement(hello: _Hello, others: dict[int, _Hello], own: _Hello) -> Failure | None:
+def _disagreement(hello: _Hello, others: dict[int, _Hello], own: _Hello) -> dict[str, Any] | None:
     if hello.processes != own.processes:
-        return _different_counts({0: own.processes, hello.process: hello.processes})
+        counts = {0: own.processes, hello.process: hello.processes}
+        return {
+            "what": "finds that the processes disagree on how many they are",
+            "got": grouped({i: f"num_processes={n}" for i, n in counts.items()}),
+            "fix": "give every process the same num_processes",
+        }
     if hello.process in others or not 0 <= hello.process < own.processes:
-        return _twice(hello.process)
+        return {
+            "what": f"finds two processes with process_id={hello.process}",
+            "expected": "a process_id of its own for each",
+        }
     if hello.versions != own.versions:
-        return _different_versions({0: own.versions, hello.process: hello.versions})
+        return {
+            "what": "finds that the processes run different versions",
+            "expected": "the same packages in every process: they compile the same program",
+            "got": grouped({0: own.versions, hello.process: hello.versions}),
+        }
     return None
+
+
+def _missing(
+    host: str, port: int, hellos: dict[int, _Hello], processes: int, timeout: float
+) -> dict[str, Any]:
+    gone = [str(i) for i in range(processes) if i not in hellos]
+    shown = ", ".join(gone[:20]) + ", ..." * (len(gone) > 20)
+    return {
+        "what": f"waited in vain for process{'es' * (len(gone) > 1)} {shown} of {processes}",
+        "expected": f"all of them at {_shown(host, port)} within {timeout:g} s",
+        "fix": "see whether they run, reach this address and call spmd.distributed.initialize, or "
+        "give a longer timeout",
+    }
 
 
 # All other processes
 
 
 def _report(host: str, port: int, own: _Hello, timeout: float) -> socket.socket:
-    """Says to process 0 what this process is, and waits for its answer.
-
-    Returns:
-        The connection to it.
-
-    Raises:
-        RuntimeError: It cannot be reached, or says that something is wrong.
-    """
+    """Says to process 0 what this process is; the connection to it, if it has answered well."""
     connection = _connect(host, port, timeout)
     try:
         connection.sendall(json.dumps(asdict(own)).encode() + b"\n")
@@ -289,10 +344,15 @@ def _report(host: str, port: int, own: _Hello, timeout: float) -> socket.socket:
         told = json.loads(_line(connection))
     except (OSError, ValueError):
         connection.close()
-        raise explain(_SUBJECT, [_no_answer(host, port)]) from None
+        raise _error(
+            f"gets no answer from {_shown(host, port)}",
+            expected="process 0 of this run, in spmd.distributed.initialize",
+            fix="see whether process 0 has ended, uses jax.distributed.initialize instead, or "
+            "something else listens at this port",
+        ) from None
     if told is not None:
         connection.close()
-        raise explain(_SUBJECT, [Failure(**told, error=DistributedError)])
+        raise _error(**told)
     return connection
 
 
@@ -302,154 +362,17 @@ def _connect(host: str, port: int, timeout: float) -> socket.socket:
         try:
             return socket.create_connection((host, port), timeout=5)
         except socket.gaierror as error:
-            raise explain(_SUBJECT, [_no_host(host, error)]) from None
+            raise _error(
+                "cannot find process 0",
+                expected="a name or number of its machine",
+                got=f"{host!r}: {error.strerror}",
+            ) from None
         except OSError as error:
             if time.monotonic() > deadline:
-                raise explain(_SUBJECT, [_unreachable(host, port, error, timeout)]) from None
+                raise _error(
+                    f"cannot reach process 0 at {_shown(host, port)}",
+                    expected=f"it to listen there within {timeout:g} s",
+                    got=os.strerror(error.errno) if error.errno else str(error),
+                    fix="see whether process 0 runs, and whether its port is open to this machine",
+                ) from None
         time.sleep(0.1)
-
-
-# Failures
-
-
-def _told(failure: Failure) -> dict[str, str]:
-    """What is sent of a failure: what is laid out."""
-    return {name: getattr(failure, name) for name in ("what", "given", "expected", "got", "fix")}
-
-
-def _check_fresh() -> None:
-    if _jax.mesh.coordination_client() is not None:
-        failure = Failure(what="was called before", fix="call it once", error=DistributedError)
-        raise explain(_SUBJECT, [failure])
-    if _jax.mesh.backends_started():
-        failure = Failure(
-            what="comes too late: JAX has started, for this process alone",
-            expected="a call before anything that asks for devices or makes an array",
-            fix="make it the first line of the program after the imports",
-            error=DistributedError,
-        )
-        raise explain(_SUBJECT, [failure])
-
-
-def _check_numbers(processes: int, process: int, timeout: float, lost_timeout: float) -> None:
-    failures = []
-    if processes < 1 or not 0 <= process < processes:
-        failures.append(
-            Failure(
-                what="cannot use these numbers",
-                expected="a process_id from 0 up to num_processes - 1",
-                got=f"process_id={process}, num_processes={processes}",
-                error=OptionError,
-            )
-        )
-    for name, value in (("timeout", timeout), ("lost_timeout", lost_timeout)):
-        if not value > 0:
-            failures.append(
-                Failure(
-                    what=f"cannot use this {name}",
-                    expected="seconds, more than 0",
-                    got=f"{value!r}",
-                    error=OptionError,
-                )
-            )
-    if failures:
-        raise explain(_SUBJECT, failures)
-
-
-def _unknown(missing: Sequence[str]) -> Failure:
-    return Failure(
-        what="cannot tell which processes there are",
-        expected=" and ".join(missing),
-        got="no argument, and no environment that says it: spmd launch, SLURM, Open MPI, "
-        "Kubernetes, Cloud TPU",
-        fix="spmd launch -n 2 script.py, on one machine; else give the arguments",
-        error=OptionError,
-    )
-
-
-def _bad_address(address: str) -> Failure:
-    return Failure(
-        what="cannot read the address of process 0",
-        expected="host:port",
-        got=repr(address),
-        error=OptionError,
-    )
-
-
-def _cannot_listen(host: str, port: int, error: OSError) -> Failure:
-    return Failure(
-        what=f"cannot listen at {_shown(host, port)}",
-        expected="a port of this machine that is free: here process 0 meets all others",
-        got=os.strerror(error.errno) if error.errno else str(error),
-        fix="choose another port in coordinator_address, the same in every process",
-        error=DistributedError,
-    )
-
-
-def _missing(
-    host: str, port: int, hellos: dict[int, _Hello], processes: int, timeout: float
-) -> Failure:
-    gone = [str(i) for i in range(processes) if i not in hellos]
-    shown = ", ".join(gone[:20]) + ", ..." * (len(gone) > 20)
-    return Failure(
-        what=f"waited in vain for process{'es' * (len(gone) > 1)} {shown} of {processes}",
-        expected=f"all of them at {_shown(host, port)} within {timeout:g} s",
-        fix="see whether they run, reach this address and call spmd.distributed.initialize, or "
-        "give a longer timeout",
-        error=DistributedError,
-    )
-
-
-def _different_counts(counts: dict[int, int]) -> Failure:
-    return Failure(
-        what="finds that the processes disagree on how many they are",
-        got=grouped({i: f"num_processes={n}" for i, n in counts.items()}),
-        fix="give every process the same num_processes",
-        error=DistributedError,
-    )
-
-
-def _twice(process: int) -> Failure:
-    return Failure(
-        what=f"finds two processes with process_id={process}",
-        expected="a process_id of its own for each",
-        error=DistributedError,
-    )
-
-
-def _different_versions(versions: dict[int, str]) -> Failure:
-    return Failure(
-        what="finds that the processes run different versions",
-        expected="the same packages in every process: they compile the same program",
-        got=grouped(versions),
-        error=DistributedError,
-    )
-
-
-def _no_host(host: str, error: OSError) -> Failure:
-    return Failure(
-        what="cannot find process 0",
-        expected="a name or number of its machine",
-        got=f"{host!r}: {error.strerror}",
-        error=DistributedError,
-    )
-
-
-def _unreachable(host: str, port: int, error: OSError, timeout: float) -> Failure:
-    return Failure(
-        what=f"cannot reach process 0 at {_shown(host, port)}",
-        expected=f"it to listen there within {timeout:g} s",
-        got=os.strerror(error.errno) if error.errno else str(error),
-        fix="see whether process 0 runs, and whether its port is open to this machine",
-        error=DistributedError,
-    )
-
-
-def _no_answer(host: str, port: int) -> Failure:
-    return Failure(
-        what=f"gets no answer from {_shown(host, port)}",
-        expected="process 0 of this run, in spmd.distributed.initialize",
-        fix="see whether process 0 has ended, uses jax.distributed.initialize instead, or "
-        "something else listens at this port",
-        error=DistributedError,
-    )

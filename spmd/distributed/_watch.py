@@ -8,7 +8,7 @@ What a collective waits for would never come, and `jax.distributed` looks for 10
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 import contextlib
 import json
 import math
@@ -33,14 +33,9 @@ _KILLED = "its connection has closed without a word: it was killed, or its machi
 class Watch:
     """The connections of this process to the others of its run.
 
-    Process 0 has one to each of the others, who have one to process 0.
-
-    Args:
-        process: The number of this process.
-        processes: How many there are.
-        connections: By the number of the process at the other end.
-        timeout: Seconds within which this process ends when another is lost: half of them to
-            notice that a machine is gone, a third to end.
+    Process 0 has one to each of the others, who have one to process 0. They are given by the number
+    of the process at the other end. This process ends within `timeout` seconds when another is
+    lost: half of them are to notice that a machine is gone, a third to end.
 
     Attributes:
         lost: What was said of the process that was lost, if one was.
@@ -56,9 +51,9 @@ class Watch:
         self.process = process
         self.processes = processes
         self.lost: Failure | None = None
+        self.ended: set[int] = set()
         self._connections = dict(connections)
         self._buffers = dict.fromkeys(connections, b"")
-        self.ended: set[int] = set()
         self._grace = timeout / 3
         self._end_at = math.inf
         self._raised = ""
@@ -202,15 +197,11 @@ def _end(text: str) -> None:
 def _where() -> str:
     """The line of the user that the main thread is at."""
     main = sys._current_frames().get(threading.main_thread().ident or 0)
-    for frame, line in _frames(main):
+    for frame, line in traceback.walk_stack(main) if main is not None else ():
         name = frame.f_code.co_filename
         if not name.startswith(_NOT_THE_USERS):
             return f"at {name}:{line} in {frame.f_code.co_name}"
     return "at its end"
-
-
-def _frames(frame: Any) -> Iterator[tuple[Any, int]]:
-    return traceback.walk_stack(frame) if frame is not None else iter(())
 
 
 _NOT_THE_USERS = (

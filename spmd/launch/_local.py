@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 from dataclasses import dataclass
+import functools
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ import threading
 import time
 from typing import IO
 
+from spmd.cli.options import cpu_variables
 from spmd.launch import ADDRESS, PROCESS, PROCESSES
 
 _POLL = 0.02  # seconds
@@ -22,7 +24,7 @@ _KILL_AFTER = 5.0
 _COLORS = (36, 33, 35, 32, 34, 31)
 
 # A process of its own session outlives who started it; the kernel ends it instead.
-BECOME_PROGRAM = """
+_BECOME_PROGRAM = """
 import os, sys
 if sys.platform == "linux":
     import ctypes
@@ -59,24 +61,23 @@ class Launch:
 def run(launch: Launch) -> int:
     """Runs a program in several processes, and stops all of them when one fails.
 
-    Returns:
-        0; the exit code of the first process that failed, or 128 and the signal that ended it.
+    It returns 0, the exit code of the first process that failed, or 128 and the signal that ended
+    it.
     """
     port = launch.port or free_port()
     with stoppable(), contextlib.ExitStack() as stack:
         running = [_start(launch, i, port) for i in range(launch.processes)]
         stack.callback(_kill, running)
-        relays = [t for i, p in enumerate(running) for t in _relays(i, p, launch)]
-        try:
-            code = wait(
-                lambda: [p.poll() for p in running],
-                lambda: stop(running, signal.SIGTERM),
-                launch.grace,
-            )
-        except Stopped as stopped:
-            say(f"stopped by {stopped.number.name}, and so are the processes")
-            stop(running, stopped.number)
-            code = 128 + stopped.number
+        relays = [
+            relay for i, p in enumerate(running) for relay in relays_of(p, _prefixed(i, launch))
+        ]
+        ended = functools.partial(
+            wait,
+            lambda: [p.poll() for p in running],
+            lambda: stop(running, signal.SIGTERM),
+            launch.grace,
+        )
+        code = unless_stopped(ended, lambda number: stop(running, number))
         _kill(running)
         for relay in relays:
             relay.join(_KILL_AFTER)  # something else may hold the other end of the pipe
@@ -106,6 +107,16 @@ def stoppable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def unless_stopped(code: Callable[[], int], stop: Callable[[signal.Signals], None]) -> int:
+    """The exit code of a run; when this process is stopped, it stops the run with that signal."""
+    try:
+        return code()
+    except Stopped as stopped:
+        say(f"stopped by {stopped.number.name}, and so are the processes")
+        stop(stopped.number)
+        return 128 + stopped.number
+
+
 def free_port() -> int:
     """A port of this machine at which nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -113,58 +124,57 @@ def free_port() -> int:
 
 
 def _start(launch: Launch, process: int, port: int) -> subprocess.Popen[bytes]:
+    env = environment(launch, process, port, os.environ)
+    return started(program(launch.command, os.getpid()), env)
+
+
+def started(
+    command: Sequence[str], env: Mapping[str, str] | None = None, *, own_session: bool = True
+) -> subprocess.Popen[bytes]:
+    """A process that reads nothing, and whose output is read here."""
     return subprocess.Popen(
-        [sys.executable, "-c", BECOME_PROGRAM, str(os.getpid()), *launch.command],
-        env=environment(launch, process, port, os.environ),
+        command,
+        env=env,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        start_new_session=True,
+        start_new_session=own_session,
     )
+
+
+def program(command: Sequence[str], parent: int | str = "") -> list[str]:
+    """What becomes the program, which the kernel ends with its parent, if the number is given."""
+    return [sys.executable, "-c", _BECOME_PROGRAM, str(parent), *command]
 
 
 def environment(
     launch: Launch, process: int, port: int, outer: Mapping[str, str]
 ) -> dict[str, str]:
-    """The variables of one process.
+    """The variables of one process of this machine, beside and over the outer ones."""
+    return {**outer, **variables(launch, outer), **numbers(launch, process, f"127.0.0.1:{port}")}
 
-    Args:
-        launch: The run.
-        process: The number of the process.
-        port: Where the processes meet.
-        outer: The variables that it would have otherwise.
-    """
-    return {
-        **outer,
-        ADDRESS: f"127.0.0.1:{port}",
-        PROCESSES: str(launch.processes),
-        PROCESS: str(process),
-        **variables(launch, outer),
-    }
+
+def numbers(launch: Launch, process: int, address: str) -> dict[str, str]:
+    """The variables that tell a process who it is, and where all of them meet."""
+    return {ADDRESS: address, PROCESSES: str(launch.processes), PROCESS: str(process)}
 
 
 def variables(launch: Launch, outer: Mapping[str, str]) -> dict[str, str]:
     """The variables that all processes have in common, beside those that they had otherwise."""
-    found = {"PYTHONUNBUFFERED": "1"}
-    if launch.devices is not None:
-        flag = "--xla_force_host_platform_device_count"
-        kept = [w for w in outer.get("XLA_FLAGS", "").split() if not w.startswith(flag)]
-        found |= {
-            "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": str(launch.devices),
-            "XLA_FLAGS": " ".join(kept),
-        }
-    return found
+    devices = {} if launch.devices is None else cpu_variables(launch.devices, outer)
+    return {"PYTHONUNBUFFERED": "1", **devices}
 
 
 # Output
 
 
-def _relays(process: int, running: subprocess.Popen[bytes], launch: Launch) -> list:
-    prefix = _prefix(process, launch) if launch.prefix else b""
+def relays_of(
+    running: subprocess.Popen[bytes], shown: Callable[[bytes], bytes]
+) -> list[threading.Thread]:
+    """Threads that write what a process says, line by line: lines of two never mix."""
     pairs = ((running.stdout, sys.stdout), (running.stderr, sys.stderr))
     threads = [
-        threading.Thread(target=relay, args=(source, sink, lambda line: prefix + line), daemon=True)
+        threading.Thread(target=_relay, args=(source, sink, shown), daemon=True)
         for source, sink in pairs
     ]
     for thread in threads:
@@ -172,21 +182,20 @@ def _relays(process: int, running: subprocess.Popen[bytes], launch: Launch) -> l
     return threads
 
 
-def _prefix(process: int, launch: Launch) -> bytes:
-    width = len(str(launch.processes - 1))
-    text = f"[{process:>{width}}] "
-    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+def _relay(source: IO[bytes], sink: IO[str], shown: Callable[[bytes], bytes]) -> None:
+    for line in source:
+        write(sink, shown(line))
+
+
+def _prefixed(process: int, launch: Launch) -> Callable[[bytes], bytes]:
+    """What writes the number of a process before a line, if that is wanted."""
+    text = f"[{process:>{len(str(launch.processes - 1))}}] " if launch.prefix else ""
+    if text and sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
         text = f"\x1b[{_COLORS[process % len(_COLORS)]}m{text}\x1b[0m"
-    return text.encode()
+    return lambda line: text.encode() + line
 
 
 _writing = threading.Lock()
-
-
-def relay(source: IO[bytes], sink: IO[str], shown: Callable[[bytes], bytes]) -> None:
-    """Writes what a process says, line by line: lines of two processes never mix."""
-    for line in source:
-        write(sink, shown(line))
 
 
 def write(sink: IO[str], line: bytes) -> None:
@@ -216,13 +225,8 @@ def wait(
 ) -> int:
     """Waits until all processes have ended; after a failure, no longer than `grace` seconds.
 
-    Args:
-        codes: Returns the exit code of each that has ended, None for the others.
-        stop_others: Stops those that have not.
-        grace: Seconds.
-
-    Returns:
-        0, or the exit code of the first that failed.
+    `codes` gives the exit code of each that has ended, None for the others, which `stop_others`
+    stops. It returns 0, or the exit code of the first that failed.
     """
     failed, deadline = None, float("inf")
     while time.monotonic() < deadline:
@@ -232,14 +236,15 @@ def wait(
             failed = min((i for i, c in enumerate(now) if c), key=lambda i: (now[i] or 0) > 0)
             deadline = time.monotonic() + grace
             left = sum(c is None for c in now)
-            say(f"process {failed} {_ended(now[failed])}{_others(left, grace)}")
+            others = f"; {left} other{'s have' if left > 1 else ' has'} {grace:g} s to end"
+            say(f"process {failed} {_ended(now[failed])}{others * bool(left)}")
         if None not in now:
             break
         time.sleep(_POLL)
     else:
         say("the others are stopped")
         stop_others()
-    return 0 if failed is None else _exit_code(codes()[failed] or 1)
+    return 0 if failed is None else exit_code(codes()[failed] or 1)
 
 
 def _ended(code: int | None) -> str:
@@ -249,14 +254,9 @@ def _ended(code: int | None) -> str:
     return f"has failed with exit code {code}"
 
 
-def _others(left: int, grace: float) -> str:
-    if not left:
-        return ""
-    return f"; {left} other{'s have' if left > 1 else ' has'} {grace:g} s to end"
-
-
-def _exit_code(code: int) -> int:
-    return code if code > 0 else 128 - code
+def exit_code(code: int) -> int:
+    """That of a process as a shell says it: 128 and the signal, if one has ended it."""
+    return code if code >= 0 else 128 - code
 
 
 def stop(running: list[subprocess.Popen[bytes]], first: signal.Signals) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 import contextlib
+import functools
 import importlib
 import logging
 import os
@@ -15,14 +16,14 @@ import threading
 from typing import Any
 
 from spmd.cli.options import CommandError
-from spmd.launch import ADDRESS, PROCESS, PROCESSES
 from spmd.launch._local import (
-    BECOME_PROGRAM,
     Launch,
-    Stopped,
     free_port,
-    say,
+    numbers,
+    program,
+    started,
     stoppable,
+    unless_stopped,
     variables,
     wait,
     write,
@@ -32,10 +33,8 @@ from spmd.launch._local import (
 def run(launch: Launch) -> int:
     """Runs a program in actors of Ray; each needs a CPU, or what the engine's options say.
 
-    The interpreter and the program have to be at the same place on all machines.
-
-    Returns:
-        0; the exit code of the first process that failed, or 128 and the signal that ended it.
+    The interpreter and the program have to be at the same place on all machines. It returns 0, the
+    exit code of the first process that failed, or 128 and the signal that ended it.
     """
     ray = _ray()
     options = _options(launch.engine_options)
@@ -49,11 +48,8 @@ def run(launch: Launch) -> int:
         address = ray.get(actors[0].address.remote())
         for i in range(launch.processes):
             tasks.start(i, launch, address)
-        try:
-            return wait(tasks.codes, tasks.kill, launch.grace)
-        except Stopped as stopped:
-            say(f"stopped by {stopped.number.name}, and so are the processes")
-            return 128 + stopped.number
+        ended = functools.partial(wait, tasks.codes, tasks.kill, launch.grace)
+        return unless_stopped(ended, lambda _: None)  # they are killed in any case
 
 
 def _ray() -> Any:
@@ -99,13 +95,8 @@ class Process:
 
     def run(self, command: tuple[str, ...], env: Mapping[str, str]) -> Iterator[Any]:
         """Runs the program; yields whether a line is of its errors, and the line; then its code."""
-        with subprocess.Popen(
-            [sys.executable, "-c", BECOME_PROGRAM, str(os.getpid()), *command],
-            env={**os.environ, **env},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        ) as running:
+        own = {**os.environ, **env}
+        with started(program(command, os.getpid()), own, own_session=False) as running:
             yield from _lines(running)
         yield running.returncode
 
@@ -136,8 +127,7 @@ class _Tasks:
 
     def start(self, process: int, launch: Launch, address: str) -> None:
         """Starts a process, and a thread that writes what it says."""
-        env = {**variables(launch, os.environ), ADDRESS: address}
-        env |= {PROCESSES: str(launch.processes), PROCESS: str(process)}
+        env = {**variables(launch, os.environ), **numbers(launch, process, address)}
         method = self._actors[process].run.options(num_returns="streaming")
         said = method.remote(launch.command, env)
         thread = threading.Thread(target=self._follow, args=(process, said, launch), daemon=True)

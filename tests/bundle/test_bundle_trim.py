@@ -9,7 +9,7 @@ import pytest
 
 import spmd
 from spmd import P, _jax, pjit
-from spmd.bundle import _api, _format, _trim, _wire
+from spmd.bundle import _api, _format, _trim
 
 
 def _many_fusions(x, w, n):
@@ -244,7 +244,7 @@ def test_every_cut_and_change_of_code_is_left_as_it_is(made):
             changed[at] ^= 1 << rng.integers(8)
         if found := _trim.trim(bytes(changed)):
             assert _trim.untrim(*found)
-    with pytest.raises(_wire.WireError):
+    with pytest.raises(_trim.WireError):
         _trim.untrim(code, b"no such thing")
 
 
@@ -255,19 +255,19 @@ def _instruction(name, opcode, own, **fields):
     kind, called = fields.get("kind"), fields.get("called", ())
     found = [(1, 2, name), (2, 2, opcode), (3, 2, b"shape of " + name)]
     found += [(11, 2, kind)] if kind else []
-    return _wire.build([*found, (35, 0, own), *((38, 0, one) for one in called)])
+    return _trim.build([*found, (35, 0, own), *((38, 0, one) for one in called)])
 
 
 def _body(own, *instructions):
     rows = [(2, 2, one) for one in instructions]
-    return (3, 2, _wire.build([(1, 2, b"body"), *rows, (5, 0, own), (6, 0, 1)]))
+    return (3, 2, _trim.build([(1, 2, b"body"), *rows, (5, 0, own), (6, 0, 1)]))
 
 
 def _bodies(module):
     """Instructions of each computation by its number."""
-    bodies = [_wire.parse(v) for n, _, v in _wire.parse(module) if n == 3]
+    bodies = [_trim.parse(v) for n, _, v in _trim.parse(module) if n == 3]
     return {
-        _wire.number_of(body, 5): [_wire.parse(v) for n, _, v in body if n == 2] for body in bodies
+        _trim.number_of(body, 5): [_trim.parse(v) for n, _, v in body if n == 2] for body in bodies
     }
 
 
@@ -301,19 +301,19 @@ def test_only_compiled_fusions_become_calls():
         11: inner,
     }
     rows = [_body(own, *instructions) for own, instructions in bodies.items()]
-    module = _wire.build([(1, 2, b"module"), *rows, (6, 0, 7), (7, 2, b"schedule")])
+    module = _trim.build([(1, 2, b"module"), *rows, (6, 0, 7), (7, 2, b"schedule")])
     slim = _trim._trim_module(module)
     found = _bodies(slim)
     assert [*found] == [2, 3, 4, 5, 7, 8, 9, 10]
     opcodes = {
-        own: [_wire.bytes_of(i, 2).decode() for i in instructions]
+        own: [_trim.bytes_of(i, 2).decode() for i in instructions]
         for own, instructions in found.items()
     }
     assert opcodes[5] == ["custom-call", "parameter", "add"]
     assert opcodes[7] == ["custom-call", "custom-call", "call", "fusion", "while"]
     for own in (2, 3, 4, 8, 9, 10):
-        assert found[own] == [_wire.parse(i) for i in bodies[own]]
-    rest = [field for field in _wire.parse(slim) if field[0] != 3]
+        assert found[own] == [_trim.parse(i) for i in bodies[own]]
+    rest = [field for field in _trim.parse(slim) if field[0] != 3]
     assert rest == [(1, 2, b"module"), (6, 0, 7), (7, 2, b"schedule")]
 
 
@@ -339,9 +339,9 @@ _VALUES = st.one_of(
 @given(st.lists(_VALUES))
 def test_messages_come_back(fields):
     """What is written is read again; two messages after each other are one with all fields."""
-    message = _wire.build(fields)
-    assert _wire.parse(message) == fields
-    assert _wire.parse(message + message) == fields + fields
+    message = _trim.build(fields)
+    assert _trim.parse(message) == fields
+    assert _trim.parse(message + message) == fields + fields
 
 
 @given(st.binary(max_size=40))
@@ -349,16 +349,16 @@ def test_messages_come_back(fields):
 def test_bytes_that_are_no_message_are_refused(data):
     """Any bytes are fields that give the same fields again, or refused as no message."""
     try:
-        fields = _wire.parse(data)
-    except _wire.WireError:
+        fields = _trim.parse(data)
+    except _trim.WireError:
         return
-    assert _wire.parse(_wire.build(fields)) == fields
+    assert _trim.parse(_trim.build(fields)) == fields
 
 
 def test_the_wire_format():
     """Numbers and texts are written as protobuf's documentation has them."""
-    assert _wire.build([(1, 0, 150)]) == bytes.fromhex("089601")
-    assert _wire.build([(2, 2, b"testing")]) == bytes.fromhex("120774657374696e67")
+    assert _trim.build([(1, 0, 150)]) == bytes.fromhex("089601")
+    assert _trim.build([(2, 2, b"testing")]) == bytes.fromhex("120774657374696e67")
     packed = [(6, 2, bytes.fromhex("038e029ea705")), (6, 0, 1)]
-    assert _wire.numbers_of(packed, 6) == [3, 270, 86942, 1]
-    assert _wire.number_of([], 1) == 0
+    assert _trim.numbers_of(packed, 6) == [3, 270, 86942, 1]
+    assert _trim.number_of([], 1) == 0

@@ -1,0 +1,41 @@
+"""The command ``spmd sweep``: bytes and memory as the mesh grows."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from typing import Any
+
+from spmd.cli.options import OK, CommandError, draw, load
+from spmd.cli.programs import add_program_command, doing, shapes, start
+
+_EXAMPLES = """\
+examples:
+  spmd sweep train:step --args train:example_args --mesh data=-1,model=4 \\
+      --topology v5e:4x4 --topology v5e:8x8 --topology v5e:16x16
+"""
+
+
+def add_command(commands: Any) -> None:
+    """Adds ``sweep`` to the commands of the command line."""
+    about = "compare bytes and memory as the mesh grows"
+    add_program_command(commands, "sweep", _sweep, about, epilog=_EXAMPLES, several=True)
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    axes = start(args)
+    if not args.topology:
+        raise CommandError("sweep needs --topology, once for each mesh to compare.")
+    function = load(args.function, "FUNCTION")
+    import spmd
+
+    places = [(name, axes) for name in args.topology]
+
+    def args_of(mesh: Any) -> tuple:
+        values, keywords = shapes(args.args, mesh)
+        return inspect.signature(function).bind(*values, **keywords).args
+
+    with doing(args, f"compiling {args.function} for {len(places)} meshes"):
+        sweep = spmd.sweep(function, meshes=places, args_of=args_of)
+    draw(sweep)
+    return OK
