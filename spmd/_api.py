@@ -177,7 +177,7 @@ class PjitFunction:
             out_names=plan.out_names,
             consts=plan.consts,
         )
-        placed = tuple(_dispatch.placed_sharding(x) for x in (*plan.consts, *flat.leaves))
+        placed = _jax.dispatch.placed_shardings((*plan.consts, *flat.leaves))
         return Traced(plan.jaxpr, plan.call, placed, signature)
 
     @_jax.core.api_boundary
@@ -232,7 +232,7 @@ def call_planned(
         _jax.transform.find_nan(e, line.fun, args, kwargs)
         raise
     data = None
-    if repeatable and line.options.params.keeps_order(args, kwargs):
+    if repeatable and (not kwargs or line.options.params.keeps_order(args, kwargs)):
         data = _dispatch.fast_path_data(values, plan.jaxpr, plan.call, plan.out_tree, outs)
     if line.options.positional_semantics == "local":
         outs, data = _to_local(outs, plan), None
@@ -241,7 +241,7 @@ def call_planned(
 
 def _bind(values: Sequence[Any], plan: Plan, options: PjitOptions) -> Sequence[Any]:
     mesh = plan.call.mesh
-    if _jax.mesh.explicit_axes() or _jax.mesh.has_explicit_axes(mesh):
+    if _jax.mesh.meets_explicit_axes(mesh):
         traced = [v for v in values if isinstance(v, _jax.core.Tracer)]
         if traced and _jax.mesh.explicit_axes():
             return _bind_typed(values, plan, options)

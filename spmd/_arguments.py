@@ -422,6 +422,8 @@ def argument_specs(
     Raises:
         ValueError: The specs are no pytree prefix of the arguments.
     """
+    if specs.treedef.node_data() is None:  # one for all
+        return specs.leaves * tree.num_leaves, specs.names * tree.num_leaves
     args, kwargs = tree.children()
     order = _spec_order(params)
     # What *args takes has its entries before those of the keyword-only parameters.

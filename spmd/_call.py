@@ -52,14 +52,13 @@ class PjitCall:
     compiler_options: tuple[tuple[str, Any], ...] = ()
     kind: str = "pjit"
     # Computed once: the record is part of the key of every lookup.
-    _hash: int = field(init=False, repr=False, compare=False, default=0)
-
-    def __post_init__(self) -> None:
-        parts = (self.name, self.mesh, self.in_axis_resources, self.out_axis_resources)
-        object.__setattr__(self, "_hash", hash((*parts, self.donated_invars)))
+    _hash: int | None = field(init=False, repr=False, compare=False, default=None)
 
     def __hash__(self) -> int:
-        return self._hash
+        if self._hash is None:
+            parts = (self.name, self.mesh, self.in_axis_resources, self.out_axis_resources)
+            object.__setattr__(self, "_hash", hash((*parts, self.donated_invars)))
+        return self._hash  # type: ignore[return-value] - set above
 
     @property
     def subject(self) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import jax
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 import numpy as np
 
 from spmd import _jax
@@ -53,7 +53,7 @@ class Mesh(jax.sharding.Mesh):
             raise explain("Mesh", [_same_names(plain.axis_names)])
         # JAX interns its meshes and always builds the base class.
         self = object.__new__(cls)
-        self.__dict__.update(_jax.mesh.mesh_fields(plain), _plain=plain)
+        self.__dict__.update(vars(plain), _plain=plain)
         return self
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -300,14 +300,14 @@ def show_devices(devices: Sequence[Any]) -> str:
 
 def is_described(mesh: Any) -> bool:
     """Whether the devices of a mesh are only described; they are all of one kind."""
-    if _jax.mesh.is_abstract(mesh):
+    if isinstance(mesh, AbstractMesh):
         return False
     return _jax.mesh.is_described(next(iter(mesh.devices.flat), None))
 
 
 def described_failure(mesh: Any) -> Failure | None:
     """Something is to run on devices that are only described, or not even that."""
-    if _jax.mesh.is_abstract(mesh):
+    if isinstance(mesh, AbstractMesh):
         return Failure(
             what=f"cannot run on {show_mesh(mesh)}: it is an AbstractMesh, which has no devices",
             expected="a mesh of devices",
@@ -337,7 +337,7 @@ def check_parts(mesh: Any, subject: str) -> None:
     Raises:
         RuntimeError: Its devices form no box of the mesh, or it has none there.
     """
-    if _jax.mesh.is_abstract(mesh):
+    if isinstance(mesh, AbstractMesh):
         return
     if failure := scattered_failure(mesh, jax.process_index()):
         raise explain(subject, [failure])
@@ -393,7 +393,7 @@ def tracing(mesh: Any, subject: str) -> Iterator[None]:
     if mesh is None:
         yield
         return
-    ours = mesh if _jax.mesh.is_abstract(mesh) else Mesh(mesh.devices, mesh.axis_names)
+    ours = mesh if isinstance(mesh, AbstractMesh) else Mesh(mesh.devices, mesh.axis_names)
     _context.meshes.append(ours)
     _context.tracing.append((auto_mesh(mesh), subject))
     try:

@@ -15,7 +15,7 @@ from spmd import _dispatch, _jax
 from spmd._call import PjitCall
 from spmd._lower import lower_inner_call
 from spmd._mesh import auto_mesh, enclosing_pjit, show_mesh, traced_under
-from spmd._resolve import to_sharding
+from spmd._resolve import resource_of, to_sharding
 from spmd._spec import (
     BATCH,
     UNCONSTRAINED,
@@ -319,7 +319,7 @@ def _placed(call: PjitCall, values: Sequence[Any]) -> PjitCall:
     pairs = zip((*values, *unknown), given, strict=True)
     return _with_inputs(
         call,
-        tuple(_dispatch.resource_of(v, call.mesh) if g is UNSPECIFIED else g for v, g in pairs),
+        tuple(resource_of(v, call.mesh) if g is UNSPECIFIED else g for v, g in pairs),
     )
 
 

@@ -12,7 +12,7 @@ from jax.sharding import Sharding
 import jax.tree_util as jtu
 import numpy as np
 
-from spmd import _dispatch, _jax
+from spmd import _jax
 from spmd._arguments import argument_names, argument_specs, donated_leaves, split_arguments
 from spmd._call import PjitCall
 from spmd._constraint import sharding_constraint_p
@@ -20,8 +20,8 @@ from spmd._local import global_shape
 from spmd._mesh import auto_mesh, check_parts, current_mesh, enclosing_pjit, plain_mesh
 from spmd._options import PjitOptions, mesh_clash
 from spmd._pjit import nested_mesh_failure
-from spmd._resolve import from_array_failure, no_mesh
-from spmd._spec import FROM_ARRAY, UNSPECIFIED, ParsedPartitionSpec, broadcast_prefix
+from spmd._resolve import from_array_failure, mesh_of, no_mesh, resolve_leaves
+from spmd._spec import FROM_ARRAY, UNSPECIFIED, ParsedPartitionSpec
 from spmd._trace import Signature, Trace, trace
 from spmd.errors import ArgumentError, Failure, explain
 
@@ -122,10 +122,12 @@ def find_mesh(options: PjitOptions, flat: Flat) -> Any:
         RuntimeError: There is none, or the shardings are of another one.
     """
     leaves = (*options.in_specs.leaves, *options.out_specs.leaves)
-    leaf_mesh = _dispatch.mesh_of([x for x in leaves if isinstance(x, Sharding)])
+    shardings = [x for x in leaves if isinstance(x, Sharding)]
+    leaf_mesh = mesh_of(shardings) if shardings else None
     mesh = options.mesh if options.mesh is not None else plain_mesh(current_mesh())
     if mesh is not None:
-        clash = mesh_clash("the context", mesh, (options.in_specs, options.out_specs))
+        specs = (options.in_specs, options.out_specs)
+        clash = mesh_clash("the context", mesh, specs) if shardings else []
         if clash and (outer := enclosing_pjit()) and options.mesh is None:
             clash = [nested_mesh_failure(leaf_mesh, outer)]
         if clash:
@@ -134,7 +136,7 @@ def find_mesh(options: PjitOptions, flat: Flat) -> Any:
     mesh = leaf_mesh
     if mesh is None and not any(isinstance(x, ParsedPartitionSpec) for x in leaves):
         concrete = _concrete(flat.leaves)
-        mesh = _dispatch.mesh_of([_dispatch.placed_sharding(x) for x in concrete])
+        mesh = mesh_of(_jax.dispatch.placed_shardings(concrete))
         if mesh is None and len(concrete) < len(flat.leaves):
             return None  # under a transformation only the impl rule sees what the arrays have
     if mesh is None:
@@ -162,22 +164,22 @@ def resolve_inputs(
     )
     if "local" in semantics and mesh is not None:
         check_parts(mesh, options.subject)
-    failures, avals, resources = [], [], []
-    rows = zip(leaves, given, signature.avals, signature.arg_names, semantics, strict=True)
-    for raw, where, aval, name, kind in rows:
-        on = mesh.local_mesh if kind == "local" and mesh is not None else mesh
-        what = f"{'local ' if kind == 'local' else ''}argument {name}"
-        leaf, failure = _dispatch.resolve_leaf(raw, aval, mesh, what, where, on=on)
-        resources.append(leaf)
-        failures.append(failure)
-        avals.append(aval if failure or kind == "global" else _global_aval(aval, leaf, mesh))
-    if failures := [f for f in failures if f]:
+    rows = [
+        (leaf, aval, f"argument {name}", where, mesh)
+        if kind == "global"
+        else (leaf, aval, f"local argument {name}", where, mesh and mesh.local_mesh)
+        for leaf, aval, name, where, kind in zip(
+            leaves, signature.avals, signature.arg_names, given, semantics, strict=True
+        )
+    ]
+    found = resolve_leaves(rows, mesh)
+    if failures := [f for _, f in found if f]:
         raise explain(options.subject, failures)
-    return tuple(resources), given, tuple(avals)
-
-
-def _global_aval(aval: Any, leaf: Any, mesh: Any) -> Any:
-    return aval.update(shape=global_shape(aval.shape, leaf, mesh))
+    avals = [
+        aval if kind == "global" else aval.update(shape=global_shape(aval.shape, leaf, mesh))
+        for (leaf, _), aval, kind in zip(found, signature.avals, semantics, strict=True)
+    ]
+    return tuple(leaf for leaf, _ in found), given, tuple(avals)
 
 
 def check_from_array(flat: Flat, plan: Plan, options: PjitOptions) -> None:
@@ -230,16 +232,17 @@ def resolve_outputs(options: PjitOptions, traced: Trace, mesh: Any) -> tuple[Any
         ValueError: A spec does not fit; all that do not are named.
     """
     specs = options.out_specs
-    found = broadcast_prefix(specs.indices(), traced.out_tree, specs.name, "result")
-    if isinstance(found, Failure):
-        raise explain(options.subject, [found])
+    at = specs.broadcast(traced.out_tree, "result")
+    if isinstance(at, Failure):
+        raise explain(options.subject, [at])
     rows = [
-        _dispatch.resolve_leaf(specs.leaves[i], aval, mesh, name, specs.names[i])
-        for i, aval, name in zip(found, traced.jaxpr.out_avals, traced.out_names, strict=True)
+        (specs.leaves[i], aval, name, specs.names[i], mesh)
+        for i, aval, name in zip(at, traced.jaxpr.out_avals, traced.out_names, strict=True)
     ]
-    if failures := [f for _, f in rows if f]:
+    found = resolve_leaves(rows, mesh)
+    if failures := [f for _, f in found if f]:
         raise explain(options.subject, failures)
-    return tuple(leaf for leaf, _ in rows)
+    return tuple(leaf for leaf, _ in found)
 
 
 def _constrain_outputs(jaxpr: Any, resources: Sequence[Any], mesh: Any) -> Any:
@@ -325,7 +328,7 @@ def make_plan(
         out_tree=traced.out_tree,
         out_names=traced.out_names,
         from_array=tuple(i for i, r in enumerate(resources) if r is FROM_ARRAY),
-        refs=_jax.core.ref_indices(traced.jaxpr),
+        refs=traced.refs,
     )
 
 

@@ -74,10 +74,19 @@ class ParsedPartitionSpec:
             are not split.
         unsafe_user_spec: What the user wrote. Only :meth:`unsynced_user_spec` may show it.
         sync: How far `partitions` are from what the user wrote.
+        axes: All mesh axes that the spec uses, in order of the dimensions.
+        has_unconstrained: Whether the user left a dimension to the partitioner.
     """
 
     __module__ = "spmd.partition_spec"
-    __slots__ = ("_hash", "partitions", "sync", "unsafe_user_spec")
+    __slots__ = (
+        "_hash",
+        "axes",
+        "has_unconstrained",
+        "partitions",
+        "sync",
+        "unsafe_user_spec",
+    )
 
     def __init__(
         self,
@@ -85,9 +94,11 @@ class ParsedPartitionSpec:
         partitions: Sequence[Any],
         sync: SpecSync = SpecSync.IN_SYNC,
     ):
-        self.partitions = tuple(partitions)
+        self.partitions = parts = tuple(partitions)
         self.unsafe_user_spec = user_spec
         self.sync = sync
+        self.axes = tuple(a for part in parts if isinstance(part, tuple) for a in part)
+        self.has_unconstrained = any(part is UNCONSTRAINED for part in parts)
         self._hash = hash((self.partitions, sync))
 
     @classmethod
@@ -141,16 +152,6 @@ class ParsedPartitionSpec:
             (*parts[:dim], val, *parts[dim:]),
             sync=min(self.sync, moved),
         )
-
-    @property
-    def axes(self) -> tuple[Any, ...]:
-        """All mesh axes that the spec uses, in order of the dimensions."""
-        return tuple(a for part in self.partitions if isinstance(part, tuple) for a in part)
-
-    @property
-    def has_unconstrained(self) -> bool:
-        """Whether the user left a dimension to the partitioner."""
-        return any(part is UNCONSTRAINED for part in self.partitions)
 
     def to_partition_spec(self, batch: Any = None) -> PartitionSpec:
         """Returns the PartitionSpec of the partitions; `batch` stands for :data:`BATCH`."""
@@ -304,6 +305,10 @@ class SpecTree:
     def indices(self) -> Any:
         """Returns the tree with the index of each leaf in its place."""
         return jtu.tree_unflatten(self.treedef, range(len(self.leaves)))
+
+    def broadcast(self, treedef: Any, value: str) -> list[int] | Failure:
+        """Returns the index of a leaf per leaf of `treedef`; see :func:`broadcast_prefix`."""
+        return broadcast_prefix(self.indices(), treedef, self.name, value)
 
 
 def _is_leaf(x: Any) -> bool:

@@ -50,12 +50,14 @@ class Trace:
     Attributes:
         jaxpr: Closed jaxpr; its inputs are `consts`, then the leaves of the arguments.
         consts: Values of an outer trace, and references, that the function closes over.
+        refs: Indices of the mutable references among all inputs.
         out_tree: Structure of the results.
         out_names: What to call each result, e.g. ``"result['loss']"``.
     """
 
     jaxpr: Any
     consts: tuple[Any, ...]
+    refs: tuple[int, ...]
     out_tree: Any
     out_names: tuple[str, ...]
 
@@ -84,9 +86,10 @@ def trace(
 def _trace(
     fun: Callable, signature: Signature, mesh: Any, subject: str, origin: Callable | None
 ) -> Trace:
-    if _jax.core.no_tracing():
+    forbidden, explains = _jax.core.trace_switches()
+    if forbidden:
         raise RuntimeError(f"{subject} would trace, and jax_no_tracing is set.")
-    if _jax.core.explain_cache_misses():
+    if explains:
         _explain_miss(origin or fun, signature, mesh, subject)
     out_tree = out_names = None
 
@@ -106,15 +109,14 @@ def _trace(
     if signature.explicit:
         axes, types = signature.explicit, signature.types
         body = jax.sharding.explicit_axes(flat_fun, axes=axes, in_sharding=types)
-    info = _jax.core.debug_info(fun, signature.arg_names, lambda: out_names)
-    kind, name = subject.split(" of `")[0], _jax.core.fun_name(fun)
-    said = f"Finished tracing {{fun_name}} for {kind} in {{elapsed_time:.9f}} sec"
-    with _jax.core.log_elapsed(said, name):
-        jaxpr = _jax.core.trace_to_jaxpr(body, signature.avals, info)
+    kind = subject.split(" of `")[0]
+    jaxpr, consts, refs = _jax.core.trace_function(
+        body, fun, signature.avals, signature.arg_names, lambda: out_names or (), kind
+    )
     count("traces")
-    _jax.core.result_paths(jaxpr, out_names or ())
-    jaxpr, consts = _jax.core.separate_live_consts(jaxpr)
-    return Trace(jaxpr=jaxpr, consts=tuple(consts), out_tree=out_tree, out_names=out_names or ())
+    return Trace(
+        jaxpr=jaxpr, consts=consts, refs=refs, out_tree=out_tree, out_names=out_names or ()
+    )
 
 
 def no_array(value: Any, name: str) -> Failure | None:

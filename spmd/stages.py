@@ -21,10 +21,17 @@ from spmd._arguments import Parameters, split_arguments
 from spmd._call import PjitCall
 from spmd._counts import count
 from spmd._doors import opened
-from spmd._lower import lower, lower_for_export, program_of
+from spmd._lower import lower, lower_for_export
 from spmd._mesh import described_failure, show_mesh
 from spmd._recover import parse_op_sharding
-from spmd._resolve import is_equivalent, placed_sharding, show_aval, show_sharding
+from spmd._resolve import (
+    is_equivalent,
+    mesh_of,
+    place,
+    placed_sharding,
+    show_aval,
+    show_sharding,
+)
 from spmd._starting import crowds
 from spmd.errors import ArgumentError, Failure, RecoveryError, ShardingError, explain
 
@@ -78,7 +85,7 @@ class Stage:
     def mesh(self) -> Any:
         """The mesh that the program is for."""
         mesh = self._call.mesh
-        return mesh if mesh is not None else _dispatch.mesh_of(self._placed)
+        return mesh if mesh is not None else mesh_of(self._placed)
 
     @property
     def in_tree(self) -> Any:
@@ -168,15 +175,13 @@ class Traced(Stage):
             RuntimeError: There is no mesh, or an argument lives on other devices.
         """
         jaxpr = _jax.transform.plain_jaxpr(self._jaxpr)
-        mesh, shardings, _ = _dispatch.place(jaxpr, self._call, self._placed)
-        key = _jax.dispatch.placement_key(shardings, jaxpr.in_avals)
-        program = program_of(self._call, mesh)
+        mesh, shardings, _ = place(jaxpr, self._call, self._placed)
         if lowering_platforms is not None:
             lowering = lower_for_export(
-                jaxpr, program, mesh, shardings, lowering_platforms, _private_parameters
+                jaxpr, self._call, mesh, shardings, lowering_platforms, _private_parameters
             )
             return Lowered(self, lowering, shardings).jax_stage
-        return Lowered(self, lower(jaxpr, program, mesh, key), shardings)
+        return Lowered(self, lower(jaxpr, self._call, mesh, shardings), shardings)
 
 
 class Lowered(Stage):
@@ -227,7 +232,7 @@ class Lowered(Stage):
             RuntimeError: The mesh is abstract: there is nothing to compile for.
             OutOfMemoryError: The compiler says that the program does not fit the devices.
         """
-        if _jax.mesh.is_abstract(self.mesh):
+        if isinstance(self.mesh, jax.sharding.AbstractMesh):
             failure: Any = described_failure(self.mesh)
             raise explain(self._call.subject, [failure])
         options = None if compiler_options is None else dict(compiler_options)

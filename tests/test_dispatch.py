@@ -695,9 +695,9 @@ def test_failing_trace_in_many_threads_leaves_nothing(mesh):
 @pytest.mark.slow
 def test_dropped_functions_die_with_their_programs():
     """Caches hold a function weakly: create, compile, call, drop leaves nothing behind."""
-    from spmd import _dispatch, _plan, _trace
+    from spmd import _dispatch, _lower, _plan, _trace
 
-    caches = [_plan.make_plan, _trace._trace, _dispatch._prepare, _dispatch._program]
+    caches = [_plan.make_plan, _trace._trace, _dispatch._prepare, _lower._compile]
     mesh = mesh_of({"x": 1})
     spmd.clear_caches()
 

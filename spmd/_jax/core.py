@@ -96,16 +96,6 @@ def ref_indices(jaxpr: Any) -> tuple[int, ...]:
     return tuple(i for i, a in enumerate(jaxpr.in_avals) if is_ref(a))
 
 
-def buffer_of(x: Any) -> Any:
-    """Returns the array that a mutable reference holds now; anything else is itself."""
-    return x._refs._buf if isinstance(x, core.Ref) else x
-
-
-def set_buffer(ref: Any, array: Any) -> None:
-    """Lets a mutable reference hold another array of equal value."""
-    ref._refs._buf = array
-
-
 def short_aval(aval: Any) -> str:
     """Returns ``f32[30,512]``."""
     return f"{dtypes.short_dtype_name(aval.dtype)}[{','.join(map(str, aval.shape))}]"
@@ -138,14 +128,6 @@ def close_jaxpr(jaxpr: Any, consts: Sequence[Any]) -> Any:
     return jaxpr.with_consts(consts) if MERGED_JAXPR else core.ClosedJaxpr(jaxpr, consts)
 
 
-def separate_live_consts(jaxpr: Any) -> tuple[Any, list[Any]]:
-    """Turns constants into leading inputs if one is a tracer of an outer trace or a reference."""
-    if not any(isinstance(c, (Tracer, core.Ref)) for c in jaxpr.consts):
-        return jaxpr, []
-    jaxpr, consts = pe.separate_consts(jaxpr)
-    return jaxpr, list(consts)
-
-
 def trace_to_jaxpr(fun: Callable, avals: Sequence[Any], debug_info: Any) -> Any:
     """Traces a function of flat arguments to a closed jaxpr."""
     wrapped = linear_util.wrap_init(fun, debug_info=debug_info)
@@ -153,17 +135,34 @@ def trace_to_jaxpr(fun: Callable, avals: Sequence[Any], debug_info: Any) -> Any:
     return close_jaxpr(jaxpr, consts)
 
 
-def debug_info(fun: Callable, arg_names: Sequence[str], result_paths: Any) -> Any:
-    """Names of the arguments and results, for jaxprs, StableHLO locations and messages."""
-    return core.DebugInfo(
-        "pjit", api_util.fun_sourceinfo(fun) or "<unknown>", tuple(arg_names), result_paths
-    )
+def trace_function(
+    flat: Callable,
+    fun: Callable,
+    avals: Sequence[Any],
+    arg_names: Sequence[str],
+    out_names: Callable[[], Sequence[str]],
+    kind: str,
+) -> tuple[Any, tuple[Any, ...], tuple[int, ...]]:
+    """Traces a user's function by its flat form.
 
+    The names go into jaxprs, StableHLO locations and messages; those of the results are known
+    only after the trace. `kind` is what the user called, for the log.
 
-def result_paths(jaxpr: Any, paths: Sequence[str]) -> None:
-    """Records how the user calls each result; they are known only after the trace."""
+    Returns:
+        The closed jaxpr; what it takes before its arguments, as no constant can be a tracer of an
+        outer trace or a reference; which of its inputs are mutable references.
+    """
+    where = api_util.fun_sourceinfo(fun) or "<unknown>"
+    info: Any = core.DebugInfo("pjit", where, tuple(arg_names), out_names)
+    said = f"Finished tracing {{fun_name}} for {kind} in {{elapsed_time:.9f}} sec"
+    with dispatch.log_elapsed_time(said, fun_name(fun), event=dispatch.JAXPR_TRACE_EVENT):
+        jaxpr = trace_to_jaxpr(flat, avals, info)
     inner = inner_jaxpr(jaxpr)
-    inner._debug_info = inner.debug_info._replace(result_paths=tuple(paths))
+    inner._debug_info = inner.debug_info._replace(result_paths=tuple(out_names()))
+    consts: Sequence[Any] = ()
+    if any(isinstance(c, (Tracer, core.Ref)) for c in jaxpr.consts):
+        jaxpr, consts = pe.separate_consts(jaxpr)
+    return jaxpr, tuple(consts), ref_indices(jaxpr)
 
 
 def unknown_debug_info(jaxpr: Any) -> Any:
@@ -226,19 +225,9 @@ def trace_context_names() -> Sequence[str]:
         return ()
 
 
-def no_tracing() -> bool:
-    """Whether `jax_no_tracing` forbids to trace."""
-    return config.no_tracing.value
-
-
-def explain_cache_misses() -> bool:
-    """Whether `jax_explain_cache_misses` asks for the reason of every trace."""
-    return config.explain_cache_misses.value
-
-
-def log_elapsed(fmt: str, name: str) -> Any:
-    """A context that logs how long tracing took, as `jax_log_compiles` asks for."""
-    return dispatch.log_elapsed_time(fmt, name, event=dispatch.JAXPR_TRACE_EVENT)
+def trace_switches() -> tuple[bool, bool]:
+    """Whether `jax_no_tracing` and `jax_explain_cache_misses` are set."""
+    return config.no_tracing.value, config.explain_cache_misses.value
 
 
 def pp_equation(eqn: Any, context: Any, settings: Any, params: dict[str, Any]) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import weakref
 
 import jax
-from jax._src import api, config, sharding_impls, tree_util, util, xla_bridge
+from jax._src import api, config, core, sharding_impls, tree_util, util, xla_bridge
 from jax._src.interpreters import pxla
 from jax._src.lib import _jax, xla_client
 from jax._src.random import prng
@@ -32,8 +32,39 @@ def arrays_of(tree: Any) -> list[Any]:
     return [x for x in bare if isinstance(x, ArrayImpl)]
 
 
-def has_own_layout(x: Any) -> bool:
-    """Whether an array's elements lie in another order than programs read their arguments in."""
+def buffer_of(x: Any) -> Any:
+    """Returns the array that a mutable reference holds now; anything else is itself."""
+    return x._refs._buf if isinstance(x, core.Ref) else x
+
+
+def set_buffer(ref: Any, array: Any) -> None:
+    """Lets a mutable reference hold another array of equal value."""
+    ref._refs._buf = array
+
+
+def placed_sharding(x: Any) -> Any:
+    """Returns the sharding of a committed array or of a struct that has one, else None."""
+    held = buffer_of(x)
+    sharding = getattr(held, "sharding", None)
+    if sharding is None or not getattr(held, "_committed", True):
+        return None
+    if held is not x and sharding.num_devices == 1:
+        # `jax.new_ref` commits to a device even what nobody placed there.
+        return None
+    return sharding
+
+
+def placed_shardings(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns :func:`placed_sharding` of each value."""
+    return tuple([placed_sharding(x) for x in values])
+
+
+def own_layouts(values: Sequence[Any]) -> list[int]:
+    """Which values have their elements in another order than programs read their arguments in."""
+    return [i for i, x in enumerate(values) if _has_own_layout(x)]
+
+
+def _has_own_layout(x: Any) -> bool:
     # Asking a deleted array crashes JAX 0.10.
     if not isinstance(x, ArrayImpl) or x.is_deleted():
         return False

@@ -14,7 +14,6 @@ from jax._src.lib.mlir.dialects import func as func_dialect, hlo
 import numpy as np
 
 from spmd._jax.core import ShapedArray, inner_jaxpr
-from spmd._jax.mesh import is_abstract
 from spmd._jax.versions import CRASHES_ON_NESTED_TOKENS, MERGED_JAXPR
 
 
@@ -202,7 +201,8 @@ def platforms_of(ctx: Any) -> tuple[str, ...]:
 def mesh_devices(ctx: Any) -> list[Any]:
     """The devices of an enclosing `shard_map`; empty where there are none."""
     mesh = getattr(ctx.module_context.axis_context, "mesh", None)
-    return [] if mesh is None or is_abstract(mesh) else [*mesh.devices.flat]
+    described = mesh is None or isinstance(mesh, jax.sharding.AbstractMesh)
+    return [] if described else [*mesh.devices.flat]
 
 
 def custom_call(
@@ -311,7 +311,7 @@ def lower_module(
         platforms: Of an export: those that the module is for.
         parameters: Of an export: JAX's own parameters of the lowering.
     """
-    if is_abstract(mesh):
+    if isinstance(mesh, jax.sharding.AbstractMesh):
         platforms = platforms or (jax.default_backend(),)
     return pxla.lower_sharding_computation(
         jaxpr,
@@ -329,6 +329,18 @@ def lower_module(
         lowering_parameters=parameters or mlir.LoweringParameters(),
         pgle_profiler=None,
     )
+
+
+def compile_lowering(lowering: Any) -> tuple[Any, Sequence[Any], bool]:
+    """Compiles for the devices of the mesh.
+
+    Returns:
+        The executable; the constants that it takes as leading arguments, on its devices; whether
+        the compiler was asked.
+    """
+    is_new = not is_compiled(lowering)
+    executable = lowering.compile()
+    return executable, executable.shard_const_args(lowering.const_args), is_new
 
 
 def is_compiled(lowering: Any) -> bool:

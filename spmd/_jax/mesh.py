@@ -52,6 +52,11 @@ def explicit_axes() -> bool:
     return mesh_lib.get_abstract_mesh()._any_axis_explicit
 
 
+def meets_explicit_axes(mesh: Any) -> bool:
+    """Whether shardings are part of types here, or are over some axes of a mesh of devices."""
+    return explicit_axes() or has_explicit_axes(mesh)
+
+
 #: What JAX answers, under Auto axes, to code that is written for Explicit ones.
 _NOT_EXPLICIT = ("axis names that are of type Auto", "non-None and have a non-empty mesh")
 
@@ -87,11 +92,6 @@ def abstract_mesh_value() -> Any:
     return None if mesh.empty or mesh._any_axis_manual else mesh
 
 
-def is_abstract(mesh: Any) -> bool:
-    """Whether a mesh has axes and no devices."""
-    return isinstance(mesh, mesh_lib.AbstractMesh)
-
-
 def push_mesh(mesh: Any) -> None:
     """Enters a mesh as JAX's own context manager does, without its DeprecationWarning."""
     resources = mesh_lib.thread_resources
@@ -116,7 +116,7 @@ def _mesh_stack_changed() -> None:
 @contextlib.contextmanager
 def typing_under(mesh: Any) -> Iterator[None]:
     """Makes a mesh the one that the types of traced values refer to."""
-    devices = mesh_lib.empty_concrete_mesh if is_abstract(mesh) else mesh
+    devices = mesh_lib.empty_concrete_mesh if isinstance(mesh, jax.sharding.AbstractMesh) else mesh
     concrete = sharding_impls._internal_use_concrete_mesh(devices)
     with concrete, abstract_mesh_set(mesh.abstract_mesh):
         yield
@@ -127,7 +127,7 @@ def tracing_under(mesh: Any) -> Iterator[None]:
     """Lets code that is traced find `mesh`, and nothing else, where JAX looks for one."""
     manual = mesh_lib.get_abstract_mesh()._any_axis_manual
     resources, outer = mesh_lib.thread_resources, mesh_lib.thread_resources.stack
-    meshes = (_TRACING,) if is_abstract(mesh) else (_TRACING, mesh)
+    meshes = (_TRACING,) if isinstance(mesh, jax.sharding.AbstractMesh) else (_TRACING, mesh)
     with contextlib.ExitStack() as stack:
         if not manual:
             stack.enter_context(typing_under(mesh))
@@ -168,11 +168,6 @@ def manual_mesh() -> dict[Any, int]:
     """Axes ``{name: size}`` of the mesh that an enclosing `shard_map` is over; else empty."""
     mesh = mesh_lib.get_abstract_mesh()
     return dict(mesh.shape) if mesh._any_axis_manual else {}
-
-
-def mesh_fields(mesh: Any) -> dict[str, Any]:
-    """The fields of a mesh, to build an equal one of a subclass."""
-    return vars(mesh)
 
 
 def tpu_chips() -> int:

@@ -257,7 +257,7 @@ def _make_plan(fun: Callable, options: PmapOptions, signature: Signature) -> Pla
         out_tree=traced.out_tree,
         out_names=traced.out_names,
         from_array=(),
-        refs=_jax.core.ref_indices(traced.jaxpr),
+        refs=traced.refs,
     )
 
 

@@ -35,7 +35,7 @@ from thread_tools import (
 )
 
 import spmd
-from spmd import _dispatch, _jax, _starting, host_callback as hcb, pmap
+from spmd import _dispatch, _jax, _lower, _starting, host_callback as hcb, pmap
 from spmd._pmap import _api, _cache, _starts
 
 
@@ -417,7 +417,7 @@ def rounds(count):
     """Threads make, call and drop functions; nothing stays."""
 
     def sizes():
-        caches = [_dispatch._prepare, _dispatch._program, _dispatch._repeater]
+        caches = [_dispatch._prepare, _lower._compile, _dispatch._repeater]
         caches = [c.cache_info().currsize for c in caches]
         return live(), len(_api._lines), *caches, _jax.dispatch._dispatch_cache().size()
 
