@@ -18,9 +18,10 @@ import jax
 import jax.tree_util as jtu
 
 from spmd import _dispatch, _jax
+from spmd._arguments import describe_leaves
 from spmd._local import global_to_local, local_to_global
 from spmd._mesh import auto_mesh, show_mesh
-from spmd._options import MISSING, PjitOptions, not_callable, parse, weakly_referable
+from spmd._options import MISSING, PjitOptions, not_callable, parse
 from spmd._pjit import clear_rule_caches, pjit_p
 from spmd._plan import (
     Flat,
@@ -29,7 +30,6 @@ from spmd._plan import (
     check_refs,
     find_mesh,
     flatten,
-    leaf_names,
     make_plan,
 )
 from spmd._spec import UNSPECIFIED, ParsedPartitionSpec
@@ -109,8 +109,7 @@ def _pjit(options: dict[str, Any], fun: Callable) -> Any:
     if not callable(fun):
         fix = "pjit(fun, in_axis_resources=...), or @pjit(in_axis_resources=...) above a def"
         raise explain("pjit", [not_callable(fun, fix)])
-    held = weakly_referable(fun)
-    wrapped = pjit_function(held, parse(held, **options))
+    wrapped = pjit_function(*parse(fun, **options))
     wrapped.__wrapped__ = fun
     return wrapped
 
@@ -312,7 +311,7 @@ def _to_local(outs: Sequence[Any], plan: Plan) -> list[Any]:
 def clear_caches() -> None:
     """Forgets every trace, lowering and program of `spmd`; arrays and meshes stay."""
     make_plan.cache_clear()
-    leaf_names.cache_clear()
+    describe_leaves.cache_clear()
     clear_trace_cache()
     clear_rule_caches()
     _dispatch.clear_dispatch_caches()

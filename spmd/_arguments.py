@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+import functools
 import inspect
 import operator
 from typing import Any
@@ -376,31 +377,27 @@ def join_arguments(split_positions: Sequence[int], statics: Any, dynamic: Any) -
 
 
 def argument_names(params: Parameters, positions: Sequence[int], tree: Any) -> tuple[str, ...]:
-    """How the user calls each leaf: ``batch['x']``.
+    """How the user calls each leaf; see :func:`describe_leaves`."""
+    return describe_leaves(params, positions, tree)[0]
 
-    Args:
-        params: The parameters.
-        positions: Original position of each positional argument in `tree`.
-        tree: Structure of ``(args, kwargs)``.
+
+@functools.lru_cache(maxsize=4096)
+def describe_leaves(
+    params: Parameters, positions: Sequence[int], tree: Any
+) -> tuple[tuple[str, ...], tuple[bool, ...]]:
+    """How the user calls each leaf of ``(args, kwargs)``, as ``batch['x']``; whether it is donated.
+
+    `positions` are the original ones of the positional arguments in `tree`.
     """
     dummy = jtu.tree_unflatten(tree, range(tree.num_leaves))
-    names = []
+    names, donated = [], []
     for path, _ in jtu.tree_flatten_with_path(dummy)[0]:
         side, key, *rest = path
-        top = params.position_name(positions[key.idx]) if side.idx == 0 else str(key.key)
+        where = positions[key.idx] if side.idx == 0 else str(key.key)
+        top = where if isinstance(where, str) else params.position_name(where)
         names.append(top + jtu.keystr(tuple(rest)))
-    return tuple(names)
-
-
-def donated_leaves(params: Parameters, positions: Sequence[int], tree: Any) -> tuple[bool, ...]:
-    """Whether each leaf of ``(args, kwargs)`` is donated."""
-    args, kwargs = tree.children()
-    flags: list[bool] = []
-    for position, sub in zip(positions, args.children(), strict=True):
-        flags += [position in params.donate_nums] * sub.num_leaves
-    for name, sub in zip(kwargs.node_data()[1], kwargs.children(), strict=True):
-        flags += [name in params.donate_names] * sub.num_leaves
-    return tuple(flags)
+        donated.append(where in params.donate_nums or where in params.donate_names)
+    return tuple(names), tuple(donated)
 
 
 # Specs of arguments

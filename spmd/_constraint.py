@@ -100,7 +100,7 @@ def _constrain(value: Any, resource: Any, mesh: Any) -> Any:
 def _resolve(
     values: list, leaves: list, mesh: Any, names: list[str], given: list[str]
 ) -> list[Any]:
-    failures, resources = [], []
+    failures, resources, manual = [], [], _jax.mesh.manual_axes()
     for value, leaf, name, where in zip(values, leaves, names, given, strict=True):
         try:
             aval = _jax.core.abstractify(value)
@@ -112,7 +112,7 @@ def _resolve(
             continue
         eager = not isinstance(value, _jax.core.Tracer) and _jax.core.trace_state_clean()
         row = (leaf, aval, f"argument {name}", where, mesh)
-        [(resource, failure)] = resolve_leaves([row], mesh, boundary=eager)
+        [(resource, failure)] = resolve_leaves([row], mesh, manual, boundary=eager)
         resources.append(resource)
         failures.append(failure)
     if failures := [f for f in failures if f]:

@@ -7,7 +7,7 @@ Everything here runs on a miss of the C++ dispatcher, or where that one must not
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 import contextlib
 from dataclasses import dataclass
 import logging
@@ -19,7 +19,7 @@ import warnings
 import weakref
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 import jax.tree_util as jtu
 
 from spmd import _jax
@@ -28,7 +28,7 @@ from spmd._call import PjitCall
 from spmd._lower import clear_lower_cache, lower_and_compile
 from spmd._mesh import described_failure
 from spmd._resolve import is_equivalent, place, recovered, reshard_failure
-from spmd._starting import crowds, starting, wait_now_and_then
+from spmd._starting import starting, wait_now_and_then
 from spmd.errors import DonatedArrayError, Failure, OptionError, explain
 
 logger = logging.getLogger(__name__)
@@ -163,12 +163,26 @@ def execute(
         outs = executable.unsafe_call(*consts, *args)
     if _jax.versions.EMPTY_RESULTS_ARE_WHOLE:
         outs = [_resplit(o) if 0 in o.shape else o for o in outs]
-    if _jax.mesh.has_explicit_axes(call.mesh):
+    if call.mesh is not None and AxisType.Explicit in call.mesh.axis_types:
         outs = [_typed(o, call.mesh) for o in outs]
     mark_deleted(args, call)
     if devices := crowds(outs):
         wait_now_and_then(outs, devices)
     return outs
+
+
+def crowds(outs: Sequence[Any]) -> Collection[Any]:
+    """The devices of a program of which XLA cannot have many in flight, by its results; else none.
+
+    Those on CPU devices of several processes, which wait for one another.
+    """
+    if not _jax.versions.HANGS_WHEN_CROWDED:
+        return ()
+    for one in outs:  # no generator: an interrupt that finds one running is lost
+        if isinstance(one, jax.Array):  # a float0 is on no device
+            devices = () if one.is_fully_addressable else one.sharding.device_set
+            return devices if devices and next(iter(devices)).platform == "cpu" else ()
+    return ()
 
 
 def _resplit(empty: Any) -> Any:

@@ -279,6 +279,11 @@ def _ambiguous(entered: Any, was_set: Any) -> Failure:
     )
 
 
+def active_mesh() -> Any:
+    """Returns :func:`current_mesh` as the JAX mesh that it stands for."""
+    return plain_mesh(current_mesh())
+
+
 def show_mesh(mesh: Any) -> str:
     """Returns ``mesh data=4, model=2``."""
     if mesh is None or not mesh.axis_names:
@@ -393,7 +398,7 @@ def tracing(mesh: Any, subject: str) -> Iterator[None]:
     if mesh is None:
         yield
         return
-    ours = mesh if isinstance(mesh, AbstractMesh) else Mesh(mesh.devices, mesh.axis_names)
+    ours: Any = mesh if isinstance(mesh, AbstractMesh) else Mesh(mesh.devices, mesh.axis_names)
     _context.meshes.append(ours)
     _context.tracing.append((auto_mesh(mesh), subject))
     try:

@@ -89,7 +89,7 @@ def global_name(wrapper: Any) -> str | None:
     return name if found is wrapper else None
 
 
-def weakly_referable(fun: Callable) -> Callable:
+def _weakly_referable(fun: Callable) -> Callable:
     """Caches hold functions weakly, by hash; a few builtins allow no weak reference."""
     try:
         hash(fun)
@@ -124,13 +124,16 @@ def parse(
     positional_semantics: str,
     implicit_reshard: str | None,
     compiler_options: Mapping[str, Any] | None,
-) -> PjitOptions:
+) -> tuple[Callable, PjitOptions]:
     """Reads everything that can be read without arguments.
+
+    Returns the function as well, as one that caches can hold.
 
     Raises:
         TypeError: A leaf is no spec, or `mesh` no mesh.
         ValueError: Options contradict each other or the signature.
     """
+    fun = _weakly_referable(fun)
     name = _jax.core.fun_name(fun)
     subject = f"pjit of `{name}`"
     ins = _one_of(subject, "in_axis_resources", in_axis_resources, "in_shardings", in_shardings)
@@ -156,7 +159,7 @@ def parse(
             failures += mesh_clash("the option mesh", mesh, specs)
     if failures:
         raise explain(subject, failures)
-    return PjitOptions(
+    return fun, PjitOptions(
         name=name,
         in_specs=specs[0],
         out_specs=specs[1],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-import functools
 from typing import Any
 
 import jax
@@ -13,11 +12,11 @@ import jax.tree_util as jtu
 import numpy as np
 
 from spmd import _jax
-from spmd._arguments import argument_names, argument_specs, donated_leaves, split_arguments
+from spmd._arguments import argument_specs, describe_leaves, split_arguments
 from spmd._call import PjitCall
 from spmd._constraint import sharding_constraint_p
 from spmd._local import global_shape
-from spmd._mesh import auto_mesh, check_parts, current_mesh, enclosing_pjit, plain_mesh
+from spmd._mesh import active_mesh, auto_mesh, check_parts, enclosing_pjit
 from spmd._options import PjitOptions, mesh_clash
 from spmd._pjit import nested_mesh_failure
 from spmd._resolve import from_array_failure, mesh_of, no_mesh, resolve_leaves
@@ -51,13 +50,14 @@ def flatten(options: PjitOptions, args: tuple, kwargs: Mapping[str, Any]) -> Fla
     """
     split = split_arguments(options.params, args, kwargs, options.subject)
     leaves, tree = jtu.tree_flatten(split.dynamic)
-    names = leaf_names(options.params, split.positions, tree)
+    names, donated = describe_leaves(options.params, split.positions, tree)
     signature = Signature(
         tree=tree,
         avals=_avals(leaves, names, options),
         positions=split.positions,
         statics=split.statics,
         arg_names=names,
+        donated=donated,
     )
     local = options.positional_semantics == "local"
     # An array that exists is global: its sharding already says which part is where.
@@ -65,9 +65,6 @@ def flatten(options: PjitOptions, args: tuple, kwargs: Mapping[str, Any]) -> Fla
         "local" if local and not isinstance(x, jax.Array) else "global" for x in leaves
     )
     return Flat(leaves=leaves, signature=signature, semantics=semantics)
-
-
-leaf_names = functools.lru_cache(maxsize=4096)(argument_names)
 
 
 def _avals(leaves: Sequence[Any], names: Sequence[str], options: PjitOptions) -> tuple[Any, ...]:
@@ -124,7 +121,7 @@ def find_mesh(options: PjitOptions, flat: Flat) -> Any:
     leaves = (*options.in_specs.leaves, *options.out_specs.leaves)
     shardings = [x for x in leaves if isinstance(x, Sharding)]
     leaf_mesh = mesh_of(shardings) if shardings else None
-    mesh = options.mesh if options.mesh is not None else plain_mesh(current_mesh())
+    mesh = options.mesh if options.mesh is not None else active_mesh()
     if mesh is not None:
         specs = (options.in_specs, options.out_specs)
         clash = mesh_clash("the context", mesh, specs) if shardings else []
@@ -149,7 +146,11 @@ def _concrete(leaves: Sequence[Any]) -> list[Any]:
 
 
 def resolve_inputs(
-    options: PjitOptions, signature: Signature, semantics: Sequence[str], mesh: Any
+    options: PjitOptions,
+    signature: Signature,
+    semantics: Sequence[str],
+    mesh: Any,
+    manual: frozenset[Any],
 ) -> tuple[tuple[Any, ...], tuple[str, ...], tuple[Any, ...]]:
     """Gives every argument its spec and checks it.
 
@@ -172,7 +173,7 @@ def resolve_inputs(
             leaves, signature.avals, signature.arg_names, given, semantics, strict=True
         )
     ]
-    found = resolve_leaves(rows, mesh)
+    found = resolve_leaves(rows, mesh, manual)
     if failures := [f for _, f in found if f]:
         raise explain(options.subject, failures)
     avals = [
@@ -225,7 +226,9 @@ def check_refs(flat: Flat, plan: Plan, options: PjitOptions) -> None:
 # Resolve outputs
 
 
-def resolve_outputs(options: PjitOptions, traced: Trace, mesh: Any) -> tuple[Any, ...]:
+def resolve_outputs(
+    options: PjitOptions, traced: Trace, mesh: Any, manual: frozenset[Any]
+) -> tuple[Any, ...]:
     """Gives every result its spec and checks it.
 
     Raises:
@@ -239,7 +242,7 @@ def resolve_outputs(options: PjitOptions, traced: Trace, mesh: Any) -> tuple[Any
         (specs.leaves[i], aval, name, specs.names[i], mesh)
         for i, aval, name in zip(at, traced.jaxpr.out_avals, traced.out_names, strict=True)
     ]
-    found = resolve_leaves(rows, mesh)
+    found = resolve_leaves(rows, mesh, manual)
     if failures := [f for _, f in found if f]:
         raise explain(options.subject, failures)
     return tuple(leaf for leaf, _ in found)
@@ -302,16 +305,16 @@ def make_plan(
     mesh: Any,
 ) -> Plan:
     """Resolves and traces a call: everything that depends on its signature only."""
-    resources, given, avals = resolve_inputs(options, signature, semantics, mesh)
+    manual = _jax.mesh.manual_axes()
+    resources, given, avals = resolve_inputs(options, signature, semantics, mesh, manual)
     traced = _traced(fun, replace(signature, avals=avals), resources, mesh, options.subject)
-    outs = resolve_outputs(options, traced, mesh)
-    donated = donated_leaves(options.params, signature.positions, signature.tree)
+    outs = resolve_outputs(options, traced, mesh, manual)
     call = PjitCall(
         name=options.name,
         mesh=mesh,
         in_axis_resources=tuple(UNSPECIFIED if r is FROM_ARRAY else r for r in resources),
         out_axis_resources=outs,
-        donated_invars=donated,
+        donated_invars=signature.donated,
         in_positional_semantics=semantics,
         arg_names=signature.arg_names,
         given=given,

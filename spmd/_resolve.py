@@ -224,15 +224,19 @@ def _devices_failure(sharding: Any, mesh: Any, subject: str, given: str) -> Fail
 
 
 def resolve_leaves(
-    rows: Iterable[tuple[Any, Any, str, str, Any]], mesh: Any, *, boundary: bool = True
+    rows: Iterable[tuple[Any, Any, str, str, Any]],
+    mesh: Any,
+    manual: frozenset[Any],
+    *,
+    boundary: bool = True,
 ) -> list[tuple[Any, Failure | None]]:
     """Returns what each leaf of a user's specs says of a value, and what is wrong with it.
 
     A row is a leaf, the aval of its value, what the value is called, where the leaf was given, and
-    the part of `mesh` that the value is for. At a boundary dimensions must divide evenly. What
-    comes back for a leaf is a spec, a marker or a NamedSharding.
+    the part of `mesh` that the value is for. `manual` axes are gone: an enclosing `shard_map` maps
+    over them. At a boundary dimensions must divide evenly. What comes back for a leaf is a spec, a
+    marker or a NamedSharding.
     """
-    manual = _jax.mesh.manual_axes()
     return [_resolve_leaf(*row, mesh, manual, boundary) for row in rows]
 
 

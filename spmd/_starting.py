@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 import contextlib
 import os
 import threading
 from typing import Any
 
 import jax
-
-from spmd import _jax
 
 #: Held while a program is started on several devices. Two programs that different threads start at
 #: the same time may reach their devices in different order, and wait for one another for ever. One
@@ -38,20 +36,6 @@ def not_starting(work: Callable, *args: Any) -> Any:
     finally:
         if state is not None:
             held._acquire_restore(state)
-
-
-def crowds(outs: Sequence[Any]) -> Collection[Any]:
-    """The devices of a program of which XLA cannot have many in flight, by its results; else none.
-
-    Those on CPU devices of several processes, which wait for one another.
-    """
-    if not _jax.versions.HANGS_WHEN_CROWDED:
-        return ()
-    for one in outs:  # no generator: an interrupt that finds one running is lost
-        if isinstance(one, jax.Array):  # a float0 is on no device
-            devices = () if one.is_fully_addressable else one.sharding.device_set
-            return devices if devices and next(iter(devices)).platform == "cpu" else ()
-    return ()
 
 
 class _Flying(threading.local):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 import logging
 from typing import Any
 import weakref
@@ -30,6 +30,7 @@ class Signature:
         positions: Original position of each positional argument.
         statics: Static arguments by position or name.
         arg_names: What the user calls each leaf.
+        donated: Whether each leaf is donated; the parameters say it, so it tells nothing apart.
         explicit: The mesh axes that are part of the types of values inside.
         types: Of each leaf the spec of its type; empty where no axis is explicit.
     """
@@ -39,6 +40,7 @@ class Signature:
     positions: tuple[int, ...]
     statics: tuple[Any, ...]
     arg_names: tuple[str, ...]
+    donated: tuple[bool, ...] = field(default=(), compare=False)
     explicit: tuple[Any, ...] = ()
     types: tuple[Any, ...] = ()
 
@@ -91,14 +93,14 @@ def _trace(
         raise RuntimeError(f"{subject} would trace, and jax_no_tracing is set.")
     if explains:
         _explain_miss(origin or fun, signature, mesh, subject)
-    out_tree = out_names = None
+    out_tree, out_names = None, []
 
     def flat_fun(*leaves: Any) -> list[Any]:
-        nonlocal out_tree, out_names
+        nonlocal out_tree
         dynamic = jtu.tree_unflatten(signature.tree, leaves)
         args, kwargs = join_arguments(signature.positions, signature.statics, dynamic)
         paths, out_tree = jtu.tree_flatten_with_path(fun(*args, **kwargs))
-        out_names = tuple("result" + jtu.keystr(path) for path, _ in paths)
+        out_names[:] = ["result" + jtu.keystr(path) for path, _ in paths]
         values = [value for _, value in paths]
         found = [no_array(v, n) for v, n in zip(values, out_names, strict=True)]
         if failures := [f for f in found if f]:
@@ -111,11 +113,11 @@ def _trace(
         body = jax.sharding.explicit_axes(flat_fun, axes=axes, in_sharding=types)
     kind = subject.split(" of `")[0]
     jaxpr, consts, refs = _jax.core.trace_function(
-        body, fun, signature.avals, signature.arg_names, lambda: out_names or (), kind
+        body, fun, signature.avals, signature.arg_names, out_names, kind
     )
     count("traces")
     return Trace(
-        jaxpr=jaxpr, consts=consts, refs=refs, out_tree=out_tree, out_names=out_names or ()
+        jaxpr=jaxpr, consts=consts, refs=refs, out_tree=out_tree, out_names=tuple(out_names)
     )
 
 

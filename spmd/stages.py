@@ -32,7 +32,6 @@ from spmd._resolve import (
     show_aval,
     show_sharding,
 )
-from spmd._starting import crowds
 from spmd.errors import ArgumentError, Failure, RecoveryError, ShardingError, explain
 
 
@@ -352,7 +351,11 @@ class Compiled(Stage):
         with _dispatch.references(places) if places else contextlib.nullcontext():
             outs = _dispatch.execute(self._executable, self._consts, values, self._call)
         data = None
-        if repeatable and not crowds(outs) and self._signature.params.keeps_order(args, kwargs):
+        if (
+            repeatable
+            and not _dispatch.crowds(outs)
+            and self._signature.params.keeps_order(args, kwargs)
+        ):
             data = _jax.dispatch.fast_path_data(self._executable, self._consts, self.out_tree, outs)
         return jtu.tree_unflatten(self.out_tree, outs), data, False
 

@@ -140,25 +140,25 @@ def trace_function(
     fun: Callable,
     avals: Sequence[Any],
     arg_names: Sequence[str],
-    out_names: Callable[[], Sequence[str]],
+    out_names: Sequence[str],
     kind: str,
 ) -> tuple[Any, tuple[Any, ...], tuple[int, ...]]:
     """Traces a user's function by its flat form.
 
-    The names go into jaxprs, StableHLO locations and messages; those of the results are known
-    only after the trace. `kind` is what the user called, for the log.
+    The names go into jaxprs, StableHLO locations and messages; those of the results are in their
+    list after the trace. `kind` is what the user called, for the log.
 
     Returns:
         The closed jaxpr; what it takes before its arguments, as no constant can be a tracer of an
         outer trace or a reference; which of its inputs are mutable references.
     """
     where = api_util.fun_sourceinfo(fun) or "<unknown>"
-    info: Any = core.DebugInfo("pjit", where, tuple(arg_names), out_names)
+    info: Any = core.DebugInfo("pjit", where, tuple(arg_names), lambda: tuple(out_names))
     said = f"Finished tracing {{fun_name}} for {kind} in {{elapsed_time:.9f}} sec"
     with dispatch.log_elapsed_time(said, fun_name(fun), event=dispatch.JAXPR_TRACE_EVENT):
         jaxpr = trace_to_jaxpr(flat, avals, info)
     inner = inner_jaxpr(jaxpr)
-    inner._debug_info = inner.debug_info._replace(result_paths=tuple(out_names()))
+    inner._debug_info = inner.debug_info._replace(result_paths=tuple(out_names))
     consts: Sequence[Any] = ()
     if any(isinstance(c, (Tracer, core.Ref)) for c in jaxpr.consts):
         jaxpr, consts = pe.separate_consts(jaxpr)

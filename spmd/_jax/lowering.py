@@ -201,8 +201,7 @@ def platforms_of(ctx: Any) -> tuple[str, ...]:
 def mesh_devices(ctx: Any) -> list[Any]:
     """The devices of an enclosing `shard_map`; empty where there are none."""
     mesh = getattr(ctx.module_context.axis_context, "mesh", None)
-    described = mesh is None or isinstance(mesh, jax.sharding.AbstractMesh)
-    return [] if described else [*mesh.devices.flat]
+    return [*mesh.devices.flat] if isinstance(mesh, jax.sharding.Mesh) else []
 
 
 def custom_call(

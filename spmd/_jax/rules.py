@@ -174,7 +174,7 @@ def hijax_rule(primitive: Any, update: Callable) -> None:
         )
         return pe.raise_lo_outs(jaxpr.out_avals, results)
 
-    primitive.is_high = lambda *_, jaxpr, **__: inner_jaxpr(jaxpr).is_high
+    primitive.is_high = lambda *_, jaxpr, **__: jaxpr.is_high
     primitive.to_lojax = to_lojax
 
 

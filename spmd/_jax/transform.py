@@ -98,7 +98,7 @@ def linearize_jaxpr(
 
 def plain_jaxpr(jaxpr: Any) -> Any:
     """Returns a closed jaxpr without operations of hijax; its values have to be plain."""
-    return pe.lower_jaxpr2(jaxpr) if inner_jaxpr(jaxpr).is_high else jaxpr
+    return pe.lower_jaxpr2(jaxpr) if jaxpr.is_high else jaxpr
 
 
 #: What the runtime raises when `jax_debug_nans` finds one in a program.

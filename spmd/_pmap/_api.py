@@ -19,7 +19,6 @@ import jax.tree_util as jtu
 
 from spmd import _api, _dispatch, _jax, _options
 from spmd._api import PjitFunction
-from spmd._arguments import donated_leaves
 from spmd._call import PjitCall
 from spmd._mesh import auto_mesh
 from spmd._pickled import check_version, find_device
@@ -240,7 +239,7 @@ def _make_plan(fun: Callable, options: PmapOptions, signature: Signature) -> Pla
                 spec_along(a, axis, nest.splits.get(i)) for i, a in enumerate(axes)
             ),
             out_axis_resources=tuple(outs),
-            donated_invars=donated_leaves(options.params, signature.positions, signature.tree),
+            donated_invars=signature.donated,
             in_positional_semantics=("global",) * len(axes),
             arg_names=signature.arg_names,
             given=("",) * len(axes),

@@ -1,7 +1,9 @@
-"""How often the line of an eager first call changes files: `python -m tests.benchmarks.file_changes`.
+"""How often the line of an eager first call changes files; `--edges` names from where to where.
+
+    python -m tests.benchmarks.file_changes
 
 Counted is each call of a function in `spmd/` whose file is another than that of the nearest frame
-of `spmd/` below it. `--edges` names them.
+of `spmd/` below it, in a process where another function was called before.
 """
 
 import collections
@@ -46,6 +48,7 @@ def count_changes(work):
 
 
 def first_call(shape):
+    """Counts the changes of files while a function of 8 devices is decorated and called."""
     mesh = spmd.Mesh(np.array(jax.devices()), ("x",))
     x = jnp.ones(shape)
 
