@@ -99,10 +99,6 @@ def parse_parameters(
     """Reads the signature of `fun` and the options that name arguments.
 
     `static_option` is what a user calls `static_argnums`.
-
-    Raises:
-        ValueError: An argument is out of range, unknown, or both static and donated.
-        TypeError: An option is no int or str, nor a sequence of them.
     """
     signature = _signature(fun)
     names, variadic, more = _positional(signature)
@@ -236,11 +232,7 @@ def _both_ways(
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Completes positions by names and names by positions, so either way of passing is known.
 
-    Args:
-        nums: Positions given.
-        by_name: Names given.
-        names: Parameters that can be passed by position.
-        unnamed: Those of them that cannot be passed by name; ``**kwargs`` may hold their names.
+    What is `unnamed` cannot be passed by name: ``**kwargs`` may hold that name.
     """
     at = {i + len(names) if i < 0 else i for i in nums}
     at |= {names.index(n) for n in by_name if n in names and n not in unnamed}
@@ -294,12 +286,7 @@ class Static:
 
 
 def split_arguments(params: Parameters, args: tuple, kwargs: Mapping, subject: str) -> Split:
-    """Binds the arguments of a call and takes the static ones out.
-
-    Raises:
-        TypeError: A static argument is not hashable, or the arguments do not fit the signature.
-        ValueError: A static or donated position does not exist in this call.
-    """
+    """Binds the arguments of a call and takes the static ones out."""
     try:
         args, kwargs = params.bind(args, kwargs)
     except TypeError as e:
@@ -408,16 +395,8 @@ def argument_specs(
 ) -> tuple[tuple[Any, ...], tuple[str, ...]]:
     """Returns the spec of each leaf of ``(args, kwargs)``, and where it was given.
 
-    Args:
-        specs: The parsed `in_axis_resources`: one leaf for all, one entry per parameter, or a
-            dict by parameter name.
-        params: The parameters.
-        positions: Original position of each positional argument in `tree`.
-        tree: Structure of ``(args, kwargs)``.
-        subject: The user's thing, for an error.
-
-    Raises:
-        ValueError: The specs are no pytree prefix of the arguments.
+    The specs are one leaf for all, one entry per parameter, or a dict by parameter name;
+    `positions` are as in :func:`describe_leaves`.
     """
     if specs.treedef.node_data() is None:  # one for all
         return specs.leaves * tree.num_leaves, specs.names * tree.num_leaves
@@ -468,11 +447,8 @@ def _spec_order(params: Parameters) -> list[str]:
 def _entry_for(specs: SpecTree, name: str, index: int | None, known: set[str]) -> tuple[Any, str]:
     """The entry of `specs` for one argument, and how it is written after the option's name.
 
-    Args:
-        specs: The parsed `in_axis_resources`.
-        name: What the user calls the argument.
-        index: Its place among the entries; None for what ``**kwargs`` takes.
-        known: The names that a dict of entries may have.
+    `index` is its place among the entries, None for what ``**kwargs`` takes; a dict of entries may
+    have the `known` names.
     """
     top = specs.indices()
     kind = specs.treedef.node_data()

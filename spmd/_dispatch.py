@@ -150,14 +150,7 @@ def _run(args: tuple[Any, ...], jaxpr: Any, call: PjitCall, prepared: Prepared) 
 def execute(
     executable: Any, consts: Sequence[Any], args: Sequence[Any], call: PjitCall
 ) -> Sequence[Any]:
-    """Runs a program on arguments that lie where it expects them.
-
-    Args:
-        executable: JAX's executable.
-        consts: Constants that it takes before the arguments.
-        args: The arguments of `call`, all of them.
-        call: What the program was built for.
-    """
+    """Runs a program, after its constants, on arguments that lie where it expects them."""
     args = _in_default_layout(args, call)
     with _turn(call):
         outs = executable.unsafe_call(*consts, *args)
@@ -246,11 +239,7 @@ def warn_kept(names: Sequence[str], call: PjitCall) -> None:
 
 
 def check_alive(args: Sequence[Any], call: PjitCall) -> None:
-    """Refuses arrays that were donated or deleted.
-
-    Raises:
-        RuntimeError: Names every argument that is gone, or donated beside another use.
-    """
+    """Refuses arrays that were donated or deleted, or are donated beside another use."""
     gone = [
         n
         for a, n in zip(args, call.arg_names, strict=True)
@@ -289,11 +278,7 @@ def gone_failure(name: str) -> Failure:
 
 
 def reshard_mode(call: PjitCall) -> str:
-    """Returns what to do about an argument that is placed otherwise.
-
-    Raises:
-        ValueError: ``SPMD_IMPLICIT_RESHARD`` is none of the modes.
-    """
+    """Returns what to do about an argument that is placed otherwise."""
     if call.implicit_reshard is not None:
         return call.implicit_reshard
     mode = os.environ.get("SPMD_IMPLICIT_RESHARD", "allow")
@@ -354,11 +339,7 @@ _locks_guard = threading.Lock()
 
 @contextlib.contextmanager
 def references(places: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-    """Lets one program at a time take a mutable reference, placed where it expects it.
-
-    Args:
-        places: References, and their shardings.
-    """
+    """Lets one program at a time take references, each put into the sharding that is with it."""
     with contextlib.ExitStack() as held:
         # Two programs that share references take them in one order, so neither waits for ever.
         for ref, sharding in sorted(places, key=lambda place: id(place[0])):
@@ -462,12 +443,7 @@ def dispatcher(
 ) -> Any:
     """Returns the callable that a user gets: JAX's C++ dispatcher, or ours in Python.
 
-    Args:
-        fun: The function whose programs it repeats; None for one compiled program.
-        name: Shown in profiles.
-        cache_miss: Asked about arguments of a new kind; see `_jax.dispatch.make_dispatcher`.
-        params: Which arguments are static.
-        key: What else tells two dispatchers of one function apart.
+    The arguments are those of `_jax.dispatch.make_dispatcher`; `params` say which ones are static.
     """
     nums, names = params.static_nums, params.static_names
     deletes = (

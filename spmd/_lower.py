@@ -38,11 +38,7 @@ def _program_key(
 
 
 def lower(jaxpr: Any, call: PjitCall, mesh: Any, shardings: Sequence[Any]) -> Any:
-    """Lowers a call, whose inputs have these shardings, to a module of its own.
-
-    Returns:
-        JAX's lowering (a MeshComputation), one for equal programs.
-    """
+    """Lowers a call with inputs in `shardings`; equal programs have one MeshComputation."""
     key = _program_key(jaxpr, call, mesh, shardings)
     # However the mesh was entered outside, an equal one is one module.
     with _jax.mesh.tracing_under(mesh):
@@ -52,11 +48,7 @@ def lower(jaxpr: Any, call: PjitCall, mesh: Any, shardings: Sequence[Any]) -> An
 def lower_and_compile(
     jaxpr: Any, call: PjitCall, mesh: Any, shardings: Sequence[Any]
 ) -> tuple[Any, Sequence[Any]]:
-    """Lowers a call as :func:`lower` does, and compiles it.
-
-    Returns:
-        JAX's executable, and the constants on its devices that it takes before the arguments.
-    """
+    """Returns JAX's executable of a call, and the constants on its devices that it takes first."""
     key = _program_key(jaxpr, call, mesh, shardings)
     with _jax.mesh.tracing_under(mesh):
         return _compile(jaxpr, *key)

@@ -333,15 +333,7 @@ def described_failure(mesh: Any) -> Failure | None:
 
 
 def check_parts(mesh: Any, subject: str) -> None:
-    """Checks that what this process holds is a part of a value on a mesh.
-
-    Args:
-        mesh: The mesh of all processes.
-        subject: The user's thing, for an error.
-
-    Raises:
-        RuntimeError: Its devices form no box of the mesh, or it has none there.
-    """
+    """Checks that the devices of this process form a box of a mesh: they hold a part of a value."""
     if isinstance(mesh, AbstractMesh):
         return
     if failure := scattered_failure(mesh, jax.process_index()):
@@ -410,14 +402,11 @@ def tracing(mesh: Any, subject: str) -> Iterator[None]:
 
 
 def traced_under(compute: Callable[..., Any]) -> Any:
-    """Caches what is computed from the jaxpr of a call, under the mesh of that call.
+    """Caches what is computed from a jaxpr, a call and more hashable values, under the call's mesh.
 
     The rules of a `custom_jvp`, `custom_vjp` or `custom_vmap` in the jaxpr are traced only then,
     and find the mesh. What mesh a caller has entered makes no difference to what is found; to ask
     for it again enters no mesh at all.
-
-    Args:
-        compute: A function of a jaxpr, a call, and more hashable arguments.
     """
     cached = _jax.core.weakref_lru_cache(compute)
 

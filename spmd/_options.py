@@ -125,14 +125,7 @@ def parse(
     implicit_reshard: str | None,
     compiler_options: Mapping[str, Any] | None,
 ) -> tuple[Callable, PjitOptions]:
-    """Reads everything that can be read without arguments.
-
-    Returns the function as well, as one that caches can hold.
-
-    Raises:
-        TypeError: A leaf is no spec, or `mesh` no mesh.
-        ValueError: Options contradict each other or the signature.
-    """
+    """Reads what can be read without arguments; returns `fun` too, as one that caches can hold."""
     fun = _weakly_referable(fun)
     name = _jax.core.fun_name(fun)
     subject = f"pjit of `{name}`"

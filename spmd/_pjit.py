@@ -184,11 +184,7 @@ def spmd_axes(axis_data: Any) -> tuple[Any, ...]:
 def check_spmd_axes(
     axes: Sequence[Any], mesh: Any, resources: Sequence[Any], dims: Sequence[Any], subject: str
 ) -> None:
-    """A mesh axis that splits the mapped dimension exists, and splits no other one too.
-
-    Raises:
-        ValueError: It does not, or does; names the function and the line that called it.
-    """
+    """A mesh axis that splits the mapped dimension exists, and splits no other one too."""
     if unknown := [a for a in axes if mesh is not None and a not in mesh.shape]:
         raise explain(subject, [_unknown_failure(unknown, mesh)])
     if repeated := [a for i, a in enumerate(axes) if a in axes[:i]]:
@@ -291,14 +287,9 @@ class _Halves:
     def run_known(
         self, args: Sequence[Any], like: Sequence[Any] = ()
     ) -> tuple[Sequence[Any], list[Any], PjitCall]:
-        """Runs the first half.
+        """Runs the first half; returns its outputs, the residuals, and the call of the rest.
 
-        Args:
-            args: Its inputs.
-            like: Per input of the rest that is no residual, a value that is placed like it.
-
-        Returns:
-            Its outputs, the residuals, and the call of the rest.
+        `like` has, per input of the rest that is no residual, a value that is placed like it.
         """
         results = pjit_p.bind(*args, jaxpr=self.known, call=self.known_call)
         computed = iter(self.outputs)
@@ -349,17 +340,11 @@ def _halves(
     rest_call: PjitCall,
     forwarded: Sequence[int | None],
 ) -> _Halves:
-    """Builds the halves of a call.
+    """Builds the halves of a call, of which `consts` are the constants.
 
-    Args:
-        consts: Constants of the whole call.
-        known: Closed jaxpr of the first half, which returns all computed residuals.
-        known_call: How it is called, but for the residuals.
-        in_rest: As in :class:`_Halves`.
-        rest: Closed jaxpr of the second half, which takes all residuals first.
-        rest_call: How it is called, but for the residuals.
-        forwarded: Per residual, which of the constants and then the inputs of the first half it
-            is; None where it is computed.
+    `known` returns all computed residuals and `rest` takes all residuals first, which the calls do
+    not say. `forwarded` says of each residual which of the constants and then the inputs of the
+    first half it is; None where it is computed.
     """
     n_out, n_consts = len(known_call.out_axis_resources), len(consts)
     known, outputs = _jax.transform.repeated_outputs(known, n_out)

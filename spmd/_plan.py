@@ -43,11 +43,7 @@ class Flat:
 
 
 def flatten(options: PjitOptions, args: tuple, kwargs: Mapping[str, Any]) -> Flat:
-    """Binds and flattens the arguments of a call.
-
-    Raises:
-        TypeError: An argument is no array.
-    """
+    """Binds and flattens the arguments of a call."""
     split = split_arguments(options.params, args, kwargs, options.subject)
     leaves, tree = jtu.tree_flatten(split.dynamic)
     names, donated = describe_leaves(options.params, split.positions, tree)
@@ -113,11 +109,7 @@ _METHOD = (
 
 
 def find_mesh(options: PjitOptions, flat: Flat) -> Any:
-    """Returns the mesh of a call: the option's, the active one, or that of its shardings.
-
-    Raises:
-        RuntimeError: There is none, or the shardings are of another one.
-    """
+    """Returns the mesh of a call: the option's, the active one, or that of its shardings."""
     leaves = (*options.in_specs.leaves, *options.out_specs.leaves)
     shardings = [x for x in leaves if isinstance(x, Sharding)]
     leaf_mesh = mesh_of(shardings) if shardings else None
@@ -152,13 +144,9 @@ def resolve_inputs(
     mesh: Any,
     manual: frozenset[Any],
 ) -> tuple[tuple[Any, ...], tuple[str, ...], tuple[Any, ...]]:
-    """Gives every argument its spec and checks it.
+    """Gives every argument its spec and checks it; names all that do not fit.
 
-    Returns:
-        Per leaf the resource, the option it came from, and the aval of the global value.
-
-    Raises:
-        ValueError: A spec does not fit; all that do not are named.
+    Returns per leaf the resource, the option it came from, and the aval of the global value.
     """
     leaves, given = argument_specs(
         options.in_specs, options.params, signature.positions, signature.tree, options.subject
@@ -184,11 +172,7 @@ def resolve_inputs(
 
 
 def check_from_array(flat: Flat, plan: Plan, options: PjitOptions) -> None:
-    """Checks that every argument under FROM_ARRAY has a sharding to take.
-
-    Raises:
-        ValueError: One has none, or one on another mesh.
-    """
+    """Checks that every argument under FROM_ARRAY has a sharding to take."""
     failures = []
     for i in plan.from_array:
         value = _jax.core.underlying(flat.leaves[i])
@@ -201,11 +185,7 @@ def check_from_array(flat: Flat, plan: Plan, options: PjitOptions) -> None:
 
 
 def check_refs(flat: Flat, plan: Plan, options: PjitOptions) -> None:
-    """Checks that no mutable reference is two arguments.
-
-    Raises:
-        ValueError: One is, or is an argument and closed over.
-    """
+    """Checks that no mutable reference is two arguments, or an argument and closed over."""
     values, names = [*plan.consts, *flat.leaves], plan.call.arg_names
     first: dict[int, str] = {}
     failures = [
@@ -229,11 +209,7 @@ def check_refs(flat: Flat, plan: Plan, options: PjitOptions) -> None:
 def resolve_outputs(
     options: PjitOptions, traced: Trace, mesh: Any, manual: frozenset[Any]
 ) -> tuple[Any, ...]:
-    """Gives every result its spec and checks it.
-
-    Raises:
-        ValueError: A spec does not fit; all that do not are named.
-    """
+    """Gives every result its spec and checks it; names all that do not fit."""
     specs = options.out_specs
     at = specs.broadcast(traced.out_tree, "result")
     if isinstance(at, Failure):

@@ -360,17 +360,11 @@ class TileAxis(NamedTuple):
 
 
 def tile_axes(op_sharding: Any, num_devices: int) -> tuple[int | None, list[TileAxis]] | Failure:
-    """Reads the axes of a mesh off an OpSharding, where none is known.
+    """Reads the axes of a mesh off an OpSharding, where none is known, or says why it cannot.
 
     Neighbouring axes that could be one come as one. Sorted by falling stride, they are the mesh.
-
-    Args:
-        op_sharding: An ``OpSharding`` proto.
-        num_devices: How many devices its program has.
-
-    Returns:
-        The rank of the value, None if all devices hold it whole; and dimension by dimension, from
-        major to minor, its axes, those that replicate last. Or why there are none.
+    Returns the rank of the value, None if all devices hold it whole; and dimension by dimension,
+    from major to minor, its axes, those that replicate last.
     """
     if not isinstance(op_sharding, _jax.core.OpSharding):
         return _not_a_proto(op_sharding)

@@ -71,11 +71,7 @@ def _devices_text(mesh: Any) -> str:
 
 
 def no_mesh(*, constraint: bool = False) -> Failure:
-    """The failure of a call that needs a mesh and has none.
-
-    Args:
-        constraint: Whether it is `with_sharding_constraint` that needs it.
-    """
+    """The failure of a call, or of a `with_sharding_constraint`, that needs a mesh and has none."""
     otherwise = "pjit(..., mesh=mesh), or a NamedSharding for every argument"
     if constraint:
         otherwise = "a NamedSharding instead of the PartitionSpec"
@@ -93,15 +89,10 @@ def no_mesh(*, constraint: bool = False) -> Failure:
 def spec_failure(
     spec: Any, aval: Any, mesh: Any, subject: str, given: str, *, boundary: bool
 ) -> Failure | None:
-    """Checks one spec against a mesh and the shape it is for.
+    """Checks a spec or NamedSharding against a mesh and the aval it is for; anything else passes.
 
-    Args:
-        spec: ParsedPartitionSpec or NamedSharding; anything else passes.
-        aval: What has a `shape` and a `dtype`.
-        mesh: The mesh of the call.
-        subject: The value, e.g. ``"argument batch['x']"``.
-        given: Where the spec was given, e.g. ``"in_axis_resources['batch']"``.
-        boundary: Whether dimensions must divide evenly.
+    `subject` is the value, as ``"argument batch['x']"``, and `given` where the spec was given. At a
+    boundary dimensions must divide evenly.
     """
     if (spec := _spec_of(spec)) is None:
         return None
@@ -200,14 +191,7 @@ def _manual_failure(spec: Any, manual: frozenset[Any], subject: str, given: str)
 
 
 def _devices_failure(sharding: Any, mesh: Any, subject: str, given: str) -> Failure | None:
-    """A sharding that was given for a value is on other devices than the mesh has.
-
-    Args:
-        sharding: A sharding other than a NamedSharding; anything else passes.
-        mesh: The mesh of the call.
-        subject: The value, e.g. ``"argument x"``.
-        given: Where the sharding was given, e.g. ``"in_shardings"``.
-    """
+    """A sharding, no NamedSharding, was given for a value and has other devices than the mesh."""
     if not isinstance(sharding, Sharding) or isinstance(sharding, NamedSharding):
         return None
     if not isinstance(mesh, AbstractMesh) and _jax.dispatch.device_order(sharding) == [
@@ -275,13 +259,8 @@ def _unsaid_failure(sharding: Any, mesh: Any, subject: str, given: str) -> Failu
 def resource_of(value: Any, mesh: Any) -> Any:
     """Returns what a call says of a value that is already on the devices of its mesh.
 
-    Args:
-        value: An argument of an eager program, or a result that goes into the next.
-        mesh: The mesh of both.
-
-    Returns:
-        The spec of its sharding; the sharding itself where no spec says it; UNSPECIFIED where it
-        is not known, in an outer trace, or where nobody has chosen one.
+    That is the spec of its sharding; the sharding itself where no spec says it; UNSPECIFIED where
+    it is not known, in an outer trace, or where nobody has chosen one.
     """
     placed = None if isinstance(value, _jax.core.Tracer) else placed_sharding(value)
     return UNSPECIFIED if placed is None else recovered(placed, value.ndim, mesh)
@@ -331,11 +310,8 @@ def get_aval_sharding_proto(aval: Any, spec: ParsedPartitionSpec | PartitionSpec
 def to_sharding(resource: Any, mesh: Any, *, inside: bool = False) -> Any:
     """Returns the JAX sharding of one resource, or JAX's UNSPECIFIED.
 
-    Args:
-        resource: ParsedPartitionSpec, ``UNSPECIFIED`` or a raw sharding.
-        mesh: The plain mesh.
-        inside: Whether the value is inside of a program, where a dimension that vmap added is
-            left to the partitioner; at its boundary it is unsharded.
+    Inside of a program a dimension that vmap added is left to the partitioner; at its boundary it
+    is unsharded.
     """
     if resource is UNSPECIFIED:
         return _jax.core.UNSPECIFIED
@@ -382,18 +358,9 @@ placed_sharding = _jax.dispatch.placed_sharding
 def place(
     jaxpr: Any, call: Any, placed: Sequence[Any]
 ) -> tuple[Any, tuple[Any, ...], tuple[int, ...]]:
-    """Decides mesh and input shardings of an eager call.
+    """Decides where the inputs of an eager call have to be, of which some are `placed`.
 
-    Args:
-        jaxpr: Closed jaxpr.
-        call: The call.
-        placed: Per input the sharding that it is committed to, or None.
-
-    Returns:
-        The mesh, the sharding of each input, and the inputs that have to move.
-
-    Raises:
-        RuntimeError: An argument lives on other devices than the mesh has.
+    Returns the mesh, the sharding of each input, and the indices of those that have to move.
     """
     mesh = call.mesh if call.mesh is not None else mesh_of(placed)
     if mesh is None:
@@ -448,17 +415,7 @@ def mesh_of(placed: Sequence[Any]) -> Any:
 def input_sharding(
     resource: Any, placed: Sharding | None, ndim: int, mesh: Any
 ) -> tuple[Any, bool]:
-    """Decides where an argument has to be, and whether it is there.
-
-    Args:
-        resource: What the call says of the input.
-        placed: Sharding of the committed argument, or None.
-        ndim: Rank of the argument.
-        mesh: The mesh of the call.
-
-    Returns:
-        The sharding, and whether a committed argument has to move.
-    """
+    """Decides where an argument has to be, and whether it is committed elsewhere."""
     free = isinstance(resource, ParsedPartitionSpec) and resource.has_unconstrained
     if resource is UNSPECIFIED or free:  # what is said of a dimension is said inside
         # What no one placed is the same on all devices: NumPy first and the program's own
@@ -537,12 +494,7 @@ def reshard_failure(
 ) -> Failure:
     """An argument is placed otherwise than the call says.
 
-    Args:
-        placed: Where the argument is.
-        wanted: Where it has to be.
-        resource: What the call says of it, which tells how much of `wanted` the user wrote.
-        subject: The argument.
-        given: Where the spec was given.
+    The resource tells how much of `wanted` the user wrote.
     """
     said = f"{given} = {show_sharding(wanted)}"
     if isinstance(resource, ParsedPartitionSpec):

@@ -316,18 +316,7 @@ def _is_leaf(x: Any) -> bool:
 
 
 def parse_specs(tree: Any, name: str, subject: str, *, role: str) -> SpecTree:
-    """Parses a tree of specs.
-
-    Args:
-        tree: What the user gave.
-        name: The option it was given as.
-        subject: The user's thing, for an error.
-        role: ``"input"``, ``"output"`` or ``"constraint"``.
-
-    Raises:
-        TypeError: A leaf is no spec.
-        ValueError: A spec names an axis twice, or stands where it may not.
-    """
+    """Parses the specs of an option; `role` is ``"input"``, ``"output"`` or ``"constraint"``."""
     paths, treedef = jtu.tree_flatten_with_path(tree, is_leaf=_is_leaf)
     failures, leaves = [], []
     for path, entry in paths:
@@ -371,13 +360,9 @@ def _parse_leaf(entry: Any) -> Any:
 
 
 def broadcast_prefix(tree: Any, treedef: Any, name: str, value: str) -> list[Any] | Failure:
-    """Returns one leaf of `tree` per leaf of `treedef`, or why that cannot be.
+    """Returns one leaf of a tree, a pytree prefix, per leaf of `treedef`, or why that cannot be.
 
-    Args:
-        tree: A tree of anything, meant as a pytree prefix.
-        treedef: The structure of the values.
-        name: What to call the tree, e.g. ``"in_axis_resources[0]"``.
-        value: What to call the values, e.g. ``"batch"``.
+    A failure calls them by names such as ``"in_axis_resources[0]"`` and ``"batch"``.
     """
     leaves, prefix = jtu.tree_flatten(tree)
     return _broadcast(prefix, leaves, treedef, name, value)

@@ -51,9 +51,7 @@ _flying = _Flying()
 def wait_now_and_then(outs: Any, devices: Collection[Any] = (None,)) -> None:
     """Waits for a program that was started, so that few enough of all threads are in flight.
 
-    Args:
-        outs: Its results, any tree.
-        devices: Where it runs; those of all programs, where they are not told apart.
+    `devices` are those that run it, or one that stands for all where they are not told apart.
     """
     counts, most = _flying.counts, 0
     for device in devices:

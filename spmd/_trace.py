@@ -73,12 +73,7 @@ def trace(
 ) -> Trace:
     """Traces `fun`, or returns the trace of an equal function, signature and mesh.
 
-    Args:
-        fun: The function.
-        signature: Its arguments.
-        mesh: The mesh that its body sees, or None.
-        subject: The first words of a message.
-        origin: The user's function, where `fun` is made from it.
+    The body sees the mesh, or None. `origin` is the user's function, where `fun` is made from it.
     """
     with tracing(mesh, subject):
         return _trace(fun, signature, mesh, subject, origin)

@@ -148,9 +148,8 @@ def trace_function(
     The names go into jaxprs, StableHLO locations and messages; those of the results are in their
     list after the trace. `kind` is what the user called, for the log.
 
-    Returns:
-        The closed jaxpr; what it takes before its arguments, as no constant can be a tracer of an
-        outer trace or a reference; which of its inputs are mutable references.
+    Returns the closed jaxpr; what it takes before its arguments, as no constant can be a tracer of
+    an outer trace or a reference; which of its inputs are mutable references.
     """
     where = api_util.fun_sourceinfo(fun) or "<unknown>"
     info: Any = core.DebugInfo("pjit", where, tuple(arg_names), lambda: tuple(out_names))
@@ -309,15 +308,7 @@ def equations(jaxpr: Any) -> Iterator[tuple[str, str, bool]]:
 def make_aval(
     shape: Sequence[int], dtype: Any, *, weak_type: bool, memory: str | None, sharding: Any
 ) -> Any:
-    """The type of an array.
-
-    Args:
-        shape: Its shape.
-        dtype: Its dtype.
-        weak_type: Whether it gives way to others in promotion.
-        memory: Name of a memory space, or None for the usual one.
-        sharding: The sharding that its type says, or None.
-    """
+    """The type of an array; `memory` is None for the usual one, `sharding` what its type says."""
     space = core.MemorySpace.Device if memory is None else core.MemorySpace[memory]
     return ShapedArray(
         tuple(shape), dtype, weak_type=weak_type, sharding=sharding, memory_space=space

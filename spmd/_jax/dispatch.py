@@ -178,17 +178,12 @@ def asynchronous_cpu() -> bool:
 
 
 def watch_starts(started: Callable[[], None]) -> Callable[[], None]:
-    """Tells of programs on several CPU devices, in the thread that starts them.
+    """Has `started` called for programs on several CPU devices, in the thread that starts them.
 
-    JAX starts a program that it has started before without Python, and then calls a hook; what
-    the process has set as such is called as well.
-
-    Args:
-        started: Called before such a program starts, or after it where it starts without Python.
-
-    Returns:
-        What a thread calls to have `started` called there, until it sets `jax_debug_nans` or
-        the like for itself: JAX has one hook for them all. In other threads it may be called, too.
+    That is before they start, or after it where JAX starts one again without Python: then it calls
+    a hook, and what the process has set as such is called as well. What is returned sets that hook
+    for a thread, until it sets `jax_debug_nans` or the like for itself, since JAX has one for them
+    all. In other threads `started` may be called, too.
     """
     program: Any = pxla.ExecuteReplicated
     jax_execute, hook = program.__call__, api._post_hook_state
@@ -233,14 +228,7 @@ _squeeze = jax.jit(jax.lax.squeeze, static_argnums=1)
 
 
 def fast_path_data(executable: Any, consts: Sequence[Any], out_tree: Any, outs: Any) -> Any:
-    """What the C++ dispatcher needs to run a program again; None if it must not.
-
-    Args:
-        executable: The MeshExecutable.
-        consts: Its constant arguments.
-        out_tree: Tree of the results.
-        outs: Flat results of the first run.
-    """
+    """What the C++ dispatcher needs to run a MeshExecutable again; None if it must not."""
     call = executable.unsafe_call
     if (
         not isinstance(call, pxla.ExecuteReplicated)
@@ -313,13 +301,10 @@ def make_dispatcher(
 ) -> Any:
     """Returns a callable that answers repeated calls in C++, or None where JAX has no such thing.
 
-    Args:
-        fun: The user's function, held weakly by the cache; None for a dispatcher with its own.
-        name: Shown in profiles.
-        cache_miss: Called as `fun` is; returns results, fast-path data or None, and False.
-        static_argnums: Positions that are part of the key by value.
-        static_argnames: Likewise, by name.
-        key: What else tells two dispatchers of one function apart.
+    It asks `cache_miss` about arguments of a new kind, which is called as `fun` is and returns
+    results, fast-path data or None, and False. The cache is that of all dispatchers and holds `fun`
+    weakly; without `fun` it is the dispatcher's own. Static arguments are part of the key by value.
+    `key` tells two dispatchers of one function apart; profiles show `name`.
     """
     if not hasattr(_jax, "pjit"):
         return None

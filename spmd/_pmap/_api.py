@@ -121,12 +121,7 @@ class _Line:
         return flat, self.plan_of(flat)
 
     def flatten(self, args: tuple, kwargs: Any) -> Flat:
-        """Flattens the arguments of a call.
-
-        Raises:
-            TypeError: An argument is no array.
-            ValueError: A static argument is not passed by position.
-        """
+        """Flattens the arguments of a call."""
         nums = self.options.params.static_nums
         if nums and max(nums) >= len(args):
             raise explain(self.options.subject, [_position_failure(nums, len(args))])

@@ -25,8 +25,7 @@ _MOST = 4096
 class Entries:
     """Entries by key. While one is made, who asks for it waits; others are made meanwhile.
 
-    Args:
-        keeps: Says of an entry whether it is for others, too; else each who asks makes its own.
+    `keeps` says of an entry whether it is for others, too; else each who asks makes its own.
     """
 
     def __init__(self, keeps: Callable[[Any], bool] = lambda entry: True) -> None:
@@ -51,8 +50,7 @@ class Entries:
     def get(self, key: Any, make: Callable[[], Any]) -> Any:
         """Returns the entry of a key; the first that asks makes it.
 
-        Raises:
-            Exception: What `make` raised, also to those who waited; the next makes it anew.
+        What `make` raises, those who waited raise too; the next makes it anew.
         """
         found = self._entries.get(key, _MISSING)  # of every call in a trace
         if found is not _MISSING:

@@ -26,10 +26,7 @@ def spec_along(
 ) -> ParsedPartitionSpec:
     """The spec of an array whose dimension `axis` is the mapped one; None: all have it whole.
 
-    Args:
-        axis: The dimension.
-        name: The name of its axis of the mesh.
-        inner: Further dimensions with their axes, where inner levels map them.
+    `inner` has further dimensions with their axes, where inner levels map them.
     """
     names = {**(inner or {}), **({} if axis is None else {axis: name})}
     size = max(names, default=-1) + 1

@@ -101,12 +101,7 @@ def parse(
     donate_argnums: Any,
     global_arg_shapes: Any,
 ) -> PmapOptions:
-    """Reads everything that can be read without arguments.
-
-    Raises:
-        TypeError: An axis is no integer, or the name of the axis no string.
-        ValueError: An option names an argument that is not there, or a size is out of range.
-    """
+    """Reads everything that can be read without arguments."""
     name = _jax.core.fun_name(fun)
     subject = f"pmap of `{name}`"
     params = parse_parameters(
@@ -224,14 +219,9 @@ def _size_failures(axis_size: Any, devices: Any) -> list[Failure]:
 
 
 def find_mapping(options: PmapOptions, signature: Signature) -> tuple[tuple[int | None, ...], int]:
-    """Finds which axes are mapped, and their size.
+    """Returns the size of the mapped axes, after which axis of each leaf is one.
 
-    Returns:
-        Per leaf of the arguments the axis that is mapped, not negative, None for none; and the
-        size.
-
-    Raises:
-        ValueError: `in_axes` does not fit the arguments, sizes differ, or nothing is mapped.
+    Those are not negative, and None where a leaf is not mapped.
     """
     axes = leaf_axes(options, signature)
     rows = list(zip(axes, signature.avals, signature.arg_names, strict=True))
@@ -282,11 +272,7 @@ def _element_failure(name: str, got: tuple[int, ...], expected: tuple[int, ...])
 
 
 def leaf_axes(options: PmapOptions, signature: Signature) -> tuple[int | None, ...]:
-    """Returns per leaf of the arguments the axis that `in_axes` says, negative ones as they are.
-
-    Raises:
-        ValueError: `in_axes` does not fit the arguments.
-    """
+    """Returns per leaf of the arguments the axis that `in_axes` says, negative ones as they are."""
     args, kwargs = signature.tree.children()
     tree = options.in_axes.axes()
     if isinstance(tree, tuple) and options.params.static_nums:

@@ -18,13 +18,6 @@ def globally(options: PmapOptions, flat: Flat) -> Flat:
     """Says what the arguments of one process are parts of; what is global already stays.
 
     The values become global when the mesh is known, by their semantics.
-
-    Args:
-        options: What was said at decoration.
-        flat: The arguments of a call.
-
-    Raises:
-        ValueError: As `find_mapping` does, for the part of this process.
     """
     processes = jax.process_count()
     is_local = [_is_local(x) for x in flat.leaves]

@@ -31,7 +31,7 @@ class Starts:
         self.dispatcher: Callable[[], Any] = lambda: None
 
     def one_at_a_time(self, dispatch: Any, directly: Callable) -> Callable:
-        """Returns what a user calls.
+        """Returns what a user calls, of JAX's dispatcher and what goes `directly` round it.
 
         Nobody waits until a program has run. Some are started as they come: one on a single device
         may run in the thread that starts it, for as long as its host functions take. Where a
@@ -40,10 +40,6 @@ class Starts:
         While one thread is in a miss, the dispatcher lets others wait that come with the same
         arguments; they would wait with `starting` held, which the first one needs. They call by
         themselves.
-
-        Args:
-            dispatch: JAX's dispatcher, which calls :meth:`miss`.
-            directly: Called as the function is; goes round the dispatcher.
         """
 
         def start(*args: Any, **kwargs: Any) -> Any:
