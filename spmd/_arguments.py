@@ -54,11 +54,7 @@ class Parameters:
     donate_names: tuple[str, ...]
 
     def bind(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Moves keyword arguments to the positions of their parameters.
-
-        Raises:
-            TypeError: The arguments do not fit the signature.
-        """
+        """Moves keyword arguments to the positions of their parameters, or raises a TypeError."""
         few = self.variadic is not None or len(args) <= len(self.names)
         if self.own is None or (not kwargs and few):
             return args, dict(kwargs)

@@ -24,7 +24,7 @@ import pytest
 
 import spmd
 from spmd import NamedSharding, P, _dispatch, pjit
-from spmd._pmap import _starts
+from spmd._pmap import _threads
 
 NOTHING = spmd.Counts()
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
@@ -639,7 +639,7 @@ def interrupted_after(step):
 def test_after_an_interrupt_all_is_cached_again(mesh, way, step, monkeypatch):
     """What was interrupted is made at the next call, and never again; then C++ has it."""
     # Threads that other tests have left would have a `pmap` take a lock and count.
-    monkeypatch.setattr(_starts, "threads", (None,))
+    monkeypatch.setattr(_threads, "threads", (None,))
 
     def fun(x):
         return x * 2
@@ -664,7 +664,7 @@ def test_after_an_interrupt_all_is_cached_again(mesh, way, step, monkeypatch):
         assert work == NOTHING
     if way in ("call", "pmap"):
         ran = python_calls(lambda: run(x))
-        assert [r.rpartition("/")[2] for r in ran] == ["_starts.py:start"] * (way == "pmap")
+        assert [r.rpartition("/")[2] for r in ran] == ["_threads.py:start"] * (way == "pmap")
 
 
 def test_failing_trace_in_many_threads_leaves_nothing(mesh):

@@ -23,12 +23,10 @@ from spmd._call import PjitCall
 from spmd._mesh import auto_mesh
 from spmd._pickled import check_version, find_device
 from spmd._plan import Flat, Plan, flatten
-from spmd._pmap._cache import Entries
 from spmd._pmap._levels import Nest, nest_here, run_in_nest
 from spmd._pmap._mapping import Mapped, spec_along
-from spmd._pmap._options import PmapOptions, find_mapping, parse
-from spmd._pmap._processes import globally
-from spmd._pmap._starts import Starts
+from spmd._pmap._options import PmapOptions, find_mapping, globally, parse
+from spmd._pmap._threads import Entries, Starts
 from spmd._spec import UNSPECIFIED
 from spmd._starting import not_starting
 from spmd._trace import Signature, Trace, differences, trace

@@ -12,6 +12,7 @@ import numpy as np
 
 from spmd import _jax
 from spmd._arguments import Parameters, parse_parameters
+from spmd._plan import Flat
 from spmd._spec import broadcast_prefix
 from spmd._trace import Signature
 from spmd.errors import ArgumentError, Failure, OptionError, explain, show_value
@@ -219,10 +220,7 @@ def _size_failures(axis_size: Any, devices: Any) -> list[Failure]:
 
 
 def find_mapping(options: PmapOptions, signature: Signature) -> tuple[tuple[int | None, ...], int]:
-    """Returns the size of the mapped axes, after which axis of each leaf is one.
-
-    Those are not negative, and None where a leaf is not mapped.
-    """
+    """Returns which axis of each leaf is mapped, not negative, or None; and the size."""
     axes = leaf_axes(options, signature)
     rows = list(zip(axes, signature.avals, signature.arg_names, strict=True))
     failures = [_range_failure(*row) for row in rows]
@@ -326,3 +324,43 @@ def _sizes_failure(options: PmapOptions, sizes: Sequence[tuple[int, int, str]]) 
         got="\n".join(rows[:20] + [f"and {len(rows) - 20} more"] * (len(rows) > 20)),
         error=OptionError,
     )
+
+
+# One call of several processes
+
+
+def globally(options: PmapOptions, flat: Flat) -> Flat:
+    """Says what the arguments of one process are parts of; what is global already stays.
+
+    The values become global when the mesh is known, by their semantics.
+    """
+    processes = jax.process_count()
+    is_local = [_is_local(x) for x in flat.leaves]
+    own = None if options.axis_size is None else max(1, options.axis_size // processes)
+    part = _scaled(options, flat.signature, [not local for local in is_local], 1, processes)
+    find_mapping(replace(options, axis_size=own), part)
+    return replace(
+        flat,
+        signature=_scaled(options, flat.signature, is_local, processes, 1),
+        semantics=tuple("local" if local else "global" for local in is_local),
+    )
+
+
+def _is_local(value: Any) -> bool:
+    if isinstance(value, _jax.core.Tracer):
+        return False
+    return not isinstance(value, jax.Array) or value.is_fully_addressable
+
+
+def _scaled(
+    options: PmapOptions, signature: Signature, which: Sequence[bool], times: int, over: int
+) -> Signature:
+    """The signature with other sizes of the mapped axis in some of the leaves."""
+    avals = []
+    rows = zip(signature.avals, leaf_axes(options, signature), which, strict=True)
+    for aval, axis, chosen in rows:
+        shape = [*aval.shape]
+        if chosen and axis is not None and -aval.ndim <= axis < aval.ndim:
+            shape[axis] = shape[axis] * times // over
+        avals.append(aval.update(shape=tuple(shape)))
+    return replace(signature, avals=tuple(avals))

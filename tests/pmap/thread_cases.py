@@ -36,7 +36,7 @@ from thread_tools import (
 
 import spmd
 from spmd import _dispatch, _jax, _lower, _starting, host_callback as hcb, pmap
-from spmd._pmap import _api, _cache, _starts
+from spmd._pmap import _api, _threads
 
 
 def shared():
@@ -235,7 +235,7 @@ def interrupted_waiter():
     def hold():
         with _starting.starting:
             taken.set()
-            until(lambda: sys._current_frames()[main].f_code.co_filename == _starts.__file__)
+            until(lambda: sys._current_frames()[main].f_code.co_filename == _threads.__file__)
             interrupt(main, give_back)
             assert give_back.wait(LONG)
 
@@ -502,10 +502,9 @@ def ours(frame):
     code = frame.f_code
     if code.co_filename in (
         _api.__file__,
-        _cache.__file__,
         _dispatch.__file__,
         _starting.__file__,
-        _starts.__file__,
+        _threads.__file__,
     ):
         return True
     if not code.co_filename.endswith("contextlib.py") or "self" not in code.co_varnames:
