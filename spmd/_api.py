@@ -234,7 +234,8 @@ def call_planned(
     if repeatable and (not kwargs or line.options.params.keeps_order(args, kwargs)):
         data = _dispatch.fast_path_data(values, plan.jaxpr, plan.call, plan.out_tree, outs)
     if line.options.positional_semantics == "local":
-        outs, data = _to_local(outs, plan), None
+        data, mesh = None, plan.call.mesh
+        outs = [x if isinstance(x, _jax.core.Tracer) else global_to_local(x, mesh) for x in outs]
     return jtu.tree_unflatten(plan.out_tree, outs), data, False
 
 
@@ -299,12 +300,6 @@ def _to_global(leaves: Sequence[Any], flat: Flat, plan: Plan) -> list[Any]:
         if kind == "local" and not isinstance(x, _jax.core.Tracer)
         else x
         for x, r, kind in zip(leaves, resources, flat.semantics, strict=True)
-    ]
-
-
-def _to_local(outs: Sequence[Any], plan: Plan) -> list[Any]:
-    return [
-        x if isinstance(x, _jax.core.Tracer) else global_to_local(x, plan.call.mesh) for x in outs
     ]
 
 

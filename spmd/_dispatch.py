@@ -134,13 +134,14 @@ def _repeating(body: weakref.ref[Any], call: PjitCall) -> Callable:
     return PythonDispatcher(miss) if fast is None else fast
 
 
-def _run(args: tuple[Any, ...], jaxpr: Any, call: PjitCall, prepared: Prepared) -> Sequence[Any]:
+def _run(args: Sequence[Any], jaxpr: Any, call: PjitCall, prepared: Prepared) -> Sequence[Any]:
     check_alive(args, call)
     if announce is not None:
         announce(args, call, jaxpr)
     if prepared.moves:
         _govern(args, prepared, call)
-        args = _move(args, prepared, call)
+        at = [i for i in prepared.moves if i not in prepared.refs]
+        args = _replaced(args, at, [prepared.shardings[i] for i in at], call)
     if not prepared.refs:
         return execute(prepared.executable, prepared.consts, args, call)
     with references([(args[i], prepared.shardings[i]) for i in prepared.refs]):
@@ -151,7 +152,9 @@ def execute(
     executable: Any, consts: Sequence[Any], args: Sequence[Any], call: PjitCall
 ) -> Sequence[Any]:
     """Runs a program, after its constants, on arguments that lie where it expects them."""
-    args = _in_default_layout(args, call)
+    # A program reads its arguments in the default layout.
+    at = _jax.dispatch.own_layouts(args)
+    args = _replaced(args, at, [args[i].sharding for i in at], call)
     with _turn(call):
         outs = executable.unsafe_call(*consts, *args)
     if _jax.versions.EMPTY_RESULTS_ARE_WHOLE:
@@ -328,11 +331,6 @@ def _user_level() -> int:
     return level
 
 
-def _move(args: tuple[Any, ...], prepared: Prepared, call: PjitCall) -> tuple[Any, ...]:
-    at = [i for i in prepared.moves if i not in prepared.refs]
-    return _replaced(args, at, [prepared.shardings[i] for i in at], call) if at else args
-
-
 _locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
 _locks_guard = threading.Lock()
 
@@ -364,16 +362,12 @@ def _place_ref(ref: Any, sharding: Any) -> None:
     _jax.dispatch.set_buffer(ref, new)
 
 
-def _in_default_layout(args: Sequence[Any], call: PjitCall) -> Sequence[Any]:
-    """Rewrites arrays that lie in memory otherwise than a program reads its arguments."""
-    at = _jax.dispatch.own_layouts(args)
-    return _replaced(args, at, [args[i].sharding for i in at], call) if at else args
-
-
 def _replaced(
     args: Sequence[Any], at: Sequence[int], shardings: Sequence[Any], call: PjitCall
-) -> tuple[Any, ...]:
-    """Copies the arguments `at` to other shardings; a donated original is gone then."""
+) -> Sequence[Any]:
+    """Copies the arguments `at`, if any, to other shardings; a donated original is gone then."""
+    if not at:
+        return args
     moved = list(args)
     for i, new in zip(at, _jax.dispatch.reshard([args[i] for i in at], shardings), strict=True):
         moved[i] = new

@@ -205,18 +205,13 @@ def _axes_failure(axes: Any, names: Any) -> Failure | None:
     """What is wrong with the axes whatever the devices are."""
     expected, error = "a dict of sizes by name, such as {'data': 4, 'model': 2}", ArgumentError
     given = f"{axes!r}" if names is None else f"{axes!r}, {names!r}"
-    if names is None and _is_sized(axes):
-        sizes = list(axes.values())
+    sizes: list[Any] = list(axes.values()) if isinstance(axes, Mapping) else [None]
+    if names is None and all(isinstance(s, (int, np.integer)) for s in sizes):
         if sizes and sizes.count(-1) < 2 and all(s > 0 or s == -1 for s in sizes):
             return None
         expected, error = "one axis or more of positive sizes, of which one may be -1", MeshError
     fix = _as_one_dict(axes, names)
     return Failure(what="cannot be built", given=given, expected=expected, fix=fix, error=error)
-
-
-def _is_sized(axes: Any) -> bool:
-    sizes = axes.values() if isinstance(axes, Mapping) else [None]
-    return all(isinstance(s, (int, np.integer)) for s in sizes)
 
 
 def _as_one_dict(axes: Any, names: Any) -> str:

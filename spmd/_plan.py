@@ -124,17 +124,14 @@ def find_mesh(options: PjitOptions, flat: Flat) -> Any:
         return mesh
     mesh = leaf_mesh
     if mesh is None and not any(isinstance(x, ParsedPartitionSpec) for x in leaves):
-        concrete = _concrete(flat.leaves)
+        held = map(_jax.core.underlying, flat.leaves)
+        concrete = [v for v in held if not isinstance(v, _jax.core.Tracer)]
         mesh = mesh_of(_jax.dispatch.placed_shardings(concrete))
         if mesh is None and len(concrete) < len(flat.leaves):
             return None  # under a transformation only the impl rule sees what the arrays have
     if mesh is None:
         raise explain(options.subject, [no_mesh()])
     return mesh
-
-
-def _concrete(leaves: Sequence[Any]) -> list[Any]:
-    return [v for x in leaves if not isinstance(v := _jax.core.underlying(x), _jax.core.Tracer)]
 
 
 def resolve_inputs(

@@ -199,9 +199,8 @@ def hide_own_frames() -> None:
             source_info_util.register_exclusion(str(path))
 
 
-def is_user_file(name: str) -> bool:
-    """Whether a file is neither JAX's nor ours."""
-    return source_info_util.is_user_filename(name)
+#: Whether a file is neither JAX's nor ours, by its name.
+is_user_file = source_info_util.is_user_filename
 
 
 def used_at() -> str:
@@ -266,9 +265,8 @@ def typed_mesh(values: Sequence[Any]) -> Any:
     return next((m for m in meshes if not m.empty), None)
 
 
-def canonical_dtype(dtype: Any) -> Any:
-    """The dtype that values have on devices: 32 bits for 64 unless x64 is enabled."""
-    return jax.dtypes.canonicalize_dtype(dtype)
+#: The dtype that values have on devices: 32 bits for 64 unless x64 is enabled.
+canonical_dtype: Any = jax.dtypes.canonicalize_dtype
 
 
 def physical_value(x: Any) -> Any:

@@ -142,6 +142,5 @@ def custom_call_targets(platform: str) -> set[str]:
 _XLA_NAMES = {"cpu": "Host", "gpu": "CUDA", "cuda": "CUDA", "rocm": "ROCM"}
 
 
-def start_lapack() -> None:
-    """Finds the functions of LAPACK, as a lowering does: a call before that ends the process."""
-    lapack._lapack.initialize()
+#: Finds the functions of LAPACK, as a lowering does: a call before that ends the process.
+start_lapack: Any = lapack._lapack.initialize

@@ -203,16 +203,11 @@ def keep_with_program(ctx: Any, value: Any, partitions: int) -> None:
     if partitions > 1 and jax.__version_info__ < (0, 12):
         # The persistent compilation cache would serialize an executable with tokens on several
         # devices, which crashes that jaxlib; a module that seems to have a callback is left out.
-        ctx.module_context.add_host_callback(_no_callback)
+        ctx.module_context.add_host_callback(lambda *args: args)
 
 
-def _no_callback(*args: Any) -> tuple[Any, ...]:
-    return args
-
-
-def hold_weakly(record: type) -> None:
-    """Tells JAX's caches of rules to hold parameters of a type weakly, as they hold jaxprs."""
-    util.weakref_cache_key_types.add(record)
+#: Tells JAX's caches of rules to hold parameters of a type weakly, as they hold jaxprs.
+hold_weakly: Any = util.weakref_cache_key_types.add
 
 
 def emit_python_callback(

@@ -81,9 +81,8 @@ def thread_mesh() -> Any:
     return mesh_lib.thread_resources.env.physical_mesh
 
 
-def set_mesh_value() -> Any:
-    """The mesh of `jax.set_mesh` in this thread; empty where there is none."""
-    return mesh_lib.get_concrete_mesh()
+#: The mesh of `jax.set_mesh` in this thread; empty where there is none.
+set_mesh_value: Any = mesh_lib.get_concrete_mesh
 
 
 def abstract_mesh_value() -> Any:
@@ -186,9 +185,8 @@ def is_described(device: Any) -> bool:
     return getattr(client, "runtime_type", "") == "compile_only_runtime"
 
 
-def backends_started() -> bool:
-    """Whether JAX has made its clients."""
-    return xla_bridge.backends_are_initialized()
+#: Whether JAX has made its clients.
+backends_started = xla_bridge.backends_are_initialized
 
 
 def coordination_client() -> Any:
@@ -196,18 +194,7 @@ def coordination_client() -> Any:
     return distributed.global_state.client
 
 
-def detected_cluster(
-    address: str | None,
-    processes: int | None,
-    process: int | None,
-    device_ids: Sequence[int] | None,
-    method: str | None,
-    timeout: int,
-) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
-    """Fills what was not given from the environment: SLURM, Open MPI, Kubernetes, Cloud TPU.
-
-    `jax.distributed.initialize` does that by itself, and connects at once; who wants to know
-    beforehand where it will connect to has to ask.
-    """
-    found = clusters.ClusterEnv.auto_detect_unset_distributed_params
-    return found(address, processes, process, device_ids, method, timeout)
+#: Fills what was not given, of address, number of processes, process, device ids, method, timeout,
+#: from the environment: SLURM, Open MPI, Kubernetes, Cloud TPU. `jax.distributed.initialize` does
+#: that by itself, and connects at once; who wants to know beforehand where to has to ask.
+detected_cluster: Any = clusters.ClusterEnv.auto_detect_unset_distributed_params

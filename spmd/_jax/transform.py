@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -91,11 +91,8 @@ def plain_jaxpr(jaxpr: Any) -> Any:
 
 #: What the runtime raises when `jax_debug_nans` finds one in a program.
 InternalFloatingPointError = api_util.InternalFloatingPointError
-
-
-def find_nan(error: Exception, fun: Callable, args: Any, kwargs: Any) -> None:
-    """Runs a function unjitted to find the operation that made a NaN; always raises."""
-    api_util.maybe_recursive_nan_check(error, fun, args, kwargs)
+#: Runs a function unjitted to find the operation that made a NaN; always raises.
+find_nan = api_util.maybe_recursive_nan_check
 
 
 def find_nan_backward(
@@ -188,19 +185,12 @@ def _transpose_jaxpr(jaxpr: Any, in_tree: Any, in_avals: tuple, specs: Any) -> t
     return close_jaxpr(new_jaxpr, consts), out_tree
 
 
-def instantiate(tangent: Any) -> Any:
-    """Makes an array of a symbolic zero."""
-    return ad.instantiate_zeros(tangent)
-
-
-def is_linear(x: Any) -> bool:
-    """Whether a transpose rule is to return a cotangent of this argument."""
-    return ad.is_undefined_primal(x)
-
-
-def zero_tangent(x: Any) -> Any:
-    """The symbolic zero tangent of a value."""
-    return ad.p2tz(x)
+#: Makes an array of a symbolic zero.
+instantiate = ad.instantiate_zeros
+#: Whether a transpose rule is to return a cotangent of this argument.
+is_linear = ad.is_undefined_primal
+#: The symbolic zero tangent of a value.
+zero_tangent: Any = ad.p2tz
 
 
 def uninstantiated(eqn: Any, instantiated: Sequence[bool]) -> list[Any]:
