@@ -318,20 +318,6 @@ def clear_caches() -> None:
 caches_of_features: list[Callable[[], None]] = []
 
 
-class _Clearer:
-    """Lets `jax.clear_caches` clear ours."""
-
-    def cache_clear(self) -> None:
-        clear_caches()
-
-    def cache_info(self) -> None:
-        return None
-
-    def cache_keys(self) -> list[Any]:
-        return []
-
-
-_clearer = _Clearer()
-_jax.core.register_cache(_clearer, "spmd")
+_clearer = _jax.core.Clearer(clear_caches, "spmd")
 
 __all__ = ["Compiled", "Lowered", "Traced", "clear_caches", "pjit"]

@@ -296,14 +296,23 @@ def make_plan(
         implicit_reshard=options.implicit_reshard,
         compiler_options=options.compiler_options,
     )
+    return plan_of(
+        replace(traced, jaxpr=_constrain_outputs(traced.jaxpr, outs, mesh)),
+        call,
+        from_array=tuple(i for i, r in enumerate(resources) if r is FROM_ARRAY),
+    )
+
+
+def plan_of(traced: Trace, call: PjitCall, from_array: tuple[int, ...] = ()) -> Plan:
+    """Builds the plan of a call, which does not know yet what the function closes over."""
     names = [f"closed-over value {i}" for i in range(len(traced.consts))]
     return Plan(
-        jaxpr=_constrain_outputs(traced.jaxpr, outs, mesh),
+        jaxpr=traced.jaxpr,
         call=call.add_inputs(names, leading=True) if names else call,
         consts=traced.consts,
         out_tree=traced.out_tree,
         out_names=traced.out_names,
-        from_array=tuple(i for i, r in enumerate(resources) if r is FROM_ARRAY),
+        from_array=from_array,
         refs=traced.refs,
     )
 

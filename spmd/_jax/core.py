@@ -53,7 +53,7 @@ def weakref_lru_cache(compute: Callable) -> Any:
     return cached
 
 
-#: Registers an object with `cache_clear` to be cleared by `jax.clear_caches`.
+#: Registers an object with `cache_clear` to be cleared by `jax.clear_caches`; JAX holds it weakly.
 register_cache = util.register_cache
 Primitive = core.Primitive
 Array = xla_client.ArrayImpl
@@ -70,6 +70,21 @@ OpSharding = xla_client.OpSharding
 
 #: The proto class hides its `named_sharding` field and reads as REPLICATED then; this one sees it.
 HloSharding = xla_client.HloSharding
+
+
+class Clearer:
+    """Has a function called by `jax.clear_caches`, as long as this object is there."""
+
+    def __init__(self, cache_clear: Callable[[], None], name: str):
+        self.cache_clear = cache_clear
+        register_cache(self, name)
+
+    def cache_info(self) -> None:
+        """Returns nothing: JAX asks it of each cache."""
+
+    def cache_keys(self) -> list[Any]:
+        """Returns no keys, likewise."""
+        return []
 
 
 def abstractify(x: Any) -> Any:

@@ -22,7 +22,7 @@ from spmd._api import PjitFunction
 from spmd._call import PjitCall
 from spmd._mesh import auto_mesh
 from spmd._pickled import check_version, find_device
-from spmd._plan import Flat, Plan, flatten
+from spmd._plan import Flat, Plan, flatten, plan_of
 from spmd._pmap._levels import Nest, nest_here, run_in_nest
 from spmd._pmap._mapping import Mapped, spec_along
 from spmd._pmap._options import PmapOptions, find_mapping, globally, parse
@@ -241,16 +241,7 @@ def _make_plan(fun: Callable, options: PmapOptions, signature: Signature) -> Pla
         return traced, call
 
     traced, call = run_in_nest(options, size, run)
-    names = [f"closed-over value {i}" for i in range(len(traced.consts))]
-    return Plan(
-        jaxpr=traced.jaxpr,
-        call=call.add_inputs(names, leading=True) if names else call,
-        consts=traced.consts,
-        out_tree=traced.out_tree,
-        out_names=traced.out_names,
-        from_array=(),
-        refs=traced.refs,
-    )
+    return plan_of(traced, call)
 
 
 def _is_settled(plan: Plan) -> bool:
@@ -431,24 +422,15 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-class _Clearer:
-    """Lets `jax.clear_caches` clear ours."""
-
-    def cache_clear(self) -> None:
-        _plans.cache_clear()
-        for ref in _lines.valuerefs():  # a copy, which other threads may add to
-            if line := ref():
-                line.clear()
-
-    def cache_info(self) -> None:
-        return None
-
-    def cache_keys(self) -> list[Any]:
-        return []
+def _clear_all() -> None:
+    """Forgets the programs of all functions."""
+    _plans.cache_clear()
+    for ref in _lines.valuerefs():  # a copy, which other threads may add to
+        if line := ref():
+            line.clear()
 
 
-_clearer = _Clearer()
-_jax.core.register_cache(_clearer, "spmd.pmap")
+_clearer = _jax.core.Clearer(_clear_all, "spmd.pmap")
 
 # Copies
 
