@@ -102,9 +102,7 @@ def _resolve(
 ) -> list[Any]:
     failures, resources, manual = [], [], _jax.mesh.manual_axes()
     for value, leaf, name, where in zip(values, leaves, names, given, strict=True):
-        try:
-            aval = _jax.core.abstractify(value)
-        except (TypeError, ValueError, OverflowError):
+        if (aval := _jax.core.aval_of(value)) is None:
             failures.append(_no_array(value, name))
             continue
         if not isinstance(value, _jax.core.Tracer) and getattr(value, "is_deleted", bool)():

@@ -562,9 +562,7 @@ def _tree_mismatch(expected: Any, got: Any) -> Failure:
 
 
 def _argument_mismatch(value: Any, name: str, aval: Any, sharding: Any) -> Failure | None:
-    try:
-        have = _jax.core.abstractify(value)
-    except (TypeError, ValueError, OverflowError):
+    if (have := _jax.core.aval_of(value)) is None:
         return Failure(
             what=f"cannot take argument {name}: it is no array",
             got=type(value).__name__,

@@ -93,6 +93,14 @@ def abstractify(x: Any) -> Any:
     return _without_sharding(aval) if type(aval) is ShapedArray else aval
 
 
+def aval_of(x: Any) -> Any:
+    """Returns the aval of an array or a number; None of anything else."""
+    try:
+        return abstractify(x)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
 @functools.lru_cache(maxsize=4096)
 def _without_sharding(aval: Any) -> Any:
     # Inside shard_map the aval says over which manual axes the value varies: that must stay.
