@@ -119,7 +119,7 @@ def clear_lower_cache() -> None:
     _compile.cache_clear()
 
 
-def lower_inner_call(ctx: Any, args: Sequence[Any], jaxpr: Any, call: PjitCall) -> Sequence[Any]:
+def lower_inner_call(ctx: Any, *args: Any, jaxpr: Any, call: PjitCall) -> Sequence[Any]:
     """Emits a call inside of another program, with its shardings as constraints."""
     _complete(jaxpr, call, call.mesh)
     ins = _inside(call.in_axis_resources, call.mesh)

@@ -132,13 +132,8 @@ def _nested_options(call: PjitCall) -> Failure:
 
 # Lowering
 
-
-def _pjit_lower(ctx: Any, *args: Any, jaxpr: Any, call: PjitCall) -> Sequence[Any]:
-    return lower_inner_call(ctx, args, jaxpr, call)
-
-
 # Not cacheable: the function has its own key, and a cached equation loses source locations.
-_jax.lowering.register_lowering(pjit_p, _pjit_lower, cacheable=False)
+_jax.lowering.register_lowering(pjit_p, lower_inner_call, cacheable=False)
 
 
 def _pjit_shardings(eqn: Any) -> list[Any]:

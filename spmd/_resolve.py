@@ -85,6 +85,8 @@ def no_mesh(*, constraint: bool = False) -> Failure:
 
 # Specs on a mesh
 
+show_aval = _jax.core.short_aval
+
 
 def spec_failure(
     spec: Any, aval: Any, mesh: Any, subject: str, given: str, *, boundary: bool
@@ -168,11 +170,6 @@ def _indivisible(
 def axes_size(part: Any, mesh: Any) -> int:
     """Into how many pieces one entry of a spec splits its dimension."""
     return math.prod(mesh.shape[a] for a in part) if isinstance(part, tuple) else 1
-
-
-def show_aval(aval: Any) -> str:
-    """Returns ``f32[30,512]``."""
-    return _jax.core.short_aval(aval)
 
 
 def _manual_failure(spec: Any, manual: frozenset[Any], subject: str, given: str) -> Failure | None:

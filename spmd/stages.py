@@ -29,7 +29,6 @@ from spmd._resolve import (
     mesh_of,
     place,
     placed_sharding,
-    show_aval,
     show_sharding,
 )
 from spmd.errors import ArgumentError, Failure, RecoveryError, ShardingError, explain
@@ -566,14 +565,14 @@ def _argument_mismatch(value: Any, name: str, aval: Any, sharding: Any) -> Failu
         return Failure(
             what=f"cannot take argument {name}: it is no array",
             got=type(value).__name__,
-            expected=show_aval(aval),
+            expected=_jax.core.short_aval(aval),
             error=ArgumentError,
         )
     if (have.shape, have.dtype) != (aval.shape, aval.dtype):
         return Failure(
             what=f"was compiled for another argument {name}",
-            expected=show_aval(aval),
-            got=show_aval(have),
+            expected=_jax.core.short_aval(aval),
+            got=_jax.core.short_aval(have),
             error=ArgumentError,
         )
     placed = placed_sharding(value)
