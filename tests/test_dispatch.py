@@ -14,6 +14,7 @@ import time
 import warnings
 import weakref
 
+from benchmarks.file_changes import first_call
 import jax
 from jax.experimental import io_callback
 from jax.experimental.layout import Format, Layout
@@ -407,6 +408,12 @@ def test_equal_function_spec_and_mesh_trace_and_compile_once():
         totals.append(work)
     once = spmd.Counts(traces=1, lowerings=1, compiles=1)
     assert totals == [once, NOTHING, once, NOTHING]
+
+
+def test_a_first_call_seldom_changes_files():
+    """A first call goes from file to file about as often as `docs/design/house.md` says."""
+    first_call((16,))
+    assert 0 < sum(first_call((8, 4)).values()) <= 84
 
 
 def test_equal_mesh_entered_in_every_way_is_one_program():
