@@ -397,6 +397,13 @@ def may_repeat(args: Sequence[Any]) -> bool:
     return announce is None and not _jax.dispatch.own_layouts(args)
 
 
+def results_repeat(outs: Sequence[Any]) -> bool:
+    """Whether C++ gives results like these as :func:`execute` does, which waits and resplits."""
+    if _jax.versions.EMPTY_RESULTS_ARE_WHOLE and any(0 in o.shape for o in outs):
+        return False
+    return not crowds(outs)
+
+
 def fast_path_data(
     args: Sequence[Any], jaxpr: Any, call: PjitCall, out_tree: Any, outs: Sequence[Any]
 ) -> Any:
@@ -411,7 +418,7 @@ def fast_path_data(
         return None
     if "local" in call.in_positional_semantics:
         return None
-    if crowds(outs) or (_jax.versions.EMPTY_RESULTS_ARE_WHOLE and any(0 in o.shape for o in outs)):
+    if not results_repeat(outs):
         return None
     prepared = prepare(args, _jax.transform.plain_jaxpr(jaxpr), call)
     if prepared.moves:

@@ -346,15 +346,12 @@ class Compiled(Stage):
         if _dispatch.announce is not None:
             _dispatch.announce(values, self._call, None)
         repeatable = _dispatch.may_repeat(values) and not self._signature.consts
+        repeatable = repeatable and self._signature.params.keeps_order(args, kwargs)
         places = [(values[i], self._shardings[i]) for i in self._refs]
         with _dispatch.references(places) if places else contextlib.nullcontext():
             outs = _dispatch.execute(self._executable, self._consts, values, self._call)
         data = None
-        if (
-            repeatable
-            and not _dispatch.crowds(outs)
-            and self._signature.params.keeps_order(args, kwargs)
-        ):
+        if repeatable and _dispatch.results_repeat(outs):
             data = _jax.dispatch.fast_path_data(self._executable, self._consts, self.out_tree, outs)
         return jtu.tree_unflatten(self.out_tree, outs), data, False
 
