@@ -116,8 +116,7 @@ def _repeating(body: weakref.ref[Any], call: PjitCall) -> Callable:
     """Returns what runs a call again; its cache lets go of a jaxpr that nothing else holds."""
 
     def once(*args: Any) -> list[Any]:
-        jaxpr = body()
-        return [*_run(args, jaxpr, call, prepare(args, jaxpr, call))]
+        return [*_run(args, body(), call)]
 
     if any(call.donated_invars) and not _jax.versions.FAST_PATH_CHECKS_DELETED:
         return once  # halves of a derivative donate too seldom for `_with_deletions`
@@ -134,10 +133,13 @@ def _repeating(body: weakref.ref[Any], call: PjitCall) -> Callable:
     return PythonDispatcher(miss) if fast is None else fast
 
 
-def _run(args: Sequence[Any], jaxpr: Any, call: PjitCall, prepared: Prepared) -> Sequence[Any]:
+def _run(
+    args: Sequence[Any], jaxpr: Any, call: PjitCall, prepared: Prepared | None = None
+) -> Sequence[Any]:
     check_alive(args, call)
     if announce is not None:
         announce(args, call, jaxpr)
+    prepared = prepared or prepare(args, jaxpr, call)
     if prepared.moves:
         _govern(args, prepared, call)
         at = [i for i in prepared.moves if i not in prepared.refs]
