@@ -18,9 +18,10 @@ import jax
 import jax.tree_util as jtu
 
 from spmd import _dispatch, _jax
+from spmd._arguments import describe_leaves
 from spmd._local import global_to_local, local_to_global
 from spmd._mesh import auto_mesh, show_mesh
-from spmd._options import MISSING, PjitOptions, not_callable, parse, weakly_referable
+from spmd._options import MISSING, PjitOptions, not_callable, parse
 from spmd._pjit import clear_rule_caches, pjit_p
 from spmd._plan import (
     Flat,
@@ -29,7 +30,6 @@ from spmd._plan import (
     check_refs,
     find_mesh,
     flatten,
-    leaf_names,
     make_plan,
 )
 from spmd._spec import UNSPECIFIED, ParsedPartitionSpec
@@ -109,8 +109,7 @@ def _pjit(options: dict[str, Any], fun: Callable) -> Any:
     if not callable(fun):
         fix = "pjit(fun, in_axis_resources=...), or @pjit(in_axis_resources=...) above a def"
         raise explain("pjit", [not_callable(fun, fix)])
-    held = weakly_referable(fun)
-    wrapped = pjit_function(held, parse(held, **options))
+    wrapped = pjit_function(*parse(fun, **options))
     wrapped.__wrapped__ = fun
     return wrapped
 
@@ -177,7 +176,7 @@ class PjitFunction:
             out_names=plan.out_names,
             consts=plan.consts,
         )
-        placed = tuple(_dispatch.placed_sharding(x) for x in (*plan.consts, *flat.leaves))
+        placed = _jax.dispatch.placed_shardings((*plan.consts, *flat.leaves))
         return Traced(plan.jaxpr, plan.call, placed, signature)
 
     @_jax.core.api_boundary
@@ -232,16 +231,17 @@ def call_planned(
         _jax.transform.find_nan(e, line.fun, args, kwargs)
         raise
     data = None
-    if repeatable and line.options.params.keeps_order(args, kwargs):
+    if repeatable and (not kwargs or line.options.params.keeps_order(args, kwargs)):
         data = _dispatch.fast_path_data(values, plan.jaxpr, plan.call, plan.out_tree, outs)
     if line.options.positional_semantics == "local":
-        outs, data = _to_local(outs, plan), None
+        data, mesh = None, plan.call.mesh
+        outs = [x if isinstance(x, _jax.core.Tracer) else global_to_local(x, mesh) for x in outs]
     return jtu.tree_unflatten(plan.out_tree, outs), data, False
 
 
 def _bind(values: Sequence[Any], plan: Plan, options: PjitOptions) -> Sequence[Any]:
     mesh = plan.call.mesh
-    if _jax.mesh.explicit_axes() or _jax.mesh.has_explicit_axes(mesh):
+    if _jax.mesh.meets_explicit_axes(mesh):
         traced = [v for v in values if isinstance(v, _jax.core.Tracer)]
         if traced and _jax.mesh.explicit_axes():
             return _bind_typed(values, plan, options)
@@ -303,16 +303,10 @@ def _to_global(leaves: Sequence[Any], flat: Flat, plan: Plan) -> list[Any]:
     ]
 
 
-def _to_local(outs: Sequence[Any], plan: Plan) -> list[Any]:
-    return [
-        x if isinstance(x, _jax.core.Tracer) else global_to_local(x, plan.call.mesh) for x in outs
-    ]
-
-
 def clear_caches() -> None:
     """Forgets every trace, lowering and program of `spmd`; arrays and meshes stay."""
     make_plan.cache_clear()
-    leaf_names.cache_clear()
+    describe_leaves.cache_clear()
     clear_trace_cache()
     clear_rule_caches()
     _dispatch.clear_dispatch_caches()
@@ -324,20 +318,6 @@ def clear_caches() -> None:
 caches_of_features: list[Callable[[], None]] = []
 
 
-class _Clearer:
-    """Lets `jax.clear_caches` clear ours."""
-
-    def cache_clear(self) -> None:
-        clear_caches()
-
-    def cache_info(self) -> None:
-        return None
-
-    def cache_keys(self) -> list[Any]:
-        return []
-
-
-_clearer = _Clearer()
-_jax.core.register_cache(_clearer, "spmd")
+_clearer = _jax.core.Clearer(clear_caches, "spmd")
 
 __all__ = ["Compiled", "Lowered", "Traced", "clear_caches", "pjit"]

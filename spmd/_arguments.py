@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+import functools
 import inspect
 import operator
 from typing import Any
@@ -53,11 +54,7 @@ class Parameters:
     donate_names: tuple[str, ...]
 
     def bind(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Moves keyword arguments to the positions of their parameters.
-
-        Raises:
-            TypeError: The arguments do not fit the signature.
-        """
+        """Moves keyword arguments to the positions of their parameters, or raises a TypeError."""
         few = self.variadic is not None or len(args) <= len(self.names)
         if self.own is None or (not kwargs and few):
             return args, dict(kwargs)
@@ -98,10 +95,6 @@ def parse_parameters(
     """Reads the signature of `fun` and the options that name arguments.
 
     `static_option` is what a user calls `static_argnums`.
-
-    Raises:
-        ValueError: An argument is out of range, unknown, or both static and donated.
-        TypeError: An option is no int or str, nor a sequence of them.
     """
     signature = _signature(fun)
     names, variadic, more = _positional(signature)
@@ -235,11 +228,7 @@ def _both_ways(
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Completes positions by names and names by positions, so either way of passing is known.
 
-    Args:
-        nums: Positions given.
-        by_name: Names given.
-        names: Parameters that can be passed by position.
-        unnamed: Those of them that cannot be passed by name; ``**kwargs`` may hold their names.
+    What is `unnamed` cannot be passed by name: ``**kwargs`` may hold that name.
     """
     at = {i + len(names) if i < 0 else i for i in nums}
     at |= {names.index(n) for n in by_name if n in names and n not in unnamed}
@@ -293,12 +282,7 @@ class Static:
 
 
 def split_arguments(params: Parameters, args: tuple, kwargs: Mapping, subject: str) -> Split:
-    """Binds the arguments of a call and takes the static ones out.
-
-    Raises:
-        TypeError: A static argument is not hashable, or the arguments do not fit the signature.
-        ValueError: A static or donated position does not exist in this call.
-    """
+    """Binds the arguments of a call and takes the static ones out."""
     try:
         args, kwargs = params.bind(args, kwargs)
     except TypeError as e:
@@ -376,31 +360,27 @@ def join_arguments(split_positions: Sequence[int], statics: Any, dynamic: Any) -
 
 
 def argument_names(params: Parameters, positions: Sequence[int], tree: Any) -> tuple[str, ...]:
-    """How the user calls each leaf: ``batch['x']``.
+    """How the user calls each leaf; see :func:`describe_leaves`."""
+    return describe_leaves(params, positions, tree)[0]
 
-    Args:
-        params: The parameters.
-        positions: Original position of each positional argument in `tree`.
-        tree: Structure of ``(args, kwargs)``.
+
+@functools.lru_cache(maxsize=4096)
+def describe_leaves(
+    params: Parameters, positions: Sequence[int], tree: Any
+) -> tuple[tuple[str, ...], tuple[bool, ...]]:
+    """How the user calls each leaf of ``(args, kwargs)``, as ``batch['x']``; whether it is donated.
+
+    `positions` are the original ones of the positional arguments in `tree`.
     """
     dummy = jtu.tree_unflatten(tree, range(tree.num_leaves))
-    names = []
+    names, donated = [], []
     for path, _ in jtu.tree_flatten_with_path(dummy)[0]:
         side, key, *rest = path
-        top = params.position_name(positions[key.idx]) if side.idx == 0 else str(key.key)
+        where = positions[key.idx] if side.idx == 0 else str(key.key)
+        top = where if isinstance(where, str) else params.position_name(where)
         names.append(top + jtu.keystr(tuple(rest)))
-    return tuple(names)
-
-
-def donated_leaves(params: Parameters, positions: Sequence[int], tree: Any) -> tuple[bool, ...]:
-    """Whether each leaf of ``(args, kwargs)`` is donated."""
-    args, kwargs = tree.children()
-    flags: list[bool] = []
-    for position, sub in zip(positions, args.children(), strict=True):
-        flags += [position in params.donate_nums] * sub.num_leaves
-    for name, sub in zip(kwargs.node_data()[1], kwargs.children(), strict=True):
-        flags += [name in params.donate_names] * sub.num_leaves
-    return tuple(flags)
+        donated.append(where in params.donate_nums or where in params.donate_names)
+    return tuple(names), tuple(donated)
 
 
 # Specs of arguments
@@ -411,17 +391,11 @@ def argument_specs(
 ) -> tuple[tuple[Any, ...], tuple[str, ...]]:
     """Returns the spec of each leaf of ``(args, kwargs)``, and where it was given.
 
-    Args:
-        specs: The parsed `in_axis_resources`: one leaf for all, one entry per parameter, or a
-            dict by parameter name.
-        params: The parameters.
-        positions: Original position of each positional argument in `tree`.
-        tree: Structure of ``(args, kwargs)``.
-        subject: The user's thing, for an error.
-
-    Raises:
-        ValueError: The specs are no pytree prefix of the arguments.
+    The specs are one leaf for all, one entry per parameter, or a dict by parameter name;
+    `positions` are as in :func:`describe_leaves`.
     """
+    if specs.treedef.node_data() is None:  # one for all
+        return specs.leaves * tree.num_leaves, specs.names * tree.num_leaves
     args, kwargs = tree.children()
     order = _spec_order(params)
     # What *args takes has its entries before those of the keyword-only parameters.
@@ -469,11 +443,8 @@ def _spec_order(params: Parameters) -> list[str]:
 def _entry_for(specs: SpecTree, name: str, index: int | None, known: set[str]) -> tuple[Any, str]:
     """The entry of `specs` for one argument, and how it is written after the option's name.
 
-    Args:
-        specs: The parsed `in_axis_resources`.
-        name: What the user calls the argument.
-        index: Its place among the entries; None for what ``**kwargs`` takes.
-        known: The names that a dict of entries may have.
+    `index` is its place among the entries, None for what ``**kwargs`` takes; a dict of entries may
+    have the `known` names.
     """
     top = specs.indices()
     kind = specs.treedef.node_data()

@@ -52,14 +52,13 @@ class PjitCall:
     compiler_options: tuple[tuple[str, Any], ...] = ()
     kind: str = "pjit"
     # Computed once: the record is part of the key of every lookup.
-    _hash: int = field(init=False, repr=False, compare=False, default=0)
-
-    def __post_init__(self) -> None:
-        parts = (self.name, self.mesh, self.in_axis_resources, self.out_axis_resources)
-        object.__setattr__(self, "_hash", hash((*parts, self.donated_invars)))
+    _hash: int | None = field(init=False, repr=False, compare=False, default=None)
 
     def __hash__(self) -> int:
-        return self._hash
+        if self._hash is None:
+            parts = (self.name, self.mesh, self.in_axis_resources, self.out_axis_resources)
+            object.__setattr__(self, "_hash", hash((*parts, self.donated_invars)))
+        return self._hash  # type: ignore[return-value] - set above
 
     @property
     def subject(self) -> str:
@@ -102,13 +101,7 @@ class PjitCall:
     def batch(
         self, in_dims: Sequence[Any], out_dims: Sequence[Any], axes: tuple[Any, ...]
     ) -> PjitCall:
-        """The call of a jaxpr with a new dimension on some values.
-
-        Args:
-            in_dims: Per input the position of the new dimension, or None.
-            out_dims: Likewise per output.
-            axes: Mesh axes over which the new dimension is split; empty: not said.
-        """
+        """The call of a jaxpr with a new dimension on some values, split over mesh axes, if any."""
         return replace(
             self,
             in_axis_resources=_batch(self.in_axis_resources, in_dims, axes),
@@ -172,10 +165,9 @@ class PjitCall:
     ) -> PjitCall:
         """The call of the transposed jaxpr: a cotangent is placed like its primal.
 
-        Args:
-            kept_in: Per input, whether it stays an input (it is not linear, or a reference).
-            nz_cts: Per output, whether it has a cotangent, which becomes an input.
-            ct_out: Per input, whether its cotangent becomes an output.
+        An input of `kept_in` stays one (it is not linear, or a reference). A cotangent of an output
+        becomes an input where `nz_cts` says that there is one, and that of an input an output by
+        `ct_out`.
         """
         kept = self.keep(kept_in, ())
         cts = tuple(compress(self.out_axis_resources, nz_cts))

@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 
 from spmd import _jax
 from spmd._call import batch_resource
-from spmd._dispatch import gone_failure, mesh_of, resolve_leaf
+from spmd._dispatch import gone_failure
 from spmd._mesh import (
     auto_mesh,
     current_mesh,
@@ -29,9 +29,11 @@ from spmd._pjit import (
 )
 from spmd._resolve import (
     is_equivalent,
+    mesh_of,
     mesh_of_leaves,
     no_mesh,
     placed_sharding,
+    resolve_leaves,
     spec_failure,
     to_sharding,
 )
@@ -39,7 +41,6 @@ from spmd._spec import (
     UNCONSTRAINED,
     ParsedPartitionSpec,
     SpecSync,
-    broadcast_prefix,
     parse_specs,
 )
 from spmd.errors import ArgumentError, Failure, explain, show_value
@@ -68,7 +69,7 @@ def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
     """
     specs = parse_specs(axis_resources, "axis_resources", _SUBJECT, role="constraint")
     paths, treedef = jtu.tree_flatten_with_path(x)
-    found = broadcast_prefix(specs.indices(), treedef, specs.name, "x")
+    found = specs.broadcast(treedef, "x")
     if isinstance(found, Failure):
         raise explain(_SUBJECT, [found])
     mesh, failures = mesh_of_leaves(specs.leaves, specs.names)
@@ -99,19 +100,17 @@ def _constrain(value: Any, resource: Any, mesh: Any) -> Any:
 def _resolve(
     values: list, leaves: list, mesh: Any, names: list[str], given: list[str]
 ) -> list[Any]:
-    failures, resources = [], []
+    failures, resources, manual = [], [], _jax.mesh.manual_axes()
     for value, leaf, name, where in zip(values, leaves, names, given, strict=True):
-        try:
-            aval = _jax.core.abstractify(value)
-        except (TypeError, ValueError, OverflowError):
+        if (aval := _jax.core.aval_of(value)) is None:
             failures.append(_no_array(value, name))
             continue
         if not isinstance(value, _jax.core.Tracer) and getattr(value, "is_deleted", bool)():
             failures.append(gone_failure(name))
             continue
         eager = not isinstance(value, _jax.core.Tracer) and _jax.core.trace_state_clean()
-        subject = f"argument {name}"
-        resource, failure = resolve_leaf(leaf, aval, mesh, subject, where, boundary=eager)
+        row = (leaf, aval, f"argument {name}", where, mesh)
+        [(resource, failure)] = resolve_leaves([row], mesh, manual, boundary=eager)
         resources.append(resource)
         failures.append(failure)
     if failures := [f for f in failures if f]:

@@ -7,10 +7,9 @@ Everything here runs on a miss of the C++ dispatcher, or where that one must not
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 import contextlib
 from dataclasses import dataclass
-import functools
 import logging
 import os
 import sys
@@ -20,31 +19,17 @@ import warnings
 import weakref
 
 import jax
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import AxisType, NamedSharding
 import jax.tree_util as jtu
-import numpy as np
 
 from spmd import _jax
 from spmd._arguments import Parameters
 from spmd._call import PjitCall
-from spmd._counts import count
-from spmd._lower import clear_lower_cache, lower, program_of
-from spmd._mesh import described_failure, show_mesh
-from spmd._recover import parse_op_sharding
-from spmd._resolve import (
-    canonical_leaf,
-    device_failure,
-    devices_failure,
-    input_sharding,
-    is_equivalent,
-    manual_failure,
-    placed_sharding,
-    reshard_failure,
-    spec_failure,
-)
-from spmd._spec import UNSPECIFIED, ParsedPartitionSpec, SpecSync
-from spmd._starting import crowds, starting, wait_now_and_then
-from spmd.errors import DonatedArrayError, Failure, OptionError, RecoveryError, explain
+from spmd._lower import clear_lower_cache, lower_and_compile
+from spmd._mesh import described_failure
+from spmd._resolve import is_equivalent, place, recovered, reshard_failure
+from spmd._starting import starting, wait_now_and_then
+from spmd.errors import DonatedArrayError, Failure, OptionError, explain
 
 logger = logging.getLogger(__name__)
 
@@ -64,32 +49,19 @@ class DonationWarning(UserWarning):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
-    """A compiled call.
-
-    Attributes:
-        lowering: JAX's lowering.
-        executable: JAX's executable.
-        consts: Constants that it takes before the arguments, on its devices.
-    """
-
-    lowering: Any
-    executable: Any
-    consts: Sequence[Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     """A program for arguments placed in one particular way.
 
     Attributes:
-        program: The program.
+        executable: JAX's executable.
+        consts: Constants that it takes before the arguments, on its devices.
         shardings: Where each argument has to be.
         moves: Indices of committed arguments that are elsewhere.
         refs: Indices of arguments that are mutable references.
     """
 
-    program: Program
+    executable: Any
+    consts: Sequence[Any]
     shardings: tuple[Any, ...]
     moves: tuple[int, ...]
     refs: tuple[int, ...]
@@ -103,12 +75,16 @@ announce: Callable[[Sequence[Any], PjitCall, Any], None] | None = None
 def run(*args: Any, jaxpr: Any, call: PjitCall) -> Sequence[Any]:
     """Executes a call on concrete arguments: the impl rule of `pjit_p`."""
     repeater = _repeater(jaxpr, call)
-    if not repeater.prepared:  # here, where other threads may start programs meanwhile
-        check_alive(args, call)
-        prepare(args, jaxpr, call)
-        repeater.prepared = True
+    if repeater.prepared:
+        if repeater.dispatch is None:
+            repeater.dispatch = _repeating(weakref.ref(jaxpr), call)
+        with _turn(call):
+            return repeater.dispatch(*args)
+    check_alive(args, call)
+    prepared = prepare(args, jaxpr, call)  # here, where other threads may start programs meanwhile
+    repeater.prepared = True
     with _turn(call):
-        return repeater.dispatch(*args)
+        return _run(args, jaxpr, call, prepared)
 
 
 def _turn(call: PjitCall) -> Any:
@@ -116,29 +92,34 @@ def _turn(call: PjitCall) -> Any:
 
 
 class _Repeater:
-    """What runs a call: in C++ from the second time on, where that may be.
+    """What runs a call: the first time in Python, later in C++ where that may be.
 
     Attributes:
-        dispatch: The function.
         prepared: Whether a program was compiled for some placement of the arguments.
+        dispatch: The function, from the second time on.
     """
 
     __slots__ = ("dispatch", "prepared")
 
-    def __init__(self, dispatch: Callable):
-        self.dispatch = dispatch
+    def __init__(self) -> None:
         self.prepared = False
+        self.dispatch: Callable | None = None
 
 
 @_jax.core.weakref_lru_cache
 def _repeater(jaxpr: Any, call: PjitCall) -> _Repeater:
-    body = weakref.ref(jaxpr)  # the cache lets go of a jaxpr that nothing else holds
+    del jaxpr, call
+    return _Repeater()
+
+
+def _repeating(body: weakref.ref[Any], call: PjitCall) -> Callable:
+    """Returns what runs a call again; its cache lets go of a jaxpr that nothing else holds."""
 
     def once(*args: Any) -> list[Any]:
         return [*_run(args, body(), call)]
 
     if any(call.donated_invars) and not _jax.versions.FAST_PATH_CHECKS_DELETED:
-        return _Repeater(once)  # halves of a derivative donate too seldom for `_with_deletions`
+        return once  # halves of a derivative donate too seldom for `_with_deletions`
 
     def miss(*args: Any) -> tuple[list[Any], Any, bool]:
         repeatable = may_repeat(args)
@@ -149,46 +130,57 @@ def _repeater(jaxpr: Any, call: PjitCall) -> _Repeater:
 
     # `once` is what runs where `jax.disable_jit` switches the dispatcher off.
     fast = _jax.dispatch.make_dispatcher(once, call.name, miss, (), (), "spmd.pjit_p")
-    return _Repeater(PythonDispatcher(miss) if fast is None else fast)
+    return PythonDispatcher(miss) if fast is None else fast
 
 
-def _run(args: tuple[Any, ...], jaxpr: Any, call: PjitCall) -> Sequence[Any]:
+def _run(
+    args: Sequence[Any], jaxpr: Any, call: PjitCall, prepared: Prepared | None = None
+) -> Sequence[Any]:
     check_alive(args, call)
     if announce is not None:
         announce(args, call, jaxpr)
-    prepared = prepare(args, jaxpr, call)
+    prepared = prepared or prepare(args, jaxpr, call)
     if prepared.moves:
         _govern(args, prepared, call)
-        args = _move(args, prepared, call)
-    program = prepared.program
+        at = [i for i in prepared.moves if i not in prepared.refs]
+        args = _replaced(args, at, [prepared.shardings[i] for i in at], call)
     if not prepared.refs:
-        return execute(program.executable, program.consts, args, call)
+        return execute(prepared.executable, prepared.consts, args, call)
     with references([(args[i], prepared.shardings[i]) for i in prepared.refs]):
-        return execute(program.executable, program.consts, args, call)
+        return execute(prepared.executable, prepared.consts, args, call)
 
 
 def execute(
     executable: Any, consts: Sequence[Any], args: Sequence[Any], call: PjitCall
 ) -> Sequence[Any]:
-    """Runs a program on arguments that lie where it expects them.
-
-    Args:
-        executable: JAX's executable.
-        consts: Constants that it takes before the arguments.
-        args: The arguments of `call`, all of them.
-        call: What the program was built for.
-    """
-    args = _in_default_layout(args, call)
+    """Runs a program, after its constants, on arguments that lie where it expects them."""
+    # A program reads its arguments in the default layout.
+    at = _jax.dispatch.own_layouts(args)
+    args = _replaced(args, at, [args[i].sharding for i in at], call)
     with _turn(call):
         outs = executable.unsafe_call(*consts, *args)
     if _jax.versions.EMPTY_RESULTS_ARE_WHOLE:
         outs = [_resplit(o) if 0 in o.shape else o for o in outs]
-    if _jax.mesh.has_explicit_axes(call.mesh):
+    if call.mesh is not None and AxisType.Explicit in call.mesh.axis_types:
         outs = [_typed(o, call.mesh) for o in outs]
     mark_deleted(args, call)
     if devices := crowds(outs):
         wait_now_and_then(outs, devices)
     return outs
+
+
+def crowds(outs: Sequence[Any]) -> Collection[Any]:
+    """The devices of a program of which XLA cannot have many in flight, by its results; else none.
+
+    Those on CPU devices of several processes, which wait for one another.
+    """
+    if not _jax.versions.HANGS_WHEN_CROWDED:
+        return ()
+    for one in outs:  # no generator: an interrupt that finds one running is lost
+        if isinstance(one, jax.Array):  # a float0 is on no device
+            devices = () if one.is_fully_addressable else one.sharding.device_set
+            return devices if devices and next(iter(devices)).platform == "cpu" else ()
+    return ()
 
 
 def _resplit(empty: Any) -> Any:
@@ -217,7 +209,7 @@ def _typed(out: Any, mesh: Any) -> Any:
 
 def prepare(args: Sequence[Any], jaxpr: Any, call: PjitCall) -> Prepared:
     """Returns the compiled program for these arguments, from the cache after the first time."""
-    return _prepare(jaxpr, call, tuple(placed_sharding(a) for a in args))
+    return _prepare(jaxpr, call, _jax.dispatch.placed_shardings(args))
 
 
 @_jax.core.weakref_lru_cache
@@ -225,160 +217,14 @@ def _prepare(jaxpr: Any, call: PjitCall, placed: tuple[Any, ...]) -> Prepared:
     mesh, shardings, moves = place(jaxpr, call, placed)
     if failure := described_failure(mesh):
         raise explain(call.subject, [failure])
-    key = _jax.dispatch.placement_key(shardings, jaxpr.in_avals)
-    # However the mesh was entered outside, an equal one is one program.
-    with _jax.mesh.tracing_under(mesh):
-        program = _program(jaxpr, program_of(call, mesh), mesh, key)
-    refs = _jax.core.ref_indices(jaxpr)
-    return Prepared(program=program, shardings=shardings, moves=moves, refs=refs)
-
-
-def place(
-    jaxpr: Any, call: PjitCall, placed: Sequence[Any]
-) -> tuple[Any, tuple[Any, ...], tuple[int, ...]]:
-    """Decides mesh and input shardings of an eager call.
-
-    Args:
-        jaxpr: Closed jaxpr.
-        call: The call.
-        placed: Per input the sharding that it is committed to, or None.
-
-    Returns:
-        The mesh, the sharding of each input, and the inputs that have to move.
-
-    Raises:
-        RuntimeError: An argument lives on other devices than the mesh has.
-    """
-    mesh = call.mesh if call.mesh is not None else mesh_of(placed)
-    if mesh is None:
-        # Nothing here is placed anywhere, as a cotangent of ones: where JAX puts such values.
-        mesh = jax.sharding.Mesh(np.array([_jax.mesh.default_device()]), ("device",))
-    names = call.arg_names
-    # The devices of a pmap are chosen by size, not by its user: there, arrays of others are moved.
-    failures = [
-        device_failure(p, mesh, f"argument {n}")
-        for p, n in zip(placed, names, strict=True)
-        if call.kind != "pmap"
-    ]
-    failures += _batch_failures(jaxpr, call, mesh)
-    if failures := [f for f in failures if f]:
-        raise explain(call.subject, failures)
-    found = [
-        input_sharding(r, p, a.ndim, mesh)
-        for r, p, a in zip(call.in_axis_resources, placed, jaxpr.in_avals, strict=True)
-    ]
-    return mesh, tuple(s for s, _ in found), tuple(i for i, (_, m) in enumerate(found) if m)
-
-
-def _batch_failures(jaxpr: Any, call: PjitCall, mesh: Any) -> list[Failure | None]:
-    """Checks the specs that vmap changed; all others were checked against the user's values."""
-    outs = [f"result {i}" for i in range(len(jaxpr.out_avals))]
-    rows = zip(
-        (*call.in_axis_resources, *call.out_axis_resources),
-        (*jaxpr.in_avals, *jaxpr.out_avals),
-        (*(f"argument {n}" for n in call.arg_names), *outs),
-        (*call.given, *outs),
-        strict=True,
+    executable, consts = lower_and_compile(jaxpr, call, mesh, shardings)
+    return Prepared(
+        executable=executable,
+        consts=consts,
+        shardings=shardings,
+        moves=moves,
+        refs=_jax.core.ref_indices(jaxpr),
     )
-    return [
-        spec_failure(spec, aval, mesh, subject, given, boundary=True)
-        for spec, aval, subject, given in rows
-        if isinstance(spec, ParsedPartitionSpec) and spec.sync == SpecSync.OUT_OF_SYNC
-    ]
-
-
-def mesh_of(placed: Sequence[Any]) -> Any:
-    """Returns the mesh that committed arguments are on, or None where none is committed.
-
-    Arrays that know devices and no mesh get one with a single axis over those devices.
-    """
-    known = [s for s in placed if s is not None]
-    named = [s.mesh for s in known if isinstance(s, NamedSharding)]
-    if named or not known:
-        return named[0] if named else None
-    return jax.sharding.Mesh(np.array(known[0]._device_assignment), ("device",))
-
-
-@_jax.core.weakref_lru_cache
-def _program(jaxpr: Any, call: PjitCall, mesh: Any, in_key: Any) -> Program:
-    lowering = lower(jaxpr, call, mesh, in_key)
-    if not _jax.lowering.is_compiled(lowering):
-        count("compiles")
-    executable = lowering.compile()
-    consts = _jax.core.const_args(lowering.const_args, executable)
-    return Program(lowering=lowering, executable=executable, consts=consts)
-
-
-def resolve_leaf(
-    leaf: Any,
-    aval: Any,
-    mesh: Any,
-    subject: str,
-    given: str,
-    *,
-    on: Any = None,
-    boundary: bool = True,
-) -> tuple[Any, Failure | None]:
-    """Returns what a leaf of a user's specs says of a value, and what is wrong with it.
-
-    Args:
-        leaf: A parsed spec or a sharding; what comes back for it is a spec or a NamedSharding.
-        aval: What has a `shape` and a `dtype`.
-        mesh: The mesh of the call.
-        subject: The value, e.g. ``"argument x"``.
-        given: Where the leaf was given, e.g. ``"in_axis_resources"``.
-        on: The part of the mesh that the value is for, where it is not the whole.
-        boundary: Whether dimensions must divide evenly.
-    """
-    # What shard_map took away explains a shape that does not fit: it comes first.
-    failure = devices_failure(leaf, mesh, subject, given) or manual_failure(leaf, subject, given)
-    if failure:
-        return leaf, failure
-    leaf = canonical_leaf(leaf)
-    if isinstance(leaf, Sharding) and not isinstance(leaf, NamedSharding):
-        leaf = _recovered(leaf, aval.ndim, mesh)
-        if isinstance(leaf, Sharding) and not isinstance(leaf, NamedSharding):
-            return leaf, _unsaid_failure(leaf, mesh, subject, given)
-    on = mesh if on is None else on
-    return leaf, spec_failure(leaf, aval, on, subject, given, boundary=boundary)
-
-
-def _unsaid_failure(sharding: Any, mesh: Any, subject: str, given: str) -> Failure:
-    # Without a spec it would be lost where a transformation adds a dimension.
-    return Failure(
-        what=f"cannot split {subject}: no spec on this mesh says the sharding",
-        given=f"{given} = {sharding}"[:100],
-        expected=f"a sharding that splits dimensions over axes of {show_mesh(mesh)}",
-        fix="enter the mesh whose axes it splits over, or write a NamedSharding",
-    )
-
-
-def resource_of(value: Any, mesh: Any) -> Any:
-    """Returns what a call says of a value that is already on the devices of its mesh.
-
-    Args:
-        value: An argument of an eager program, or a result that goes into the next.
-        mesh: The mesh of both.
-
-    Returns:
-        The spec of its sharding; the sharding itself where no spec says it; UNSPECIFIED where it
-        is not known, in an outer trace, or where nobody has chosen one.
-    """
-    placed = None if isinstance(value, _jax.core.Tracer) else placed_sharding(value)
-    return UNSPECIFIED if placed is None else _recovered(placed, value.ndim, mesh)
-
-
-@functools.lru_cache(maxsize=4096)
-def _recovered(sharding: Any, ndim: int, mesh: Any) -> Any:
-    if _jax.dispatch.device_order(sharding) != [*mesh.devices.flat]:
-        return UNSPECIFIED
-    try:
-        spec: Any = parse_op_sharding(_jax.dispatch.op_sharding(sharding, ndim), mesh)
-    except RecoveryError:
-        return sharding
-    # An OpSharding says nothing of memory: what lies elsewhere than usual keeps its own.
-    named = NamedSharding(mesh, spec.to_partition_spec(), memory_kind=sharding.memory_kind)
-    return spec if canonical_leaf(named) is not named else named
 
 
 def warn_kept(names: Sequence[str], call: PjitCall) -> None:
@@ -398,11 +244,7 @@ def warn_kept(names: Sequence[str], call: PjitCall) -> None:
 
 
 def check_alive(args: Sequence[Any], call: PjitCall) -> None:
-    """Refuses arrays that were donated or deleted.
-
-    Raises:
-        RuntimeError: Names every argument that is gone, or donated beside another use.
-    """
+    """Refuses arrays that were donated or deleted, or are donated beside another use."""
     gone = [
         n
         for a, n in zip(args, call.arg_names, strict=True)
@@ -441,11 +283,7 @@ def gone_failure(name: str) -> Failure:
 
 
 def reshard_mode(call: PjitCall) -> str:
-    """Returns what to do about an argument that is placed otherwise.
-
-    Raises:
-        ValueError: ``SPMD_IMPLICIT_RESHARD`` is none of the modes.
-    """
+    """Returns what to do about an argument that is placed otherwise."""
     if call.implicit_reshard is not None:
         return call.implicit_reshard
     mode = os.environ.get("SPMD_IMPLICIT_RESHARD", "allow")
@@ -495,22 +333,13 @@ def _user_level() -> int:
     return level
 
 
-def _move(args: tuple[Any, ...], prepared: Prepared, call: PjitCall) -> tuple[Any, ...]:
-    at = [i for i in prepared.moves if i not in prepared.refs]
-    return _replaced(args, at, [prepared.shardings[i] for i in at], call) if at else args
-
-
 _locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
 _locks_guard = threading.Lock()
 
 
 @contextlib.contextmanager
 def references(places: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-    """Lets one program at a time take a mutable reference, placed where it expects it.
-
-    Args:
-        places: References, and their shardings.
-    """
+    """Lets one program at a time take references, each put into the sharding that is with it."""
     with contextlib.ExitStack() as held:
         # Two programs that share references take them in one order, so neither waits for ever.
         for ref, sharding in sorted(places, key=lambda place: id(place[0])):
@@ -523,7 +352,7 @@ def references(places: Sequence[tuple[Any, Any]]) -> Iterator[None]:
 
 def _place_ref(ref: Any, sharding: Any) -> None:
     """Puts what a reference holds where a program expects it; it stays there."""
-    held = _jax.core.buffer_of(ref)
+    held = _jax.dispatch.buffer_of(ref)
     if held.committed and is_equivalent(held.sharding, sharding, held.ndim):
         return
     same_devices = held.sharding.device_set == sharding.device_set
@@ -532,19 +361,15 @@ def _place_ref(ref: Any, sharding: Any) -> None:
         if same_devices
         else jax.device_put(held, sharding)
     )
-    _jax.core.set_buffer(ref, new)
-
-
-def _in_default_layout(args: Sequence[Any], call: PjitCall) -> Sequence[Any]:
-    """Rewrites arrays that lie in memory otherwise than a program reads its arguments."""
-    at = [i for i, a in enumerate(args) if _jax.dispatch.has_own_layout(a)]
-    return _replaced(args, at, [args[i].sharding for i in at], call) if at else args
+    _jax.dispatch.set_buffer(ref, new)
 
 
 def _replaced(
     args: Sequence[Any], at: Sequence[int], shardings: Sequence[Any], call: PjitCall
-) -> tuple[Any, ...]:
-    """Copies the arguments `at` to other shardings; a donated original is gone then."""
+) -> Sequence[Any]:
+    """Copies the arguments `at`, if any, to other shardings; a donated original is gone then."""
+    if not at:
+        return args
     moved = list(args)
     for i, new in zip(at, _jax.dispatch.reshard([args[i] for i in at], shardings), strict=True):
         moved[i] = new
@@ -571,7 +396,14 @@ def may_repeat(args: Sequence[Any]) -> bool:
     It does not see that an argument has its elements in another order. After the call a donated
     array has no layout to ask for.
     """
-    return announce is None and not any(map(_jax.dispatch.has_own_layout, args))
+    return announce is None and not _jax.dispatch.own_layouts(args)
+
+
+def results_repeat(outs: Sequence[Any]) -> bool:
+    """Whether C++ gives results like these as :func:`execute` does, which waits and resplits."""
+    if _jax.versions.EMPTY_RESULTS_ARE_WHOLE and any(0 in o.shape for o in outs):
+        return False
+    return not crowds(outs)
 
 
 def fast_path_data(
@@ -588,14 +420,12 @@ def fast_path_data(
         return None
     if "local" in call.in_positional_semantics:
         return None
-    if crowds(outs) or (_jax.versions.EMPTY_RESULTS_ARE_WHOLE and any(0 in o.shape for o in outs)):
+    if not results_repeat(outs):
         return None
     prepared = prepare(args, _jax.transform.plain_jaxpr(jaxpr), call)
     if prepared.moves:
         return None
-    return _jax.dispatch.fast_path_data(
-        prepared.program.executable, prepared.program.consts, out_tree, outs
-    )
+    return _jax.dispatch.fast_path_data(prepared.executable, prepared.consts, out_tree, outs)
 
 
 class PythonDispatcher:
@@ -616,12 +446,7 @@ def dispatcher(
 ) -> Any:
     """Returns the callable that a user gets: JAX's C++ dispatcher, or ours in Python.
 
-    Args:
-        fun: The function whose programs it repeats; None for one compiled program.
-        name: Shown in profiles.
-        cache_miss: Asked about arguments of a new kind; see `_jax.dispatch.make_dispatcher`.
-        params: Which arguments are static.
-        key: What else tells two dispatchers of one function apart.
+    The arguments are those of `_jax.dispatch.make_dispatcher`; `params` say which ones are static.
     """
     nums, names = params.static_nums, params.static_names
     deletes = (
@@ -718,8 +543,7 @@ def _cleared_like(fast: Any, call: Any) -> Any:
 def clear_dispatch_caches() -> None:
     """Forgets all programs."""
     _repeater.cache_clear()
-    _recovered.cache_clear()
+    recovered.cache_clear()
     _prepare.cache_clear()
-    _program.cache_clear()
     clear_lower_cache()
     _jax.dispatch.clear_dispatch_cache()

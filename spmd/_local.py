@@ -16,10 +16,7 @@ from spmd._spec import UNSPECIFIED, ParsedPartitionSpec
 def global_shape(shape: tuple[int, ...], spec: Any, mesh: Any) -> tuple[int, ...]:
     """Returns the shape of the value of which each process holds a part of `shape`.
 
-    Args:
-        shape: Shape of one process's part.
-        spec: ParsedPartitionSpec of the value; anything else: the value is not split.
-        mesh: The mesh of all processes.
+    Without a ParsedPartitionSpec the value is not split.
     """
     if not isinstance(spec, ParsedPartitionSpec):
         return shape
@@ -31,13 +28,7 @@ def global_shape(shape: tuple[int, ...], spec: Any, mesh: Any) -> tuple[int, ...
 
 
 def local_to_global(value: Any, spec: Any, mesh: Any) -> jax.Array:
-    """Builds the global array of which `value` is this process's part.
-
-    Args:
-        value: A host array or number, or an array on devices of this process.
-        spec: ParsedPartitionSpec, ``UNSPECIFIED`` (replicated) or a raw sharding.
-        mesh: The mesh of all processes.
-    """
+    """Builds the global array of which a host array, a number or an array here is a part."""
     spec = ParsedPartitionSpec(None, ()) if spec is UNSPECIFIED else spec
     if isinstance(value, jax.Array) and isinstance(spec, ParsedPartitionSpec):
         # What is on the devices already stays there.

@@ -10,64 +10,58 @@ from typing import Any
 from spmd import _jax
 from spmd._call import PjitCall
 from spmd._counts import count
-from spmd._resolve import to_sharding
-from spmd._spec import UNSPECIFIED
+from spmd._resolve import to_shardings
 
 logger = logging.getLogger(__name__)
 
 
-def program_of(call: PjitCall, mesh: Any) -> PjitCall:
-    """Returns what of a call a program depends on: equal programs are made once.
+def _program_key(
+    jaxpr: Any, call: PjitCall, mesh: Any, shardings: Sequence[Any]
+) -> tuple[PjitCall, Any, Any]:
+    """Returns what a program depends on besides its jaxpr: equal programs are made once.
 
-    How a spec was spelled, what an argument is called and what a message would show are left out;
-    inputs are left to the key of their shardings.
+    How a spec was spelled, what an argument is called and what a message would show are left out
+    of the call; where its inputs are is the last part of the key.
     """
-    outs = [to_sharding(r, mesh) for r in call.out_axis_resources]
-    return replace(
+    program = replace(
         call,
         mesh=mesh,
         in_axis_resources=(),
-        out_axis_resources=tuple(UNSPECIFIED if s is _jax.core.UNSPECIFIED else s for s in outs),
+        out_axis_resources=to_shardings(call.out_axis_resources, mesh),
         in_positional_semantics=(),
         arg_names=(),
         given=(),
         inline=False,
         implicit_reshard=None,
     )
+    return program, mesh, _jax.dispatch.placement_key(shardings, jaxpr.in_avals)
 
 
-def lower(jaxpr: Any, call: PjitCall, mesh: Any, in_key: Any) -> Any:
-    """Lowers a call to a module of its own.
-
-    Args:
-        jaxpr: Closed jaxpr.
-        call: From :func:`program_of`.
-        mesh: The mesh whose devices the module is for.
-        in_key: :func:`spmd._jax.dispatch.placement_key` of the shardings of the inputs.
-
-    Returns:
-        JAX's lowering (a MeshComputation).
-    """
+def lower(jaxpr: Any, call: PjitCall, mesh: Any, shardings: Sequence[Any]) -> Any:
+    """Lowers a call with inputs in `shardings`; equal programs have one MeshComputation."""
+    key = _program_key(jaxpr, call, mesh, shardings)
     # However the mesh was entered outside, an equal one is one module.
     with _jax.mesh.tracing_under(mesh):
-        return _lower(jaxpr, call, mesh, in_key)
+        return _lower(jaxpr, *key)
 
 
-def _complete(jaxpr: Any, call: PjitCall, mesh: Any) -> None:
-    """Adds what a function of several levels is traced without: see `docs/design/pmap.md`."""
-    if call.kind == "pmap" and len(mesh.axis_names) > 1:
-        _jax.transform.place_axis_indices(jaxpr.jaxpr)
+def lower_and_compile(
+    jaxpr: Any, call: PjitCall, mesh: Any, shardings: Sequence[Any]
+) -> tuple[Any, Sequence[Any]]:
+    """Returns JAX's executable of a call, and the constants on its devices that it takes first."""
+    key = _program_key(jaxpr, call, mesh, shardings)
+    with _jax.mesh.tracing_under(mesh):
+        return _compile(jaxpr, *key)
 
 
 @_jax.core.weakref_lru_cache
 def _lower(jaxpr: Any, call: PjitCall, mesh: Any, in_key: Any) -> Any:
     _complete(jaxpr, call, mesh)
-    outs = [to_sharding(r, mesh) for r in call.out_axis_resources]
     lowering = _jax.lowering.lower_module(
         jaxpr,
         call.name,
         in_key.shardings,
-        outs,
+        call.out_axis_resources,
         call.donated_invars,
         mesh,
         keep_unused=call.keep_unused,
@@ -78,6 +72,20 @@ def _lower(jaxpr: Any, call: PjitCall, mesh: Any, in_key: Any) -> Any:
     return lowering
 
 
+@_jax.core.weakref_lru_cache
+def _compile(jaxpr: Any, *key: Any) -> tuple[Any, Sequence[Any]]:
+    executable, consts, is_new = _jax.lowering.compile_lowering(_lower(jaxpr, *key))
+    if is_new:
+        count("compiles")
+    return executable, consts
+
+
+def _complete(jaxpr: Any, call: PjitCall, mesh: Any) -> None:
+    """Adds what a function of several levels is traced without: see `docs/design/pmap.md`."""
+    if call.kind == "pmap" and len(mesh.axis_names) > 1:
+        _jax.transform.place_axis_indices(jaxpr.jaxpr)
+
+
 def lower_for_export(
     jaxpr: Any,
     call: PjitCall,
@@ -86,15 +94,9 @@ def lower_for_export(
     platforms: Sequence[str],
     parameters: Any,
 ) -> Any:
-    """Lowers a call to a module that `jax.export` can serialize; see :func:`lower`.
+    """Lowers a call to a module for these platforms that `jax.export` can serialize.
 
-    Args:
-        jaxpr: Closed jaxpr.
-        call: From :func:`program_of`.
-        mesh: The mesh whose devices the module is for.
-        shardings: One per input.
-        platforms: The platforms that the module is for.
-        parameters: JAX's own parameters of an export, or None.
+    `parameters` are JAX's own of an export, or None.
     """
     _complete(jaxpr, call, mesh)
     with _jax.mesh.tracing_under(mesh):
@@ -102,7 +104,7 @@ def lower_for_export(
             jaxpr,
             call.name,
             shardings,
-            [to_sharding(r, mesh) for r in call.out_axis_resources],
+            to_shardings(call.out_axis_resources, mesh),
             call.donated_invars,
             mesh,
             keep_unused=call.keep_unused,
@@ -112,11 +114,12 @@ def lower_for_export(
 
 
 def clear_lower_cache() -> None:
-    """Forgets all modules."""
+    """Forgets all modules and programs."""
     _lower.cache_clear()
+    _compile.cache_clear()
 
 
-def lower_inner_call(ctx: Any, args: Sequence[Any], jaxpr: Any, call: PjitCall) -> Sequence[Any]:
+def lower_inner_call(ctx: Any, *args: Any, jaxpr: Any, call: PjitCall) -> Sequence[Any]:
     """Emits a call inside of another program, with its shardings as constraints."""
     _complete(jaxpr, call, call.mesh)
     ins = _inside(call.in_axis_resources, call.mesh)
@@ -126,5 +129,5 @@ def lower_inner_call(ctx: Any, args: Sequence[Any], jaxpr: Any, call: PjitCall) 
 
 
 def _inside(resources: Sequence[Any], mesh: Any) -> list[Any]:
-    shardings = [to_sharding(r, mesh, inside=True) for r in resources]
+    shardings = to_shardings(resources, mesh, inside=True)
     return [None if s is _jax.core.UNSPECIFIED else s for s in shardings]

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import jax
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 import numpy as np
 
 from spmd import _jax
@@ -53,7 +53,7 @@ class Mesh(jax.sharding.Mesh):
             raise explain("Mesh", [_same_names(plain.axis_names)])
         # JAX interns its meshes and always builds the base class.
         self = object.__new__(cls)
-        self.__dict__.update(_jax.mesh.mesh_fields(plain), _plain=plain)
+        self.__dict__.update(vars(plain), _plain=plain)
         return self
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -205,18 +205,13 @@ def _axes_failure(axes: Any, names: Any) -> Failure | None:
     """What is wrong with the axes whatever the devices are."""
     expected, error = "a dict of sizes by name, such as {'data': 4, 'model': 2}", ArgumentError
     given = f"{axes!r}" if names is None else f"{axes!r}, {names!r}"
-    if names is None and _is_sized(axes):
-        sizes = list(axes.values())
+    sizes: list[Any] = list(axes.values()) if isinstance(axes, Mapping) else [None]
+    if names is None and all(isinstance(s, (int, np.integer)) for s in sizes):
         if sizes and sizes.count(-1) < 2 and all(s > 0 or s == -1 for s in sizes):
             return None
         expected, error = "one axis or more of positive sizes, of which one may be -1", MeshError
     fix = _as_one_dict(axes, names)
     return Failure(what="cannot be built", given=given, expected=expected, fix=fix, error=error)
-
-
-def _is_sized(axes: Any) -> bool:
-    sizes = axes.values() if isinstance(axes, Mapping) else [None]
-    return all(isinstance(s, (int, np.integer)) for s in sizes)
 
 
 def _as_one_dict(axes: Any, names: Any) -> str:
@@ -279,6 +274,11 @@ def _ambiguous(entered: Any, was_set: Any) -> Failure:
     )
 
 
+def active_mesh() -> Any:
+    """Returns :func:`current_mesh` as the JAX mesh that it stands for."""
+    return plain_mesh(current_mesh())
+
+
 def show_mesh(mesh: Any) -> str:
     """Returns ``mesh data=4, model=2``."""
     if mesh is None or not mesh.axis_names:
@@ -300,14 +300,14 @@ def show_devices(devices: Sequence[Any]) -> str:
 
 def is_described(mesh: Any) -> bool:
     """Whether the devices of a mesh are only described; they are all of one kind."""
-    if _jax.mesh.is_abstract(mesh):
+    if isinstance(mesh, AbstractMesh):
         return False
     return _jax.mesh.is_described(next(iter(mesh.devices.flat), None))
 
 
 def described_failure(mesh: Any) -> Failure | None:
     """Something is to run on devices that are only described, or not even that."""
-    if _jax.mesh.is_abstract(mesh):
+    if isinstance(mesh, AbstractMesh):
         return Failure(
             what=f"cannot run on {show_mesh(mesh)}: it is an AbstractMesh, which has no devices",
             expected="a mesh of devices",
@@ -328,16 +328,8 @@ def described_failure(mesh: Any) -> Failure | None:
 
 
 def check_parts(mesh: Any, subject: str) -> None:
-    """Checks that what this process holds is a part of a value on a mesh.
-
-    Args:
-        mesh: The mesh of all processes.
-        subject: The user's thing, for an error.
-
-    Raises:
-        RuntimeError: Its devices form no box of the mesh, or it has none there.
-    """
-    if _jax.mesh.is_abstract(mesh):
+    """Checks that the devices of this process form a box of a mesh: they hold a part of a value."""
+    if isinstance(mesh, AbstractMesh):
         return
     if failure := scattered_failure(mesh, jax.process_index()):
         raise explain(subject, [failure])
@@ -393,7 +385,7 @@ def tracing(mesh: Any, subject: str) -> Iterator[None]:
     if mesh is None:
         yield
         return
-    ours = mesh if _jax.mesh.is_abstract(mesh) else Mesh(mesh.devices, mesh.axis_names)
+    ours: Any = mesh if isinstance(mesh, AbstractMesh) else Mesh(mesh.devices, mesh.axis_names)
     _context.meshes.append(ours)
     _context.tracing.append((auto_mesh(mesh), subject))
     try:
@@ -405,14 +397,11 @@ def tracing(mesh: Any, subject: str) -> Iterator[None]:
 
 
 def traced_under(compute: Callable[..., Any]) -> Any:
-    """Caches what is computed from the jaxpr of a call, under the mesh of that call.
+    """Caches what is computed from a jaxpr, a call and more hashable values, under the call's mesh.
 
     The rules of a `custom_jvp`, `custom_vjp` or `custom_vmap` in the jaxpr are traced only then,
     and find the mesh. What mesh a caller has entered makes no difference to what is found; to ask
     for it again enters no mesh at all.
-
-    Args:
-        compute: A function of a jaxpr, a call, and more hashable arguments.
     """
     cached = _jax.core.weakref_lru_cache(compute)
 

@@ -39,11 +39,14 @@ class PjitOptions:
     implicit_reshard: str | None
     compiler_options: tuple[tuple[str, Any], ...]
     # Computed once: the record is part of the key of every lookup.
-    _hash: int = field(default=0, compare=False)
+    _hash: int = field(init=False, compare=False)
+    #: The first words of a message.
+    subject: str = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         parts = (self.name, self.in_specs, self.out_specs, self.params, self.mesh)
         object.__setattr__(self, "_hash", hash(parts))
+        object.__setattr__(self, "subject", f"pjit of `{self.name}`")
 
     def __hash__(self) -> int:
         return self._hash
@@ -52,11 +55,6 @@ class PjitOptions:
     def static_option(self) -> str:
         """What to declare an argument static with."""
         return "static_argnames"
-
-    @property
-    def subject(self) -> str:
-        """The first words of a message."""
-        return f"pjit of `{self.name}`"
 
 
 def not_callable(fun: Any, fix: str) -> Failure:
@@ -91,7 +89,7 @@ def global_name(wrapper: Any) -> str | None:
     return name if found is wrapper else None
 
 
-def weakly_referable(fun: Callable) -> Callable:
+def _weakly_referable(fun: Callable) -> Callable:
     """Caches hold functions weakly, by hash; a few builtins allow no weak reference."""
     try:
         hash(fun)
@@ -126,13 +124,9 @@ def parse(
     positional_semantics: str,
     implicit_reshard: str | None,
     compiler_options: Mapping[str, Any] | None,
-) -> PjitOptions:
-    """Reads everything that can be read without arguments.
-
-    Raises:
-        TypeError: A leaf is no spec, or `mesh` no mesh.
-        ValueError: Options contradict each other or the signature.
-    """
+) -> tuple[Callable, PjitOptions]:
+    """Reads what can be read without arguments; returns `fun` too, as one that caches can hold."""
+    fun = _weakly_referable(fun)
     name = _jax.core.fun_name(fun)
     subject = f"pjit of `{name}`"
     ins = _one_of(subject, "in_axis_resources", in_axis_resources, "in_shardings", in_shardings)
@@ -149,20 +143,21 @@ def parse(
         fun, subject, static_argnums, static_argnames, donate_argnums, donate_argnames
     )
     failures = _choice_failures(mesh, positional_semantics, implicit_reshard)
-    leaf_mesh, clash = mesh_of_leaves(
-        [x for s in specs for x in s.leaves], [n for s in specs for n in s.names]
-    )
-    failures += clash
-    if mesh is not None and leaf_mesh is not None and not failures:
-        failures += mesh_clash("the option mesh", mesh, specs)
+    if any(isinstance(x, NamedSharding) for s in specs for x in s.leaves):
+        _, clash = mesh_of_leaves(
+            [x for s in specs for x in s.leaves], [n for s in specs for n in s.names]
+        )
+        failures += clash
+        if mesh is not None and not failures:
+            failures += mesh_clash("the option mesh", mesh, specs)
     if failures:
         raise explain(subject, failures)
-    return PjitOptions(
+    return fun, PjitOptions(
         name=name,
         in_specs=specs[0],
         out_specs=specs[1],
         params=params,
-        mesh=plain_mesh(mesh),
+        mesh=None if mesh is None else plain_mesh(mesh),
         keep_unused=bool(keep_unused),
         inline=bool(inline),
         positional_semantics=positional_semantics,

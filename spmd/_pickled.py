@@ -11,11 +11,7 @@ from spmd.errors import ArgumentError, Failure, explain
 
 
 def check_version(subject: str, version: Any, own: int) -> None:
-    """Refuses a form that another version of this library has written.
-
-    Raises:
-        ArgumentError: It has another number than `own`.
-    """
+    """Refuses a form that another version of this library has written."""
     if version != own:
         failure = Failure(
             what="cannot be read: another version of spmd wrote it",
@@ -28,11 +24,7 @@ def check_version(subject: str, version: Any, own: int) -> None:
 
 
 def find_device(subject: str, platform: str, number: int) -> Any:
-    """Returns the device of this process that a form speaks of.
-
-    Raises:
-        ArgumentError: There is none here.
-    """
+    """Returns the device of this process that a form speaks of."""
     with contextlib.suppress(RuntimeError):  # there is no such platform
         for device in jax.devices(platform):
             if device.id == number:

@@ -15,7 +15,7 @@ from spmd import _dispatch, _jax
 from spmd._call import PjitCall
 from spmd._lower import lower_inner_call
 from spmd._mesh import auto_mesh, enclosing_pjit, show_mesh, traced_under
-from spmd._resolve import to_sharding
+from spmd._resolve import resource_of, to_sharding
 from spmd._spec import (
     BATCH,
     UNCONSTRAINED,
@@ -132,13 +132,8 @@ def _nested_options(call: PjitCall) -> Failure:
 
 # Lowering
 
-
-def _pjit_lower(ctx: Any, *args: Any, jaxpr: Any, call: PjitCall) -> Sequence[Any]:
-    return lower_inner_call(ctx, args, jaxpr, call)
-
-
 # Not cacheable: the function has its own key, and a cached equation loses source locations.
-_jax.lowering.register_lowering(pjit_p, _pjit_lower, cacheable=False)
+_jax.lowering.register_lowering(pjit_p, lower_inner_call, cacheable=False)
 
 
 def _pjit_shardings(eqn: Any) -> list[Any]:
@@ -184,11 +179,7 @@ def spmd_axes(axis_data: Any) -> tuple[Any, ...]:
 def check_spmd_axes(
     axes: Sequence[Any], mesh: Any, resources: Sequence[Any], dims: Sequence[Any], subject: str
 ) -> None:
-    """A mesh axis that splits the mapped dimension exists, and splits no other one too.
-
-    Raises:
-        ValueError: It does not, or does; names the function and the line that called it.
-    """
+    """A mesh axis that splits the mapped dimension exists, and splits no other one too."""
     if unknown := [a for a in axes if mesh is not None and a not in mesh.shape]:
         raise explain(subject, [_unknown_failure(unknown, mesh)])
     if repeated := [a for i, a in enumerate(axes) if a in axes[:i]]:
@@ -291,14 +282,9 @@ class _Halves:
     def run_known(
         self, args: Sequence[Any], like: Sequence[Any] = ()
     ) -> tuple[Sequence[Any], list[Any], PjitCall]:
-        """Runs the first half.
+        """Runs the first half; returns its outputs, the residuals, and the call of the rest.
 
-        Args:
-            args: Its inputs.
-            like: Per input of the rest that is no residual, a value that is placed like it.
-
-        Returns:
-            Its outputs, the residuals, and the call of the rest.
+        `like` has, per input of the rest that is no residual, a value that is placed like it.
         """
         results = pjit_p.bind(*args, jaxpr=self.known, call=self.known_call)
         computed = iter(self.outputs)
@@ -319,7 +305,7 @@ def _placed(call: PjitCall, values: Sequence[Any]) -> PjitCall:
     pairs = zip((*values, *unknown), given, strict=True)
     return _with_inputs(
         call,
-        tuple(_dispatch.resource_of(v, call.mesh) if g is UNSPECIFIED else g for v, g in pairs),
+        tuple(resource_of(v, call.mesh) if g is UNSPECIFIED else g for v, g in pairs),
     )
 
 
@@ -349,17 +335,11 @@ def _halves(
     rest_call: PjitCall,
     forwarded: Sequence[int | None],
 ) -> _Halves:
-    """Builds the halves of a call.
+    """Builds the halves of a call, of which `consts` are the constants.
 
-    Args:
-        consts: Constants of the whole call.
-        known: Closed jaxpr of the first half, which returns all computed residuals.
-        known_call: How it is called, but for the residuals.
-        in_rest: As in :class:`_Halves`.
-        rest: Closed jaxpr of the second half, which takes all residuals first.
-        rest_call: How it is called, but for the residuals.
-        forwarded: Per residual, which of the constants and then the inputs of the first half it
-            is; None where it is computed.
+    `known` returns all computed residuals and `rest` takes all residuals first, which the calls do
+    not say. `forwarded` says of each residual which of the constants and then the inputs of the
+    first half it is; None where it is computed.
     """
     n_out, n_consts = len(known_call.out_axis_resources), len(consts)
     known, outputs = _jax.transform.repeated_outputs(known, n_out)

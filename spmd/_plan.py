@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-import functools
 from typing import Any
 
 import jax
@@ -12,16 +11,16 @@ from jax.sharding import Sharding
 import jax.tree_util as jtu
 import numpy as np
 
-from spmd import _dispatch, _jax
-from spmd._arguments import argument_names, argument_specs, donated_leaves, split_arguments
+from spmd import _jax
+from spmd._arguments import argument_specs, describe_leaves, split_arguments
 from spmd._call import PjitCall
 from spmd._constraint import sharding_constraint_p
 from spmd._local import global_shape
-from spmd._mesh import auto_mesh, check_parts, current_mesh, enclosing_pjit, plain_mesh
+from spmd._mesh import active_mesh, auto_mesh, check_parts, enclosing_pjit
 from spmd._options import PjitOptions, mesh_clash
 from spmd._pjit import nested_mesh_failure
-from spmd._resolve import from_array_failure, no_mesh
-from spmd._spec import FROM_ARRAY, UNSPECIFIED, ParsedPartitionSpec, broadcast_prefix
+from spmd._resolve import from_array_failure, mesh_of, no_mesh, resolve_leaves
+from spmd._spec import FROM_ARRAY, UNSPECIFIED, ParsedPartitionSpec
 from spmd._trace import Signature, Trace, trace
 from spmd.errors import ArgumentError, Failure, explain
 
@@ -44,20 +43,17 @@ class Flat:
 
 
 def flatten(options: PjitOptions, args: tuple, kwargs: Mapping[str, Any]) -> Flat:
-    """Binds and flattens the arguments of a call.
-
-    Raises:
-        TypeError: An argument is no array.
-    """
+    """Binds and flattens the arguments of a call."""
     split = split_arguments(options.params, args, kwargs, options.subject)
     leaves, tree = jtu.tree_flatten(split.dynamic)
-    names = leaf_names(options.params, split.positions, tree)
+    names, donated = describe_leaves(options.params, split.positions, tree)
     signature = Signature(
         tree=tree,
         avals=_avals(leaves, names, options),
         positions=split.positions,
         statics=split.statics,
         arg_names=names,
+        donated=donated,
     )
     local = options.positional_semantics == "local"
     # An array that exists is global: its sharding already says which part is where.
@@ -65,9 +61,6 @@ def flatten(options: PjitOptions, args: tuple, kwargs: Mapping[str, Any]) -> Fla
         "local" if local and not isinstance(x, jax.Array) else "global" for x in leaves
     )
     return Flat(leaves=leaves, signature=signature, semantics=semantics)
-
-
-leaf_names = functools.lru_cache(maxsize=4096)(argument_names)
 
 
 def _avals(leaves: Sequence[Any], names: Sequence[str], options: PjitOptions) -> tuple[Any, ...]:
@@ -116,16 +109,14 @@ _METHOD = (
 
 
 def find_mesh(options: PjitOptions, flat: Flat) -> Any:
-    """Returns the mesh of a call: the option's, the active one, or that of its shardings.
-
-    Raises:
-        RuntimeError: There is none, or the shardings are of another one.
-    """
+    """Returns the mesh of a call: the option's, the active one, or that of its shardings."""
     leaves = (*options.in_specs.leaves, *options.out_specs.leaves)
-    leaf_mesh = _dispatch.mesh_of([x for x in leaves if isinstance(x, Sharding)])
-    mesh = options.mesh if options.mesh is not None else plain_mesh(current_mesh())
+    shardings = [x for x in leaves if isinstance(x, Sharding)]
+    leaf_mesh = mesh_of(shardings) if shardings else None
+    mesh = options.mesh if options.mesh is not None else active_mesh()
     if mesh is not None:
-        clash = mesh_clash("the context", mesh, (options.in_specs, options.out_specs))
+        specs = (options.in_specs, options.out_specs)
+        clash = mesh_clash("the context", mesh, specs) if shardings else []
         if clash and (outer := enclosing_pjit()) and options.mesh is None:
             clash = [nested_mesh_failure(leaf_mesh, outer)]
         if clash:
@@ -133,8 +124,9 @@ def find_mesh(options: PjitOptions, flat: Flat) -> Any:
         return mesh
     mesh = leaf_mesh
     if mesh is None and not any(isinstance(x, ParsedPartitionSpec) for x in leaves):
-        concrete = _concrete(flat.leaves)
-        mesh = _dispatch.mesh_of([_dispatch.placed_sharding(x) for x in concrete])
+        held = map(_jax.core.underlying, flat.leaves)
+        concrete = [v for v in held if not isinstance(v, _jax.core.Tracer)]
+        mesh = mesh_of(_jax.dispatch.placed_shardings(concrete))
         if mesh is None and len(concrete) < len(flat.leaves):
             return None  # under a transformation only the impl rule sees what the arrays have
     if mesh is None:
@@ -142,50 +134,42 @@ def find_mesh(options: PjitOptions, flat: Flat) -> Any:
     return mesh
 
 
-def _concrete(leaves: Sequence[Any]) -> list[Any]:
-    return [v for x in leaves if not isinstance(v := _jax.core.underlying(x), _jax.core.Tracer)]
-
-
 def resolve_inputs(
-    options: PjitOptions, signature: Signature, semantics: Sequence[str], mesh: Any
+    options: PjitOptions,
+    signature: Signature,
+    semantics: Sequence[str],
+    mesh: Any,
+    manual: frozenset[Any],
 ) -> tuple[tuple[Any, ...], tuple[str, ...], tuple[Any, ...]]:
-    """Gives every argument its spec and checks it.
+    """Gives every argument its spec and checks it; names all that do not fit.
 
-    Returns:
-        Per leaf the resource, the option it came from, and the aval of the global value.
-
-    Raises:
-        ValueError: A spec does not fit; all that do not are named.
+    Returns per leaf the resource, the option it came from, and the aval of the global value.
     """
     leaves, given = argument_specs(
         options.in_specs, options.params, signature.positions, signature.tree, options.subject
     )
     if "local" in semantics and mesh is not None:
         check_parts(mesh, options.subject)
-    failures, avals, resources = [], [], []
-    rows = zip(leaves, given, signature.avals, signature.arg_names, semantics, strict=True)
-    for raw, where, aval, name, kind in rows:
-        on = mesh.local_mesh if kind == "local" and mesh is not None else mesh
-        what = f"{'local ' if kind == 'local' else ''}argument {name}"
-        leaf, failure = _dispatch.resolve_leaf(raw, aval, mesh, what, where, on=on)
-        resources.append(leaf)
-        failures.append(failure)
-        avals.append(aval if failure or kind == "global" else _global_aval(aval, leaf, mesh))
-    if failures := [f for f in failures if f]:
+    rows = [
+        (leaf, aval, f"argument {name}", where, mesh)
+        if kind == "global"
+        else (leaf, aval, f"local argument {name}", where, mesh and mesh.local_mesh)
+        for leaf, aval, name, where, kind in zip(
+            leaves, signature.avals, signature.arg_names, given, semantics, strict=True
+        )
+    ]
+    found = resolve_leaves(rows, mesh, manual)
+    if failures := [f for _, f in found if f]:
         raise explain(options.subject, failures)
-    return tuple(resources), given, tuple(avals)
-
-
-def _global_aval(aval: Any, leaf: Any, mesh: Any) -> Any:
-    return aval.update(shape=global_shape(aval.shape, leaf, mesh))
+    avals = [
+        aval if kind == "global" else aval.update(shape=global_shape(aval.shape, leaf, mesh))
+        for (leaf, _), aval, kind in zip(found, signature.avals, semantics, strict=True)
+    ]
+    return tuple(leaf for leaf, _ in found), given, tuple(avals)
 
 
 def check_from_array(flat: Flat, plan: Plan, options: PjitOptions) -> None:
-    """Checks that every argument under FROM_ARRAY has a sharding to take.
-
-    Raises:
-        ValueError: One has none, or one on another mesh.
-    """
+    """Checks that every argument under FROM_ARRAY has a sharding to take."""
     failures = []
     for i in plan.from_array:
         value = _jax.core.underlying(flat.leaves[i])
@@ -198,11 +182,7 @@ def check_from_array(flat: Flat, plan: Plan, options: PjitOptions) -> None:
 
 
 def check_refs(flat: Flat, plan: Plan, options: PjitOptions) -> None:
-    """Checks that no mutable reference is two arguments.
-
-    Raises:
-        ValueError: One is, or is an argument and closed over.
-    """
+    """Checks that no mutable reference is two arguments, or an argument and closed over."""
     values, names = [*plan.consts, *flat.leaves], plan.call.arg_names
     first: dict[int, str] = {}
     failures = [
@@ -223,23 +203,22 @@ def check_refs(flat: Flat, plan: Plan, options: PjitOptions) -> None:
 # Resolve outputs
 
 
-def resolve_outputs(options: PjitOptions, traced: Trace, mesh: Any) -> tuple[Any, ...]:
-    """Gives every result its spec and checks it.
-
-    Raises:
-        ValueError: A spec does not fit; all that do not are named.
-    """
+def resolve_outputs(
+    options: PjitOptions, traced: Trace, mesh: Any, manual: frozenset[Any]
+) -> tuple[Any, ...]:
+    """Gives every result its spec and checks it; names all that do not fit."""
     specs = options.out_specs
-    found = broadcast_prefix(specs.indices(), traced.out_tree, specs.name, "result")
-    if isinstance(found, Failure):
-        raise explain(options.subject, [found])
+    at = specs.broadcast(traced.out_tree, "result")
+    if isinstance(at, Failure):
+        raise explain(options.subject, [at])
     rows = [
-        _dispatch.resolve_leaf(specs.leaves[i], aval, mesh, name, specs.names[i])
-        for i, aval, name in zip(found, traced.jaxpr.out_avals, traced.out_names, strict=True)
+        (specs.leaves[i], aval, name, specs.names[i], mesh)
+        for i, aval, name in zip(at, traced.jaxpr.out_avals, traced.out_names, strict=True)
     ]
-    if failures := [f for _, f in rows if f]:
+    found = resolve_leaves(rows, mesh, manual)
+    if failures := [f for _, f in found if f]:
         raise explain(options.subject, failures)
-    return tuple(leaf for leaf, _ in rows)
+    return tuple(leaf for leaf, _ in found)
 
 
 def _constrain_outputs(jaxpr: Any, resources: Sequence[Any], mesh: Any) -> Any:
@@ -299,16 +278,16 @@ def make_plan(
     mesh: Any,
 ) -> Plan:
     """Resolves and traces a call: everything that depends on its signature only."""
-    resources, given, avals = resolve_inputs(options, signature, semantics, mesh)
+    manual = _jax.mesh.manual_axes()
+    resources, given, avals = resolve_inputs(options, signature, semantics, mesh, manual)
     traced = _traced(fun, replace(signature, avals=avals), resources, mesh, options.subject)
-    outs = resolve_outputs(options, traced, mesh)
-    donated = donated_leaves(options.params, signature.positions, signature.tree)
+    outs = resolve_outputs(options, traced, mesh, manual)
     call = PjitCall(
         name=options.name,
         mesh=mesh,
         in_axis_resources=tuple(UNSPECIFIED if r is FROM_ARRAY else r for r in resources),
         out_axis_resources=outs,
-        donated_invars=donated,
+        donated_invars=signature.donated,
         in_positional_semantics=semantics,
         arg_names=signature.arg_names,
         given=given,
@@ -317,15 +296,24 @@ def make_plan(
         implicit_reshard=options.implicit_reshard,
         compiler_options=options.compiler_options,
     )
+    return plan_of(
+        replace(traced, jaxpr=_constrain_outputs(traced.jaxpr, outs, mesh)),
+        call,
+        from_array=tuple(i for i, r in enumerate(resources) if r is FROM_ARRAY),
+    )
+
+
+def plan_of(traced: Trace, call: PjitCall, from_array: tuple[int, ...] = ()) -> Plan:
+    """Builds the plan of a call, which does not know yet what the function closes over."""
     names = [f"closed-over value {i}" for i in range(len(traced.consts))]
     return Plan(
-        jaxpr=_constrain_outputs(traced.jaxpr, outs, mesh),
+        jaxpr=traced.jaxpr,
         call=call.add_inputs(names, leading=True) if names else call,
         consts=traced.consts,
         out_tree=traced.out_tree,
         out_names=traced.out_names,
-        from_array=tuple(i for i, r in enumerate(resources) if r is FROM_ARRAY),
-        refs=_jax.core.ref_indices(traced.jaxpr),
+        from_array=from_array,
+        refs=traced.refs,
     )
 
 

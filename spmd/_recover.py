@@ -18,12 +18,11 @@ from dataclasses import replace
 import math
 from typing import Any, NamedTuple
 
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 import numpy as np
 
 from spmd import _jax
-from spmd._mesh import plain_mesh, show_mesh
-from spmd._resolve import spec_failure
+from spmd._mesh import show_mesh
 from spmd._spec import REPLICATED, ParsedPartitionSpec
 from spmd.errors import Failure, RecoveryError, SpecTypeError, explain
 
@@ -361,17 +360,11 @@ class TileAxis(NamedTuple):
 
 
 def tile_axes(op_sharding: Any, num_devices: int) -> tuple[int | None, list[TileAxis]] | Failure:
-    """Reads the axes of a mesh off an OpSharding, where none is known.
+    """Reads the axes of a mesh off an OpSharding, where none is known, or says why it cannot.
 
     Neighbouring axes that could be one come as one. Sorted by falling stride, they are the mesh.
-
-    Args:
-        op_sharding: An ``OpSharding`` proto.
-        num_devices: How many devices its program has.
-
-    Returns:
-        The rank of the value, None if all devices hold it whole; and dimension by dimension, from
-        major to minor, its axes, those that replicate last. Or why there are none.
+    Returns the rank of the value, None if all devices hold it whole; and dimension by dimension,
+    from major to minor, its axes, those that replicate last.
     """
     if not isinstance(op_sharding, _jax.core.OpSharding):
         return _not_a_proto(op_sharding)
@@ -542,36 +535,12 @@ def get_array_mapping(spec: ParsedPartitionSpec | PartitionSpec) -> OrderedDict[
         ValueError: A mesh axis stands twice in `spec`.
         TypeError: `spec` is no spec.
     """
-    parts = enumerate(_parsed(spec))
+    parts = enumerate(parsed_spec(spec))
     return OrderedDict((axis, d) for d, part in parts if isinstance(part, tuple) for axis in part)
 
 
-def get_aval_sharding_proto(aval: Any, spec: ParsedPartitionSpec | PartitionSpec, mesh: Any) -> Any:
-    """Returns the OpSharding proto of a value that is split by a spec over a mesh.
-
-    Inverse of :func:`parse_op_sharding`, up to axes of size 1. A dimension that is left to the
-    partitioner counts as unsplit: an OpSharding alone cannot say otherwise.
-
-    Args:
-        aval: What has a `shape` and a `dtype`. Only the rank counts: dimensions may be uneven.
-        spec: What a user wrote, or its parsed form.
-        mesh: A mesh that has the axes of `spec`; an ``AbstractMesh`` will do.
-
-    Returns:
-        An ``OpSharding`` proto, with an iota device list where XLA can write one.
-
-    Raises:
-        ValueError: `spec` is longer than the rank, or names an axis twice or one that is unknown.
-        TypeError: `spec` is no spec.
-    """
-    parsed = _parsed(spec)
-    if failure := spec_failure(parsed, aval, mesh, "the value", "spec", boundary=False):
-        raise explain("get_aval_sharding_proto", [failure])
-    sharding = NamedSharding(plain_mesh(mesh), parsed.to_partition_spec())
-    return sharding._to_xla_hlo_sharding(len(aval.shape)).to_proto()
-
-
-def _parsed(spec: Any) -> ParsedPartitionSpec:
+def parsed_spec(spec: Any) -> ParsedPartitionSpec:
+    """Parses what is a PartitionSpec, or None, and not parsed already."""
     if isinstance(spec, ParsedPartitionSpec):
         return spec
     return ParsedPartitionSpec.from_user_input(spec, "spec", allow_unconstrained=True)
@@ -580,7 +549,6 @@ def _parsed(spec: Any) -> ParsedPartitionSpec:
 __all__ = [
     "explode_superdims",
     "get_array_mapping",
-    "get_aval_sharding_proto",
     "parse_op_sharding",
     "strides_for_sizes",
     "unflatten_array",

@@ -5,25 +5,28 @@ Functions here return failures as data, one per bad leaf; the caller raises them
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+import functools
 import math
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 import numpy as np
 
 from spmd import _jax
-from spmd._mesh import auto_mesh, is_described, show_devices, show_mesh
+from spmd._mesh import auto_mesh, is_described, plain_mesh, show_devices, show_mesh
+from spmd._recover import parse_op_sharding, parsed_spec
 from spmd._spec import (
     UNCONSTRAINED,
     UNSPECIFIED,
     ParsedPartitionSpec,
+    SpecSync,
     show_origin,
     show_spec,
     spec_of,
 )
-from spmd.errors import Failure, MeshError, did_you_mean
+from spmd.errors import Failure, MeshError, RecoveryError, did_you_mean, explain
 
 # Leaves
 
@@ -36,7 +39,7 @@ def canonical_leaf(leaf: Any) -> Any:
 
 
 def _default_memory(sharding: NamedSharding) -> str | None:
-    if _jax.mesh.is_abstract(sharding.mesh):
+    if isinstance(sharding.mesh, AbstractMesh):
         return None
     devices: Any = sharding.mesh.devices
     return devices.flat[0].default_memory().kind
@@ -64,15 +67,11 @@ def mesh_of_leaves(leaves: Sequence[Any], names: Sequence[str]) -> tuple[Any, li
 
 
 def _devices_text(mesh: Any) -> str:
-    return "no devices" if _jax.mesh.is_abstract(mesh) else show_devices(list(mesh.devices.flat))
+    return "no devices" if isinstance(mesh, AbstractMesh) else show_devices(list(mesh.devices.flat))
 
 
 def no_mesh(*, constraint: bool = False) -> Failure:
-    """The failure of a call that needs a mesh and has none.
-
-    Args:
-        constraint: Whether it is `with_sharding_constraint` that needs it.
-    """
+    """The failure of a call, or of a `with_sharding_constraint`, that needs a mesh and has none."""
     otherwise = "pjit(..., mesh=mesh), or a NamedSharding for every argument"
     if constraint:
         otherwise = "a NamedSharding instead of the PartitionSpec"
@@ -86,29 +85,34 @@ def no_mesh(*, constraint: bool = False) -> Failure:
 
 # Specs on a mesh
 
+show_aval = _jax.core.short_aval
+
 
 def spec_failure(
     spec: Any, aval: Any, mesh: Any, subject: str, given: str, *, boundary: bool
 ) -> Failure | None:
-    """Checks one spec against a mesh and the shape it is for.
+    """Checks a spec or NamedSharding against a mesh and the aval it is for; anything else passes.
 
-    Args:
-        spec: ParsedPartitionSpec or NamedSharding; anything else passes.
-        aval: What has a `shape` and a `dtype`.
-        mesh: The mesh of the call.
-        subject: The value, e.g. ``"argument batch['x']"``.
-        given: Where the spec was given, e.g. ``"in_axis_resources['batch']"``.
-        boundary: Whether dimensions must divide evenly.
+    `subject` is the value, as ``"argument batch['x']"``, and `given` where the spec was given. At a
+    boundary dimensions must divide evenly.
     """
-    if (spec := spec_of(spec)) is None:
+    if (spec := _spec_of(spec)) is None:
+        return None
+    unknown = [a for a in spec.axes if a not in mesh.shape]
+    uneven = _uneven(spec, aval, mesh) if boundary and not unknown else []
+    too_long = len(spec.partitions) > aval.ndim
+    if not (unknown or too_long or uneven):
         return None
     shown = f"{given} = {show_origin(spec)} on {show_mesh(mesh)}"
-    unknown = [a for a in spec.axes if a not in mesh.shape]
     if unknown:
         return _unknown_axis(unknown, mesh, subject, shown)
-    if len(spec) > aval.ndim:
+    if too_long:
         return _too_long(spec, aval, subject, shown)
-    return _indivisible(spec, aval, mesh, subject, shown) if boundary else None
+    return _indivisible(spec, aval, uneven, subject, shown)
+
+
+def _spec_of(resource: Any) -> ParsedPartitionSpec | None:
+    return resource if isinstance(resource, ParsedPartitionSpec) else spec_of(resource)
 
 
 def _unknown_axis(unknown: list[Any], mesh: Any, subject: str, given: str) -> Failure:
@@ -135,15 +139,17 @@ def _too_long(spec: Any, aval: Any, subject: str, given: str) -> Failure:
     )
 
 
-def _indivisible(spec: Any, aval: Any, mesh: Any, subject: str, given: str) -> Failure | None:
-    bad = []
-    for dim, part in enumerate(spec):
-        factor = axes_size(part, mesh)
-        # Of a symbolic size of `jax.export` only the caller of the export knows whether it divides.
-        if isinstance(aval.shape[dim], int) and aval.shape[dim] % factor:
-            bad.append((dim, aval.shape[dim], factor))
-    if not bad:
-        return None
+def _uneven(spec: Any, aval: Any, mesh: Any) -> list[tuple[int, int, int]]:
+    """Number, size and factor of each dimension that does not divide evenly."""
+    rows = enumerate(zip(aval.shape, spec.partitions, strict=False))
+    found = [(dim, size, axes_size(part, mesh)) for dim, (size, part) in rows]
+    # Of a symbolic size of `jax.export` only the caller of the export knows whether it divides.
+    return [row for row in found if isinstance(row[1], int) and row[1] % row[2]]
+
+
+def _indivisible(
+    spec: Any, aval: Any, bad: Sequence[tuple[int, int, int]], subject: str, given: str
+) -> Failure:
     dim, size, factor = bad[0]
     padded = math.ceil(size / factor) * factor
     parts = [p if i != dim else () for i, p in enumerate(spec.partitions)]
@@ -166,16 +172,11 @@ def axes_size(part: Any, mesh: Any) -> int:
     return math.prod(mesh.shape[a] for a in part) if isinstance(part, tuple) else 1
 
 
-def show_aval(aval: Any) -> str:
-    """Returns ``f32[30,512]``."""
-    return _jax.core.short_aval(aval)
-
-
-def manual_failure(spec: Any, subject: str, given: str) -> Failure | None:
+def _manual_failure(spec: Any, manual: frozenset[Any], subject: str, given: str) -> Failure | None:
     """An enclosing `shard_map` maps over an axis that the spec uses."""
-    if (spec := spec_of(spec)) is None:
+    if not manual or (spec := _spec_of(spec)) is None:
         return None
-    taken = sorted(repr(a) for a in _jax.mesh.manual_axes() & set(spec.axes))
+    taken = sorted(repr(a) for a in manual & set(spec.axes))
     if not taken:
         return None
     return Failure(
@@ -186,18 +187,11 @@ def manual_failure(spec: Any, subject: str, given: str) -> Failure | None:
     )
 
 
-def devices_failure(sharding: Any, mesh: Any, subject: str, given: str) -> Failure | None:
-    """A sharding that was given for a value is on other devices than the mesh has.
-
-    Args:
-        sharding: A sharding other than a NamedSharding; anything else passes.
-        mesh: The mesh of the call.
-        subject: The value, e.g. ``"argument x"``.
-        given: Where the sharding was given, e.g. ``"in_shardings"``.
-    """
+def _devices_failure(sharding: Any, mesh: Any, subject: str, given: str) -> Failure | None:
+    """A sharding, no NamedSharding, was given for a value and has other devices than the mesh."""
     if not isinstance(sharding, Sharding) or isinstance(sharding, NamedSharding):
         return None
-    if not _jax.mesh.is_abstract(mesh) and _jax.dispatch.device_order(sharding) == [
+    if not isinstance(mesh, AbstractMesh) and _jax.dispatch.device_order(sharding) == [
         *mesh.devices.flat
     ]:
         return None
@@ -210,17 +204,111 @@ def devices_failure(sharding: Any, mesh: Any, subject: str, given: str) -> Failu
     )
 
 
+def resolve_leaves(
+    rows: Iterable[tuple[Any, Any, str, str, Any]],
+    mesh: Any,
+    manual: frozenset[Any],
+    *,
+    boundary: bool = True,
+) -> list[tuple[Any, Failure | None]]:
+    """Returns what each leaf of a user's specs says of a value, and what is wrong with it.
+
+    A row is a leaf, the aval of its value, what the value is called, where the leaf was given, and
+    the part of `mesh` that the value is for. `manual` axes are gone: an enclosing `shard_map` maps
+    over them. At a boundary dimensions must divide evenly. What comes back for a leaf is a spec, a
+    marker or a NamedSharding.
+    """
+    return [_resolve_leaf(*row, mesh, manual, boundary) for row in rows]
+
+
+def _resolve_leaf(
+    leaf: Any,
+    aval: Any,
+    subject: str,
+    given: str,
+    on: Any,
+    mesh: Any,
+    manual: frozenset[Any],
+    boundary: bool,
+) -> tuple[Any, Failure | None]:
+    # What shard_map took away explains a shape that does not fit: it comes first.
+    failure = _devices_failure(leaf, mesh, subject, given)
+    if failure := failure or _manual_failure(leaf, manual, subject, given):
+        return leaf, failure
+    leaf = canonical_leaf(leaf)
+    if isinstance(leaf, Sharding) and not isinstance(leaf, NamedSharding):
+        leaf = recovered(leaf, aval.ndim, mesh)
+        if isinstance(leaf, Sharding) and not isinstance(leaf, NamedSharding):
+            return leaf, _unsaid_failure(leaf, mesh, subject, given)
+    return leaf, spec_failure(leaf, aval, on, subject, given, boundary=boundary)
+
+
+def _unsaid_failure(sharding: Any, mesh: Any, subject: str, given: str) -> Failure:
+    # Without a spec it would be lost where a transformation adds a dimension.
+    return Failure(
+        what=f"cannot split {subject}: no spec on this mesh says the sharding",
+        given=f"{given} = {sharding}"[:100],
+        expected=f"a sharding that splits dimensions over axes of {show_mesh(mesh)}",
+        fix="enter the mesh whose axes it splits over, or write a NamedSharding",
+    )
+
+
+def resource_of(value: Any, mesh: Any) -> Any:
+    """Returns what a call says of a value that is already on the devices of its mesh.
+
+    That is the spec of its sharding; the sharding itself where no spec says it; UNSPECIFIED where
+    it is not known, in an outer trace, or where nobody has chosen one.
+    """
+    placed = None if isinstance(value, _jax.core.Tracer) else placed_sharding(value)
+    return UNSPECIFIED if placed is None else recovered(placed, value.ndim, mesh)
+
+
+@functools.lru_cache(maxsize=4096)
+def recovered(sharding: Any, ndim: int, mesh: Any) -> Any:
+    if _jax.dispatch.device_order(sharding) != [*mesh.devices.flat]:
+        return UNSPECIFIED
+    try:
+        spec: Any = parse_op_sharding(_jax.dispatch.op_sharding(sharding, ndim), mesh)
+    except RecoveryError:
+        return sharding
+    # An OpSharding says nothing of memory: what lies elsewhere than usual keeps its own.
+    named = NamedSharding(mesh, spec.to_partition_spec(), memory_kind=sharding.memory_kind)
+    return spec if canonical_leaf(named) is not named else named
+
+
 # Shardings
+
+
+def get_aval_sharding_proto(aval: Any, spec: ParsedPartitionSpec | PartitionSpec, mesh: Any) -> Any:
+    """Returns the OpSharding proto of a value that is split by a spec over a mesh.
+
+    Inverse of :func:`parse_op_sharding`, up to axes of size 1. A dimension that is left to the
+    partitioner counts as unsplit: an OpSharding alone cannot say otherwise.
+
+    Args:
+        aval: What has a `shape` and a `dtype`. Only the rank counts: dimensions may be uneven.
+        spec: What a user wrote, or its parsed form.
+        mesh: A mesh that has the axes of `spec`; an ``AbstractMesh`` will do.
+
+    Returns:
+        An ``OpSharding`` proto, with an iota device list where XLA can write one.
+
+    Raises:
+        ValueError: `spec` is longer than the rank, or names an axis twice or one that is unknown.
+        TypeError: `spec` is no spec.
+    """
+    parsed = parsed_spec(spec)
+    if failure := spec_failure(parsed, aval, mesh, "the value", "spec", boundary=False):
+        raise explain("get_aval_sharding_proto", [failure])
+    sharding = NamedSharding(plain_mesh(mesh), parsed.to_partition_spec())
+    return sharding._to_xla_hlo_sharding(len(aval.shape)).to_proto()
 
 
 def to_sharding(resource: Any, mesh: Any, *, inside: bool = False) -> Any:
     """Returns the JAX sharding of one resource, or JAX's UNSPECIFIED.
 
-    Args:
-        resource: ParsedPartitionSpec, ``UNSPECIFIED`` or a raw sharding.
-        mesh: The plain mesh.
-        inside: Whether the value is inside of a program, where a dimension that vmap added is
-            left to the partitioner; at its boundary it is unsharded.
+    Inside of a program a dimension that vmap added is left to the partitioner; at its boundary it
+    is unsharded.
     """
     if resource is UNSPECIFIED:
         return _jax.core.UNSPECIFIED
@@ -231,6 +319,11 @@ def to_sharding(resource: Any, mesh: Any, *, inside: bool = False) -> Any:
     if inside:
         return _named(auto_mesh(mesh), resource.to_partition_spec(batch=UNCONSTRAINED))
     return _named(mesh, resource.to_partition_spec())
+
+
+def to_shardings(resources: Iterable[Any], mesh: Any, *, inside: bool = False) -> tuple[Any, ...]:
+    """Returns :func:`to_sharding` of each resource."""
+    return tuple([to_sharding(r, mesh, inside=inside) for r in resources])
 
 
 def _named(mesh: Any, spec: PartitionSpec) -> NamedSharding:
@@ -256,33 +349,70 @@ def show_sharding(sharding: Any) -> str:
 
 # Arguments of an eager call
 
+placed_sharding = _jax.dispatch.placed_sharding
 
-def placed_sharding(arg: Any) -> Sharding | None:
-    """Returns the sharding of a committed array or of a struct that has one, else None."""
-    held = _jax.core.buffer_of(arg)
-    sharding = getattr(held, "sharding", None)
-    if sharding is None or not getattr(held, "_committed", True):
-        return None
-    if held is not arg and sharding.num_devices == 1:
-        # `jax.new_ref` commits to a device even what nobody placed there.
-        return None
-    return sharding
+
+def place(
+    jaxpr: Any, call: Any, placed: Sequence[Any]
+) -> tuple[Any, tuple[Any, ...], tuple[int, ...]]:
+    """Decides where the inputs of an eager call have to be, of which some are `placed`.
+
+    Returns the mesh, the sharding of each input, and the indices of those that have to move.
+    """
+    mesh = call.mesh if call.mesh is not None else mesh_of(placed)
+    if mesh is None:
+        # Nothing here is placed anywhere, as a cotangent of ones: where JAX puts such values.
+        mesh = jax.sharding.Mesh(np.array([_jax.mesh.default_device()]), ("device",))
+    names = call.arg_names
+    # The devices of a pmap are chosen by size, not by its user: there, arrays of others are moved.
+    failures = [
+        device_failure(p, mesh, f"argument {n}")
+        for p, n in zip(placed, names, strict=True)
+        if call.kind != "pmap"
+    ]
+    failures += _batch_failures(jaxpr, call, mesh)
+    if failures := [f for f in failures if f]:
+        raise explain(call.subject, failures)
+    found = [
+        input_sharding(r, p, a.ndim, mesh)
+        for r, p, a in zip(call.in_axis_resources, placed, jaxpr.in_avals, strict=True)
+    ]
+    return mesh, tuple(s for s, _ in found), tuple(i for i, (_, m) in enumerate(found) if m)
+
+
+def _batch_failures(jaxpr: Any, call: Any, mesh: Any) -> list[Failure | None]:
+    """Checks the specs that vmap changed; all others were checked against the user's values."""
+    outs = [f"result {i}" for i in range(len(jaxpr.out_avals))]
+    rows = zip(
+        (*call.in_axis_resources, *call.out_axis_resources),
+        (*jaxpr.in_avals, *jaxpr.out_avals),
+        (*(f"argument {n}" for n in call.arg_names), *outs),
+        (*call.given, *outs),
+        strict=True,
+    )
+    return [
+        spec_failure(spec, aval, mesh, subject, given, boundary=True)
+        for spec, aval, subject, given in rows
+        if isinstance(spec, ParsedPartitionSpec) and spec.sync == SpecSync.OUT_OF_SYNC
+    ]
+
+
+def mesh_of(placed: Sequence[Any]) -> Any:
+    """Returns the mesh that committed arguments are on, or None where none is committed.
+
+    Arrays that know devices and no mesh get one with a single axis over those devices.
+    """
+    known = [s for s in placed if s is not None]
+    named = [s.mesh for s in known if isinstance(s, NamedSharding)]
+    if named or not known:
+        return named[0] if named else None
+    return jax.sharding.Mesh(np.array(known[0]._device_assignment), ("device",))
 
 
 def input_sharding(
     resource: Any, placed: Sharding | None, ndim: int, mesh: Any
 ) -> tuple[Any, bool]:
-    """Decides where an argument has to be, and whether it is there.
-
-    Args:
-        resource: What the call says of the input.
-        placed: Sharding of the committed argument, or None.
-        ndim: Rank of the argument.
-        mesh: The mesh of the call.
-
-    Returns:
-        The sharding, and whether a committed argument has to move.
-    """
+    """Decides where an argument has to be, and whether it is committed elsewhere."""
     free = isinstance(resource, ParsedPartitionSpec) and resource.has_unconstrained
     if resource is UNSPECIFIED or free:  # what is said of a dimension is said inside
         # What no one placed is the same on all devices: NumPy first and the program's own
@@ -290,7 +420,7 @@ def input_sharding(
         wanted = _kept(placed, mesh) if placed is not None else _named(mesh, PartitionSpec())
     else:
         wanted = to_sharding(resource, mesh, inside=False)
-    abstract = isinstance(wanted, NamedSharding) and _jax.mesh.is_abstract(wanted.mesh)
+    abstract = isinstance(wanted, NamedSharding) and isinstance(wanted.mesh, AbstractMesh)
     moves = placed is not None and not abstract and not is_equivalent(placed, wanted, ndim)
     return wanted, moves
 
@@ -298,7 +428,7 @@ def input_sharding(
 def _kept(placed: Sharding, mesh: Any) -> Sharding:
     """The sharding of a placed argument, on the devices of the mesh in the order of the mesh."""
     if mesh is None or (
-        not _jax.mesh.is_abstract(mesh) and placed._device_assignment == tuple(mesh.devices.flat)
+        not isinstance(mesh, AbstractMesh) and placed._device_assignment == tuple(mesh.devices.flat)
     ):
         return placed
     if isinstance(placed, NamedSharding) and dict(placed.mesh.shape) == dict(mesh.shape):
@@ -308,7 +438,7 @@ def _kept(placed: Sharding, mesh: Any) -> Sharding:
 
 def device_failure(placed: Sharding | None, mesh: Any, subject: str) -> Failure | None:
     """A committed argument lives on other devices than the mesh has."""
-    if placed is None or _jax.mesh.is_abstract(mesh):
+    if placed is None or isinstance(mesh, AbstractMesh):
         return None
     want = set(mesh.devices.flat)
     if placed.device_set == want:
@@ -361,12 +491,7 @@ def reshard_failure(
 ) -> Failure:
     """An argument is placed otherwise than the call says.
 
-    Args:
-        placed: Where the argument is.
-        wanted: Where it has to be.
-        resource: What the call says of it, which tells how much of `wanted` the user wrote.
-        subject: The argument.
-        given: Where the spec was given.
+    The resource tells how much of `wanted` the user wrote.
     """
     said = f"{given} = {show_sharding(wanted)}"
     if isinstance(resource, ParsedPartitionSpec):

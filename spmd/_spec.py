@@ -74,10 +74,19 @@ class ParsedPartitionSpec:
             are not split.
         unsafe_user_spec: What the user wrote. Only :meth:`unsynced_user_spec` may show it.
         sync: How far `partitions` are from what the user wrote.
+        axes: All mesh axes that the spec uses, in order of the dimensions.
+        has_unconstrained: Whether the user left a dimension to the partitioner.
     """
 
     __module__ = "spmd.partition_spec"
-    __slots__ = ("_hash", "partitions", "sync", "unsafe_user_spec")
+    __slots__ = (
+        "_hash",
+        "axes",
+        "has_unconstrained",
+        "partitions",
+        "sync",
+        "unsafe_user_spec",
+    )
 
     def __init__(
         self,
@@ -85,9 +94,11 @@ class ParsedPartitionSpec:
         partitions: Sequence[Any],
         sync: SpecSync = SpecSync.IN_SYNC,
     ):
-        self.partitions = tuple(partitions)
+        self.partitions = parts = tuple(partitions)
         self.unsafe_user_spec = user_spec
         self.sync = sync
+        self.axes = tuple(a for part in parts if isinstance(part, tuple) for a in part)
+        self.has_unconstrained = any(part is UNCONSTRAINED for part in parts)
         self._hash = hash((self.partitions, sync))
 
     @classmethod
@@ -141,16 +152,6 @@ class ParsedPartitionSpec:
             (*parts[:dim], val, *parts[dim:]),
             sync=min(self.sync, moved),
         )
-
-    @property
-    def axes(self) -> tuple[Any, ...]:
-        """All mesh axes that the spec uses, in order of the dimensions."""
-        return tuple(a for part in self.partitions if isinstance(part, tuple) for a in part)
-
-    @property
-    def has_unconstrained(self) -> bool:
-        """Whether the user left a dimension to the partitioner."""
-        return any(part is UNCONSTRAINED for part in self.partitions)
 
     def to_partition_spec(self, batch: Any = None) -> PartitionSpec:
         """Returns the PartitionSpec of the partitions; `batch` stands for :data:`BATCH`."""
@@ -305,24 +306,17 @@ class SpecTree:
         """Returns the tree with the index of each leaf in its place."""
         return jtu.tree_unflatten(self.treedef, range(len(self.leaves)))
 
+    def broadcast(self, treedef: Any, value: str) -> list[int] | Failure:
+        """Returns the index of a leaf per leaf of `treedef`; see :func:`broadcast_prefix`."""
+        return broadcast_prefix(self.indices(), treedef, self.name, value)
+
 
 def _is_leaf(x: Any) -> bool:
     return x is None or isinstance(x, (PartitionSpec, Sharding))
 
 
 def parse_specs(tree: Any, name: str, subject: str, *, role: str) -> SpecTree:
-    """Parses a tree of specs.
-
-    Args:
-        tree: What the user gave.
-        name: The option it was given as.
-        subject: The user's thing, for an error.
-        role: ``"input"``, ``"output"`` or ``"constraint"``.
-
-    Raises:
-        TypeError: A leaf is no spec.
-        ValueError: A spec names an axis twice, or stands where it may not.
-    """
+    """Parses the specs of an option; `role` is ``"input"``, ``"output"`` or ``"constraint"``."""
     paths, treedef = jtu.tree_flatten_with_path(tree, is_leaf=_is_leaf)
     failures, leaves = [], []
     for path, entry in paths:
@@ -366,13 +360,9 @@ def _parse_leaf(entry: Any) -> Any:
 
 
 def broadcast_prefix(tree: Any, treedef: Any, name: str, value: str) -> list[Any] | Failure:
-    """Returns one leaf of `tree` per leaf of `treedef`, or why that cannot be.
+    """Returns one leaf of a tree, a pytree prefix, per leaf of `treedef`, or why that cannot be.
 
-    Args:
-        tree: A tree of anything, meant as a pytree prefix.
-        treedef: The structure of the values.
-        name: What to call the tree, e.g. ``"in_axis_resources[0]"``.
-        value: What to call the values, e.g. ``"batch"``.
+    A failure calls them by names such as ``"in_axis_resources[0]"`` and ``"batch"``.
     """
     leaves, prefix = jtu.tree_flatten(tree)
     return _broadcast(prefix, leaves, treedef, name, value)

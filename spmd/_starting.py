@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 import contextlib
 import os
 import threading
 from typing import Any
 
 import jax
-
-from spmd import _jax
 
 #: Held while a program is started on several devices. Two programs that different threads start at
 #: the same time may reach their devices in different order, and wait for one another for ever. One
@@ -40,20 +38,6 @@ def not_starting(work: Callable, *args: Any) -> Any:
             held._acquire_restore(state)
 
 
-def crowds(outs: Sequence[Any]) -> Collection[Any]:
-    """The devices of a program of which XLA cannot have many in flight, by its results; else none.
-
-    Those on CPU devices of several processes, which wait for one another.
-    """
-    if not _jax.versions.HANGS_WHEN_CROWDED:
-        return ()
-    for one in outs:  # no generator: an interrupt that finds one running is lost
-        if isinstance(one, jax.Array):  # a float0 is on no device
-            devices = () if one.is_fully_addressable else one.sharding.device_set
-            return devices if devices and next(iter(devices)).platform == "cpu" else ()
-    return ()
-
-
 class _Flying(threading.local):
     """How many programs this thread has started on each device since it waited for one there."""
 
@@ -67,9 +51,7 @@ _flying = _Flying()
 def wait_now_and_then(outs: Any, devices: Collection[Any] = (None,)) -> None:
     """Waits for a program that was started, so that few enough of all threads are in flight.
 
-    Args:
-        outs: Its results, any tree.
-        devices: Where it runs; those of all programs, where they are not told apart.
+    `devices` are those that run it, or one that stands for all where they are not told apart.
     """
     counts, most = _flying.counts, 0
     for device in devices:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 import logging
 from typing import Any
 import weakref
@@ -30,6 +30,7 @@ class Signature:
         positions: Original position of each positional argument.
         statics: Static arguments by position or name.
         arg_names: What the user calls each leaf.
+        donated: Whether each leaf is donated; the parameters say it, so it tells nothing apart.
         explicit: The mesh axes that are part of the types of values inside.
         types: Of each leaf the spec of its type; empty where no axis is explicit.
     """
@@ -39,6 +40,7 @@ class Signature:
     positions: tuple[int, ...]
     statics: tuple[Any, ...]
     arg_names: tuple[str, ...]
+    donated: tuple[bool, ...] = field(default=(), compare=False)
     explicit: tuple[Any, ...] = ()
     types: tuple[Any, ...] = ()
 
@@ -50,12 +52,14 @@ class Trace:
     Attributes:
         jaxpr: Closed jaxpr; its inputs are `consts`, then the leaves of the arguments.
         consts: Values of an outer trace, and references, that the function closes over.
+        refs: Indices of the mutable references among all inputs.
         out_tree: Structure of the results.
         out_names: What to call each result, e.g. ``"result['loss']"``.
     """
 
     jaxpr: Any
     consts: tuple[Any, ...]
+    refs: tuple[int, ...]
     out_tree: Any
     out_names: tuple[str, ...]
 
@@ -69,12 +73,7 @@ def trace(
 ) -> Trace:
     """Traces `fun`, or returns the trace of an equal function, signature and mesh.
 
-    Args:
-        fun: The function.
-        signature: Its arguments.
-        mesh: The mesh that its body sees, or None.
-        subject: The first words of a message.
-        origin: The user's function, where `fun` is made from it.
+    The body sees the mesh, or None. `origin` is the user's function, where `fun` is made from it.
     """
     with tracing(mesh, subject):
         return _trace(fun, signature, mesh, subject, origin)
@@ -84,18 +83,19 @@ def trace(
 def _trace(
     fun: Callable, signature: Signature, mesh: Any, subject: str, origin: Callable | None
 ) -> Trace:
-    if _jax.core.no_tracing():
+    forbidden, explains = _jax.core.trace_switches()
+    if forbidden:
         raise RuntimeError(f"{subject} would trace, and jax_no_tracing is set.")
-    if _jax.core.explain_cache_misses():
+    if explains:
         _explain_miss(origin or fun, signature, mesh, subject)
-    out_tree = out_names = None
+    out_tree, out_names = None, []
 
     def flat_fun(*leaves: Any) -> list[Any]:
-        nonlocal out_tree, out_names
+        nonlocal out_tree
         dynamic = jtu.tree_unflatten(signature.tree, leaves)
         args, kwargs = join_arguments(signature.positions, signature.statics, dynamic)
         paths, out_tree = jtu.tree_flatten_with_path(fun(*args, **kwargs))
-        out_names = tuple("result" + jtu.keystr(path) for path, _ in paths)
+        out_names[:] = ["result" + jtu.keystr(path) for path, _ in paths]
         values = [value for _, value in paths]
         found = [no_array(v, n) for v, n in zip(values, out_names, strict=True)]
         if failures := [f for f in found if f]:
@@ -106,31 +106,26 @@ def _trace(
     if signature.explicit:
         axes, types = signature.explicit, signature.types
         body = jax.sharding.explicit_axes(flat_fun, axes=axes, in_sharding=types)
-    info = _jax.core.debug_info(fun, signature.arg_names, lambda: out_names)
-    kind, name = subject.split(" of `")[0], _jax.core.fun_name(fun)
-    said = f"Finished tracing {{fun_name}} for {kind} in {{elapsed_time:.9f}} sec"
-    with _jax.core.log_elapsed(said, name):
-        jaxpr = _jax.core.trace_to_jaxpr(body, signature.avals, info)
+    kind = subject.split(" of `")[0]
+    jaxpr, consts, refs = _jax.core.trace_function(
+        body, fun, signature.avals, signature.arg_names, out_names, kind
+    )
     count("traces")
-    _jax.core.result_paths(jaxpr, out_names or ())
-    jaxpr, consts = _jax.core.separate_live_consts(jaxpr)
-    return Trace(jaxpr=jaxpr, consts=tuple(consts), out_tree=out_tree, out_names=out_names or ())
+    return Trace(
+        jaxpr=jaxpr, consts=consts, refs=refs, out_tree=out_tree, out_names=tuple(out_names)
+    )
 
 
 def no_array(value: Any, name: str) -> Failure | None:
     """Says that a result is no array, or None if it is one."""
-    if isinstance(value, _jax.core.Tracer):
+    if isinstance(value, _jax.core.Tracer) or _jax.core.aval_of(value) is not None:
         return None
-    try:
-        _jax.core.abstractify(value)
-    except (TypeError, ValueError, OverflowError):
-        return Failure(
-            what=f"cannot return {name}: it is no array",
-            expected="arrays, numbers, None, and containers of them",
-            got=show_value(value),
-            error=ArgumentError,
-        )
-    return None
+    return Failure(
+        what=f"cannot return {name}: it is no array",
+        expected="arrays, numbers, None, and containers of them",
+        got=show_value(value),
+        error=ArgumentError,
+    )
 
 
 def evict_trace(fun: Callable) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 import difflib
+from typing import Any
 
 __all__ = [
     "ArgumentError",
@@ -34,83 +35,62 @@ class SpmdError(Exception):
 
     __module__ = "spmd"
 
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        if cls.__module__ == __name__:  # in messages a class has the name that users import
+            cls.__module__ = "spmd"
+
 
 class ShardingError(SpmdError, ValueError):
     """A PartitionSpec or sharding does not fit the value that it is given for."""
-
-    __module__ = "spmd"
 
 
 class RecoveryError(SpmdError, ValueError):
     """No PartitionSpec says what an OpSharding says."""
 
-    __module__ = "spmd"
-
 
 class MeshError(SpmdError, RuntimeError):
     """There is no mesh, or the meshes or devices at hand do not agree."""
-
-    __module__ = "spmd"
 
 
 class SpecTypeError(SpmdError, TypeError):
     """A leaf of a spec tree is not a spec."""
 
-    __module__ = "spmd"
-
 
 class ArgumentError(SpmdError, TypeError):
     """An argument of a call, or an option of `pjit`, is of the wrong kind."""
-
-    __module__ = "spmd"
 
 
 class StaticArgumentError(ArgumentError, ValueError):
     """A static argument has no hash; a ValueError as in JAX."""
 
-    __module__ = "spmd"
-
 
 class OptionError(SpmdError, ValueError):
     """An option of `pjit` names an argument that is not there, or contradicts another."""
-
-    __module__ = "spmd"
 
 
 class OutOfMemoryError(SpmdError, RuntimeError):
     """A program needs more memory than its devices have, as the compiler says."""
 
-    __module__ = "spmd"
-
 
 class ReportError(SpmdError, ValueError):
     """Something is no report, or nothing that this version can read, write or report on."""
-
-    __module__ = "spmd"
 
 
 class BundleError(SpmdError, ValueError):
     """A program cannot be in a file, or a file holds none that may be loaded here."""
 
-    __module__ = "spmd"
-
 
 class DonatedArrayError(SpmdError, RuntimeError):
     """An argument was donated to an earlier call, or deleted, and is gone."""
-
-    __module__ = "spmd"
 
 
 class DistributedError(SpmdError, RuntimeError):
     """The processes of a run did not come together, or one of them was lost."""
 
-    __module__ = "spmd"
-
 
 class DivergenceError(DistributedError):
     """Processes that have to do the same do not."""
-
-    __module__ = "spmd"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

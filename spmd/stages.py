@@ -21,11 +21,16 @@ from spmd._arguments import Parameters, split_arguments
 from spmd._call import PjitCall
 from spmd._counts import count
 from spmd._doors import opened
-from spmd._lower import lower, lower_for_export, program_of
+from spmd._lower import lower, lower_for_export
 from spmd._mesh import described_failure, show_mesh
 from spmd._recover import parse_op_sharding
-from spmd._resolve import is_equivalent, placed_sharding, show_aval, show_sharding
-from spmd._starting import crowds
+from spmd._resolve import (
+    is_equivalent,
+    mesh_of,
+    place,
+    placed_sharding,
+    show_sharding,
+)
 from spmd.errors import ArgumentError, Failure, RecoveryError, ShardingError, explain
 
 
@@ -78,7 +83,7 @@ class Stage:
     def mesh(self) -> Any:
         """The mesh that the program is for."""
         mesh = self._call.mesh
-        return mesh if mesh is not None else _dispatch.mesh_of(self._placed)
+        return mesh if mesh is not None else mesh_of(self._placed)
 
     @property
     def in_tree(self) -> Any:
@@ -168,15 +173,13 @@ class Traced(Stage):
             RuntimeError: There is no mesh, or an argument lives on other devices.
         """
         jaxpr = _jax.transform.plain_jaxpr(self._jaxpr)
-        mesh, shardings, _ = _dispatch.place(jaxpr, self._call, self._placed)
-        key = _jax.dispatch.placement_key(shardings, jaxpr.in_avals)
-        program = program_of(self._call, mesh)
+        mesh, shardings, _ = place(jaxpr, self._call, self._placed)
         if lowering_platforms is not None:
             lowering = lower_for_export(
-                jaxpr, program, mesh, shardings, lowering_platforms, _private_parameters
+                jaxpr, self._call, mesh, shardings, lowering_platforms, _private_parameters
             )
             return Lowered(self, lowering, shardings).jax_stage
-        return Lowered(self, lower(jaxpr, program, mesh, key), shardings)
+        return Lowered(self, lower(jaxpr, self._call, mesh, shardings), shardings)
 
 
 class Lowered(Stage):
@@ -227,7 +230,7 @@ class Lowered(Stage):
             RuntimeError: The mesh is abstract: there is nothing to compile for.
             OutOfMemoryError: The compiler says that the program does not fit the devices.
         """
-        if _jax.mesh.is_abstract(self.mesh):
+        if isinstance(self.mesh, jax.sharding.AbstractMesh):
             failure: Any = described_failure(self.mesh)
             raise explain(self._call.subject, [failure])
         options = None if compiler_options is None else dict(compiler_options)
@@ -343,11 +346,12 @@ class Compiled(Stage):
         if _dispatch.announce is not None:
             _dispatch.announce(values, self._call, None)
         repeatable = _dispatch.may_repeat(values) and not self._signature.consts
+        repeatable = repeatable and self._signature.params.keeps_order(args, kwargs)
         places = [(values[i], self._shardings[i]) for i in self._refs]
         with _dispatch.references(places) if places else contextlib.nullcontext():
             outs = _dispatch.execute(self._executable, self._consts, values, self._call)
         data = None
-        if repeatable and not crowds(outs) and self._signature.params.keeps_order(args, kwargs):
+        if repeatable and _dispatch.results_repeat(outs):
             data = _jax.dispatch.fast_path_data(self._executable, self._consts, self.out_tree, outs)
         return jtu.tree_unflatten(self.out_tree, outs), data, False
 
@@ -554,20 +558,18 @@ def _tree_mismatch(expected: Any, got: Any) -> Failure:
 
 
 def _argument_mismatch(value: Any, name: str, aval: Any, sharding: Any) -> Failure | None:
-    try:
-        have = _jax.core.abstractify(value)
-    except (TypeError, ValueError, OverflowError):
+    if (have := _jax.core.aval_of(value)) is None:
         return Failure(
             what=f"cannot take argument {name}: it is no array",
             got=type(value).__name__,
-            expected=show_aval(aval),
+            expected=_jax.core.short_aval(aval),
             error=ArgumentError,
         )
     if (have.shape, have.dtype) != (aval.shape, aval.dtype):
         return Failure(
             what=f"was compiled for another argument {name}",
-            expected=show_aval(aval),
-            got=show_aval(have),
+            expected=_jax.core.short_aval(aval),
+            got=_jax.core.short_aval(have),
             error=ArgumentError,
         )
     placed = placed_sharding(value)

@@ -14,6 +14,7 @@ import time
 import warnings
 import weakref
 
+from benchmarks.file_changes import first_call
 import jax
 from jax.experimental import io_callback
 from jax.experimental.layout import Format, Layout
@@ -24,7 +25,7 @@ import pytest
 
 import spmd
 from spmd import NamedSharding, P, _dispatch, pjit
-from spmd._pmap import _starts
+from spmd._pmap import _threads
 
 NOTHING = spmd.Counts()
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
@@ -409,6 +410,12 @@ def test_equal_function_spec_and_mesh_trace_and_compile_once():
     assert totals == [once, NOTHING, once, NOTHING]
 
 
+def test_a_first_call_seldom_changes_files():
+    """A first call goes from file to file about as often as `docs/design/house.md` says."""
+    first_call((16,))
+    assert 0 < sum(first_call((8, 4)).values()) <= 84
+
+
 def test_equal_mesh_entered_in_every_way_is_one_program():
     """Our mesh, JAX's own contexts and the argument are one program when the meshes are equal."""
     ours, plain = mesh_of({"x": 8}), jax.sharding.Mesh(np.array(jax.devices()), ("x",))
@@ -639,7 +646,7 @@ def interrupted_after(step):
 def test_after_an_interrupt_all_is_cached_again(mesh, way, step, monkeypatch):
     """What was interrupted is made at the next call, and never again; then C++ has it."""
     # Threads that other tests have left would have a `pmap` take a lock and count.
-    monkeypatch.setattr(_starts, "threads", (None,))
+    monkeypatch.setattr(_threads, "threads", (None,))
 
     def fun(x):
         return x * 2
@@ -664,7 +671,7 @@ def test_after_an_interrupt_all_is_cached_again(mesh, way, step, monkeypatch):
         assert work == NOTHING
     if way in ("call", "pmap"):
         ran = python_calls(lambda: run(x))
-        assert [r.rpartition("/")[2] for r in ran] == ["_starts.py:start"] * (way == "pmap")
+        assert [r.rpartition("/")[2] for r in ran] == ["_threads.py:start"] * (way == "pmap")
 
 
 def test_failing_trace_in_many_threads_leaves_nothing(mesh):
@@ -695,9 +702,9 @@ def test_failing_trace_in_many_threads_leaves_nothing(mesh):
 @pytest.mark.slow
 def test_dropped_functions_die_with_their_programs():
     """Caches hold a function weakly: create, compile, call, drop leaves nothing behind."""
-    from spmd import _dispatch, _plan, _trace
+    from spmd import _dispatch, _lower, _plan, _trace
 
-    caches = [_plan.make_plan, _trace._trace, _dispatch._prepare, _dispatch._program]
+    caches = [_plan.make_plan, _trace._trace, _dispatch._prepare, _lower._compile]
     mesh = mesh_of({"x": 1})
     spmd.clear_caches()
 

@@ -24,9 +24,10 @@ import pytest
 
 import spmd
 from spmd import NamedSharding, P, _jax, pjit, primitives, with_sharding_constraint
-from spmd._dispatch import references, resource_of
+from spmd._dispatch import references
 from spmd._jax.core import HloSharding
 from spmd._mesh import plain_mesh
+from spmd._resolve import resource_of
 from spmd._spec import UNSPECIFIED
 
 X = (np.arange(64, dtype=np.float32).reshape(8, 8) - 30) / 40

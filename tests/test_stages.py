@@ -298,6 +298,18 @@ def test_call_is_a_call(mesh):
     assert_sharded(compiled.call(X), X + 1, P("data"), mesh)
 
 
+def test_empty_results_of_repeated_calls(mesh):
+    """Each call of a compiled program gives a result without elements in the shards it says."""
+    f = pjit(
+        lambda x: x[:, :0], in_axis_resources=P("data"), out_axis_resources=P("data"), mesh=mesh
+    )
+    x = jax.device_put(np.ones((8, 4), np.float32), NamedSharding(mesh, P("data")))
+    compiled = f.lower(x).compile()
+    for call in (f, compiled):
+        shapes = [{s.data.shape for s in call(x).addressable_shards} for _ in range(3)]
+        assert shapes == [{(8 // mesh.shape["data"], 0)}] * 3
+
+
 def test_placement_beside_what_a_function_closes_over(mesh):
     """Constants that are inputs of the program are no arguments."""
     ref, large = jax.new_ref(put(X, mesh, P())), np.arange(64.0, dtype=np.float32).reshape(8, 8)

@@ -53,7 +53,7 @@ def weakref_lru_cache(compute: Callable) -> Any:
     return cached
 
 
-#: Registers an object with `cache_clear` to be cleared by `jax.clear_caches`.
+#: Registers an object with `cache_clear` to be cleared by `jax.clear_caches`; JAX holds it weakly.
 register_cache = util.register_cache
 Primitive = core.Primitive
 Array = xla_client.ArrayImpl
@@ -72,10 +72,33 @@ OpSharding = xla_client.OpSharding
 HloSharding = xla_client.HloSharding
 
 
+class Clearer:
+    """Has a function called by `jax.clear_caches`, as long as this object is there."""
+
+    def __init__(self, cache_clear: Callable[[], None], name: str):
+        self.cache_clear = cache_clear
+        register_cache(self, name)
+
+    def cache_info(self) -> None:
+        """Returns nothing: JAX asks it of each cache."""
+
+    def cache_keys(self) -> list[Any]:
+        """Returns no keys, likewise."""
+        return []
+
+
 def abstractify(x: Any) -> Any:
     """Returns the aval of an argument without its sharding, so that placement causes no retrace."""
     aval = core.shaped_abstractify(x)
     return _without_sharding(aval) if type(aval) is ShapedArray else aval
+
+
+def aval_of(x: Any) -> Any:
+    """Returns the aval of an array or a number; None of anything else."""
+    try:
+        return abstractify(x)
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -94,16 +117,6 @@ def is_ref(aval: Any) -> bool:
 def ref_indices(jaxpr: Any) -> tuple[int, ...]:
     """Which inputs of a closed jaxpr are mutable references."""
     return tuple(i for i, a in enumerate(jaxpr.in_avals) if is_ref(a))
-
-
-def buffer_of(x: Any) -> Any:
-    """Returns the array that a mutable reference holds now; anything else is itself."""
-    return x._refs._buf if isinstance(x, core.Ref) else x
-
-
-def set_buffer(ref: Any, array: Any) -> None:
-    """Lets a mutable reference hold another array of equal value."""
-    ref._refs._buf = array
 
 
 def short_aval(aval: Any) -> str:
@@ -138,14 +151,6 @@ def close_jaxpr(jaxpr: Any, consts: Sequence[Any]) -> Any:
     return jaxpr.with_consts(consts) if MERGED_JAXPR else core.ClosedJaxpr(jaxpr, consts)
 
 
-def separate_live_consts(jaxpr: Any) -> tuple[Any, list[Any]]:
-    """Turns constants into leading inputs if one is a tracer of an outer trace or a reference."""
-    if not any(isinstance(c, (Tracer, core.Ref)) for c in jaxpr.consts):
-        return jaxpr, []
-    jaxpr, consts = pe.separate_consts(jaxpr)
-    return jaxpr, list(consts)
-
-
 def trace_to_jaxpr(fun: Callable, avals: Sequence[Any], debug_info: Any) -> Any:
     """Traces a function of flat arguments to a closed jaxpr."""
     wrapped = linear_util.wrap_init(fun, debug_info=debug_info)
@@ -153,17 +158,33 @@ def trace_to_jaxpr(fun: Callable, avals: Sequence[Any], debug_info: Any) -> Any:
     return close_jaxpr(jaxpr, consts)
 
 
-def debug_info(fun: Callable, arg_names: Sequence[str], result_paths: Any) -> Any:
-    """Names of the arguments and results, for jaxprs, StableHLO locations and messages."""
-    return core.DebugInfo(
-        "pjit", api_util.fun_sourceinfo(fun) or "<unknown>", tuple(arg_names), result_paths
-    )
+def trace_function(
+    flat: Callable,
+    fun: Callable,
+    avals: Sequence[Any],
+    arg_names: Sequence[str],
+    out_names: Sequence[str],
+    kind: str,
+) -> tuple[Any, tuple[Any, ...], tuple[int, ...]]:
+    """Traces a user's function by its flat form.
 
+    The names go into jaxprs, StableHLO locations and messages; those of the results are in their
+    list after the trace. `kind` is what the user called, for the log.
 
-def result_paths(jaxpr: Any, paths: Sequence[str]) -> None:
-    """Records how the user calls each result; they are known only after the trace."""
+    Returns the closed jaxpr; what it takes before its arguments, as no constant can be a tracer of
+    an outer trace or a reference; which of its inputs are mutable references.
+    """
+    where = api_util.fun_sourceinfo(fun) or "<unknown>"
+    info: Any = core.DebugInfo("pjit", where, tuple(arg_names), lambda: tuple(out_names))
+    said = f"Finished tracing {{fun_name}} for {kind} in {{elapsed_time:.9f}} sec"
+    with dispatch.log_elapsed_time(said, fun_name(fun), event=dispatch.JAXPR_TRACE_EVENT):
+        jaxpr = trace_to_jaxpr(flat, avals, info)
     inner = inner_jaxpr(jaxpr)
-    inner._debug_info = inner.debug_info._replace(result_paths=tuple(paths))
+    inner._debug_info = inner.debug_info._replace(result_paths=tuple(out_names))
+    consts: Sequence[Any] = ()
+    if any(isinstance(c, (Tracer, core.Ref)) for c in jaxpr.consts):
+        jaxpr, consts = pe.separate_consts(jaxpr)
+    return jaxpr, tuple(consts), ref_indices(jaxpr)
 
 
 def unknown_debug_info(jaxpr: Any) -> Any:
@@ -201,9 +222,8 @@ def hide_own_frames() -> None:
             source_info_util.register_exclusion(str(path))
 
 
-def is_user_file(name: str) -> bool:
-    """Whether a file is neither JAX's nor ours."""
-    return source_info_util.is_user_filename(name)
+#: Whether a file is neither JAX's nor ours, by its name.
+is_user_file = source_info_util.is_user_filename
 
 
 def used_at() -> str:
@@ -226,19 +246,9 @@ def trace_context_names() -> Sequence[str]:
         return ()
 
 
-def no_tracing() -> bool:
-    """Whether `jax_no_tracing` forbids to trace."""
-    return config.no_tracing.value
-
-
-def explain_cache_misses() -> bool:
-    """Whether `jax_explain_cache_misses` asks for the reason of every trace."""
-    return config.explain_cache_misses.value
-
-
-def log_elapsed(fmt: str, name: str) -> Any:
-    """A context that logs how long tracing took, as `jax_log_compiles` asks for."""
-    return dispatch.log_elapsed_time(fmt, name, event=dispatch.JAXPR_TRACE_EVENT)
+def trace_switches() -> tuple[bool, bool]:
+    """Whether `jax_no_tracing` and `jax_explain_cache_misses` are set."""
+    return config.no_tracing.value, config.explain_cache_misses.value
 
 
 def pp_equation(eqn: Any, context: Any, settings: Any, params: dict[str, Any]) -> Any:
@@ -278,9 +288,8 @@ def typed_mesh(values: Sequence[Any]) -> Any:
     return next((m for m in meshes if not m.empty), None)
 
 
-def canonical_dtype(dtype: Any) -> Any:
-    """The dtype that values have on devices: 32 bits for 64 unless x64 is enabled."""
-    return jax.dtypes.canonicalize_dtype(dtype)
+#: The dtype that values have on devices: 32 bits for 64 unless x64 is enabled.
+canonical_dtype: Any = jax.dtypes.canonicalize_dtype
 
 
 def physical_value(x: Any) -> Any:
@@ -320,15 +329,7 @@ def equations(jaxpr: Any) -> Iterator[tuple[str, str, bool]]:
 def make_aval(
     shape: Sequence[int], dtype: Any, *, weak_type: bool, memory: str | None, sharding: Any
 ) -> Any:
-    """The type of an array.
-
-    Args:
-        shape: Its shape.
-        dtype: Its dtype.
-        weak_type: Whether it gives way to others in promotion.
-        memory: Name of a memory space, or None for the usual one.
-        sharding: The sharding that its type says, or None.
-    """
+    """The type of an array; `memory` is None for the usual one, `sharding` what its type says."""
     space = core.MemorySpace.Device if memory is None else core.MemorySpace[memory]
     return ShapedArray(
         tuple(shape), dtype, weak_type=weak_type, sharding=sharding, memory_space=space

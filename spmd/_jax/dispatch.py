@@ -9,7 +9,7 @@ from typing import Any
 import weakref
 
 import jax
-from jax._src import api, config, sharding_impls, tree_util, util, xla_bridge
+from jax._src import api, config, core, sharding_impls, tree_util, util, xla_bridge
 from jax._src.interpreters import pxla
 from jax._src.lib import _jax, xla_client
 from jax._src.random import prng
@@ -32,8 +32,39 @@ def arrays_of(tree: Any) -> list[Any]:
     return [x for x in bare if isinstance(x, ArrayImpl)]
 
 
-def has_own_layout(x: Any) -> bool:
-    """Whether an array's elements lie in another order than programs read their arguments in."""
+def buffer_of(x: Any) -> Any:
+    """Returns the array that a mutable reference holds now; anything else is itself."""
+    return x._refs._buf if isinstance(x, core.Ref) else x
+
+
+def set_buffer(ref: Any, array: Any) -> None:
+    """Lets a mutable reference hold another array of equal value."""
+    ref._refs._buf = array
+
+
+def placed_sharding(x: Any) -> Any:
+    """Returns the sharding of a committed array or of a struct that has one, else None."""
+    held = buffer_of(x)
+    sharding = getattr(held, "sharding", None)
+    if sharding is None or not getattr(held, "_committed", True):
+        return None
+    if held is not x and sharding.num_devices == 1:
+        # `jax.new_ref` commits to a device even what nobody placed there.
+        return None
+    return sharding
+
+
+def placed_shardings(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns :func:`placed_sharding` of each value."""
+    return tuple([placed_sharding(x) for x in values])
+
+
+def own_layouts(values: Sequence[Any]) -> list[int]:
+    """Which values have their elements in another order than programs read their arguments in."""
+    return [i for i, x in enumerate(values) if _has_own_layout(x)]
+
+
+def _has_own_layout(x: Any) -> bool:
     # Asking a deleted array crashes JAX 0.10.
     if not isinstance(x, ArrayImpl) or x.is_deleted():
         return False
@@ -147,17 +178,12 @@ def asynchronous_cpu() -> bool:
 
 
 def watch_starts(started: Callable[[], None]) -> Callable[[], None]:
-    """Tells of programs on several CPU devices, in the thread that starts them.
+    """Has `started` called for programs on several CPU devices, in the thread that starts them.
 
-    JAX starts a program that it has started before without Python, and then calls a hook; what
-    the process has set as such is called as well.
-
-    Args:
-        started: Called before such a program starts, or after it where it starts without Python.
-
-    Returns:
-        What a thread calls to have `started` called there, until it sets `jax_debug_nans` or
-        the like for itself: JAX has one hook for them all. In other threads it may be called, too.
+    That is before they start, or after it where JAX starts one again without Python: then it calls
+    a hook, and what the process has set as such is called as well. What is returned sets that hook
+    for a thread, until it sets `jax_debug_nans` or the like for itself, since JAX has one for them
+    all. In other threads `started` may be called, too.
     """
     program: Any = pxla.ExecuteReplicated
     jax_execute, hook = program.__call__, api._post_hook_state
@@ -202,14 +228,7 @@ _squeeze = jax.jit(jax.lax.squeeze, static_argnums=1)
 
 
 def fast_path_data(executable: Any, consts: Sequence[Any], out_tree: Any, outs: Any) -> Any:
-    """What the C++ dispatcher needs to run a program again; None if it must not.
-
-    Args:
-        executable: The MeshExecutable.
-        consts: Its constant arguments.
-        out_tree: Tree of the results.
-        outs: Flat results of the first run.
-    """
+    """What the C++ dispatcher needs to run a MeshExecutable again; None if it must not."""
     call = executable.unsafe_call
     if (
         not isinstance(call, pxla.ExecuteReplicated)
@@ -282,13 +301,10 @@ def make_dispatcher(
 ) -> Any:
     """Returns a callable that answers repeated calls in C++, or None where JAX has no such thing.
 
-    Args:
-        fun: The user's function, held weakly by the cache; None for a dispatcher with its own.
-        name: Shown in profiles.
-        cache_miss: Called as `fun` is; returns results, fast-path data or None, and False.
-        static_argnums: Positions that are part of the key by value.
-        static_argnames: Likewise, by name.
-        key: What else tells two dispatchers of one function apart.
+    It asks `cache_miss` about arguments of a new kind, which is called as `fun` is and returns
+    results, fast-path data or None, and False. The cache is that of all dispatchers and holds `fun`
+    weakly; without `fun` it is the dispatcher's own. Static arguments are part of the key by value.
+    `key` tells two dispatchers of one function apart; profiles show `name`.
     """
     if not hasattr(_jax, "pjit"):
         return None

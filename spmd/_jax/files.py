@@ -12,11 +12,7 @@ import numpy as np
 
 
 def serialized(executable: Any) -> bytes:
-    """The runtime's own form of a program.
-
-    Raises:
-        JaxRuntimeError: The runtime has none for it.
-    """
+    """The runtime's own form of a program; a JaxRuntimeError where it has none."""
     return executable.xla_executable.serialize()
 
 
@@ -32,8 +28,7 @@ def rewritten_size(data: bytes, devices: Sequence[Any]) -> int:
 def planned(data: bytes, devices: Sequence[Any]) -> tuple[float, list[Any]]:
     """What the runtime plans by when it reads what :func:`serialized` gave.
 
-    Returns:
-        FLOPs by its own count, and all else that tells of its inputs, results and memory.
+    These are FLOPs by its own count, and all else that tells of its inputs, results and memory.
     """
     program = _read_program(data, devices)
     stats = program.get_compiled_memory_stats()
@@ -100,22 +95,11 @@ def load_executable(
     out_shardings: Sequence[Any],
     committed: bool,
 ) -> Any:
-    """Makes a MeshExecutable of what :func:`serialized` gave.
+    """Makes a MeshExecutable of what :func:`serialized` gave, which the runtime trusts.
 
-    Args:
-        data: The runtime's form; the runtime trusts it.
-        devices: The devices that run it, in the order in which it numbers them.
-        name: What profiles call it.
-        in_avals: Per input, constants first.
-        kept: Which inputs the program has; the others are not used.
-        in_shardings: Per input that it has.
-        out_avals: Per result.
-        out_shardings: Per result.
-        committed: Whether results are committed to their devices.
-
-    Raises:
-        ValueError: The program has other inputs or results.
-        JaxRuntimeError: The runtime refuses it.
+    The devices are in the order in which it numbers them. Of the inputs, constants first, the
+    program has those of `kept`, and a sharding for each of these. ValueError: the program has
+    others, or other results; JaxRuntimeError: the runtime refuses it.
     """
     program = _read_program(data, devices)
     counts = len(program.get_parameter_layouts()), len(program.get_output_layouts())
@@ -158,6 +142,5 @@ def custom_call_targets(platform: str) -> set[str]:
 _XLA_NAMES = {"cpu": "Host", "gpu": "CUDA", "cuda": "CUDA", "rocm": "ROCM"}
 
 
-def start_lapack() -> None:
-    """Finds the functions of LAPACK, as a lowering does: a call before that ends the process."""
-    lapack._lapack.initialize()
+#: Finds the functions of LAPACK, as a lowering does: a call before that ends the process.
+start_lapack: Any = lapack._lapack.initialize

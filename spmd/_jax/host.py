@@ -89,16 +89,13 @@ CALL_FAILED = "call of `"
 def govern_tokens(started: Callable[[], None], must_settle: Callable[[], bool]) -> Any:
     """Takes over how programs with a host effect follow one another in a thread.
 
-    JAX hands the token of one program to the next. Where the first failed, the next ones would
-    fail too; here they get a token of their own as soon as the first has ended either way.
+    JAX hands the token of one program to the next. Where the first failed, the next ones would fail
+    too; here they get a token of their own as soon as the first has ended either way.
 
-    Args:
-        started: Called in the thread that starts such a program, before it starts.
-        must_settle: Whether a program has to wait until the one before has ended.
-
-    Returns:
-        The tokens of the programs that were started, as a deque that grows; whoever reads it
-        removes those that are ready.
+    `started` is called in the thread that starts such a program, before it starts; `must_settle`
+    says whether a program has to wait until the one before has ended. Returns the tokens of the
+    programs that were started, as a deque that grows; whoever reads it removes those that are
+    ready.
     """
     running: collections.deque[Any] = collections.deque()
     tokens: Any = dispatch.RuntimeTokenSet
@@ -182,18 +179,10 @@ def emit_host_call(
     *,
     by_partition: bool,
 ) -> list[Any]:
-    """Emits a call to the host, after all earlier ones of the program.
+    """Emits a call to the host, after all earlier ones of the program; returns MLIR values.
 
-    Args:
-        ctx: The lowering context of an equation with a host effect.
-        target: Name of the handler, or of the partitioner that puts one in its place.
-        operands: MLIR values.
-        results: Shape and dtype of each result.
-        attributes: Those of a handler, or a text for a partitioner.
-        by_partition: Whether the handler is told first which partition calls.
-
-    Returns:
-        MLIR values of the results.
+    `target` is a handler with its attributes, or a partitioner, with a text for it, that puts one
+    in its place. With `by_partition` the handler is told first which partition calls.
     """
     operands = list(operands)
     if by_partition:
@@ -214,16 +203,11 @@ def keep_with_program(ctx: Any, value: Any, partitions: int) -> None:
     if partitions > 1 and jax.__version_info__ < (0, 12):
         # The persistent compilation cache would serialize an executable with tokens on several
         # devices, which crashes that jaxlib; a module that seems to have a callback is left out.
-        ctx.module_context.add_host_callback(_no_callback)
+        ctx.module_context.add_host_callback(lambda *args: args)
 
 
-def _no_callback(*args: Any) -> tuple[Any, ...]:
-    return args
-
-
-def hold_weakly(record: type) -> None:
-    """Tells JAX's caches of rules to hold parameters of a type weakly, as they hold jaxprs."""
-    util.weakref_cache_key_types.add(record)
+#: Tells JAX's caches of rules to hold parameters of a type weakly, as they hold jaxprs.
+hold_weakly: Any = util.weakref_cache_key_types.add
 
 
 def emit_python_callback(

@@ -14,7 +14,6 @@ from jax._src.lib.mlir.dialects import func as func_dialect, hlo
 import numpy as np
 
 from spmd._jax.core import ShapedArray, inner_jaxpr
-from spmd._jax.mesh import is_abstract
 from spmd._jax.versions import CRASHES_ON_NESTED_TOKENS, MERGED_JAXPR
 
 
@@ -87,17 +86,7 @@ def lower_call(
     out_shardings: Sequence[Any],
     key: Any,
 ) -> Sequence[Any]:
-    """Emits a call of `jaxpr` as a function of the module, built once per `key`.
-
-    Args:
-        ctx: The lowering context of the equation.
-        args: MLIR values of the arguments.
-        jaxpr: Closed jaxpr.
-        name: Name of the function.
-        in_shardings: Per argument a sharding or None.
-        out_shardings: Per result a sharding or None.
-        key: Equal keys share one function.
-    """
+    """Emits a call of `jaxpr` as a function of the module, built once per `key`."""
     module = ctx.module_context
     built = module.cached_primitive_lowerings.get(key)
     if built is None:
@@ -150,10 +139,9 @@ register_lowering = mlir.register_lowering
 def partition_of(ctx: Any) -> tuple[int, dict[str, int], bool | None]:
     """How the program around an equation is split.
 
-    Returns:
-        The number of devices, the axes of the mesh where an enclosing `shard_map` or the types of
-        the operands say them, and whether the equation is in the program of one device already:
-        None where it is so along some axes only.
+    Returns the number of devices, the axes of the mesh where an enclosing `shard_map` or the types
+    of the operands say them, and whether the equation is in the program of one device already: None
+    where it is so along some axes only.
     """
     context = ctx.module_context.axis_context
     if isinstance(context, sharding_impls.SPMDAxisContext) and context.manual_axes:
@@ -179,13 +167,10 @@ def _nested_region(names: Sequence[Any]) -> bool:
 
 
 def runs_on_all_devices(names: Sequence[Any]) -> bool:
-    """Whether what is lowered now is run by every device of an enclosing `shard_map`.
+    """Whether every device of an enclosing `shard_map` over these axes runs what is lowered now.
 
     Inside of a branch or a loop each device may go its own way, and a nested `jit` may be called
     from one.
-
-    Args:
-        names: The axes of the mesh.
     """
     at: Any = ir.InsertionPoint.current
     if at.block.owner.name != "sdy.manual_computation":
@@ -202,7 +187,7 @@ def platforms_of(ctx: Any) -> tuple[str, ...]:
 def mesh_devices(ctx: Any) -> list[Any]:
     """The devices of an enclosing `shard_map`; empty where there are none."""
     mesh = getattr(ctx.module_context.axis_context, "mesh", None)
-    return [] if mesh is None or is_abstract(mesh) else [*mesh.devices.flat]
+    return [*mesh.devices.flat] if isinstance(mesh, jax.sharding.Mesh) else []
 
 
 def custom_call(
@@ -245,11 +230,7 @@ def shard_module(
 ) -> bytes:
     """Builds the program of one device that calls a handler with a token, partition and operands.
 
-    Args:
-        target: Name of the handler.
-        operands: Shape and dtype of each operand on one device.
-        results: Shape and dtype of each result on one device.
-        attributes: Attributes of the call.
+    Operands and results are given by shape and dtype on one device.
     """
     with mlir.make_ir_context(), ir.Location.unknown():
         module = ir.Module.create()
@@ -266,14 +247,12 @@ def shard_module(
 
 
 def register_partitioner(name: str, partition: Callable, spread: Callable) -> None:
-    """Registers what takes the place of custom calls when a program is split.
+    """Registers what takes the place of custom calls to `name` when a program is split.
 
-    Args:
-        name: Target of the custom calls.
-        partition: Function of the operand shapes, operand shardings, result shape, result sharding
-            and text of a call; returns a module, operand shardings and the result sharding.
-        spread: Function of the operand shapes, operand shardings, result shape and text; returns
-            the sharding of the result.
+    `partition` gets the operand shapes, operand shardings, result shape, result sharding and text
+    of a call, and returns a module, operand shardings and the result sharding. `spread` gets the
+    operand shapes, operand shardings, result shape and text, and returns the sharding of the
+    result.
     """
     xla_client.register_custom_call_partitioner(
         name,
@@ -299,19 +278,9 @@ def lower_module(
 ) -> Any:
     """Lowers a closed jaxpr to a StableHLO module with shardings on its inputs and outputs.
 
-    Args:
-        jaxpr: Closed jaxpr.
-        name: Name of the function.
-        in_shardings: One per input.
-        out_shardings: One per output.
-        donated: Per input, whether its buffers may be reused.
-        mesh: The mesh of the program.
-        keep_unused: Whether inputs that it does not use stay inputs of the module.
-        compiler_options: Pairs for the compiler.
-        platforms: Of an export: those that the module is for.
-        parameters: Of an export: JAX's own parameters of the lowering.
+    `platforms` and JAX's own `parameters` are those of an export.
     """
-    if is_abstract(mesh):
+    if isinstance(mesh, jax.sharding.AbstractMesh):
         platforms = platforms or (jax.default_backend(),)
     return pxla.lower_sharding_computation(
         jaxpr,
@@ -329,6 +298,13 @@ def lower_module(
         lowering_parameters=parameters or mlir.LoweringParameters(),
         pgle_profiler=None,
     )
+
+
+def compile_lowering(lowering: Any) -> tuple[Any, Sequence[Any], bool]:
+    """Returns the executable, its leading constants on its devices, and if it was compiled now."""
+    is_new = not is_compiled(lowering)
+    executable = lowering.compile()
+    return executable, executable.shard_const_args(lowering.const_args), is_new
 
 
 def is_compiled(lowering: Any) -> bool:

@@ -52,6 +52,11 @@ def explicit_axes() -> bool:
     return mesh_lib.get_abstract_mesh()._any_axis_explicit
 
 
+def meets_explicit_axes(mesh: Any) -> bool:
+    """Whether shardings are part of types here, or are over some axes of a mesh of devices."""
+    return explicit_axes() or has_explicit_axes(mesh)
+
+
 #: What JAX answers, under Auto axes, to code that is written for Explicit ones.
 _NOT_EXPLICIT = ("axis names that are of type Auto", "non-None and have a non-empty mesh")
 
@@ -76,20 +81,14 @@ def thread_mesh() -> Any:
     return mesh_lib.thread_resources.env.physical_mesh
 
 
-def set_mesh_value() -> Any:
-    """The mesh of `jax.set_mesh` in this thread; empty where there is none."""
-    return mesh_lib.get_concrete_mesh()
+#: The mesh of `jax.set_mesh` in this thread; empty where there is none.
+set_mesh_value: Any = mesh_lib.get_concrete_mesh
 
 
 def abstract_mesh_value() -> Any:
     """The mesh of `jax.sharding.use_abstract_mesh`, or None; a `shard_map` enters one too."""
     mesh = mesh_lib.get_abstract_mesh()
     return None if mesh.empty or mesh._any_axis_manual else mesh
-
-
-def is_abstract(mesh: Any) -> bool:
-    """Whether a mesh has axes and no devices."""
-    return isinstance(mesh, mesh_lib.AbstractMesh)
 
 
 def push_mesh(mesh: Any) -> None:
@@ -116,7 +115,7 @@ def _mesh_stack_changed() -> None:
 @contextlib.contextmanager
 def typing_under(mesh: Any) -> Iterator[None]:
     """Makes a mesh the one that the types of traced values refer to."""
-    devices = mesh_lib.empty_concrete_mesh if is_abstract(mesh) else mesh
+    devices = mesh_lib.empty_concrete_mesh if isinstance(mesh, jax.sharding.AbstractMesh) else mesh
     concrete = sharding_impls._internal_use_concrete_mesh(devices)
     with concrete, abstract_mesh_set(mesh.abstract_mesh):
         yield
@@ -127,7 +126,7 @@ def tracing_under(mesh: Any) -> Iterator[None]:
     """Lets code that is traced find `mesh`, and nothing else, where JAX looks for one."""
     manual = mesh_lib.get_abstract_mesh()._any_axis_manual
     resources, outer = mesh_lib.thread_resources, mesh_lib.thread_resources.stack
-    meshes = (_TRACING,) if is_abstract(mesh) else (_TRACING, mesh)
+    meshes = (_TRACING,) if isinstance(mesh, jax.sharding.AbstractMesh) else (_TRACING, mesh)
     with contextlib.ExitStack() as stack:
         if not manual:
             stack.enter_context(typing_under(mesh))
@@ -170,11 +169,6 @@ def manual_mesh() -> dict[Any, int]:
     return dict(mesh.shape) if mesh._any_axis_manual else {}
 
 
-def mesh_fields(mesh: Any) -> dict[str, Any]:
-    """The fields of a mesh, to build an equal one of a subclass."""
-    return vars(mesh)
-
-
 def tpu_chips() -> int:
     """How many TPU chips this machine has; looks at the PCI bus and starts nothing."""
     return hardware_utils.num_available_tpu_chips_and_device_id()[0]
@@ -191,9 +185,8 @@ def is_described(device: Any) -> bool:
     return getattr(client, "runtime_type", "") == "compile_only_runtime"
 
 
-def backends_started() -> bool:
-    """Whether JAX has made its clients."""
-    return xla_bridge.backends_are_initialized()
+#: Whether JAX has made its clients.
+backends_started = xla_bridge.backends_are_initialized
 
 
 def coordination_client() -> Any:
@@ -201,18 +194,7 @@ def coordination_client() -> Any:
     return distributed.global_state.client
 
 
-def detected_cluster(
-    address: str | None,
-    processes: int | None,
-    process: int | None,
-    device_ids: Sequence[int] | None,
-    method: str | None,
-    timeout: int,
-) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
-    """Fills what was not given from the environment: SLURM, Open MPI, Kubernetes, Cloud TPU.
-
-    `jax.distributed.initialize` does that by itself, and connects at once; who wants to know
-    beforehand where it will connect to has to ask.
-    """
-    found = clusters.ClusterEnv.auto_detect_unset_distributed_params
-    return found(address, processes, process, device_ids, method, timeout)
+#: Fills what was not given, of address, number of processes, process, device ids, method, timeout,
+#: from the environment: SLURM, Open MPI, Kubernetes, Cloud TPU. `jax.distributed.initialize` does
+#: that by itself, and connects at once; who wants to know beforehand where to has to ask.
+detected_cluster: Any = clusters.ClusterEnv.auto_detect_unset_distributed_params

@@ -22,11 +22,9 @@ from spmd._jax.versions import MERGED_JAXPR, REMAT_RETURNS_RESIDUALS, STRUCTURED
 def linearization_rule(primitive: Any, rule: Callable) -> None:
     """Registers how a primitive is linearized.
 
-    Args:
-        primitive: The primitive.
-        rule: Given which inputs have tangents, whether the linear map is there to be transposed,
-            the inputs and the parameters, returns the outputs, which of them have tangents, the
-            residuals, and the linear map as a function of residuals and tangents.
+    The rule gets which inputs have tangents, whether the linear map is there to be transposed, the
+    inputs and the parameters. It returns the outputs, which of them have tangents, the residuals,
+    and the linear map as a function of residuals and tangents.
     """
 
     def adapted(is_vjp: bool, nz_in: Sequence[bool], *primals: Any, **params: Any) -> Any:
@@ -41,11 +39,9 @@ def linearization_rule(primitive: Any, rule: Callable) -> None:
 def partial_eval_rule(primitive: Any, update: Callable) -> None:
     """Registers how an equation splits where a rematerialization policy or a loop splits it.
 
-    Args:
-        primitive: A primitive with a parameter `jaxpr`.
-        update: Given which inputs are unknown, which of them stay inputs of the staged half, which
-            outputs each half keeps, how many residuals leave and enter, and the parameters of
-            both halves; returns both parameters.
+    `update` gets which inputs are unknown, which of them stay inputs of the staged half, which
+    outputs each half keeps, how many residuals leave and enter, and the parameters of both halves;
+    it returns both parameters.
     """
     rule: Any = functools.partial(pe.closed_call_partial_eval_custom_rule, "jaxpr", update)
     pe.partial_eval_jaxpr_custom_rules[primitive] = rule
@@ -54,10 +50,8 @@ def partial_eval_rule(primitive: Any, update: Callable) -> None:
 def rematerialization_rule(primitive: Any, update: Callable) -> None:
     """Registers how a call runs once for its outputs and again for its derivative.
 
-    Args:
-        primitive: A primitive with the parameters `jaxpr` and `call`.
-        update: Given the call, and how many residuals leave the first run and enter the second,
-            returns the calls of both.
+    `update` gets the call, and how many residuals leave the first run and enter the second; it
+    returns the calls of both.
     """
 
     def rule(context: Any, *args: Any, jaxpr: Any, call: Any) -> Any:
@@ -87,9 +81,7 @@ def rematerialization_rule(primitive: Any, update: Callable) -> None:
 def dead_code_rule(primitive: Any, keep: Callable) -> None:
     """Registers which inputs and equations of a call are left if some outputs are not used.
 
-    Args:
-        primitive: A primitive with the parameters `jaxpr` and `call`.
-        keep: Given the call, which inputs and which outputs are left, returns the call of those.
+    `keep` gets the call, which inputs and which outputs are left; it returns the call of those.
     """
 
     def rule(used_out: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
@@ -133,10 +125,8 @@ def _closed_without_dead_code(jaxpr: Any, used_out: tuple[bool, ...]) -> tuple[A
 def discharge_rule(primitive: Any, update: Callable) -> None:
     """Registers how a call of mutable references becomes one of values.
 
-    Args:
-        primitive: A primitive with the parameters `jaxpr` and `call`.
-        update: Given the call and which inputs are references, returns the call whose outputs are
-            followed by the last values of those.
+    `update` gets the call and which inputs are references; it returns the call whose outputs are
+    followed by the last values of those.
     """
 
     def rule(in_avals: Any, _: Any, *args: Any, jaxpr: Any, call: Any, **more: Any) -> Any:
@@ -158,10 +148,8 @@ def discharge_rule(primitive: Any, update: Callable) -> None:
 def hijax_rule(primitive: Any, update: Callable) -> None:
     """Registers how a call whose body has operations of `jax.experimental.hijax` becomes plain.
 
-    Args:
-        primitive: A primitive with the parameters `jaxpr` and `call`.
-        update: Given the call, how many arrays each input and each output consists of, returns
-            the call of those arrays.
+    `update` gets the call, how many arrays each input and each output consists of; it returns the
+    call of those arrays.
     """
 
     def to_lojax(*args: Any, jaxpr: Any, call: Any) -> Any:
@@ -174,7 +162,7 @@ def hijax_rule(primitive: Any, update: Callable) -> None:
         )
         return pe.raise_lo_outs(jaxpr.out_avals, results)
 
-    primitive.is_high = lambda *_, jaxpr, **__: inner_jaxpr(jaxpr).is_high
+    primitive.is_high = lambda *_, jaxpr, **__: jaxpr.is_high
     primitive.to_lojax = to_lojax
 
 
@@ -186,11 +174,7 @@ _late_rules_lock = threading.RLock()
 def late_rule(module: str, register: Callable[[Any], None], *, load: bool = False) -> None:
     """Registers a rule with a part of JAX that loads late.
 
-    Args:
-        module: Its name.
-        register: Given the module, registers the rule.
-        load: Whether the module does without the rule in silence: then it is loaded before there
-            is an equation.
+    One that does without the rule in silence is loaded, before there is an equation.
     """
     _late_rules.append((module, load, register))
 
@@ -210,10 +194,8 @@ def load_late_rules() -> None:
 def checkify_rule(primitive: Any, update: Callable) -> None:
     """Registers how `jax.experimental.checkify` finds the errors inside of a call.
 
-    Args:
-        primitive: A primitive with the parameters `jaxpr` and `call`.
-        update: Given the call, and how many error values enter and leave before the others,
-            returns the call with those.
+    `update` gets the call, and how many error values enter and leave before the others; it returns
+    the call with those.
     """
 
     def register(checkify: Any) -> None:
@@ -240,9 +222,7 @@ def checkify_rule(primitive: Any, update: Callable) -> None:
 def jet_rule(primitive: Any, update: Callable) -> None:
     """Registers how `jax.experimental.jet` carries Taylor series through a call.
 
-    Args:
-        primitive: A primitive with the parameters `jaxpr` and `call`.
-        update: Given the call and the order of the series, returns the call of values and series.
+    `update` gets the call and the order of the series; it returns the call of values and series.
     """
 
     def register(jet: Any) -> None:
@@ -262,10 +242,7 @@ def jet_rule(primitive: Any, update: Callable) -> None:
 def sparsify_rule(primitive: Any, update: Callable) -> None:
     """Registers how `jax.experimental.sparse.sparsify` runs a call on sparse values.
 
-    Args:
-        primitive: A primitive with the parameters `jaxpr` and `call`.
-        update: Given the call, how many arrays each input and each output consists of, returns
-            the call of those arrays.
+    `update` is as in :func:`hijax_rule`.
     """
 
     def register(sparse: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -33,12 +33,7 @@ custom_staging_rules = pe.custom_staging_rules
 
 
 def bind_inputs(jaxpr: Any, values: Sequence[Any]) -> Any:
-    """Makes inputs of a closed jaxpr without constants its constants.
-
-    Args:
-        jaxpr: The jaxpr.
-        values: Per input its value, or None where it stays an input.
-    """
+    """Makes inputs of a closed jaxpr without constants its constants, where a value is not None."""
     known = [v is not None for v in values] + [False] * (len(jaxpr.in_avals) - len(values))
     consts = [v for v in values if v is not None]
     if not consts:
@@ -53,8 +48,7 @@ def bind_inputs(jaxpr: Any, values: Sequence[Any]) -> Any:
 def repeated_outputs(jaxpr: Any, first: int) -> tuple[Any, list[int]]:
     """Drops outputs from `first` on that repeat an earlier one.
 
-    Returns:
-        The closed jaxpr, and per output from `first` on which of its outputs that is.
+    Returns the closed jaxpr, and per output from `first` on which of its outputs that is.
     """
     outvars = inner_jaxpr(jaxpr).outvars
     seen = {id(v): i for i, v in reversed([*enumerate(outvars[:first])])}
@@ -73,17 +67,11 @@ def repeated_outputs(jaxpr: Any, first: int) -> tuple[Any, list[int]]:
 def linearize_jaxpr(
     jaxpr: Any, nz_in: Sequence[bool], *, is_vjp: bool
 ) -> tuple[Any, list[bool], list[int | None], Any]:
-    """Splits a closed jaxpr into its value and its linear map.
+    """Splits a closed jaxpr into its value and its linear map, to be transposed if `is_vjp`.
 
-    Args:
-        jaxpr: Closed jaxpr.
-        nz_in: Per input, whether it has a tangent.
-        is_vjp: Whether the linear map is there to be transposed.
-
-    Returns:
-        The closed jaxpr of the outputs and computed residuals; per output, whether it has a
-        tangent; per residual, the constant or input that it is, or None where it is computed; the
-        closed jaxpr of the linear map, which takes the residuals, then the tangents.
+    Returns the closed jaxpr of the outputs and computed residuals; per output, whether it has a
+    tangent; per residual, the constant or input that it is, or None where it is computed; the
+    closed jaxpr of the linear map, which takes the residuals, then the tangents.
     """
     found: Any = ad.linearize_jaxpr(jaxpr, nz_in, is_vjp=is_vjp)
     known, layout, nz_out, forwarded, linear = found
@@ -98,16 +86,13 @@ def linearize_jaxpr(
 
 def plain_jaxpr(jaxpr: Any) -> Any:
     """Returns a closed jaxpr without operations of hijax; its values have to be plain."""
-    return pe.lower_jaxpr2(jaxpr) if inner_jaxpr(jaxpr).is_high else jaxpr
+    return pe.lower_jaxpr2(jaxpr) if jaxpr.is_high else jaxpr
 
 
 #: What the runtime raises when `jax_debug_nans` finds one in a program.
 InternalFloatingPointError = api_util.InternalFloatingPointError
-
-
-def find_nan(error: Exception, fun: Callable, args: Any, kwargs: Any) -> None:
-    """Runs a function unjitted to find the operation that made a NaN; always raises."""
-    api_util.maybe_recursive_nan_check(error, fun, args, kwargs)
+#: Runs a function unjitted to find the operation that made a NaN; always raises.
+find_nan = api_util.maybe_recursive_nan_check
 
 
 def find_nan_backward(
@@ -150,14 +135,9 @@ def stage_unknown(
 
 
 def flatten_transpose(cts_in: Sequence[Any], args: Sequence[Any]) -> tuple[list[Any], Any]:
-    """Flattens what a transpose rule is given.
+    """Flattens what a transpose rule gets: cotangents, then accumulators of linear inputs, values.
 
-    Args:
-        cts_in: Cotangents of the outputs; Zeros stay symbolic.
-        args: Accumulators of the linear inputs, values of the others.
-
-    Returns:
-        The inputs of the transposed jaxpr, and what that one depends on.
+    Zeros stay symbolic. Returns the inputs of the transposed jaxpr, and what that one depends on.
     """
     primals, specs = ad.project_accums(args)
     flat, in_tree = jax.tree_util.tree_flatten((primals, list(cts_in)))
@@ -167,13 +147,9 @@ def flatten_transpose(cts_in: Sequence[Any], args: Sequence[Any]) -> tuple[list[
 def transpose_jaxpr(jaxpr: Any, key: Any) -> tuple[Any, Any, list[bool], list[bool], int]:
     """Builds the jaxpr that turns cotangents of the outputs into cotangents of the linear inputs.
 
-    Args:
-        jaxpr: Closed jaxpr, linear in the inputs that had accumulators.
-        key: From :func:`flatten_transpose`.
-
-    Returns:
-        The transposed closed jaxpr, the tree of its outputs, per argument whether it is still an
-        input, per argument whether it has a cotangent, and how many outputs follow those.
+    `key` is from :func:`flatten_transpose`. Returns the transposed closed jaxpr, the tree of its
+    outputs, per argument whether it is still an input, per argument whether it has a cotangent, and
+    how many outputs follow those.
     """
     transposed, out_tree = _transpose_jaxpr(jaxpr, *key)
     avals, logs = jax.tree_util.tree_unflatten(out_tree, transposed.out_avals)
@@ -209,19 +185,12 @@ def _transpose_jaxpr(jaxpr: Any, in_tree: Any, in_avals: tuple, specs: Any) -> t
     return close_jaxpr(new_jaxpr, consts), out_tree
 
 
-def instantiate(tangent: Any) -> Any:
-    """Makes an array of a symbolic zero."""
-    return ad.instantiate_zeros(tangent)
-
-
-def is_linear(x: Any) -> bool:
-    """Whether a transpose rule is to return a cotangent of this argument."""
-    return ad.is_undefined_primal(x)
-
-
-def zero_tangent(x: Any) -> Any:
-    """The symbolic zero tangent of a value."""
-    return ad.p2tz(x)
+#: Makes an array of a symbolic zero.
+instantiate = ad.instantiate_zeros
+#: Whether a transpose rule is to return a cotangent of this argument.
+is_linear = ad.is_undefined_primal
+#: The symbolic zero tangent of a value.
+zero_tangent: Any = ad.p2tz
 
 
 def uninstantiated(eqn: Any, instantiated: Sequence[bool]) -> list[Any]:
@@ -243,11 +212,8 @@ partial_eval_custom_rules = pe.partial_eval_jaxpr_custom_rules
 def place_axis_indices(jaxpr: Any, mesh: Any = None) -> None:
     """Says to each `axis_index` what the mesh is where it stands, if its trace did not say it.
 
-    JAX lowers it by a `shard_map` over the other axes, which needs the mesh of the context.
-
-    Args:
-        jaxpr: An open jaxpr; equations are changed in place.
-        mesh: The abstract mesh around it, or None.
+    JAX lowers it by a `shard_map` over the other axes, which needs the mesh of the context. The
+    equations of the open jaxpr are changed in place.
     """
     for eqn in jaxpr.eqns:
         if eqn.primitive is jax.lax.axis_index_p and eqn.ctx.cur_abstract_mesh.empty and mesh:

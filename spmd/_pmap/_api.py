@@ -19,17 +19,14 @@ import jax.tree_util as jtu
 
 from spmd import _api, _dispatch, _jax, _options
 from spmd._api import PjitFunction
-from spmd._arguments import donated_leaves
 from spmd._call import PjitCall
 from spmd._mesh import auto_mesh
 from spmd._pickled import check_version, find_device
-from spmd._plan import Flat, Plan, flatten
-from spmd._pmap._cache import Entries
+from spmd._plan import Flat, Plan, flatten, plan_of
 from spmd._pmap._levels import Nest, nest_here, run_in_nest
 from spmd._pmap._mapping import Mapped, spec_along
-from spmd._pmap._options import PmapOptions, find_mapping, parse
-from spmd._pmap._processes import globally
-from spmd._pmap._starts import Starts
+from spmd._pmap._options import PmapOptions, find_mapping, globally, parse
+from spmd._pmap._threads import Entries, Starts
 from spmd._spec import UNSPECIFIED
 from spmd._starting import not_starting
 from spmd._trace import Signature, Trace, differences, trace
@@ -122,12 +119,7 @@ class _Line:
         return flat, self.plan_of(flat)
 
     def flatten(self, args: tuple, kwargs: Any) -> Flat:
-        """Flattens the arguments of a call.
-
-        Raises:
-            TypeError: An argument is no array.
-            ValueError: A static argument is not passed by position.
-        """
+        """Flattens the arguments of a call."""
         nums = self.options.params.static_nums
         if nums and max(nums) >= len(args):
             raise explain(self.options.subject, [_position_failure(nums, len(args))])
@@ -240,7 +232,7 @@ def _make_plan(fun: Callable, options: PmapOptions, signature: Signature) -> Pla
                 spec_along(a, axis, nest.splits.get(i)) for i, a in enumerate(axes)
             ),
             out_axis_resources=tuple(outs),
-            donated_invars=donated_leaves(options.params, signature.positions, signature.tree),
+            donated_invars=signature.donated,
             in_positional_semantics=("global",) * len(axes),
             arg_names=signature.arg_names,
             given=("",) * len(axes),
@@ -249,16 +241,7 @@ def _make_plan(fun: Callable, options: PmapOptions, signature: Signature) -> Pla
         return traced, call
 
     traced, call = run_in_nest(options, size, run)
-    names = [f"closed-over value {i}" for i in range(len(traced.consts))]
-    return Plan(
-        jaxpr=traced.jaxpr,
-        call=call.add_inputs(names, leading=True) if names else call,
-        consts=traced.consts,
-        out_tree=traced.out_tree,
-        out_names=traced.out_names,
-        from_array=(),
-        refs=_jax.core.ref_indices(traced.jaxpr),
-    )
+    return plan_of(traced, call)
 
 
 def _is_settled(plan: Plan) -> bool:
@@ -439,24 +422,15 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-class _Clearer:
-    """Lets `jax.clear_caches` clear ours."""
-
-    def cache_clear(self) -> None:
-        _plans.cache_clear()
-        for ref in _lines.valuerefs():  # a copy, which other threads may add to
-            if line := ref():
-                line.clear()
-
-    def cache_info(self) -> None:
-        return None
-
-    def cache_keys(self) -> list[Any]:
-        return []
+def _clear_all() -> None:
+    """Forgets the programs of all functions."""
+    _plans.cache_clear()
+    for ref in _lines.valuerefs():  # a copy, which other threads may add to
+        if line := ref():
+            line.clear()
 
 
-_clearer = _Clearer()
-_jax.core.register_cache(_clearer, "spmd.pmap")
+_clearer = _jax.core.Clearer(_clear_all, "spmd.pmap")
 
 # Copies
 

@@ -97,11 +97,7 @@ class Nest:
         return tuple(names)
 
     def mesh(self) -> Any:
-        """The mesh of the levels that are known.
-
-        Raises:
-            ValueError: There are too few devices.
-        """
+        """The mesh of the levels that are known."""
         sizes = tuple(level.size for level in self.levels)
         devices = devices_of(self.options, math.prod(sizes))
         if len(devices) < math.prod(sizes):
@@ -151,12 +147,7 @@ class Nest:
             split.setdefault(part.dims[dim], axis)
 
     def axis(self, options: PmapOptions, size: int) -> Hashable:
-        """Returns the axis of the mesh for a `pmap` that was met in the trace.
-
-        Raises:
-            ValueError: It does not go with the levels around it, or beside it.
-            Deeper: The mesh has no such axis yet.
-        """
+        """Returns the axis of the mesh for a `pmap` met in the trace; Deeper if it has none yet."""
         name = options.axis_name
         level = Level(name, size, options.subject)
         failures = _alone_failures(options, self.options)

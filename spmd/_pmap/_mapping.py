@@ -26,10 +26,7 @@ def spec_along(
 ) -> ParsedPartitionSpec:
     """The spec of an array whose dimension `axis` is the mapped one; None: all have it whole.
 
-    Args:
-        axis: The dimension.
-        name: The name of its axis of the mesh.
-        inner: Further dimensions with their axes, where inner levels map them.
+    `inner` has further dimensions with their axes, where inner levels map them.
     """
     names = {**(inner or {}), **({} if axis is None else {axis: name})}
     size = max(names, default=-1) + 1
@@ -46,14 +43,8 @@ class AxisNameError(SpmdError, NameError):
 class Mapped:
     """A function of whole arrays, of which each device computes its slice.
 
-    Args:
-        fun: The function of one device.
-        options: What was said at decoration.
-        signature: The arguments.
-        axes: Per leaf of them the axis that is mapped, or None.
-        nest: The levels that this is one of.
-        axis: Its axis of their mesh.
-        parts: In an inner level, per leaf where it comes from.
+    `axes` are those of the leaves; `axis` is that of the mesh of the levels in `nest`. In an inner
+    level `parts` say where each leaf comes from.
 
     Attributes:
         out_axes: After the first call, per leaf of the results where the mapped axis is.

@@ -12,6 +12,7 @@ import numpy as np
 
 from spmd import _jax
 from spmd._arguments import Parameters, parse_parameters
+from spmd._plan import Flat
 from spmd._spec import broadcast_prefix
 from spmd._trace import Signature
 from spmd.errors import ArgumentError, Failure, OptionError, explain, show_value
@@ -101,12 +102,7 @@ def parse(
     donate_argnums: Any,
     global_arg_shapes: Any,
 ) -> PmapOptions:
-    """Reads everything that can be read without arguments.
-
-    Raises:
-        TypeError: An axis is no integer, or the name of the axis no string.
-        ValueError: An option names an argument that is not there, or a size is out of range.
-    """
+    """Reads everything that can be read without arguments."""
     name = _jax.core.fun_name(fun)
     subject = f"pmap of `{name}`"
     params = parse_parameters(
@@ -224,15 +220,7 @@ def _size_failures(axis_size: Any, devices: Any) -> list[Failure]:
 
 
 def find_mapping(options: PmapOptions, signature: Signature) -> tuple[tuple[int | None, ...], int]:
-    """Finds which axes are mapped, and their size.
-
-    Returns:
-        Per leaf of the arguments the axis that is mapped, not negative, None for none; and the
-        size.
-
-    Raises:
-        ValueError: `in_axes` does not fit the arguments, sizes differ, or nothing is mapped.
-    """
+    """Returns which axis of each leaf is mapped, not negative, or None; and the size."""
     axes = leaf_axes(options, signature)
     rows = list(zip(axes, signature.avals, signature.arg_names, strict=True))
     failures = [_range_failure(*row) for row in rows]
@@ -282,11 +270,7 @@ def _element_failure(name: str, got: tuple[int, ...], expected: tuple[int, ...])
 
 
 def leaf_axes(options: PmapOptions, signature: Signature) -> tuple[int | None, ...]:
-    """Returns per leaf of the arguments the axis that `in_axes` says, negative ones as they are.
-
-    Raises:
-        ValueError: `in_axes` does not fit the arguments.
-    """
+    """Returns per leaf of the arguments the axis that `in_axes` says, negative ones as they are."""
     args, kwargs = signature.tree.children()
     tree = options.in_axes.axes()
     if isinstance(tree, tuple) and options.params.static_nums:
@@ -340,3 +324,43 @@ def _sizes_failure(options: PmapOptions, sizes: Sequence[tuple[int, int, str]]) 
         got="\n".join(rows[:20] + [f"and {len(rows) - 20} more"] * (len(rows) > 20)),
         error=OptionError,
     )
+
+
+# One call of several processes
+
+
+def globally(options: PmapOptions, flat: Flat) -> Flat:
+    """Says what the arguments of one process are parts of; what is global already stays.
+
+    The values become global when the mesh is known, by their semantics.
+    """
+    processes = jax.process_count()
+    is_local = [_is_local(x) for x in flat.leaves]
+    own = None if options.axis_size is None else max(1, options.axis_size // processes)
+    part = _scaled(options, flat.signature, [not local for local in is_local], 1, processes)
+    find_mapping(replace(options, axis_size=own), part)
+    return replace(
+        flat,
+        signature=_scaled(options, flat.signature, is_local, processes, 1),
+        semantics=tuple("local" if local else "global" for local in is_local),
+    )
+
+
+def _is_local(value: Any) -> bool:
+    if isinstance(value, _jax.core.Tracer):
+        return False
+    return not isinstance(value, jax.Array) or value.is_fully_addressable
+
+
+def _scaled(
+    options: PmapOptions, signature: Signature, which: Sequence[bool], times: int, over: int
+) -> Signature:
+    """The signature with other sizes of the mapped axis in some of the leaves."""
+    avals = []
+    rows = zip(signature.avals, leaf_axes(options, signature), which, strict=True)
+    for aval, axis, chosen in rows:
+        shape = [*aval.shape]
+        if chosen and axis is not None and -aval.ndim <= axis < aval.ndim:
+            shape[axis] = shape[axis] * times // over
+        avals.append(aval.update(shape=tuple(shape)))
+    return replace(signature, avals=tuple(avals))

@@ -239,14 +239,13 @@ def device_put_replicated(x: Any, devices: Sequence[Any]) -> Any:
 
 def _column(name: str, leaves: Sequence[Any]) -> tuple[list[Any], list[Failure]]:
     """The arrays of one leaf, one per device, and what is wrong with them."""
-    avals, failures = [], []
-    for i, leaf in enumerate(leaves):
-        try:
-            avals.append(_jax.core.abstractify(leaf))
-        except (TypeError, ValueError, OverflowError):
-            failures.append(_no_leaf(f"shards[{i}]{name}" if len(leaves) > 1 else f"x{name}", leaf))
-    kinds = dict.fromkeys((a.shape, a.dtype) for a in avals)
-    if not failures and len(kinds) > 1:
+    avals = [_jax.core.aval_of(leaf) for leaf in leaves]
+    failures = [
+        _no_leaf(f"shards[{i}]{name}" if len(leaves) > 1 else f"x{name}", leaves[i])
+        for i, aval in enumerate(avals)
+        if aval is None
+    ]
+    if not failures and len({(a.shape, a.dtype) for a in avals}) > 1:
         shown = [f"shards[{i}]{name}: {_jax.core.short_aval(a)}" for i, a in enumerate(avals)]
         failures.append(_kind_failure(name, shown))
     return [*leaves], failures

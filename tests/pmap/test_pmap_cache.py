@@ -14,8 +14,8 @@ from oracle import counted, mesh_of
 import pytest
 
 from spmd import pmap
-from spmd._pmap import _cache
-from spmd._pmap._cache import Entries
+from spmd._pmap import _threads
+from spmd._pmap._threads import Entries
 
 X = np.arange(8, dtype=np.float32).reshape(4, 2)
 
@@ -362,7 +362,7 @@ def test_entries_of_one_caller():
 
 def test_the_oldest_entry_goes(monkeypatch):
     """There are no more than so many."""
-    monkeypatch.setattr(_cache, "_MOST", 2)
+    monkeypatch.setattr(_threads, "_MOST", 2)
     entries = Entries()
     for i in range(4):
         assert entries.get(i, lambda i=i: -i) == -i

@@ -35,8 +35,8 @@ from thread_tools import (
 )
 
 import spmd
-from spmd import _dispatch, _jax, _starting, host_callback as hcb, pmap
-from spmd._pmap import _api, _cache, _starts
+from spmd import _dispatch, _jax, _lower, _starting, host_callback as hcb, pmap
+from spmd._pmap import _api, _threads
 
 
 def shared():
@@ -235,7 +235,7 @@ def interrupted_waiter():
     def hold():
         with _starting.starting:
             taken.set()
-            until(lambda: sys._current_frames()[main].f_code.co_filename == _starts.__file__)
+            until(lambda: sys._current_frames()[main].f_code.co_filename == _threads.__file__)
             interrupt(main, give_back)
             assert give_back.wait(LONG)
 
@@ -417,7 +417,7 @@ def rounds(count):
     """Threads make, call and drop functions; nothing stays."""
 
     def sizes():
-        caches = [_dispatch._prepare, _dispatch._program, _dispatch._repeater]
+        caches = [_dispatch._prepare, _lower._compile, _dispatch._repeater]
         caches = [c.cache_info().currsize for c in caches]
         return live(), len(_api._lines), *caches, _jax.dispatch._dispatch_cache().size()
 
@@ -502,10 +502,9 @@ def ours(frame):
     code = frame.f_code
     if code.co_filename in (
         _api.__file__,
-        _cache.__file__,
         _dispatch.__file__,
         _starting.__file__,
-        _starts.__file__,
+        _threads.__file__,
     ):
         return True
     if not code.co_filename.endswith("contextlib.py") or "self" not in code.co_varnames:

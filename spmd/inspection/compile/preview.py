@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from jax.sharding import AbstractMesh
+
 from spmd import _jax, stages
 from spmd.errors import Failure, ReportError, explain
 from spmd.inspection.compile.program import COMPILED, check_lowered, entered, lower, stage_of
@@ -109,7 +111,7 @@ def _devices(lowered: Any) -> tuple[str, str]:
     if not isinstance(lowered, stages.Lowered):
         devices = _jax.lowering.lowered_devices(lowered)
     else:
-        devices = () if _jax.mesh.is_abstract(lowered.mesh) else lowered.mesh.devices.flat
+        devices = () if isinstance(lowered.mesh, AbstractMesh) else lowered.mesh.devices.flat
     for device in devices:
         return device.platform, device.device_kind
     return "any backend", ""

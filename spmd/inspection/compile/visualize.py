@@ -193,7 +193,7 @@ def _check(sharding: Any, aval: Any) -> None:
 
 def _devices(mesh: Any) -> tuple[Sequence[int], str]:
     """Ids of the devices in mesh order, and their platform; places for a mesh without devices."""
-    if _jax.mesh.is_abstract(mesh):
+    if isinstance(mesh, jax.sharding.AbstractMesh):
         return range(math.prod(mesh.shape.values())), ""
     return [device.id for device in mesh.devices.flat], mesh.devices.flat[0].platform
 
