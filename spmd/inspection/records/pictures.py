@@ -343,7 +343,13 @@ def show_devices(ids: Sequence[int], *, most: int = 5) -> str:
 
 
 def summary(picture: Picture) -> str:
-    """How many shards there are, of which size, and on how many devices each."""
+    """How many shards of which size are on how many devices each, and which dimensions go where."""
+    return "; ".join(filter(None, (_sizes(picture), directions(picture))))
+
+
+def _sizes(picture: Picture) -> str:
+    if not picture.shards:
+        return ""
     full = [shard for shard in picture.shards if math.prod(shard.shape)] or [*picture.shards]
     sizes = sorted({shard.shape for shard in full}, key=math.prod)
     parts = [_count(len(full), "shard"), "of", _size(picture, sizes[-1])]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 DOORS = {
     "codec": "spmd.inspection.records.codec",
     "drawn": "spmd.inspection.show.drawn",
+    "page": "spmd.inspection.show.page",
     "perfetto": "spmd.inspection.show.perfetto",
     "scalars": "spmd.inspection.show.scalars",
     "sums": "spmd.inspection.records.sums",
@@ -50,7 +51,7 @@ class Paged(Shown):
     __slots__ = ()
 
     def _repr_html_(self) -> str | None:
-        return opened("drawn").in_notebook(self)
+        return opened("page").in_notebook(self)
 
     def to_html(self) -> str:
         """One HTML page that needs no other file and no network.
@@ -58,4 +59,4 @@ class Paged(Shown):
         Raises:
             ReportError: Jinja2 is not installed.
         """
-        return opened("drawn").page_of(self)
+        return opened("page").page_of(self)

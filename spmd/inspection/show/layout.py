@@ -15,6 +15,8 @@ from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
 
+from spmd.inspection.show.words import plural
+
 _GAP = 2
 _BELOW = 4
 # Each sign of ours has a substitute of the same width, so that layout does not depend on it.
@@ -50,7 +52,7 @@ def bar(count: int, most: int, width: int = 20) -> str:
 class Column:
     """How one column of a `Grid` is set.
 
-    Args:
+    Attributes:
         title: stands above it; empty for none.
         right: True for numbers.
         rank: where a line is too short, columns of the highest rank leave it first, the last of
@@ -71,7 +73,7 @@ class Column:
 class Row:
     """One row of a `Grid`.
 
-    Args:
+    Attributes:
         cells: one for each column.
         notes: stand below the row, as many on a line as fit.
         lines: stand below the notes, each on a line of its own.
@@ -87,12 +89,7 @@ class Row:
 
 
 class Grid:
-    """A table that fits any width: cells take shorter spellings, then columns move below.
-
-    Args:
-        columns: left to right.
-        rows: top to bottom.
-    """
+    """A table that fits any width: cells take shorter spellings, then columns move below."""
 
     def __init__(self, columns: Sequence[Column], rows: Iterable[Row]):
         self.columns = tuple(columns)
@@ -194,15 +191,9 @@ def _widest(spellings: Cell, room: int) -> Text:
 
 
 def flow(parts: Iterable[Text], room: int, *, indent: int = 0) -> Iterator[Text]:
-    """Sets parts after another, with a semicolon between them, and breaks lines between parts.
+    """The lines of parts with semicolons between them, each line as `room` cells wide at most.
 
-    Args:
-        parts: only a part that is longer than a line is broken itself.
-        room: cells in a line.
-        indent: blanks before each line.
-
-    Yields:
-        One text per line.
+    Lines are broken between parts; only a part that is longer than a line is broken itself.
     """
     indent = min(indent, room // 2)
     line = Text()
@@ -238,15 +229,27 @@ def _shifted(line: Text, indent: int) -> Text:
     return shifted
 
 
+class Flow:
+    """Parts of a sentence, with lines broken between them."""
+
+    def __init__(self, *parts: Text):
+        self.parts = parts
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from flow(self.parts, options.max_width)
+
+
+def not_shown(count: int, noun: str, more: str = "") -> list[Flow]:
+    """That so many rows are left out; nothing where none is."""
+    text = f"{plural(count, f'more {noun}')}{more}, not shown"
+    return [Flow(Text(text, style="dim"))] * bool(count)
+
+
 class Indented:
     """Blanks before each line and none after it: a log keeps no trailing blanks.
 
     In a terminal that shows ASCII only, our own signs are replaced by ASCII, and the characters
     of others by question marks.
-
-    Args:
-        body: what is drawn.
-        by: blanks before each line.
     """
 
     def __init__(self, body: RenderableType, by: int = 2):
@@ -282,15 +285,7 @@ def _ascii(segment: Segment) -> Segment:
 
 
 def plain(body: RenderableType, *, width: int = 100) -> str:
-    """What is drawn, as text for a log: without colours, control characters or signs of ours.
-
-    Args:
-        body: what is drawn.
-        width: cells in a line.
-
-    Returns:
-        Lines joined by newlines, none after the last.
-    """
+    """What is drawn, as text for a log: without colours, control characters or signs of ours."""
     file = io.StringIO()
     console = Console(
         file=file, width=width, color_system=None, force_jupyter=False, legacy_windows=False
