@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import itertools
 import math
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spmd.errors import ArgumentError, Failure, MeshError, OptionError, ReportError, explain
+from spmd.errors import (
+    ArgumentError,
+    Failure,
+    MeshError,
+    OptionError,
+    did_you_mean,
+    explain,
+)
 from spmd.inspection.records.arrays import Argument, Split
-from spmd.inspection.records.shown import Paged
+from spmd.inspection.records.shown import Saved
+from spmd.inspection.records.sizes import show_bytes
 
 if TYPE_CHECKING:
     from spmd.inspection.records.report import Report
@@ -22,7 +28,7 @@ if TYPE_CHECKING:
 class Shard:
     """A part of an array, and the devices that hold it.
 
-    Args:
+    Attributes:
         index: ``(start, stop)`` by dimension; equal where a device holds nothing.
         devices: ids of those that hold it, in mesh order; of a mesh without devices, places in it.
         at: inside of `jax.shard_map`, the place on the manual axes over which the value varies,
@@ -40,10 +46,10 @@ class Shard:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Picture(Paged):
+class Picture(Saved):
     """Which device holds which part of an array; `print` it, or let a notebook show it.
 
-    Args:
+    Attributes:
         shape: of the whole array; inside of `jax.shard_map`, that of its value on one place.
         dtype: in short, such as ``f32``; empty where only a shape is known.
         itemsize: bytes of an element; 0 where that is not known.
@@ -65,28 +71,16 @@ class Picture(Paged):
 
     __hash__ = None  # type: ignore[assignment]  # it holds a mapping
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the picture as a page.
-
-        Args:
-            path: ends in ``.html``.
-
-        Raises:
-            ReportError: the ending is another one, or Jinja2 is missing.
-            OSError: the file cannot be written.
-        """
-        write_page(path, self.to_html, "picture")
-
 
 #: Pictures that are drawn of one tree; what it has beyond them is counted.
 MOST_DRAWN = 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Pictures(Paged):
+class Pictures(Saved):
     """What `visualize` gives for a tree: `print` it, or let a notebook show it.
 
-    Args:
+    Attributes:
         pictures: by path of the leaf, such as ``['layers'][0]['w']``, in the order of the tree.
     """
 
@@ -105,31 +99,6 @@ class Pictures(Paged):
         more = len(self.pictures) - MOST_DRAWN
         return f"and {more:,} more, not drawn: give a part of the tree" if more > 0 else ""
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the pictures as a page.
-
-        Args:
-            path: ends in ``.html``.
-
-        Raises:
-            ReportError: the ending is another one, or Jinja2 is missing.
-            OSError: the file cannot be written.
-        """
-        write_page(path, self.to_html, "pictures")
-
-
-def write_page(path: str | os.PathLike[str], page: Callable[[], str], subject: str) -> None:
-    """Writes a page to a file whose name ends in ``.html``; the page is made after that is seen."""
-    path = Path(path)
-    if path.suffix.lower() != ".html":
-        failure = Failure(
-            what=f"cannot be saved as `{path}`",
-            expected="a file name that ends in .html",
-            error=ReportError,
-        )
-        raise explain(subject, [failure])
-    path.write_text(page(), encoding="utf-8")
-
 
 # From splits to shards
 
@@ -141,15 +110,7 @@ def shards_of(
     device_ids: Sequence[int],
     varying: Sequence[str] = (),
 ) -> tuple[Shard, ...]:
-    """Every part of an array with its devices.
-
-    Args:
-        shape: of the array.
-        splits: by dimension.
-        mesh: size by axis name.
-        device_ids: of the mesh, the last axis varying fastest.
-        varying: manual axes, over which whole values differ.
-    """
+    """Every part of an array with its devices; over manual axes that vary, whole values differ."""
     found: dict[Any, list[int]] = {}
     places = itertools.product(*map(range, mesh.values()))
     for place, device in zip(places, device_ids, strict=True):
@@ -165,19 +126,9 @@ def shards_of(
 
 
 def of_argument(report: Report, path: str) -> Picture:
-    """The picture of an argument of a report.
-
-    Args:
-        report: whose argument it is.
-        path: as the report has it, such as ``batch['x']``.
-
-    Raises:
-        OptionError: the report has no such argument.
-    """
+    """The picture of an argument of a report, by its path there, such as ``batch['x']``."""
     found = next((one for one in report.arguments if one.path == path), None)
     if found is None:
-        from spmd.errors import did_you_mean
-
         paths = [one.path for one in report.arguments]
         shown = ", ".join(paths[:12]) + (f" and {len(paths) - 12} more" if paths[12:] else "")
         failure = Failure(
@@ -217,7 +168,7 @@ _WHOLE: tuple[Part, ...] = ((0, 0),)
 class Sheet:
     """A picture of two dimensions: one for each block of the others.
 
-    Args:
+    Attributes:
         title: the block of the others; empty where there is one sheet only.
         rows: what stands before each row; empty texts where no dimension goes down.
         columns: what stands above each column; empty texts where none goes to the right.
@@ -237,10 +188,10 @@ def sheets(picture: Picture) -> tuple[Sheet, ...]:
     of the cut dimensions before them, and for each place on manual axes. Where nothing but manual
     axes tells devices apart, one sheet has the places on them instead.
     """
-    ranges = [sorted({s.index[d] for s in picture.shards}) for d in range(len(picture.shape))]
     if not picture.shards:
         return ()
-    if picture.shards[0].at and all(len(cuts) == 1 for cuts in ranges):
+    ranges = _ranges(picture)
+    if ranges is None:
         return (_sheet_of_places(picture.shards),)
     row_dim, column_dim = _drawn_dims(ranges)
     drawn = {row_dim, column_dim}
@@ -265,12 +216,19 @@ def directions(picture: Picture) -> str:
     """Which dimensions go which way; empty for a matrix and below, where that is plain."""
     if len(picture.shape) < 3 or not picture.shards:
         return ""
-    ranges = [sorted({s.index[d] for s in picture.shards}) for d in range(len(picture.shape))]
-    if picture.shards[0].at and all(len(cuts) == 1 for cuts in ranges):
+    ranges = _ranges(picture)
+    if ranges is None:
         return ""
     down, right = _drawn_dims(ranges)
     ways = ((down, "down"), (right, "to the right"))
     return ", ".join(f"dimension {dim} {way}" for dim, way in ways if dim is not None)
+
+
+def _ranges(picture: Picture) -> list[list[Part]] | None:
+    """The blocks of each dimension; None where nothing but manual axes tells devices apart."""
+    ranges = [sorted({s.index[d] for s in picture.shards}) for d in range(len(picture.shape))]
+    whole = all(len(cuts) == 1 for cuts in ranges)
+    return None if whole and picture.shards[0].at else ranges
 
 
 def _sheet_of_places(shards: Sequence[Shard]) -> Sheet:
@@ -365,8 +323,6 @@ def _sizes(picture: Picture) -> str:
 
 
 def _size(picture: Picture, shape: Sequence[int]) -> str:
-    from spmd.inspection.records.sizes import show_bytes
-
     text = f"{picture.dtype}[{','.join(map(str, shape))}]"
     if not picture.itemsize:
         return text

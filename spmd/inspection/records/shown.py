@@ -6,7 +6,11 @@ Records know no renderer and no reader. What one opens is imported here alone, w
 from __future__ import annotations
 
 import importlib
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from spmd.errors import Failure, ReportError, explain
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -60,3 +64,29 @@ class Paged(Shown):
             ReportError: Jinja2 is not installed.
         """
         return opened("page").page_of(self)
+
+
+class Saved(Paged):
+    """A record that is saved as its page."""
+
+    __slots__ = ()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the page to a file.
+
+        Args:
+            path: ends in ``.html``.
+
+        Raises:
+            ReportError: the ending is another one, or Jinja2 is missing.
+            OSError: the file cannot be written.
+        """
+        path = Path(path)
+        if path.suffix.lower() != ".html":
+            failure = Failure(
+                what=f"cannot be saved as `{path}`",
+                expected="a file name that ends in .html",
+                error=ReportError,
+            )
+            raise explain(type(self).__name__.lower(), [failure])
+        path.write_text(self.to_html(), encoding="utf-8")
