@@ -26,7 +26,7 @@ class DemoError(CommandError):
 class Options:
     """One run of the demo.
 
-    Args:
+    Attributes:
         mesh: sizes of the mesh axes, in the order given; both of `AXES` are there.
         devices: number of virtual CPU devices.
         steps: optimizer steps.
@@ -74,14 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def options_from(args: argparse.Namespace) -> Options:
-    """Check parsed arguments.
-
-    Raises:
-        CommandError: the mesh, a count or the seed cannot be used, or the file cannot be written.
-    """
+    """Check parsed arguments: what cannot be used or written is a `CommandError`."""
     devices = DEVICES if args.devices is None else args.devices
-    _at_least_one("--devices", devices)
-    _at_least_one("--steps", args.steps)
+    for option, value in (("--devices", devices), ("--steps", args.steps)):
+        if value < 1:
+            raise DemoError(f"{option} {value} is too few: it has to be at least 1.")
     if not 0 <= args.seed < 2**31:
         raise DemoError(f"--seed {args.seed} is not between 0 and 2147483647.")
     mesh = parse_mesh(args.mesh) if args.mesh is not None else _default_mesh(devices)
@@ -121,22 +118,13 @@ def _default_page() -> Path | None:
     return Path(PAGE)
 
 
-def _at_least_one(option: str, value: int) -> None:
-    if value < 1:
-        raise DemoError(f"{option} {value} is too few: it has to be at least 1.")
-
-
 def _default_mesh(devices: int) -> dict[str, int]:
     model = 2 if devices % 2 == 0 else 1
     return {"data": devices // model, "model": model}
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Read ``data=4,model=2``; an axis left out has size 1.
-
-    Raises:
-        CommandError: the text is no mesh, or not one of the axes `AXES`.
-    """
+    """Read ``data=4,model=2``; an axis left out has size 1."""
     mesh = parse_axes(text)
     for name in mesh:
         if name not in AXES:
@@ -150,11 +138,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def check_mesh(mesh: dict[str, int], devices: int) -> None:
-    """See that the model fits a mesh of so many devices.
-
-    Raises:
-        DemoError: too many devices, or an axis that does not divide what it splits.
-    """
+    """See that there are devices enough, and that each axis divides what it splits."""
     shown = ",".join(f"{name}={size}" for name, size in mesh.items() if size > 1) or "data=1"
     needed = math.prod(mesh.values())
     if needed > devices:

@@ -11,7 +11,8 @@ from jax import Array
 import numpy as np
 
 import spmd
-from spmd import PartitionSpec, Report
+from spmd import Report
+from spmd._spec import show_spec as show_spec
 from spmd.demo.options import Options
 from spmd.inspection import Diff
 
@@ -23,7 +24,7 @@ _TAIL = 20
 class Parameter:
     """One parameter as it lies on the mesh.
 
-    Args:
+    Attributes:
         name: its name in the model.
         dtype: element type.
         shape: global shape.
@@ -44,7 +45,7 @@ class Parameter:
 class Placement:
     """What one device holds of an array.
 
-    Args:
+    Attributes:
         device: its id.
         coordinate: where it is on the mesh, one number per axis.
         index: the slice it holds, ``(start, stop)`` per dimension.
@@ -67,7 +68,7 @@ class Picture:
 class Verification:
     """The loss curve against that of the same training unsharded.
 
-    Args:
+    Attributes:
         largest_difference: over all steps, in nats.
         step: where it is, counted from one.
     """
@@ -85,7 +86,7 @@ class Verification:
 class DemoReport:
     """Everything that a run of the demo found.
 
-    Args:
+    Attributes:
         options: what was asked.
         spmd_version: version of this package.
         jax_version: version of JAX.
@@ -153,13 +154,8 @@ class DemoReport:
         }
 
 
-def show_spec(spec: PartitionSpec) -> str:
-    """A PartitionSpec as one writes it: ``P(None, 'model')``."""
-    return f"P({', '.join(map(repr, spec))})"
-
-
 def parameter_of(name: str, array: Array) -> Parameter:
-    """Describe one sharded array, from the array itself."""
+    """One sharded array, described from the array itself."""
     sharding: Any = array.sharding
     return Parameter(
         name=name,

@@ -35,26 +35,10 @@ _PLAIN_LINES = 8
 _CHANGES = 2
 
 
-def show_axes(sizes: dict[str, int]) -> str:
-    """Mesh axes as one writes them for ``--mesh``."""
-    return ", ".join(f"{name}={size}" for name, size in sizes.items())
-
-
 def follow(
     losses: Iterable[float], *, what: str, steps: int, tokens_per_step: int, console: Console
 ) -> Iterator[float]:
-    """Pass losses through, with a progress bar in a terminal and a few plain lines elsewhere.
-
-    Args:
-        losses: one per step.
-        what: what is being trained, in a word.
-        steps: how many losses there will be.
-        tokens_per_step: tokens behind each of them.
-        console: where to draw.
-
-    Yields:
-        The losses, unchanged.
-    """
+    """Pass losses through, with a progress bar in a terminal and a few plain lines elsewhere."""
     start = time.perf_counter()
     with _step_printer(what, steps, console) as show:
         for done, loss in enumerate(losses, 1):
@@ -92,14 +76,6 @@ def _plain_printer(what: str, steps: int, console: Console):
     return show
 
 
-def print_header(
-    console: Console, *, versions: str, mesh: dict[str, int], devices: int, model: str
-) -> None:
-    """Say what is about to run, in two lines."""
-    console.print(f"[bold]{versions}[/]: mesh {show_axes(mesh)} of {devices} virtual CPU devices")
-    console.print(model)
-
-
 def print_report(console: Console, report: DemoReport) -> None:
     """Draw everything that is known after training."""
     sections = [
@@ -116,13 +92,6 @@ def print_report(console: Console, report: DemoReport) -> None:
         console.print()
         console.print(Text(title, style="bold"))
         console.print(Indented(body))
-
-
-def _table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", no_wrap=True)
-    return table
 
 
 def _loss(report: DemoReport, console: Console) -> RenderableType:
@@ -154,9 +123,11 @@ def sparkline(values: tuple[float, ...], width: int) -> str:
 
 
 def _parameters(rows: tuple[Parameter, ...]) -> RenderableType:
-    table = _table(
-        "name", "shape", "PartitionSpec", "whole", "per device", right=("whole", "per device")
-    )
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
+    for column in ("name", "shape", "PartitionSpec"):
+        table.add_column(column, no_wrap=True)
+    for column in ("whole", "per device"):
+        table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         style = "dim" if row.bytes_per_device == row.bytes_total else ""
         table.add_row(
