@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import bisect
+from collections.abc import Mapping, Sequence
 import dataclasses
 import itertools
 import math
@@ -161,7 +162,6 @@ def _of_argument(report: Report, one: Argument) -> Picture:
 
 
 Part = tuple[int, int]
-_WHOLE: tuple[Part, ...] = ((0, 0),)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,16 +199,21 @@ def sheets(picture: Picture) -> tuple[Sheet, ...]:
     groups: dict[Any, list[Shard]] = {}
     for shard in picture.shards:
         groups.setdefault((shard.at, tuple(shard.index[d] for d in others)), []).append(shard)
-    rows = _WHOLE if row_dim is None else tuple(ranges[row_dim])
-    columns = _WHOLE if column_dim is None else tuple(ranges[column_dim])
+
+    def place(shard: Shard, dim: int | None) -> int:
+        return 0 if dim is None else bisect.bisect_left(ranges[dim], shard.index[dim])
+
+    def labels(dim: int | None) -> tuple[str, ...]:
+        return ("",) if dim is None else tuple(f"{a}:{b}" for a, b in ranges[dim])
+
     return tuple(
         Sheet(
-            title=_sheet_title(key[0], dict(zip(others, key[1], strict=True)), len(ranges)),
-            rows=_labels(rows, row_dim),
-            columns=_labels(columns, column_dim),
-            cells=dict(_cells(found, rows, columns, row_dim, column_dim)),
+            title=_sheet_title(at, dict(zip(others, block, strict=True)), len(ranges)),
+            rows=labels(row_dim),
+            columns=labels(column_dim),
+            cells={(place(s, row_dim), place(s, column_dim)): s for s in found},
         )
-        for key, found in groups.items()
+        for (at, block), found in groups.items()
     )
 
 
@@ -247,10 +252,6 @@ def _show_at(at: Sequence[tuple[str, int]]) -> str:
     return ", ".join(f"{axis}={place}" for axis, place in at)
 
 
-def _labels(parts: Sequence[Part], dim: int | None) -> tuple[str, ...]:
-    return tuple("" if dim is None else f"{start}:{stop}" for start, stop in parts)
-
-
 def _drawn_dims(ranges: Sequence[Sequence[Part]]) -> tuple[int | None, int | None]:
     cut = [d for d, cuts in enumerate(ranges) if len(cuts) > 1]
     if len(ranges) < 2:
@@ -261,21 +262,6 @@ def _drawn_dims(ranges: Sequence[Sequence[Part]]) -> tuple[int | None, int | Non
         # A last dimension goes to the right, as in a matrix; any other goes down.
         return (None, cut[0]) if cut[0] == len(ranges) - 1 else (cut[0], None)
     return cut[-2], cut[-1]
-
-
-def _cells(
-    found: Sequence[Shard],
-    rows: Sequence[Part],
-    columns: Sequence[Part],
-    row_dim: int | None,
-    column_dim: int | None,
-) -> Iterator[tuple[tuple[int, int], Shard]]:
-    row_of = {part: i for i, part in enumerate(rows)}
-    column_of = {part: i for i, part in enumerate(columns)}
-    for shard in found:
-        row = 0 if row_dim is None else row_of[shard.index[row_dim]]
-        column = 0 if column_dim is None else column_of[shard.index[column_dim]]
-        yield (row, column), shard
 
 
 def _sheet_title(at: Sequence[tuple[str, int]], block: Mapping[int, Part], rank: int) -> str:

@@ -16,11 +16,11 @@ from spmd.inspection.show.layout import (
     Column,
     Flow,
     Grid,
-    Indented,
     Row,
     cell,
     clean,
     not_shown,
+    sections,
 )
 from spmd.inspection.show.terminal import LIMIT, RESHARDS, axes_cell, line_cell, reshard_cells
 from spmd.inspection.show.words import (
@@ -43,8 +43,7 @@ _MARKS = {"+": "green", "-": "red", "~": "yellow"}
 def render_diff(diff: Diff, *, limit: int | None = LIMIT) -> RenderableType:
     """Everything in which two reports differ, section by section, as `Diff.show` says."""
     a, b = (clean(name) for name in diff.names)
-    parts: list[RenderableType] = [Flow(Text.assemble((a, "bold"), " -> ", (b, "bold")))]
-    sections = [
+    bodies = [
         ("Differences of the whole", _header(diff) if diff.header else None),
         ("Collectives", _collectives(diff, limit)),
         ("Totals, per device and call", _totals(diff)),
@@ -52,10 +51,7 @@ def render_diff(diff: Diff, *, limit: int | None = LIMIT) -> RenderableType:
         ("Cost and memory, per device", _figures(diff)),
         ("Arguments moved before the program", _reshards(diff)),
     ]
-    for title, body in sections:
-        if body is not None:
-            parts += [Text(), Text(title, style="bold"), Indented(body)]
-    return Indented(Group(*parts), by=0)
+    return sections(Flow(Text.assemble((a, "bold"), " -> ", (b, "bold"))), bodies)
 
 
 def _header(diff: Diff) -> RenderableType:

@@ -10,7 +10,7 @@ import re
 from typing import TypeAlias
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
@@ -237,6 +237,17 @@ class Flow:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from flow(self.parts, options.max_width)
+
+
+def sections(
+    head: RenderableType, bodies: Iterable[tuple[str, RenderableType | None]]
+) -> RenderableType:
+    """Bodies under their titles, and first what is said of the whole."""
+    parts = [head]
+    for title, body in bodies:
+        if body is not None:
+            parts += [Text(), Text(title, style="bold"), Indented(body)]
+    return Indented(Group(*parts), by=0)
 
 
 def not_shown(count: int, noun: str, more: str = "") -> list[Flow]:

@@ -37,6 +37,7 @@ from spmd.inspection.show.layout import (
     cell,
     clean,
     not_shown,
+    sections,
 )
 from spmd.inspection.show.words import (
     ANOTHER_BACKEND,
@@ -71,28 +72,25 @@ def render_report(
     report: Report, *, all_frames: bool = False, limit: int | None = LIMIT
 ) -> RenderableType:
     """Everything that a report tells, section by section, as `Report.show` says."""
-    sections = [
+    bodies = [
         ("Collectives, by bytes on the wire", render_collectives(report, all_frames, limit)),
         ("Totals, per device and call", render_totals(report)),
         ("Bytes on the wire, by source", render_sources(report, limit)),
     ]
     if not report.collectives:
-        del sections[1:3]
+        del bodies[1:3]
     elif any(module for module in report.totals("module")):
-        sections.append(("Bytes on the wire, by module", render_modules(report, limit)))
+        bodies.append(("Bytes on the wire, by module", render_modules(report, limit)))
     if not report.predicted:
         title = "Communication and computation, per device and call"
-        sections.append((title, render_cost(report)))
+        bodies.append((title, render_cost(report)))
     if report.memory:
-        sections.append(("Memory, per device", render_memory(report.memory)))
+        bodies.append(("Memory, per device", render_memory(report.memory)))
     if report.findings or skipped_findings(report):
-        sections.insert(0, ("Findings", _findings(report, limit)))
+        bodies.insert(0, ("Findings", _findings(report, limit)))
     if report.reshards and not report.findings:
-        sections.append(("Arguments moved before the program", render_reshards(report.reshards)))
-    parts: list[RenderableType] = [render_header(report)]
-    for title, body in sections:
-        parts += [Text(), Text(title, style="bold"), Indented(body)]
-    return Indented(Group(*parts), by=0)
+        bodies.append(("Arguments moved before the program", render_reshards(report.reshards)))
+    return sections(render_header(report), bodies)
 
 
 def render_header(report: Report) -> RenderableType:
