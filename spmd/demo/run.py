@@ -13,6 +13,8 @@ from rich.console import Console
 import spmd
 from spmd.demo import corpus, records, render, train
 from spmd.demo.options import BATCH, DemoError, Options, pages
+from spmd.inspection import Pictures
+from spmd.inspection.compile.visualize import picture_of
 
 _PICTURED = "block.up"
 
@@ -96,7 +98,7 @@ def _train(options: Options, text: corpus.Corpus, console: Console) -> records.D
         parameters=tuple(
             records.parameter_of(name, array) for name, array in _params(trainer).items()
         ),
-        picture=records.picture_of(_PICTURED, _params(trainer)[_PICTURED], mesh),
+        picture=Pictures(pictures={_PICTURED: picture_of(_params(trainer)[_PICTURED], None)}),
         step=compiled.report(),
         slip=slip,
         verification=verification,
