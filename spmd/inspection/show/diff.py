@@ -24,6 +24,7 @@ from spmd.inspection.show.layout import (
 )
 from spmd.inspection.show.terminal import LIMIT, RESHARDS, axes_cell, line_cell, reshard_cells
 from spmd.inspection.show.words import (
+    TITLES,
     Show,
     compared,
     figures,
@@ -46,10 +47,10 @@ def render_diff(diff: Diff, *, limit: int | None = LIMIT) -> RenderableType:
     bodies = [
         ("Differences of the whole", _header(diff) if diff.header else None),
         ("Collectives", _collectives(diff, limit)),
-        ("Totals, per device and call", _totals(diff)),
-        ("Bytes on the wire, by module", _modules(diff)),
-        ("Cost and memory, per device", _figures(diff)),
-        ("Arguments moved before the program", _reshards(diff)),
+        (TITLES["totals"], _totals(diff)),
+        (TITLES["modules"], _modules(diff)),
+        (TITLES["figures"], _figures(diff)),
+        (TITLES["reshards"], _reshards(diff)),
     ]
     return sections(Flow(Text.assemble((a, "bold"), " -> ", (b, "bold"))), bodies)
 

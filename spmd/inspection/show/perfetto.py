@@ -13,7 +13,7 @@ from typing import Any
 
 from spmd.inspection.records.codec import values
 from spmd.inspection.records.report import Collective, Report
-from spmd.inspection.show.words import ranking
+from spmd.inspection.show.words import NO_LINE, ranking
 
 _PROCESS = 1
 _UNIT = 1000
@@ -80,9 +80,7 @@ def _arguments(one: Collective) -> dict[str, Any]:
         "total_payload_bytes": one.total_payload_bytes,
         "total_wire_bytes": one.total_wire_bytes,
     }
-    parts = [
-        f"{part.wire_bytes} B: {part.source or part.op_name or 'no line'}" for part in one.parts
-    ]
+    parts = [f"{part.wire_bytes} B: {part.source or part.op_name or NO_LINE}" for part in one.parts]
     texts = {"shapes": shapes, "source": place, "frames": frames, "parts": parts}
     return values(one) | texts | derived
 

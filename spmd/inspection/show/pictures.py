@@ -20,7 +20,7 @@ from spmd.inspection.records.pictures import (
     summary,
 )
 from spmd.inspection.show.layout import Indented, clean
-from spmd.inspection.show.words import ends
+from spmd.inspection.show.words import ends, more_sheets
 
 # Pairs that stay apart for most colour-blind readers; the devices say the same without colour.
 _STYLES = (
@@ -44,7 +44,7 @@ def render_picture(picture: Picture) -> RenderableType:
         parts += [Text(sheet.title)] if sheet.title else []
         parts.append(_Drawn(picture, sheet))
     if hidden := len(found) - _SHEETS:
-        parts += [Text(f"{hidden:,} more of these, not shown", style="dim")] * (hidden > 0)
+        parts += [Text(more_sheets(hidden), style="dim")] * (hidden > 0)
     parts += [Text(clean(note), style="dim") for note in picture.notes]
     return Indented(Group(*parts), by=0)
 

@@ -41,7 +41,9 @@ from spmd.inspection.show.layout import (
 )
 from spmd.inspection.show.words import (
     ANOTHER_BACKEND,
+    NO_LINE,
     PREDICTED,
+    TITLES,
     bounded,
     costs,
     directions,
@@ -74,13 +76,13 @@ def render_report(
     """Everything that a report tells, section by section, as `Report.show` says."""
     bodies = [
         ("Collectives, by bytes on the wire", render_collectives(report, all_frames, limit)),
-        ("Totals, per device and call", render_totals(report)),
+        (TITLES["totals"], render_totals(report)),
         ("Bytes on the wire, by source", render_sources(report, limit)),
     ]
     if not report.collectives:
         del bodies[1:3]
     elif any(module for module in report.totals("module")):
-        bodies.append(("Bytes on the wire, by module", render_modules(report, limit)))
+        bodies.append((TITLES["modules"], render_modules(report, limit)))
     if not report.predicted:
         title = "Communication and computation, per device and call"
         bodies.append((title, render_cost(report)))
@@ -89,7 +91,7 @@ def render_report(
     if report.findings or skipped_findings(report):
         bodies.insert(0, ("Findings", _findings(report, limit)))
     if report.reshards and not report.findings:
-        bodies.append(("Arguments moved before the program", render_reshards(report.reshards)))
+        bodies.append((TITLES["reshards"], render_reshards(report.reshards)))
     return sections(render_header(report), bodies)
 
 
@@ -139,7 +141,7 @@ def axes_cell(mesh_axes: Sequence[str], mesh: Iterable[str]) -> Cell:
 def source_cell(source: Source | None, *, prefix: str = "") -> Cell:
     """A line with its function, or as much of the path as there is room for."""
     if source is None:
-        return cell("no line", style="dim")
+        return cell(NO_LINE, style="dim")
     path = short_path(source.file)
     base = PurePath(path).name or path
     function = source.function
@@ -364,7 +366,7 @@ def render_modules(report: Report, limit: int | None = LIMIT) -> RenderableType:
 
 
 def _file_row(file: str | None, found: Iterable[Collective]) -> Row:
-    path = "no line" if file is None else short_path(file)
+    path = NO_LINE if file is None else short_path(file)
     name = cell(path, PurePath(path).name or path)
     return Row(cells=(name, cell(wire(sum_of(found))), cell("")), style="bold")
 

@@ -37,6 +37,15 @@ from spmd.inspection.records.sizes import show_bytes, show_count
 Show: TypeAlias = Callable[[int], str]
 """How a figure is written, such as `show_bytes`."""
 
+TITLES = {
+    "totals": "Totals, per device and call",
+    "modules": "Bytes on the wire, by module",
+    "figures": "Cost and memory, per device",
+    "reshards": "Arguments moved before the program",
+}
+"""What stands above a section of a report, of a difference or of both."""
+
+NO_LINE = "no line"
 ANOTHER_BACKEND = "another backend fuses and combines differently"
 PREDICTED = "predicted, before compilation: compilers combine, move and replace exchanges"
 
@@ -145,6 +154,11 @@ def marks(one: Collective) -> Iterator[tuple[str, bool]]:
 
 
 # Pictures
+
+
+def more_sheets(count: int) -> str:
+    """That so many sheets of a picture are left out."""
+    return f"{count:,} more of these, not shown"
 
 
 def ends(count: int, most: int) -> list[int | None]:

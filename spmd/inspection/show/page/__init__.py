@@ -152,6 +152,7 @@ def _made_environment() -> Any:
         "color": page_view.color,
         "costs": words.costs,
         "known": words.known,
+        "no_line": words.NO_LINE,
         "no_module": NO_MODULE,
         "percent": page_view.percent,
         "plural": words.plural,
@@ -163,6 +164,7 @@ def _made_environment() -> Any:
         "show_place": words.show_place,
         "spec_words": words.spec_words,
         "another_backend": words.ANOTHER_BACKEND,
+        "titles": words.TITLES,
         "why_none": words.why_none,
         "wire": words.wire,
     }

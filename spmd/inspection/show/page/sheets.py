@@ -15,7 +15,7 @@ from spmd.inspection.records.pictures import (
     show_devices,
     summary,
 )
-from spmd.inspection.show.words import ends, plural, show_array
+from spmd.inspection.show.words import ends, more_sheets, plural, show_array
 
 _COLORS = 8
 _CELLS, _SHEETS = 64, 32
@@ -36,7 +36,7 @@ def _picture(picture: Picture) -> dict[str, Any]:
     found = sheets(picture)
     numbers = {shard: i for i, shard in enumerate(picture.shards)}
     hidden = len(found) - _SHEETS
-    more = (f"{hidden:,} more of these, not shown.",) if hidden > 0 else ()
+    more = (f"{more_sheets(hidden)}.",) if hidden > 0 else ()
     return {
         "heading": heading(picture),
         "summary": summary(picture),

@@ -20,7 +20,15 @@ from spmd.inspection.records.report import (
 )
 from spmd.inspection.records.sizes import show_bytes, show_count
 from spmd.inspection.records.sums import NO_MODULE, by_line, grouped, line_of, spread, sum_of
-from spmd.inspection.show.words import directions, marks, number_of, ranking, show_place, wire
+from spmd.inspection.show.words import (
+    NO_LINE,
+    directions,
+    marks,
+    number_of,
+    ranking,
+    show_place,
+    wire,
+)
 
 _COLORS = 6
 _LEVELS = 9
@@ -233,7 +241,7 @@ def _parts(one: Collective) -> Iterator[str]:
     """What each line has in a combined collective, in words."""
     for share in by_line(one) if one.parts else ():
         source = share.source
-        place = f"{show_place(source)} {source.function}" if source else "no line"
+        place = f"{show_place(source)} {source.function}" if source else NO_LINE
         used = "for " if share.source_is_consumer else ""
         yield f"{show_bytes(ranking(share))} {used}{place}: {show_shapes(share.shapes)}"
 
@@ -259,7 +267,7 @@ def _groups(origins: Origins) -> dict[Any, list[tuple[int, ValueOrigins]]]:
 
 def _title(value: ValueOrigins) -> str:
     titles = {"argument": "Arguments", "output": "Outputs"}
-    return titles.get(value.kind) or show_place(value.source) or "no line"
+    return titles.get(value.kind) or show_place(value.source) or NO_LINE
 
 
 def _made(groups: Mapping[Any, list[tuple[int, ValueOrigins]]]) -> dict[str, str]:
