@@ -10,7 +10,6 @@ from rich.text import Text
 from spmd.inspection.records.diff import Delta, Diff, Pair
 from spmd.inspection.records.report import Collective, Total
 from spmd.inspection.records.sizes import show_bytes
-from spmd.inspection.records.sums import NO_MODULE
 from spmd.inspection.show.layout import (
     Cell,
     Column,
@@ -24,6 +23,7 @@ from spmd.inspection.show.layout import (
 )
 from spmd.inspection.show.terminal import LIMIT, RESHARDS, axes_cell, line_cell, reshard_cells
 from spmd.inspection.show.words import (
+    NO_MODULE,
     TITLES,
     Show,
     compared,

@@ -31,11 +31,7 @@ def clean(text: str) -> str:
     """A user's text with every character that is not printable written as an escape."""
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else _escape(c) for c in text)
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def cell(*spellings: object, style: str = "") -> Cell:

@@ -118,16 +118,13 @@ def render_header(report: Report) -> RenderableType:
 
 def show_mesh(mesh: Mapping[str, int]) -> Text:
     """Mesh axes as one writes them for ``--mesh``, each in its own colour."""
-    sizes = enumerate(mesh.items())
-    return Text(", ").join(Text(f"{clean(name)}={n}", _style(i)) for i, (name, n) in sizes)
+    parts = (Text(f"{clean(name)}={n}", axis_style(name, mesh)) for name, n in mesh.items())
+    return Text(", ").join(parts)
 
 
 def axis_style(axis: str, mesh: Iterable[str]) -> str:
     """The colour of an axis, or of the one that it is a part of: the same in all sections."""
-    return _style(number_of(axis, mesh))
-
-
-def _style(number: int | None) -> str:
+    number = number_of(axis, mesh)
     return "" if number is None else _AXIS_STYLES[number % len(_AXIS_STYLES)]
 
 

@@ -33,6 +33,7 @@ from spmd.inspection.records.report import (
     Total,
 )
 from spmd.inspection.records.sizes import show_bytes, show_count
+from spmd.inspection.records.sums import NO_MODULE as NO_MODULE
 
 Show: TypeAlias = Callable[[int], str]
 """How a figure is written, such as `show_bytes`."""
@@ -90,7 +91,9 @@ def signed(change: int, show: Show = show_bytes) -> str:
 
 def number_of(axis: str, mesh: Iterable[str]) -> int | None:
     """The place on the mesh of an axis, or of the axis that it is a part of: it has one colour."""
-    return {name: i for i, name in enumerate(mesh)}.get(axis.partition(":")[0])
+    places = {name: i for i, name in enumerate(mesh)}
+    # An axis may have a colon in its own name.
+    return places.get(axis, places.get(axis.partition(":")[0]))
 
 
 def show_backend(report: Report) -> str:

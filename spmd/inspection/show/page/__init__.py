@@ -24,7 +24,6 @@ from spmd.inspection.records.pictures import Picture, Pictures
 from spmd.inspection.records.report import Report
 from spmd.inspection.records.shown import Paged
 from spmd.inspection.records.sizes import show_bytes
-from spmd.inspection.records.sums import NO_MODULE
 from spmd.inspection.show import words
 from spmd.inspection.show.page import compare, sheets, view as page_view
 
@@ -147,25 +146,5 @@ def _made_environment() -> Any:
         lstrip_blocks=True,
     )
     made.filters |= {"unbroken": _unbroken, "typeset": page_view.typeset}
-    made.globals |= {
-        "bounded": words.bounded,
-        "color": page_view.color,
-        "costs": words.costs,
-        "known": words.known,
-        "no_line": words.NO_LINE,
-        "no_module": NO_MODULE,
-        "percent": page_view.percent,
-        "plural": words.plural,
-        "predicted": words.PREDICTED,
-        "sentences": words.sentences,
-        "show_array": words.show_array,
-        "show_backend": words.show_backend,
-        "show_bytes": show_bytes,
-        "show_place": words.show_place,
-        "spec_words": words.spec_words,
-        "another_backend": words.ANOTHER_BACKEND,
-        "titles": words.TITLES,
-        "why_none": words.why_none,
-        "wire": words.wire,
-    }
+    made.globals |= {"words": words, "page": page_view, "show_bytes": show_bytes}
     return made

@@ -20,7 +20,7 @@ from spmd.inspection.show.words import (
     total_cells,
 )
 
-MARKS = {"+": "added", "-": "removed", "~": "changed"}
+_MARKS = {"+": "added", "-": "removed", "~": "changed"}
 
 
 def view(diff: Diff) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def view(diff: Diff) -> dict[str, Any]:
         "totals": [(one, _total_cells(one)) for one in (*diff.totals, everything)],
         "modules": [(one, _total_cells(one)) for one in modules(diff)],
         "figures": [_figure(*figure) for figure in figures(diff, count, count)],
-        "reshards": [(MARKS[mark], one) for mark, one in reshards(diff)],
+        "reshards": [(_MARKS[mark], one) for mark, one in reshards(diff)],
     }
 
 
@@ -44,7 +44,7 @@ def _row(mark: str, sides: tuple[Collective, ...]) -> dict[str, Any]:
     change = _change(mark, [side.total_wire_bytes for side in sides])
     place = "\n".join(places(one)) or one.op_name
     return {
-        "class": MARKS[mark],
+        "class": _MARKS[mark],
         "one": one,
         "shapes": _both(show_shapes(side.shapes) for side in sides),
         "runs": _both(known(side.executions) for side in sides),
