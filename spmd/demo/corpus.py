@@ -15,7 +15,7 @@ _FILE = "genesis_exodus.txt"
 class Corpus:
     """A text as character numbers.
 
-    Args:
+    Attributes:
         characters: the different characters, sorted; number ``i`` stands for ``characters[i]``.
         numbers: the text, ``[length]``, int32.
     """
@@ -24,15 +24,9 @@ class Corpus:
     numbers: np.ndarray
 
     def batches(self, seed: int, batch: int, seq_len: int) -> Iterator[np.ndarray]:
-        """Draw sequences at random, forever.
+        """Draw sequences at random, forever: ``[batch, seq_len + 1]``, int32.
 
-        Args:
-            seed: equal seeds give equal batches.
-            batch: sequences in a batch.
-            seq_len: characters that the model sees; one more is drawn, as the last target.
-
-        Yields:
-            ``[batch, seq_len + 1]``, int32.
+        Equal seeds give equal batches. The last of the characters is a target only.
         """
         random = np.random.default_rng(seed)
         offsets = np.arange(seq_len + 1)

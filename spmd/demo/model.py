@@ -31,7 +31,7 @@ def shard_residual(x: Array) -> Array:
 class Config:
     """The shape of the model.
 
-    Args:
+    Attributes:
         vocab: number of different characters.
         seq_len: characters per sequence.
         layers: number of blocks.
@@ -138,15 +138,9 @@ def _block(x: Array, p: Params, constrain: Constrain) -> Array:
 
 
 def logits(params: Params, tokens: Array, constrain: Constrain = shard_residual) -> Array:
-    """Scores of the next character.
+    """Scores of the next character, ``[batch, seq_len, vocab]``, of tokens ``[batch, seq_len]``.
 
-    Args:
-        params: what `init` gives.
-        tokens: character numbers, ``[batch, seq_len]``, int32.
-        constrain: applied to the residual stream at the end of every block.
-
-    Returns:
-        ``[batch, seq_len, vocab]``, float32.
+    The residual stream is constrained at the end of every block.
     """
     x = jnp.take(params["embed"], tokens, axis=0) + params["position"][None]
     blocks = {
@@ -161,10 +155,7 @@ def logits(params: Params, tokens: Array, constrain: Constrain = shard_residual)
 def loss(params: Params, tokens: Array, constrain: Constrain = shard_residual) -> Array:
     """Mean cross entropy, in nats per character, of predicting each character from those before.
 
-    Args:
-        params: what `init` gives.
-        tokens: character numbers, ``[batch, seq_len + 1]``, int32.
-        constrain: applied to the residual stream at the end of every block.
+    Tokens are ``[batch, seq_len + 1]``, int32.
     """
     scores = jax.nn.log_softmax(logits(params, tokens[:, :-1], constrain))
     picked = jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1)

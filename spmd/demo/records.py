@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
-import jax
 from jax import Array
-import numpy as np
 
 import spmd
-from spmd import PartitionSpec, Report
+from spmd import Report
+from spmd._spec import show_spec
 from spmd.demo import Options
-from spmd.inspection import Diff
+from spmd.inspection import Diff, Pictures
 
 TOLERANCE = 1e-3
 _TAIL = 20
@@ -23,7 +23,7 @@ _TAIL = 20
 class Parameter:
     """One parameter as it lies on the mesh.
 
-    Args:
+    Attributes:
         name: its name in the model.
         dtype: element type.
         shape: global shape.
@@ -41,33 +41,10 @@ class Parameter:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """What one device holds of an array.
-
-    Args:
-        device: its id.
-        coordinate: where it is on the mesh, one number per axis.
-        index: the slice it holds, ``(start, stop)`` per dimension.
-    """
-
-    device: int
-    coordinate: tuple[int, ...]
-    index: tuple[tuple[int, int], ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
-    """One array with the place of every shard."""
-
-    parameter: Parameter
-    placements: tuple[Placement, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
     """The loss curve against that of the same training unsharded.
 
-    Args:
+    Attributes:
         largest_difference: over all steps, in nats.
         step: where it is, counted from one.
     """
@@ -85,7 +62,7 @@ class Verification:
 class DemoReport:
     """Everything that a run of the demo found.
 
-    Args:
+    Attributes:
         options: what was asked.
         spmd_version: version of this package.
         jax_version: version of JAX.
@@ -95,7 +72,7 @@ class DemoReport:
         train_seconds: all steps together.
         losses: of every step, in nats per character.
         parameters: all of them, in the model's order.
-        picture: one of them, on the mesh.
+        picture: of one of them, under its name.
         step: the report of the compiled training step.
         verification: with ``--verify``.
         slip: the report of the step with a slip, which is compiled and never run; None where the
@@ -111,7 +88,7 @@ class DemoReport:
     train_seconds: float
     losses: tuple[float, ...]
     parameters: tuple[Parameter, ...]
-    picture: Picture
+    picture: Pictures
     step: Report
     verification: Verification | None
     slip: Report | None = None
@@ -136,14 +113,17 @@ class DemoReport:
 
     def to_json(self) -> dict[str, Any]:
         """The report in types that JSON knows."""
-        data = dataclasses.asdict(self)
+        options = dataclasses.asdict(self.options)
         for file in ("json", "html"):
-            path = getattr(self.options, file)
-            data["options"][file] = None if path is None else str(path)
+            options[file] = None if options[file] is None else str(options[file])
         return {
             "schema": 2,
-            **data,
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
+            "options": options,
+            "parameters": [*map(dataclasses.asdict, self.parameters)],
+            "picture": self._placements(),
             "step": self.step.to_json(),
+            "verification": self.verification and dataclasses.asdict(self.verification),
             "slip": self.slip and self.slip.to_json(),
             "first_loss": self.losses[0],
             "final_loss": self.final_loss,
@@ -152,14 +132,22 @@ class DemoReport:
             "peak_bytes_per_device": self.step.memory and self.step.memory.peak,
         }
 
-
-def show_spec(spec: PartitionSpec) -> str:
-    """A PartitionSpec as one writes it: ``P(None, 'model')``."""
-    return f"P({', '.join(map(repr, spec))})"
+    def _placements(self) -> dict[str, Any]:
+        """The pictured parameter, and the part of each device by its place on the mesh."""
+        ((name, picture),) = self.picture.pictures.items()
+        index = {device: shard.index for shard in picture.shards for device in shard.devices}
+        places = itertools.product(*map(range, picture.mesh.values()))
+        return {
+            "parameter": next(dataclasses.asdict(p) for p in self.parameters if p.name == name),
+            "placements": [
+                {"device": device, "coordinate": place, "index": index[device]}
+                for place, device in zip(places, self.step.device_ids, strict=True)
+            ],
+        }
 
 
 def parameter_of(name: str, array: Array) -> Parameter:
-    """Describe one sharded array, from the array itself."""
+    """One sharded array, described from the array itself."""
     sharding: Any = array.sharding
     return Parameter(
         name=name,
@@ -168,25 +156,6 @@ def parameter_of(name: str, array: Array) -> Parameter:
         spec=show_spec(sharding.spec),
         bytes_total=array.nbytes,
         bytes_per_device=math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize,
-    )
-
-
-def picture_of(name: str, array: Array, mesh: jax.sharding.Mesh) -> Picture:
-    """Say which device of a mesh holds which slice of an array, from the array itself."""
-    held = {shard.device.id: shard.index for shard in array.addressable_shards}
-    return Picture(
-        parameter=parameter_of(name, array),
-        placements=tuple(
-            Placement(
-                device=device.id,
-                coordinate=coordinate,
-                index=tuple(
-                    part.indices(size)[:2]
-                    for part, size in zip(held[device.id], array.shape, strict=True)
-                ),
-            )
-            for coordinate, device in np.ndenumerate(mesh.devices)
-        ),
     )
 
 

@@ -14,47 +14,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from spmd.demo.records import (
-    TOLERANCE,
-    DemoReport,
-    Parameter,
-    Picture,
-    Placement,
-    Verification,
-)
+from spmd.demo.records import TOLERANCE, DemoReport, Parameter, Verification
 from spmd.inspection import Diff, Report
 from spmd.inspection.records.sizes import show_bytes
 from spmd.inspection.show.diff import render_diff
-from spmd.inspection.show.layout import Indented
-from spmd.inspection.show.terminal import Flow, render_findings
+from spmd.inspection.show.layout import Flow, Indented
+from spmd.inspection.show.terminal import render_findings
 
-# Pairs that stay apart for most colour-blind readers; the letters say the same without colour.
-_SHARD_STYLES = ("black on cyan", "black on yellow", "white on blue", "black on green")
 _PLAIN_LINES = 8
 #: Collectives of a difference that are drawn.
 _CHANGES = 2
 
 
-def show_axes(sizes: dict[str, int]) -> str:
-    """Mesh axes as one writes them for ``--mesh``."""
-    return ", ".join(f"{name}={size}" for name, size in sizes.items())
-
-
 def follow(
     losses: Iterable[float], *, what: str, steps: int, tokens_per_step: int, console: Console
 ) -> Iterator[float]:
-    """Pass losses through, with a progress bar in a terminal and a few plain lines elsewhere.
-
-    Args:
-        losses: one per step.
-        what: what is being trained, in a word.
-        steps: how many losses there will be.
-        tokens_per_step: tokens behind each of them.
-        console: where to draw.
-
-    Yields:
-        The losses, unchanged.
-    """
+    """Pass losses through, with a progress bar in a terminal and a few plain lines elsewhere."""
     start = time.perf_counter()
     with _step_printer(what, steps, console) as show:
         for done, loss in enumerate(losses, 1):
@@ -92,20 +67,12 @@ def _plain_printer(what: str, steps: int, console: Console):
     return show
 
 
-def print_header(
-    console: Console, *, versions: str, mesh: dict[str, int], devices: int, model: str
-) -> None:
-    """Say what is about to run, in two lines."""
-    console.print(f"[bold]{versions}[/]: mesh {show_axes(mesh)} of {devices} virtual CPU devices")
-    console.print(model)
-
-
 def print_report(console: Console, report: DemoReport) -> None:
     """Draw everything that is known after training."""
     sections = [
         ("Loss", _loss(report, console)),
         ("Parameters", _parameters(report.parameters)),
-        ("One parameter on the mesh", _picture(report.picture, report.options.mesh, console)),
+        ("One parameter on the mesh", report.picture),
         ("One step, compiled", report.step),
     ]
     if report.slip and report.repair:
@@ -116,13 +83,6 @@ def print_report(console: Console, report: DemoReport) -> None:
         console.print()
         console.print(Text(title, style="bold"))
         console.print(Indented(body))
-
-
-def _table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", no_wrap=True)
-    return table
 
 
 def _loss(report: DemoReport, console: Console) -> RenderableType:
@@ -154,9 +114,11 @@ def sparkline(values: tuple[float, ...], width: int) -> str:
 
 
 def _parameters(rows: tuple[Parameter, ...]) -> RenderableType:
-    table = _table(
-        "name", "shape", "PartitionSpec", "whole", "per device", right=("whole", "per device")
-    )
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
+    for column in ("name", "shape", "PartitionSpec"):
+        table.add_column(column, no_wrap=True)
+    for column in ("whole", "per device"):
+        table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         style = "dim" if row.bytes_per_device == row.bytes_total else ""
         table.add_row(
@@ -172,56 +134,6 @@ def _parameters(rows: tuple[Parameter, ...]) -> RenderableType:
     table.add_section()
     table.add_row("all", f"{count:,}", "", whole, part, style="bold")
     return table
-
-
-def shard_letters(placements: tuple[Placement, ...]) -> dict[tuple[tuple[int, int], ...], str]:
-    """Name the different shards of an array A, B, C and so on, in the order of their slices."""
-    slices = sorted({placement.index for placement in placements})
-    return {index: chr(ord("A") + i) if i < 26 else str(i) for i, index in enumerate(slices)}
-
-
-def _picture(picture: Picture, mesh: dict[str, int], console: Console) -> RenderableType:
-    letters = shard_letters(picture.placements)
-    styles = {index: _SHARD_STYLES[i % len(_SHARD_STYLES)] for i, index in enumerate(letters)}
-    parameter = picture.parameter
-    copies = len(picture.placements) // len(letters)
-    title = (
-        f"{parameter.name} {parameter.dtype}{list(parameter.shape)} as {parameter.spec}:\n"
-        f"{len(letters)} shard{'s' * (len(letters) > 1)} of "
-        f"{show_bytes(parameter.bytes_per_device)}, each on {copies} "
-        f"device{'s' * (copies > 1)} (device: shard)"
-    )
-    legend = Table.grid(padding=(0, 1))
-    for index, letter in letters.items():
-        slices = ", ".join(f"{start}:{stop}" for start, stop in index)
-        bar = "" if console.options.ascii_only else _bar(index, parameter.shape)
-        legend.add_row(Text(f" {letter} ", style=styles[index]), Text(f"[{slices}]"), bar)
-    return Group(title, _grid(picture, mesh, letters, styles), legend)
-
-
-def _grid(picture: Picture, mesh: dict[str, int], letters: dict, styles: dict) -> Table:
-    (row_axis, rows), (column_axis, columns) = mesh.items()
-    cells = {placement.coordinate: placement for placement in picture.placements}
-    grid = Table(box=box.SQUARE, show_lines=True, padding=(0, 1))
-    grid.add_column("", no_wrap=True)
-    for column in range(columns):
-        grid.add_column(f"{column_axis}={column}", justify="center", no_wrap=True)
-    for row in range(rows):
-        line = [cells[row, column] for column in range(columns)]
-        grid.add_row(
-            f"{row_axis}={row}",
-            *(Text(f"{c.device}: {letters[c.index]}", style=styles[c.index]) for c in line),
-        )
-    return grid
-
-
-def _bar(index: tuple[tuple[int, int], ...], shape: tuple[int, ...], width: int = 16) -> str:
-    """The part of the first split dimension that a slice covers."""
-    for (start, stop), size in zip(index, shape, strict=True):
-        if (start, stop) != (0, size):
-            a, b = start * width // size, stop * width // size
-            return "░" * a + "█" * (b - a) + "░" * (width - b)
-    return "█" * width
 
 
 def _slip(slip: Report, repair: Diff) -> RenderableType:

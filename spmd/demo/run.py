@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 import time
@@ -12,7 +13,8 @@ from rich.console import Console
 import spmd
 from spmd.cli.options import CommandError
 from spmd.demo import BATCH, Options, corpus, pages, records, render, train
-from spmd.inspection import Diff
+from spmd.inspection import Pictures
+from spmd.inspection.compile.visualize import picture_of
 
 _PICTURED = "block.up"
 
@@ -20,15 +22,7 @@ _PICTURED = "block.up"
 def run(options: Options, console: Console) -> records.DemoReport:
     """Train the demo's model, print what the partitioner did, and give it as records.
 
-    Args:
-        options: what to run.
-        console: where to print.
-
-    Returns:
-        The report that was printed.
-
-    Raises:
-        CommandError: JAX has fewer devices than asked for, or a file cannot be written.
+    JAX with fewer devices than asked for, or a file that cannot be written, is a `CommandError`.
     """
     text = corpus.load()
     config = train.config_of(text)
@@ -36,14 +30,14 @@ def run(options: Options, console: Console) -> records.DemoReport:
     report = _train(options, text, console)
     render.print_report(console, report)
     if options.json:
-        _write_json(options, report)
+        _write(options.json, "--json", json.dumps(report.to_json(), indent=1) + "\n")
         console.print(f"\nreport written to {options.json}", highlight=False)
     if options.html:
         console.print()
         shown = {"the slip": report.slip, "the difference": report.repair, "the step": report.step}
         for what, path in pages(options.html).items():
-            if shown[what] is not None:
-                _write_page(path, shown[what])
+            if (record := shown[what]) is not None:
+                _write(path, "--html", record.to_html())
                 # Without a break in the path, so that a terminal makes a link of it.
                 console.print(f"page of {what}: {path.absolute()}", soft_wrap=True)
     return report
@@ -61,16 +55,14 @@ def _mesh(options: Options) -> spmd.Mesh:
 
 def _print_start(
     options: Options, text: corpus.Corpus, config: train.model.Config, console: Console
-):
-    render.print_header(
-        console,
-        versions=f"spmd {spmd.__version__} on JAX {jax.__version__}",
-        mesh=options.mesh,
-        devices=options.devices,
-        model=(
-            f"{config.layers} layers, {train.model.count_parameters(config):,} parameters; "
-            f"{len(text.numbers):,} characters of text, {config.vocab} kinds"
-        ),
+) -> None:
+    """What is about to run, in two lines."""
+    versions = f"[bold]spmd {spmd.__version__} on JAX {jax.__version__}[/]"
+    mesh = ", ".join(f"{name}={size}" for name, size in options.mesh.items())
+    console.print(f"{versions}: mesh {mesh} of {options.devices} virtual CPU devices")
+    console.print(
+        f"{config.layers} layers, {train.model.count_parameters(config):,} parameters; "
+        f"{len(text.numbers):,} characters of text, {config.vocab} kinds"
     )
 
 
@@ -83,17 +75,17 @@ def _train(options: Options, text: corpus.Corpus, console: Console) -> records.D
             compiled = trainer.step.lower(trainer.state, trainer.sample_batch()).compile()
         compiled_at = time.perf_counter()
         tokens = BATCH * trainer.config.seq_len
-        losses = tuple(
-            render.follow(
-                trainer.losses(),
-                what="training",
-                steps=options.steps,
-                tokens_per_step=tokens,
-                console=console,
-            )
+        follow = functools.partial(
+            render.follow, steps=options.steps, tokens_per_step=tokens, console=console
         )
+        losses = tuple(follow(trainer.losses(), what="training"))
         trained_at = time.perf_counter()
         slip = _slip(trainer, console) if options.mesh["data"] > 1 else None
+    verification = None
+    if options.verify:
+        with console.status("compiling the unsharded step"):
+            losses_of_one = train.unsharded_losses(text, options.steps, options.seed)
+        verification = records.compare(losses, tuple(follow(losses_of_one, what="unsharded")))
     return records.DemoReport(
         options=options,
         spmd_version=spmd.__version__,
@@ -106,10 +98,10 @@ def _train(options: Options, text: corpus.Corpus, console: Console) -> records.D
         parameters=tuple(
             records.parameter_of(name, array) for name, array in _params(trainer).items()
         ),
-        picture=records.picture_of(_PICTURED, _params(trainer)[_PICTURED], mesh),
+        picture=Pictures(pictures={_PICTURED: picture_of(_params(trainer)[_PICTURED], None)}),
         step=compiled.report(),
         slip=slip,
-        verification=_verify(options, text, losses, tokens, console) if options.verify else None,
+        verification=verification,
     )
 
 
@@ -124,35 +116,8 @@ def _params(trainer: train.Trainer) -> dict[str, jax.Array]:
     return {name: params[name] for name in train.model.param_specs()}
 
 
-def _verify(
-    options: Options,
-    text: corpus.Corpus,
-    losses: tuple[float, ...],
-    tokens: int,
-    console: Console,
-) -> records.Verification:
-    with console.status("compiling the unsharded step"):
-        losses_of_one = train.unsharded_losses(text, options.steps, options.seed)
-    reference = render.follow(
-        losses_of_one,
-        what="unsharded",
-        steps=options.steps,
-        tokens_per_step=tokens,
-        console=console,
-    )
-    return records.compare(losses, tuple(reference))
-
-
-def _write_page(path: Path, shown: spmd.Report | Diff) -> None:
+def _write(path: Path, option: str, text: str) -> None:
     try:
-        path.write_text(shown.to_html(), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise CommandError(f"--html {path} cannot be written: {error.strerror}.") from None
-
-
-def _write_json(options: Options, report: records.DemoReport) -> None:
-    assert options.json is not None
-    try:
-        options.json.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"--json {options.json} cannot be written: {error.strerror}.") from None
+        raise CommandError(f"{option} {path} cannot be written: {error.strerror}.") from None

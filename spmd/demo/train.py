@@ -57,17 +57,7 @@ def train_step(
     adam: optax.GradientTransformation,
     constrain: model.Constrain = model.shard_residual,
 ) -> tuple[State, Array]:
-    """One step of training.
-
-    Args:
-        state: parameters and optimizer state.
-        tokens: ``[batch, seq_len + 1]``, int32.
-        adam: what `optimizer` gives.
-        constrain: applied to the residual stream at the end of every block.
-
-    Returns:
-        The next state, and the loss before the step.
-    """
+    """One step of training: the next state, and the loss before the step."""
     params, moments = state
     loss, gradients = jax.value_and_grad(model.loss)(params, tokens, constrain)
     updates, moments = adam.update(gradients, moments, params)
@@ -77,12 +67,8 @@ def train_step(
 class Trainer:
     """Training partitioned over the current mesh with `spmd.pjit`.
 
-    Args:
-        corpus: the text.
-        steps: how many steps the learning rate is planned for.
-        seed: of the parameters and the batches.
-
     Attributes:
+        steps: that it takes, and that the learning rate is planned for.
         step: the partitioned training step; it donates its state.
         slip: the same step with a slip that is easily made: nothing says that the devices along
             data share the batch. Each of them computes all of it.

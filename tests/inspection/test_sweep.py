@@ -20,7 +20,8 @@ from spmd.inspection import Collective, Cost, Memory, Report, Shape, Shapes, Unr
 from spmd.inspection.compile.sweep import sweep
 from spmd.inspection.compile.topology import topology
 from spmd.inspection.records.sweep import Sweep, SweepRow
-from spmd.inspection.show.sweep import plain, render_sweep
+from spmd.inspection.show.layout import plain
+from spmd.inspection.show.sweep import render_sweep
 
 
 def exchange(*axes, wire, executions=1):

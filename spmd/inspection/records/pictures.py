@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import bisect
+from collections.abc import Mapping, Sequence
 import dataclasses
 import itertools
 import math
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spmd.errors import ArgumentError, Failure, MeshError, OptionError, ReportError, explain
+from spmd.errors import (
+    ArgumentError,
+    Failure,
+    MeshError,
+    OptionError,
+    did_you_mean,
+    explain,
+)
 from spmd.inspection.records.arrays import Argument, Split
-from spmd.inspection.records.shown import Paged
+from spmd.inspection.records.shown import Saved
+from spmd.inspection.records.sizes import show_bytes
 
 if TYPE_CHECKING:
     from spmd.inspection.records.report import Report
@@ -22,7 +29,7 @@ if TYPE_CHECKING:
 class Shard:
     """A part of an array, and the devices that hold it.
 
-    Args:
+    Attributes:
         index: ``(start, stop)`` by dimension; equal where a device holds nothing.
         devices: ids of those that hold it, in mesh order; of a mesh without devices, places in it.
         at: inside of `jax.shard_map`, the place on the manual axes over which the value varies,
@@ -40,10 +47,10 @@ class Shard:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Picture(Paged):
+class Picture(Saved):
     """Which device holds which part of an array; `print` it, or let a notebook show it.
 
-    Args:
+    Attributes:
         shape: of the whole array; inside of `jax.shard_map`, that of its value on one place.
         dtype: in short, such as ``f32``; empty where only a shape is known.
         itemsize: bytes of an element; 0 where that is not known.
@@ -65,28 +72,16 @@ class Picture(Paged):
 
     __hash__ = None  # type: ignore[assignment]  # it holds a mapping
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the picture as a page.
-
-        Args:
-            path: ends in ``.html``.
-
-        Raises:
-            ReportError: the ending is another one, or Jinja2 is missing.
-            OSError: the file cannot be written.
-        """
-        write_page(path, self.to_html, "picture")
-
 
 #: Pictures that are drawn of one tree; what it has beyond them is counted.
 MOST_DRAWN = 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Pictures(Paged):
+class Pictures(Saved):
     """What `visualize` gives for a tree: `print` it, or let a notebook show it.
 
-    Args:
+    Attributes:
         pictures: by path of the leaf, such as ``['layers'][0]['w']``, in the order of the tree.
     """
 
@@ -105,31 +100,6 @@ class Pictures(Paged):
         more = len(self.pictures) - MOST_DRAWN
         return f"and {more:,} more, not drawn: give a part of the tree" if more > 0 else ""
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the pictures as a page.
-
-        Args:
-            path: ends in ``.html``.
-
-        Raises:
-            ReportError: the ending is another one, or Jinja2 is missing.
-            OSError: the file cannot be written.
-        """
-        write_page(path, self.to_html, "pictures")
-
-
-def write_page(path: str | os.PathLike[str], page: Callable[[], str], subject: str) -> None:
-    """Writes a page to a file whose name ends in ``.html``; the page is made after that is seen."""
-    path = Path(path)
-    if path.suffix.lower() != ".html":
-        failure = Failure(
-            what=f"cannot be saved as `{path}`",
-            expected="a file name that ends in .html",
-            error=ReportError,
-        )
-        raise explain(subject, [failure])
-    path.write_text(page(), encoding="utf-8")
-
 
 # From splits to shards
 
@@ -141,15 +111,7 @@ def shards_of(
     device_ids: Sequence[int],
     varying: Sequence[str] = (),
 ) -> tuple[Shard, ...]:
-    """Every part of an array with its devices.
-
-    Args:
-        shape: of the array.
-        splits: by dimension.
-        mesh: size by axis name.
-        device_ids: of the mesh, the last axis varying fastest.
-        varying: manual axes, over which whole values differ.
-    """
+    """Every part of an array with its devices; over manual axes that vary, whole values differ."""
     found: dict[Any, list[int]] = {}
     places = itertools.product(*map(range, mesh.values()))
     for place, device in zip(places, device_ids, strict=True):
@@ -165,19 +127,9 @@ def shards_of(
 
 
 def of_argument(report: Report, path: str) -> Picture:
-    """The picture of an argument of a report.
-
-    Args:
-        report: whose argument it is.
-        path: as the report has it, such as ``batch['x']``.
-
-    Raises:
-        OptionError: the report has no such argument.
-    """
+    """The picture of an argument of a report, by its path there, such as ``batch['x']``."""
     found = next((one for one in report.arguments if one.path == path), None)
     if found is None:
-        from spmd.errors import did_you_mean
-
         paths = [one.path for one in report.arguments]
         shown = ", ".join(paths[:12]) + (f" and {len(paths) - 12} more" if paths[12:] else "")
         failure = Failure(
@@ -210,14 +162,13 @@ def _of_argument(report: Report, one: Argument) -> Picture:
 
 
 Part = tuple[int, int]
-_WHOLE: tuple[Part, ...] = ((0, 0),)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sheet:
     """A picture of two dimensions: one for each block of the others.
 
-    Args:
+    Attributes:
         title: the block of the others; empty where there is one sheet only.
         rows: what stands before each row; empty texts where no dimension goes down.
         columns: what stands above each column; empty texts where none goes to the right.
@@ -237,10 +188,10 @@ def sheets(picture: Picture) -> tuple[Sheet, ...]:
     of the cut dimensions before them, and for each place on manual axes. Where nothing but manual
     axes tells devices apart, one sheet has the places on them instead.
     """
-    ranges = [sorted({s.index[d] for s in picture.shards}) for d in range(len(picture.shape))]
     if not picture.shards:
         return ()
-    if picture.shards[0].at and all(len(cuts) == 1 for cuts in ranges):
+    ranges = _ranges(picture)
+    if ranges is None:
         return (_sheet_of_places(picture.shards),)
     row_dim, column_dim = _drawn_dims(ranges)
     drawn = {row_dim, column_dim}
@@ -248,16 +199,21 @@ def sheets(picture: Picture) -> tuple[Sheet, ...]:
     groups: dict[Any, list[Shard]] = {}
     for shard in picture.shards:
         groups.setdefault((shard.at, tuple(shard.index[d] for d in others)), []).append(shard)
-    rows = _WHOLE if row_dim is None else tuple(ranges[row_dim])
-    columns = _WHOLE if column_dim is None else tuple(ranges[column_dim])
+
+    def place(shard: Shard, dim: int | None) -> int:
+        return 0 if dim is None else bisect.bisect_left(ranges[dim], shard.index[dim])
+
+    def labels(dim: int | None) -> tuple[str, ...]:
+        return ("",) if dim is None else tuple(f"{a}:{b}" for a, b in ranges[dim])
+
     return tuple(
         Sheet(
-            title=_sheet_title(key[0], dict(zip(others, key[1], strict=True)), len(ranges)),
-            rows=_labels(rows, row_dim),
-            columns=_labels(columns, column_dim),
-            cells=dict(_cells(found, rows, columns, row_dim, column_dim)),
+            title=_sheet_title(at, dict(zip(others, block, strict=True)), len(ranges)),
+            rows=labels(row_dim),
+            columns=labels(column_dim),
+            cells={(place(s, row_dim), place(s, column_dim)): s for s in found},
         )
-        for key, found in groups.items()
+        for (at, block), found in groups.items()
     )
 
 
@@ -265,12 +221,19 @@ def directions(picture: Picture) -> str:
     """Which dimensions go which way; empty for a matrix and below, where that is plain."""
     if len(picture.shape) < 3 or not picture.shards:
         return ""
-    ranges = [sorted({s.index[d] for s in picture.shards}) for d in range(len(picture.shape))]
-    if picture.shards[0].at and all(len(cuts) == 1 for cuts in ranges):
+    ranges = _ranges(picture)
+    if ranges is None:
         return ""
     down, right = _drawn_dims(ranges)
     ways = ((down, "down"), (right, "to the right"))
     return ", ".join(f"dimension {dim} {way}" for dim, way in ways if dim is not None)
+
+
+def _ranges(picture: Picture) -> list[list[Part]] | None:
+    """The blocks of each dimension; None where nothing but manual axes tells devices apart."""
+    ranges = [sorted({s.index[d] for s in picture.shards}) for d in range(len(picture.shape))]
+    whole = all(len(cuts) == 1 for cuts in ranges)
+    return None if whole and picture.shards[0].at else ranges
 
 
 def _sheet_of_places(shards: Sequence[Shard]) -> Sheet:
@@ -289,10 +252,6 @@ def _show_at(at: Sequence[tuple[str, int]]) -> str:
     return ", ".join(f"{axis}={place}" for axis, place in at)
 
 
-def _labels(parts: Sequence[Part], dim: int | None) -> tuple[str, ...]:
-    return tuple("" if dim is None else f"{start}:{stop}" for start, stop in parts)
-
-
 def _drawn_dims(ranges: Sequence[Sequence[Part]]) -> tuple[int | None, int | None]:
     cut = [d for d, cuts in enumerate(ranges) if len(cuts) > 1]
     if len(ranges) < 2:
@@ -303,21 +262,6 @@ def _drawn_dims(ranges: Sequence[Sequence[Part]]) -> tuple[int | None, int | Non
         # A last dimension goes to the right, as in a matrix; any other goes down.
         return (None, cut[0]) if cut[0] == len(ranges) - 1 else (cut[0], None)
     return cut[-2], cut[-1]
-
-
-def _cells(
-    found: Sequence[Shard],
-    rows: Sequence[Part],
-    columns: Sequence[Part],
-    row_dim: int | None,
-    column_dim: int | None,
-) -> Iterator[tuple[tuple[int, int], Shard]]:
-    row_of = {part: i for i, part in enumerate(rows)}
-    column_of = {part: i for i, part in enumerate(columns)}
-    for shard in found:
-        row = 0 if row_dim is None else row_of[shard.index[row_dim]]
-        column = 0 if column_dim is None else column_of[shard.index[column_dim]]
-        yield (row, column), shard
 
 
 def _sheet_title(at: Sequence[tuple[str, int]], block: Mapping[int, Part], rank: int) -> str:
@@ -343,7 +287,13 @@ def show_devices(ids: Sequence[int], *, most: int = 5) -> str:
 
 
 def summary(picture: Picture) -> str:
-    """How many shards there are, of which size, and on how many devices each."""
+    """How many shards of which size are on how many devices each, and which dimensions go where."""
+    return "; ".join(filter(None, (_sizes(picture), directions(picture))))
+
+
+def _sizes(picture: Picture) -> str:
+    if not picture.shards:
+        return ""
     full = [shard for shard in picture.shards if math.prod(shard.shape)] or [*picture.shards]
     sizes = sorted({shard.shape for shard in full}, key=math.prod)
     parts = [_count(len(full), "shard"), "of", _size(picture, sizes[-1])]
@@ -359,8 +309,6 @@ def summary(picture: Picture) -> str:
 
 
 def _size(picture: Picture, shape: Sequence[int]) -> str:
-    from spmd.inspection.records.sizes import show_bytes
-
     text = f"{picture.dtype}[{','.join(map(str, shape))}]"
     if not picture.itemsize:
         return text

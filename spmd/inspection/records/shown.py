@@ -6,7 +6,11 @@ Records know no renderer and no reader. What one opens is imported here alone, w
 from __future__ import annotations
 
 import importlib
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from spmd.errors import Failure, ReportError, explain
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -15,6 +19,7 @@ if TYPE_CHECKING:
 DOORS = {
     "codec": "spmd.inspection.records.codec",
     "drawn": "spmd.inspection.show.drawn",
+    "page": "spmd.inspection.show.page",
     "perfetto": "spmd.inspection.show.perfetto",
     "scalars": "spmd.inspection.show.scalars",
     "sums": "spmd.inspection.records.sums",
@@ -50,7 +55,7 @@ class Paged(Shown):
     __slots__ = ()
 
     def _repr_html_(self) -> str | None:
-        return opened("drawn").in_notebook(self)
+        return opened("page").in_notebook(self)
 
     def to_html(self) -> str:
         """One HTML page that needs no other file and no network.
@@ -58,4 +63,30 @@ class Paged(Shown):
         Raises:
             ReportError: Jinja2 is not installed.
         """
-        return opened("drawn").page_of(self)
+        return opened("page").page_of(self)
+
+
+class Saved(Paged):
+    """A record that is saved as its page."""
+
+    __slots__ = ()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the page to a file.
+
+        Args:
+            path: ends in ``.html``.
+
+        Raises:
+            ReportError: the ending is another one, or Jinja2 is missing.
+            OSError: the file cannot be written.
+        """
+        path = Path(path)
+        if path.suffix.lower() != ".html":
+            failure = Failure(
+                what=f"cannot be saved as `{path}`",
+                expected="a file name that ends in .html",
+                error=ReportError,
+            )
+            raise explain(type(self).__name__.lower(), [failure])
+        path.write_text(self.to_html(), encoding="utf-8")

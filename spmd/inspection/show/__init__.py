@@ -2,15 +2,15 @@
 
 In the order of reading:
 
+- `words`: sentences, figures and cells, made once for terminal and page.
 - `layout`: tables, trees and text at any width.
-- `words`: what is said of the origin of a sharding.
 - `terminal`: a report.
 - `diff`: a difference.
 - `sweep`: a sweep.
 - `why`: origins.
 - `pictures`: pictures of arrays.
-- `page`: all of them as HTML.
-- `drawn`: each record by its class.
+- `drawn`: each record by its class, as text.
+- `page`: reports, differences and pictures as HTML.
 - `progress`: that something is going on.
 - `perfetto`: a report as a trace.
 - `scalars`: a report as flat figures.

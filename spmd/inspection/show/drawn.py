@@ -1,4 +1,4 @@
-"""Each record by its class: what draws it as text, as a page, and in a notebook."""
+"""Each record by its class: what draws it as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from spmd.inspection.records.pictures import Picture, Pictures
 from spmd.inspection.records.report import Report
 from spmd.inspection.records.sweep import Sweep
 from spmd.inspection.records.why import Why
-from spmd.inspection.show import page
 from spmd.inspection.show.diff import render_diff
 from spmd.inspection.show.layout import plain
 from spmd.inspection.show.pictures import render_picture, render_pictures
@@ -23,12 +22,7 @@ from spmd.inspection.show.why import render_why
 
 @functools.singledispatch
 def drawing(record: Any, **options: Any) -> RenderableType:
-    """A record for a terminal or a log.
-
-    Args:
-        record: of a class that is registered below.
-        **options: of the function that draws it.
-    """
+    """A record for a terminal or a log, with options of the function that draws it."""
     raise TypeError(type(record))
 
 
@@ -38,30 +32,6 @@ drawing.register(Pictures, render_pictures)
 drawing.register(Report, render_report)
 drawing.register(Sweep, render_sweep)
 drawing.register(Why, render_why)
-
-
-@functools.singledispatch
-def page_of(record: Any) -> str:
-    """A record as a page, as `Paged.to_html` says."""
-    raise TypeError(type(record))
-
-
-page_of.register(Diff, page.diff_page)
-page_of.register(Picture, page.picture_page)
-page_of.register(Pictures, page.pictures_page)
-page_of.register(Report, page.report_page)
-
-
-@functools.singledispatch
-def in_notebook(record: Any) -> str | None:
-    """A record as HTML in a notebook's cell; None where it is too large, or Jinja2 is missing."""
-    raise TypeError(type(record))
-
-
-in_notebook.register(Diff, page.in_notebook)
-in_notebook.register(Picture, page.picture_fragment)
-in_notebook.register(Pictures, page.pictures_fragment)
-in_notebook.register(Report, page.in_notebook)
 
 
 def text_of(record: Any) -> str:

@@ -10,10 +10,12 @@ import re
 from typing import TypeAlias
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
+
+from spmd.inspection.show.words import plural
 
 _GAP = 2
 _BELOW = 4
@@ -29,11 +31,7 @@ def clean(text: str) -> str:
     """A user's text with every character that is not printable written as an escape."""
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else _escape(c) for c in text)
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def cell(*spellings: object, style: str = "") -> Cell:
@@ -50,7 +48,7 @@ def bar(count: int, most: int, width: int = 20) -> str:
 class Column:
     """How one column of a `Grid` is set.
 
-    Args:
+    Attributes:
         title: stands above it; empty for none.
         right: True for numbers.
         rank: where a line is too short, columns of the highest rank leave it first, the last of
@@ -71,7 +69,7 @@ class Column:
 class Row:
     """One row of a `Grid`.
 
-    Args:
+    Attributes:
         cells: one for each column.
         notes: stand below the row, as many on a line as fit.
         lines: stand below the notes, each on a line of its own.
@@ -87,12 +85,7 @@ class Row:
 
 
 class Grid:
-    """A table that fits any width: cells take shorter spellings, then columns move below.
-
-    Args:
-        columns: left to right.
-        rows: top to bottom.
-    """
+    """A table that fits any width: cells take shorter spellings, then columns move below."""
 
     def __init__(self, columns: Sequence[Column], rows: Iterable[Row]):
         self.columns = tuple(columns)
@@ -194,15 +187,9 @@ def _widest(spellings: Cell, room: int) -> Text:
 
 
 def flow(parts: Iterable[Text], room: int, *, indent: int = 0) -> Iterator[Text]:
-    """Sets parts after another, with a semicolon between them, and breaks lines between parts.
+    """The lines of parts with semicolons between them, each line as `room` cells wide at most.
 
-    Args:
-        parts: only a part that is longer than a line is broken itself.
-        room: cells in a line.
-        indent: blanks before each line.
-
-    Yields:
-        One text per line.
+    Lines are broken between parts; only a part that is longer than a line is broken itself.
     """
     indent = min(indent, room // 2)
     line = Text()
@@ -238,15 +225,38 @@ def _shifted(line: Text, indent: int) -> Text:
     return shifted
 
 
+class Flow:
+    """Parts of a sentence, with lines broken between them."""
+
+    def __init__(self, *parts: Text):
+        self.parts = parts
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from flow(self.parts, options.max_width)
+
+
+def sections(
+    head: RenderableType, bodies: Iterable[tuple[str, RenderableType | None]]
+) -> RenderableType:
+    """Bodies under their titles, and first what is said of the whole."""
+    parts = [head]
+    for title, body in bodies:
+        if body is not None:
+            parts += [Text(), Text(title, style="bold"), Indented(body)]
+    return Indented(Group(*parts), by=0)
+
+
+def not_shown(count: int, noun: str, more: str = "") -> list[Flow]:
+    """That so many rows are left out; nothing where none is."""
+    text = f"{plural(count, f'more {noun}')}{more}, not shown"
+    return [Flow(Text(text, style="dim"))] * bool(count)
+
+
 class Indented:
     """Blanks before each line and none after it: a log keeps no trailing blanks.
 
     In a terminal that shows ASCII only, our own signs are replaced by ASCII, and the characters
     of others by question marks.
-
-    Args:
-        body: what is drawn.
-        by: blanks before each line.
     """
 
     def __init__(self, body: RenderableType, by: int = 2):
@@ -282,15 +292,7 @@ def _ascii(segment: Segment) -> Segment:
 
 
 def plain(body: RenderableType, *, width: int = 100) -> str:
-    """What is drawn, as text for a log: without colours, control characters or signs of ours.
-
-    Args:
-        body: what is drawn.
-        width: cells in a line.
-
-    Returns:
-        Lines joined by newlines, none after the last.
-    """
+    """What is drawn, as text for a log: without colours, control characters or signs of ours."""
     file = io.StringIO()
     console = Console(
         file=file, width=width, color_system=None, force_jupyter=False, legacy_windows=False

@@ -13,6 +13,7 @@ from typing import Any
 
 from spmd.inspection.records.codec import values
 from spmd.inspection.records.report import Collective, Report
+from spmd.inspection.show.words import NO_LINE, ranking
 
 _PROCESS = 1
 _UNIT = 1000
@@ -29,7 +30,7 @@ def trace_events(report: Report) -> list[dict[str, Any]]:
     start = 0
     for one in report.collectives:
         # What moves nothing, or next to nothing, is still to be seen.
-        length = max(_nominal_bytes(one) // unit, 1)
+        length = max(ranking(one) // unit, 1)
         events.append(_event(one, start, length, tracks[one.mesh_axes]))
         start += length
     return events
@@ -37,16 +38,10 @@ def trace_events(report: Report) -> list[dict[str, Any]]:
 
 def bytes_per_microsecond(report: Report) -> int:
     """How many bytes on the wire are drawn as a microsecond: 1000, or a power of it."""
-    total, unit = sum(map(_nominal_bytes, report.collectives)), _UNIT
+    total, unit = sum(map(ranking, report.collectives)), _UNIT
     while total // unit > _LONGEST:
         unit *= 1000
     return unit
-
-
-def _nominal_bytes(one: Collective) -> int:
-    """Bytes that give an event its length; one execution is drawn where their number is unknown."""
-    total = one.total_wire_bytes
-    return one.wire_bytes if total is None else total
 
 
 def _names(report: Report, tracks: Mapping[tuple[str, ...], int], unit: int) -> list[dict]:
@@ -85,9 +80,7 @@ def _arguments(one: Collective) -> dict[str, Any]:
         "total_payload_bytes": one.total_payload_bytes,
         "total_wire_bytes": one.total_wire_bytes,
     }
-    parts = [
-        f"{part.wire_bytes} B: {part.source or part.op_name or 'no line'}" for part in one.parts
-    ]
+    parts = [f"{part.wire_bytes} B: {part.source or part.op_name or NO_LINE}" for part in one.parts]
     texts = {"shapes": shapes, "source": place, "frames": frames, "parts": parts}
     return values(one) | texts | derived
 

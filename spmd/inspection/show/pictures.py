@@ -14,13 +14,13 @@ from spmd.inspection.records.pictures import (
     Pictures,
     Shard,
     Sheet,
-    directions,
     heading,
     sheets,
     show_devices,
     summary,
 )
 from spmd.inspection.show.layout import Indented, clean
+from spmd.inspection.show.words import ends, more_sheets
 
 # Pairs that stay apart for most colour-blind readers; the devices say the same without colour.
 _STYLES = (
@@ -38,14 +38,13 @@ def render_picture(picture: Picture) -> RenderableType:
     """The picture with its heading, the sizes of shards, and notes."""
     parts: list[RenderableType] = [Text(clean(heading(picture)), style="bold")]
     if picture.shards:
-        ways = directions(picture)
-        parts.append(Text(f"{summary(picture)}{'; ' * bool(ways)}{ways}"))
+        parts.append(Text(summary(picture)))
     found = sheets(picture)
     for sheet in found[:_SHEETS]:
         parts += [Text(sheet.title)] if sheet.title else []
         parts.append(_Drawn(picture, sheet))
     if hidden := len(found) - _SHEETS:
-        parts += [Text(f"{hidden:,} more of these, not shown", style="dim")] * (hidden > 0)
+        parts += [Text(more_sheets(hidden), style="dim")] * (hidden > 0)
     parts += [Text(clean(note), style="dim") for note in picture.notes]
     return Indented(Group(*parts), by=0)
 
@@ -72,8 +71,8 @@ class _Drawn:
         label = max(map(len, sheet.rows)) + 3
         texts = [*map(self._text, sheet.cells.values()), *sheet.columns]
         width = 5 + max(map(len, texts))
-        rows = _ends(len(sheet.rows), _ROWS)
-        columns = _ends(len(sheet.columns), max(1, (options.max_width - label) // width))
+        rows = ends(len(sheet.rows), _ROWS)
+        columns = ends(len(sheet.columns), max(1, (options.max_width - label) // width))
         # Logs get no signs that an editor may lack, as everywhere in `str` of a record.
         plain = console.color_system is None or options.ascii_only
         table = Table(box=box.ASCII2 if plain else box.SQUARE, show_lines=True, show_header=False)
@@ -103,11 +102,3 @@ class _Drawn:
 
 def _label(labels: Sequence[str], place: int | None) -> Text:
     return Text("..." if place is None else clean(labels[place]), style="dim")
-
-
-def _ends(count: int, most: int) -> list[int | None]:
-    """All places, or the first and the last of them with None for those between."""
-    if count <= most:
-        return [*range(count)]
-    first = max(1, most - 2)
-    return [*range(first), None, *range(count - min(1, most - 1), count)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from spmd.inspection.records.report import DIRECTIONS, Report, Total
 
@@ -32,16 +31,14 @@ def _cost(report: Report, wire_bytes: int) -> dict[str, float | int]:
     if report.predicted:
         return {}
     cost = report.cost
-    ratios = {
-        "cost/flops_per_wire_byte": _ratio(cost.flops, wire_bytes),
-        "cost/wire_bytes_per_hbm_byte": _ratio(wire_bytes, cost.hbm_bytes),
+    found: dict[str, float | int] = {
+        f"cost/{name}": count for name, count in dataclasses.asdict(cost).items()
     }
-    counts = {f"cost/{name}": count for name, count in dataclasses.asdict(cost).items()}
-    return counts | {name: ratio for name, ratio in ratios.items() if math.isfinite(ratio)}
-
-
-def _ratio(a: int, b: int) -> float:
-    return a / b if b else math.inf
+    if wire_bytes:
+        found["cost/flops_per_wire_byte"] = cost.flops / wire_bytes
+    if cost.hbm_bytes:
+        found["cost/wire_bytes_per_hbm_byte"] = wire_bytes / cost.hbm_bytes
+    return found
 
 
 def _memory(report: Report) -> dict[str, int]:

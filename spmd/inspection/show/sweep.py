@@ -7,55 +7,29 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from spmd.inspection.records.report import Total
 from spmd.inspection.records.sizes import show_bytes, show_count
 from spmd.inspection.records.sweep import Sweep, SweepRow
-from spmd.inspection.show.layout import (
-    Cell,
-    Column,
-    Grid,
-    Indented,
-    Row,
-    cell,
-    clean,
-    plain as plain,
-)
-from spmd.inspection.show.terminal import (
-    Flow,
-    plural,
-    show_mesh,
-    show_ratio,
-    show_total,
-    unknown_cell,
-)
+from spmd.inspection.show.layout import Cell, Column, Flow, Grid, Indented, Row, cell, clean
+from spmd.inspection.show.terminal import figure_cell, show_mesh, show_ratio
+from spmd.inspection.show.words import ANOTHER_BACKEND, known, plural, wire
 
-_STAND_IN = "CPU stand-ins (*): another backend fuses and combines differently"
 _BOUND = ">= is a lower bound: some collectives run in loops of unknown length"
 
 
 def render_sweep(sweep: Sweep) -> RenderableType:
-    """A table of one row for each mesh, and what its signs mean.
-
-    Args:
-        sweep: what is drawn.
-    """
-    heading = Text.assemble(
-        (clean(sweep.name), "bold"), f" on {plural(len(sweep), 'mesh', 'meshes')}, "
-    )
-    parts: list[RenderableType] = [
-        Flow(Text.assemble(heading, "per device and call")),
-        Text(),
-        Grid(_columns(sweep), (_row(row, sweep) for row in sweep)),
-    ]
+    """A table of one row for each mesh, and what its signs mean."""
+    meshes = plural(len(sweep), "mesh", "meshes")
+    heading = Text.assemble((clean(sweep.name), "bold"), f" on {meshes}, per device and call")
+    table = Grid(_columns(sweep), (_row(row, sweep) for row in sweep))
     notes = [*_notes(sweep)]
-    return Indented(Group(*parts, *([Text()] * bool(notes)), *notes), by=0)
+    return Indented(Group(Flow(heading), Text(), table, *[Text()] * bool(notes), *notes), by=0)
 
 
 def _notes(sweep: Sweep) -> Iterator[RenderableType]:
     if any(row.total and row.total.unknown for row in sweep):
         yield Flow(Text(_BOUND, style="dim"))
     if any(row.stand_in for row in sweep):
-        yield Flow(Text(_STAND_IN, style="yellow"))
+        yield Flow(Text(f"CPU stand-ins (*): {ANOTHER_BACKEND}", style="yellow"))
 
 
 def _columns(sweep: Sweep) -> list[Column]:
@@ -75,13 +49,11 @@ def _columns(sweep: Sweep) -> list[Column]:
 
 
 def _row(row: SweepRow, sweep: Sweep) -> Row:
-    mesh = show_mesh(row.mesh)
-    total = row.total
     return Row(
         cells=(
             cell(row.label + " *" * row.stand_in),
-            (mesh if mesh else Text("none", style="dim"),),
-            _wire(total, bold=True),
+            (show_mesh(row.mesh),) if row.mesh else cell("none", style="dim"),
+            figure_cell(wire(row.total), "bold") if row.total else cell(""),
             *(_over(row, axes) for axes in sweep.axes),
             cell(show_count(row.flops).strip()) if row.flops is not None else cell(""),
             _intensity(row),
@@ -94,17 +66,10 @@ def _row(row: SweepRow, sweep: Sweep) -> Row:
     )
 
 
-def _wire(total: Total | None, *, bold: bool = False) -> Cell:
-    if total is None:
-        return cell("")
-    text = show_total(total)
-    return unknown_cell() if text == "unknown" else cell(text, style="bold" * bold)
-
-
 def _over(row: SweepRow, axes: tuple[str, ...]) -> Cell:
     """Bytes over a set of axes: nothing where the mesh lacks one, 0 where nothing crosses it."""
     if total := row.by_axis.get(axes):
-        return _wire(total)
+        return figure_cell(wire(total))
     there = all(axis.partition(":")[0] in row.mesh for axis in axes)
     return cell("0 B", style="dim") if there and row.report else cell("")
 
@@ -117,9 +82,8 @@ def _intensity(row: SweepRow) -> Cell:
 
 
 def _peak(row: SweepRow) -> Cell:
-    if row.peak is None:
-        return cell("") if row.report is None else unknown_cell()
-    return cell(show_bytes(row.peak), style="red" if row.fits is False else "")
+    peak = "" if row.report is None else known(row.peak, show_bytes)
+    return figure_cell(peak, "red" if row.fits is False else "")
 
 
 def _share(row: SweepRow) -> Cell:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -10,14 +10,15 @@ from rich.text import Text
 from spmd.inspection.records.arrays import Source
 from spmd.inspection.records.origins import ValueOrigins
 from spmd.inspection.records.why import Why
-from spmd.inspection.show.layout import Indented, clean
-from spmd.inspection.show.terminal import Flow, axis_styles, plural, show_mesh
+from spmd.inspection.show.layout import Flow, Indented, clean
+from spmd.inspection.show.terminal import axis_style, show_mesh
 from spmd.inspection.show.words import (
     Sentence,
     Word,
+    plural,
     sentences,
+    show_array,
     show_place,
-    show_shape,
     spec_words,
 )
 
@@ -27,36 +28,34 @@ MOST = 12
 
 def render_why(why: Why) -> RenderableType:
     """Every value that was found, with the origin of each axis, and with conflicts."""
-    styles = axis_styles(why.mesh)
     head = Text.assemble((clean(why.name), "bold"), " in ", clean(why.function))
     where = Text.assemble("mesh ", show_mesh(why.mesh)) if why.mesh else Text("no mesh")
     count = len(why.values)
     parts: list[RenderableType] = [Flow(head, where, *[Text(plural(count, "value"))] * (count > 1))]
     for value in why.values[:MOST]:
-        parts += [Text(), *_value(value, styles)]
+        parts += [Text(), *_value(value, why.mesh)]
     if count > MOST:
         parts += [Text(), Text(f"and {count - MOST} more values, which to_json() has", style="dim")]
     return Indented(Group(*parts), by=0)
 
 
-def _value(value: ValueOrigins, styles: Mapping[str, str]) -> Iterator[RenderableType]:
-    title = Text.assemble((clean(value.name), "bold"), " ", show_shape(value), ": ")
-    yield Flow(title + _text(spec_words(value.spec), styles), *_place(value.source))
+def _value(value: ValueOrigins, mesh: Iterable[str]) -> Iterator[RenderableType]:
+    array = show_array(value.dtype, value.shape)
+    title = Text.assemble((clean(value.name), "bold"), " ", array, ": ")
+    yield Flow(title + _text(spec_words(value.spec), mesh), *_place(value.source))
     for sentence in sentences(value):
-        yield _line(sentence, styles)
+        yield _line(sentence, mesh)
 
 
-def _line(sentence: Sentence, styles: Mapping[str, str]) -> RenderableType:
-    text = _text(sentence.words, styles)
+def _line(sentence: Sentence, mesh: Iterable[str]) -> RenderableType:
+    text = _text(sentence.words, mesh)
     if sentence.quiet:
         text.stylize("dim")
     return Indented(Flow(text, *_place(sentence.source)), by=2 * sentence.depth)
 
 
-def _text(words: Iterable[Word], styles: Mapping[str, str]) -> Text:
-    return Text.assemble(
-        *((clean(word.text), styles.get(word.axis.partition(":")[0], "")) for word in words)
-    )
+def _text(words: Iterable[Word], mesh: Iterable[str]) -> Text:
+    return Text.assemble(*((clean(word.text), axis_style(word.axis, mesh)) for word in words))
 
 
 def _place(source: Source | None) -> Sequence[Text]:

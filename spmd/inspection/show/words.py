@@ -1,17 +1,20 @@
-"""What is said of where a sharding comes from: sentences that a terminal and the page both draw.
+"""What is said of a record: sentences, figures and cells that a terminal and the page both draw.
 
-A user's text stands in them as it is: whoever draws them escapes it.
+All are plain values. A user's text stands in them as it is: whoever draws them escapes it. Signs
+are those of ASCII, which the page sets as ``≥`` and ``→``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 import dataclasses
 import itertools
 import sys
+from typing import TypeAlias
 
 from spmd.inspection.hlo.places import short_path
 from spmd.inspection.records.arrays import Source
+from spmd.inspection.records.diff import Delta, Diff, ModuleDelta
 from spmd.inspection.records.origins import (
     REASONS,
     Annotation,
@@ -21,6 +24,192 @@ from spmd.inspection.records.origins import (
     Step,
     ValueOrigins,
 )
+from spmd.inspection.records.report import (
+    DIRECTIONS,
+    Collective,
+    Finding,
+    Report,
+    Reshard,
+    Total,
+)
+from spmd.inspection.records.sizes import show_bytes, show_count
+from spmd.inspection.records.sums import NO_MODULE as NO_MODULE
+
+Show: TypeAlias = Callable[[int], str]
+"""How a figure is written, such as `show_bytes`."""
+
+TITLES = {
+    "totals": "Totals, per device and call",
+    "modules": "Bytes on the wire, by module",
+    "figures": "Cost and memory, per device",
+    "reshards": "Arguments moved before the program",
+}
+"""What stands above a section of a report, of a difference or of both."""
+
+NO_LINE = "no line"
+ANOTHER_BACKEND = "another backend fuses and combines differently"
+PREDICTED = "predicted, before compilation: compilers combine, move and replace exchanges"
+
+
+# Figures
+
+
+def plural(count: int, noun: str, many: str = "") -> str:
+    """A count with its noun: ``1 device``, ``8 devices``."""
+    return f"{count:,} {noun if count == 1 else many or noun + 's'}"
+
+
+def show_flops(count: int) -> str:
+    """FLOPs in steps of a thousand: ``1.2 GFLOP``."""
+    return f"{show_count(count)}FLOP"
+
+
+def known(figure: int | None, show: Show = "{:,}".format) -> str:
+    """A figure, or that the compiler does not tell it: it is never guessed."""
+    return "unknown" if figure is None else show(figure)
+
+
+def bounded(total: Total, figure: str) -> str:
+    """A figure of a sum, said to be a lower bound where some of it is unknown."""
+    if total.unknown and total.unknown == total.sites:
+        return "unknown"
+    return f">= {figure}" if total.unknown else figure
+
+
+def wire(total: Total) -> str:
+    """Bytes on the wire of a sum, said to be a lower bound where they are one."""
+    return bounded(total, show_bytes(total.wire_bytes))
+
+
+def signed(change: int, show: Show = show_bytes) -> str:
+    """A difference with its sign: ``+1.5 MiB``."""
+    return f"{'+' if change > 0 else '-' if change < 0 else ''}{show(abs(change))}"
+
+
+# A report
+
+
+def number_of(axis: str, mesh: Iterable[str]) -> int | None:
+    """The place on the mesh of an axis, or of the axis that it is a part of: it has one colour."""
+    places = {name: i for i, name in enumerate(mesh)}
+    # An axis may have a colon in its own name.
+    return places.get(axis, places.get(axis.partition(":")[0]))
+
+
+def show_backend(report: Report) -> str:
+    """The platform, and what its devices call themselves."""
+    kind = report.device_kind
+    return report.backend if kind in ("", report.backend) else f"{report.backend} ({kind})"
+
+
+def why_none(report: Report) -> str:
+    """Why there is no collective; empty where there may be some in text that was not understood."""
+    if report.num_devices == 1:
+        return "the program runs on one device"
+    return "" if report.unread else "the devices exchange nothing while the program runs"
+
+
+def costs(one: Finding) -> Iterator[tuple[str, str, str]]:
+    """What a finding costs: the figure, and what it is of, in short and in full."""
+    if one.flops:
+        yield show_flops(one.flops), "repeated", "repeated by each device in a call"
+    if one.measure:
+        yield show_bytes(one.nbytes), *_MEASURES.get(one.measure, ("", ""))
+
+
+_MEASURES = {
+    "memory": ("of memory", "held by each device"),
+    "wire": ("on the wire", "sent by each device in a call"),
+}
+
+
+def directions(report: Report) -> list[tuple[str, str]]:
+    """Bytes on the wire by direction."""
+    sums = report.totals("direction")
+    order = (*DIRECTIONS, *sorted(sums.keys() - {*DIRECTIONS}))
+    return [(name, wire(sums[name])) for name in order if name in sums]
+
+
+# A collective
+
+
+def ranking(one: Collective) -> int:
+    """Wire bytes of a call, or those of one execution where the number of them is unknown."""
+    total = one.total_wire_bytes
+    return one.wire_bytes if total is None else total
+
+
+def show_place(source: Source | None) -> str:
+    """A line as its file and number; empty where there is none."""
+    return f"{short_path(source.file)}:{source.line}" if source else ""
+
+
+def marks(one: Collective) -> Iterator[tuple[str, bool]]:
+    """What sets a collective apart, and whether it is a doubt about the figures."""
+    if one.conditional:
+        yield "in a branch", True
+    if one.executions is None and one.in_loop:
+        yield "in a loop of unknown length", True
+    if one.is_async:
+        yield "async", False
+    if one.combined > 1:
+        yield f"combined from {one.combined}", False
+
+
+# Pictures
+
+
+def more_sheets(count: int) -> str:
+    """That so many sheets of a picture are left out."""
+    return f"{count:,} more of these, not shown"
+
+
+def ends(count: int, most: int) -> list[int | None]:
+    """All places, or the first and the last of them with None for those between."""
+    if count <= most:
+        return [*range(count)]
+    first = max(1, most - 2)
+    return [*range(first), None, *range(count - min(1, most - 1), count)]
+
+
+# A difference
+
+
+def compared(diff: Diff) -> Iterator[tuple[str, tuple[Collective, ...]]]:
+    """Collectives that are not the same in both, marked: that of one report, or of each."""
+    yield from (("+", (one,)) for one in diff.added)
+    yield from (("-", (one,)) for one in diff.removed)
+    yield from (("~", (pair.a, pair.b)) for pair in diff.changed)
+
+
+def total_cells(a: Total, b: Total, change: Callable[[int, int], str]) -> tuple[str, ...]:
+    """Sites and bytes on the wire of two sums, and how the bytes changed."""
+    sites = " -> ".join(dict.fromkeys(f"{total.sites:,}" for total in (a, b)))
+    both_known = a == b or not (a.unknown or b.unknown)
+    changed = change(a.wire_bytes, b.wire_bytes) if both_known else "unknown"
+    return sites, wire(a), wire(b), changed
+
+
+def modules(diff: Diff) -> list[ModuleDelta]:
+    """Sums that differ by module; none where no collective is in a module."""
+    differing = [delta for delta in diff.modules if delta.a != delta.b]
+    return differing if any(delta.module for delta in differing) else []
+
+
+def figures(diff: Diff, flops: Show, count: Show) -> Iterator[tuple[Delta, Show]]:
+    """Figures of cost and memory that differ, and how each is written."""
+    shows = {"flops": flops, "hbm_bytes": show_bytes}
+    yield from ((d, shows.get(d.name, count)) for d in diff.cost if d.a != d.b)
+    yield from ((d, show_bytes) for d in diff.memory if d.a != d.b)
+
+
+def reshards(diff: Diff) -> list[tuple[str, Reshard]]:
+    """Arguments that one report moves and the other does not, marked."""
+    added = [("+", one) for one in diff.reshards_added]
+    return added + [("-", one) for one in diff.reshards_removed]
+
+
+# Origins
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,7 +224,7 @@ class Word:
 class Sentence:
     """One line of what is said.
 
-    Args:
+    Attributes:
         words: one after another, with nothing in between.
         source: the user's line that stands behind them.
         depth: 1 for what is said of the value, 2 for what belongs to the sentence before.
@@ -53,10 +242,8 @@ def sentences(
 ) -> Iterator[Sentence]:
     """What is known of a value: origins, dimensions that are whole, conflicts.
 
-    Args:
-        value: the record.
-        steps: of each axis, the most to tell: the first and the last half of as many.
-        conflicts: the most to tell, the nearest. What is left out is counted.
+    Of more than `steps` of an axis, the first and the last half of as many are told; of more than
+    `conflicts`, the nearest. What is left out is counted.
     """
     for origin in value.origins:
         yield _origin(value, origin)
@@ -68,18 +255,9 @@ def sentences(
         yield Sentence(words=(Word(f"and {more:,} more did not get through"),), quiet=True)
 
 
-def show_shape(value: ValueOrigins) -> str:
+def show_array(dtype: str, shape: Iterable[int]) -> str:
     """Element type and dimensions: ``f32[8,16]``."""
-    return f"{value.dtype}{_dims(value.shape)}"
-
-
-def _dims(shape: tuple[int, ...]) -> str:
-    return f"[{','.join(map(str, shape))}]"
-
-
-def show_place(source: Source | None) -> str:
-    """A line as its file and number; empty where there is none."""
-    return f"{short_path(source.file)}:{source.line}" if source else ""
+    return f"{dtype}[{','.join(map(str, shape))}]"
 
 
 def spec_words(spec: Spec) -> tuple[Word, ...]:
@@ -112,8 +290,6 @@ def annotation_words(one: Annotation | None) -> tuple[Word, ...]:
     return Word(f"{one.kind} "), spec, Word(at)
 
 
-# Origins
-
 _ARROWS = {"forward": "->", "backward": "<-", "sideways": "<>"}
 
 
@@ -144,7 +320,7 @@ def _steps(steps: tuple[Step, ...], most: int) -> Iterator[Sentence]:
 
 def _step(step: Step) -> Sentence:
     reached = "" if step.value == step.operation else f" to {step.value}"
-    text = f"{step.operation}{reached} {_dims(step.shape)}, dimension {step.dimension}"
+    text = f"{step.operation}{reached} {show_array('', step.shape)}, dimension {step.dimension}"
     return Sentence(
         words=(Word(f"{_ARROWS.get(step.way, step.way)} {text}"),), source=step.source, depth=2
     )
@@ -163,15 +339,11 @@ def _whole(value: ValueOrigins) -> Iterator[Sentence]:
         yield Sentence(words=(Word(text),), quiet=True)
 
 
-# Conflicts
-
-
 def _conflict(one: Conflict) -> Iterator[Sentence]:
     reason = REASONS.get(one.reason, one.reason)
     head = Word(f" did not reach dimension {one.dimension}: {reason}")
     yield Sentence(words=(Word(one.axis, one.axis), head))
-    operations = "operation" if one.distance == 1 else "operations"
-    away = f"{one.distance:,} {operations} away" if one.distance else "at this value"
+    away = f"{plural(one.distance, 'operation')} away" if one.distance else "at this value"
     met = Word(f"met at {one.operation}, {away}")
     yield Sentence(words=(met,), source=one.source, depth=2)
     sides = (("lost  ", one.lost, True), ("won   ", one.won, False), ("and   ", one.against, False))

@@ -16,81 +16,61 @@ from importlib import resources
 import importlib.util
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spmd.errors import Failure, ReportError, explain
+from spmd.inspection.records.diff import Diff
+from spmd.inspection.records.pictures import Picture, Pictures
+from spmd.inspection.records.report import Report
+from spmd.inspection.records.shown import Paged
+from spmd.inspection.records.sizes import show_bytes
+from spmd.inspection.show import words
 from spmd.inspection.show.page import compare, sheets, view as page_view
-
-if TYPE_CHECKING:
-    from spmd.inspection.records.diff import Diff
-    from spmd.inspection.records.pictures import Picture, Pictures
-    from spmd.inspection.records.report import Report
 
 LARGEST_CELL = 4 * 2**20
 """Bytes of a page that a notebook shows; what is larger would make the notebook's file too slow."""
 
 
-def report_page(report: Report) -> str:
-    """The page of a report, as `Report.to_html` says."""
-    return _page("report.html.j2", f"report of `{report.name}`", page_view.view(report))
+#: What the script is told where it has nothing to draw on demand.
+_NO_DATA = {"details": [], "frames": [], "mesh": [], "devices": [], "arguments": []}
 
 
-def diff_page(diff: Diff) -> str:
-    """The page of the differences of two reports, as `Diff.to_html` says."""
-    return _page("diff.html.j2", "diff", compare.view(diff))
+def page_of(record: Paged) -> str:
+    """The page of a record, as `Paged.to_html` says."""
+    match record:
+        case Report():
+            return _page("report.html.j2", f"report of `{record.name}`", page_view.view(record))
+        case Diff():
+            return _page("diff.html.j2", "diff", compare.view(record))
+        case Picture() | Pictures():
+            view = sheets.view(record) | {"fragment": False}
+            subject = type(record).__name__.lower()
+            return _page("pictures_page.html.j2", subject, view, _text("picture.css"))
+    raise TypeError(type(record))
 
 
-def picture_page(picture: Picture) -> str:
-    """The page of a picture, as `Picture.to_html` says."""
-    view = sheets.view(picture) | {"fragment": False}
-    return _page("picture_page.html.j2", "picture", view, _text("picture.css"))
+def in_notebook(record: Paged) -> str | None:
+    """A record in a cell of a notebook; None where it is too large, or Jinja2 is missing.
 
-
-def picture_fragment(picture: Picture) -> str | None:
-    """The picture without a page around it, for notebooks; None where Jinja2 is missing."""
-    if importlib.util.find_spec("jinja2") is None:
-        return None
-    template = _environment("picture").get_template("picture.html.j2")
-    view = sheets.view(picture) | {"fragment": True}
-    return template.render(**view, picture_style=_text("picture.css"))
-
-
-def pictures_page(many: Pictures) -> str:
-    """The page of the pictures of a tree, as `Pictures.to_html` says."""
-    view = sheets.view_of_tree(many) | {"fragment": False}
-    return _page("pictures_page.html.j2", "pictures", view, _text("picture.css"))
-
-
-def pictures_fragment(many: Pictures) -> str | None:
-    """The pictures without a page around them; None where Jinja2 is missing."""
-    if importlib.util.find_spec("jinja2") is None:
-        return None
-    template = _environment("pictures").get_template("pictures.html.j2")
-    view = sheets.view_of_tree(many) | {"fragment": True}
-    return template.render(**view, picture_style=_text("picture.css"))
-
-
-def in_notebook(shown: Report | Diff) -> str | None:
-    """The page in a frame of its own; None where it is too large, or Jinja2 is missing.
-
-    The frame is sandboxed: the page's script runs and reaches nothing of the notebook. A notebook
-    that is not trusted strips the frame and keeps the sentence before it.
+    Pictures come without a page around them. A page has a frame of its own, which is sandboxed:
+    the page's script runs and reaches nothing of the notebook. A notebook that is not trusted
+    strips the frame and keeps the sentence before it.
     """
     if importlib.util.find_spec("jinja2") is None:
         return None
-    page = shown.to_html()
+    if isinstance(record, (Picture, Pictures)):
+        view = sheets.view(record) | {"fragment": True, "picture_style": _text("picture.css")}
+        return _environment("pictures").get_template("pictures.html.j2").render(**view)
+    page = record.to_html()
     if len(page) > LARGEST_CELL:
         return None
+    name = " and ".join(getattr(record, "names", ())) or getattr(record, "name", "")
     return (
-        f"<p>{html.escape(repr(shown)[1:-1])}</p>"
-        f'<iframe sandbox="allow-scripts" title="{type(shown).__name__} of '
-        f'{html.escape(_name(shown))}" width="100%" height="720" frameborder="0" '
+        f"<p>{html.escape(repr(record)[1:-1])}</p>"
+        f'<iframe sandbox="allow-scripts" title="{type(record).__name__} of '
+        f'{html.escape(name)}" width="100%" height="720" frameborder="0" '
         f'srcdoc="{html.escape(page)}"></iframe>'
     )
-
-
-def _name(shown: Report | Diff) -> str:
-    return " and ".join(getattr(shown, "names", ())) or getattr(shown, "name", "")
 
 
 def embed(data: Any) -> str:
@@ -113,7 +93,7 @@ def _page(template: str, subject: str, view: Mapping[str, Any], more_style: str 
         script=script,
         style_hash=_hash(style),
         script_hash=_hash(script),
-        json=embed(view["data"]),
+        json=embed(view.get("data", _NO_DATA)),
     )
     # A name may hold a lone surrogate, which no file and no notebook can.
     return page.encode("utf-8", "replace").decode("utf-8")
@@ -165,5 +145,6 @@ def _made_environment() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters["unbroken"] = _unbroken
+    made.filters |= {"unbroken": _unbroken, "typeset": page_view.typeset}
+    made.globals |= {"words": words, "page": page_view, "show_bytes": show_bytes}
     return made

@@ -2,126 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
-from spmd.inspection.records.report import Collective, Total
+from spmd.inspection.records.diff import Delta, Diff, TotalDelta
+from spmd.inspection.records.report import Collective
 from spmd.inspection.records.sizes import show_bytes
-from spmd.inspection.records.sums import NO_MODULE
-from spmd.inspection.show.page import view as page_view
-
-if TYPE_CHECKING:
-    from spmd.inspection.records.diff import Delta, Diff
+from spmd.inspection.show.page.view import count, place_name, places, show_shapes, typeset
+from spmd.inspection.show.words import (
+    Show,
+    compared,
+    figures,
+    known,
+    modules,
+    reshards,
+    signed,
+    total_cells,
+)
 
 _MARKS = {"+": "added", "-": "removed", "~": "changed"}
 
 
 def view(diff: Diff) -> dict[str, Any]:
     """Everything that the template draws."""
-    axes = {**diff.meshes[0], **diff.meshes[1]}
-    rows = sorted(_sides(diff), key=lambda row: -abs(_change(*row[1:]) or 0))
+    rows = [_row(*row) for row in compared(diff)]
+    everything = TotalDelta(kind="all", mesh_axes=(), a=diff.total[0], b=diff.total[1])
     return {
         "title": " → ".join(diff.names),
         "diff": diff,
-        "rows": [_row(*row, axes) for row in rows],
-        "totals": [_total(d.kind, d.mesh_axes, d.a, d.b, axes) for d in diff.totals],
-        "modules": [*_modules(diff)],
-        "all": _total("all", (), *diff.total, axes),
-        "figures": [*_figures(diff)],
-        "reshards": [
-            *(("added", one, show_bytes(one.nbytes)) for one in diff.reshards_added),
-            *(("removed", one, show_bytes(one.nbytes)) for one in diff.reshards_removed),
-        ],
-        "data": {"details": [], "frames": [], "mesh": [], "devices": [], "arguments": []},
+        "mesh": {**diff.meshes[0], **diff.meshes[1]},
+        "rows": sorted(rows, key=lambda row: -abs(row["rank"])),
+        "totals": [(one, _total_cells(one)) for one in (*diff.totals, everything)],
+        "modules": [(one, _total_cells(one)) for one in modules(diff)],
+        "figures": [_figure(*figure) for figure in figures(diff, count, count)],
+        "reshards": [(_MARKS[mark], one) for mark, one in reshards(diff)],
     }
 
 
-def _sides(diff: Diff) -> Iterator[tuple[str, Collective | None, Collective | None]]:
-    yield from (("+", None, one) for one in diff.added)
-    yield from (("-", one, None) for one in diff.removed)
-    yield from (("~", pair.a, pair.b) for pair in diff.changed)
-
-
-def _change(a: Collective | None, b: Collective | None) -> int | None:
-    """How many more bytes the second puts on the wire; None where one is not known."""
-    sent = [0 if one is None else one.total_wire_bytes for one in (a, b)]
-    return None if sent[0] is None or sent[1] is None else sent[1] - sent[0]
-
-
-def _row(
-    mark: str, a: Collective | None, b: Collective | None, axes: Mapping[str, int]
-) -> dict[str, Any]:
-    one = b or a
-    assert one  # a row has at least one side
-    change = _change(a, b)
-    place = "\n".join(page_view.places(one)) or one.op_name
+def _row(mark: str, sides: tuple[Collective, ...]) -> dict[str, Any]:
+    one = sides[-1]
+    change = _change(mark, [side.total_wire_bytes for side in sides])
+    place = "\n".join(places(one)) or one.op_name
     return {
-        "mark": mark,
         "class": _MARKS[mark],
         "one": one,
-        "axes": page_view.chips(one.mesh_axes, axes),
-        "shapes": _both(a, b, lambda c: page_view.show_shapes(c.shapes)),
-        "runs": _both(a, b, lambda c: "unknown" if c.executions is None else f"{c.executions:,}"),
-        "wire": _both(a, b, _wire),
-        "change": "unknown" if change is None else signed(change),
+        "shapes": _both(show_shapes(side.shapes) for side in sides),
+        "runs": _both(known(side.executions) for side in sides),
+        "wire": _both(known(side.total_wire_bytes, show_bytes) for side in sides),
+        "change": known(change, signed),
         "rank": change or 0,
         "place": place,
-        "name": page_view.place_name(one) or place,
+        "name": place_name(one) or place,
     }
 
 
-def _wire(one: Collective) -> str:
-    total = one.total_wire_bytes
-    return "unknown" if total is None else show_bytes(total)
+def _change(mark: str, sent: list[int | None]) -> int | None:
+    """How many more bytes the second report puts on the wire; None where that is not known."""
+    first, last = sent[0], sent[-1]
+    if first is None or last is None:
+        return None
+    return {"+": last, "-": -first, "~": last - first}[mark]
 
 
-def _both(a: Collective | None, b: Collective | None, show: Callable[[Collective], str]) -> str:
-    return " → ".join(dict.fromkeys(show(one) for one in (a, b) if one is not None))
+def _both(texts: Iterator[str]) -> str:
+    return " → ".join(dict.fromkeys(texts))
 
 
-def signed(nbytes: int) -> str:
-    """A difference with its sign: ``+1.5 MiB``."""
-    return f"{'+' if nbytes > 0 else '-' if nbytes < 0 else ''}{show_bytes(abs(nbytes))}"
-
-
-def _total(
-    kind: str, mesh_axes: tuple[str, ...], a: Total, b: Total, axes: Mapping[str, int]
-) -> dict[str, Any]:
-    known = a == b or not (a.unknown or b.unknown)
-    return {
-        "kind": kind,
-        "axes": page_view.chips(mesh_axes, axes),
-        "sites": f"{a.sites:,}" if a.sites == b.sites else f"{a.sites:,} → {b.sites:,}",
-        "a": page_view.bounded(a, a.wire_bytes),
-        "b": page_view.bounded(b, b.wire_bytes),
-        "change": signed(b.wire_bytes - a.wire_bytes) if known else "unknown",
-    }
-
-
-def _modules(diff: Diff) -> Iterator[dict[str, Any]]:
-    """Sums that differ by module; nothing where no collective is in one."""
-    differing = [delta for delta in diff.modules if delta.a != delta.b]
-    if any(delta.module for delta in differing):
-        for one in differing:
-            yield {"name": one.module or NO_MODULE, **_total("", (), one.a, one.b, {})}
+def _total_cells(one: Any) -> list[str]:
+    """Of a sum by anything: sites, bytes in the first and the second report, and the change."""
+    cells = total_cells(one.a, one.b, lambda a, b: signed(b - a))
+    return [*map(typeset, cells)]
 
 
 _NAMES = {"flops": "FLOPs", "hbm_bytes": "main memory traffic", "peak": "memory, all together"}
 
 
-def _figures(diff: Diff) -> Iterator[dict[str, str]]:
-    for delta in (*diff.cost, *diff.memory):
-        nbytes = delta.name == "hbm_bytes" or delta in diff.memory
-        if delta.a != delta.b:
-            yield _figure(delta, show_bytes if nbytes else page_view.count)
-
-
-def _figure(delta: Delta, show: Callable[[int], str]) -> dict[str, str]:
-    change = delta.change
-    sign = "+" if (change or 0) > 0 else "-"
-    return {
-        "name": _NAMES.get(delta.name, delta.name.replace("_", " ")),
-        "a": "unknown" if delta.a is None else show(delta.a),
-        "b": "unknown" if delta.b is None else show(delta.b),
-        "change": "unknown" if change is None else f"{sign}{show(abs(change))}",
-    }
+def _figure(delta: Delta, show: Show) -> tuple[str, ...]:
+    name = _NAMES.get(delta.name, delta.name.replace("_", " "))
+    change = known(delta.change, lambda change: signed(change, show))
+    return name, known(delta.a, show), known(delta.b, show), change

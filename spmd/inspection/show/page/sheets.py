@@ -1,4 +1,4 @@
-"""What the HTML of a picture of shards shows, as plain values."""
+"""What the HTML of pictures of shards shows, as plain values."""
 
 from __future__ import annotations
 
@@ -10,50 +10,43 @@ from spmd.inspection.records.pictures import (
     Pictures,
     Shard,
     Sheet,
-    directions,
     heading,
     sheets,
     show_devices,
     summary,
 )
+from spmd.inspection.show.words import ends, more_sheets, plural, show_array
 
 _COLORS = 8
 _CELLS, _SHEETS = 64, 32
 """The most rows and columns of a sheet, and the most sheets."""
 
 
-def view(picture: Picture) -> dict[str, Any]:
-    """Everything that the template draws."""
+def view(shown: Picture | Pictures) -> dict[str, Any]:
+    """Everything that the template draws: one picture without a name, or those of a tree."""
+    if isinstance(shown, Picture):
+        title = show_array(shown.dtype, shown.shape)
+        return {"title": title, "pictures": [("", _picture(shown))], "rest": ""}
+    pictures = [(path, _picture(picture)) for path, picture in shown.drawn]
+    count = plural(len(shown.pictures), "array")
+    return {"title": count, "pictures": pictures, "rest": shown.rest}
+
+
+def _picture(picture: Picture) -> dict[str, Any]:
     found = sheets(picture)
     numbers = {shard: i for i, shard in enumerate(picture.shards)}
     hidden = len(found) - _SHEETS
-    more = (f"{hidden:,} more of these, not shown.",) if hidden > 0 else ()
+    more = (f"{more_sheets(hidden)}.",) if hidden > 0 else ()
     return {
-        "title": f"{picture.dtype}[{','.join(map(str, picture.shape))}]",
         "heading": heading(picture),
-        "summary": "; ".join(filter(None, (summary(picture), directions(picture))))
-        if picture.shards
-        else "",
+        "summary": summary(picture),
         "sheets": [_sheet(picture, sheet, numbers) for sheet in found[:_SHEETS]],
         "notes": (*more, *picture.notes),
-        "data": {"details": [], "frames": [], "mesh": [], "devices": [], "arguments": []},
-    }
-
-
-def view_of_tree(many: Pictures) -> dict[str, Any]:
-    """Everything that the template of a tree draws."""
-    views = [(path, view(picture)) for path, picture in many.drawn]
-    count = len(many.pictures)
-    return {
-        "title": f"{count:,} array{'s' * (count != 1)}",
-        "pictures": views,
-        "rest": many.rest,
-        "data": {"details": [], "frames": [], "mesh": [], "devices": [], "arguments": []},
     }
 
 
 def _sheet(picture: Picture, sheet: Sheet, numbers: Mapping[Shard, int]) -> dict[str, Any]:
-    rows, columns = _places(len(sheet.rows)), _places(len(sheet.columns))
+    rows, columns = ends(len(sheet.rows), _CELLS), ends(len(sheet.columns), _CELLS)
     labels = [_label(sheet.columns, column) for column in columns]
     return {
         "title": sheet.title,
@@ -67,12 +60,6 @@ def _sheet(picture: Picture, sheet: Sheet, numbers: Mapping[Shard, int]) -> dict
             for row in rows
         ],
     }
-
-
-def _places(count: int) -> list[int | None]:
-    if count <= _CELLS:
-        return [*range(count)]
-    return [*range(_CELLS - 2), None, count - 1]
 
 
 def _label(labels: Sequence[str], place: int | None) -> str:

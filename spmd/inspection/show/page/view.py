@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from spmd.inspection.hlo.places import short_path
 from spmd.inspection.records.arrays import Argument, Excerpt
+from spmd.inspection.records.origins import Origins, ValueOrigins
 from spmd.inspection.records.report import (
-    DIRECTIONS,
     Buffer,
     Collective,
     Memory,
@@ -21,7 +20,15 @@ from spmd.inspection.records.report import (
 )
 from spmd.inspection.records.sizes import show_bytes, show_count
 from spmd.inspection.records.sums import NO_MODULE, by_line, grouped, line_of, spread, sum_of
-from spmd.inspection.show.page import shardings
+from spmd.inspection.show.words import (
+    NO_LINE,
+    directions,
+    marks,
+    number_of,
+    ranking,
+    show_place,
+    wire,
+)
 
 _COLORS = 6
 _LEVELS = 9
@@ -29,24 +36,24 @@ _LEVELS = 9
 
 def view(report: Report) -> dict[str, Any]:
     """Everything that the template and the script of the page draw."""
-    order = sorted(range(len(report.collectives)), key=lambda i: -_rank(report.collectives[i]))
+    found = report.collectives
+    order = sorted(range(len(found)), key=lambda i: -ranking(found[i]))
+    groups = _groups(report.origins)
     return {
         "title": report.name or "report",
         "report": report,
-        "mesh": axes_view(report.mesh),
         "figures": [*_figures(report)],
-        "findings": findings(report),
         "skipped": skipped_findings(report),
-        "totals": [*_totals(report)],
-        "directions": [*_directions(report)],
-        "modules": [*_modules(report)],
-        "files": _files(report),
+        "totals": report.totals("kind", "axis"),
+        "directions": [(name, typeset(sent)) for name, sent in directions(report)],
+        "modules": _modules(report),
+        "files": _files(report, groups),
         "lost": _lost(report),
-        "rows": [_row(i, report.collectives[i], report.mesh) for i in order],
-        "kinds": sorted({one.kind for one in report.collectives}),
-        "axes": sorted({axis for one in report.collectives for axis in one.axis_names}),
-        "shardings": shardings.view(report.origins, _colors(report.mesh)),
-        "arguments": [*_arguments(report)],
+        "rows": [_row(i, found[i]) for i in order],
+        "kinds": sorted({one.kind for one in found}),
+        "axes": sorted({axis for one in found for axis in one.axis_names}),
+        "groups": [(_title(rows[0][1]), rows) for rows in groups.values()],
+        "made": _made(groups),
         "memory": _memory(report.memory) if report.memory else None,
         "data": data(report),
     }
@@ -65,114 +72,22 @@ def data(report: Report) -> dict[str, Any]:
     }
 
 
-def _rank(one: Collective) -> int:
-    total = one.total_wire_bytes
-    return one.wire_bytes if total is None else total
+# What the templates ask for
 
 
-# The whole
-
-
-def axes_view(mesh: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Axes with a colour each, by their place in the mesh."""
-    return [
-        {"name": name, "size": size, "color": i % _COLORS}
-        for i, (name, size) in enumerate(mesh.items())
-    ]
-
-
-def _figures(report: Report) -> Iterator[dict[str, str]]:
-    total, cost = report.total, report.cost
-    unknown = f"; {total.unknown:,} run an unknown number of times" if total.unknown else ""
-    yield _figure("On the wire", bounded(total, total.wire_bytes), "sent by each device in a call")
-    runs = "1 run" if total.executions == 1 else f"{total.executions:,} runs"
-    yield _figure("Collectives", f"{total.sites:,}", f"{runs} in a call{unknown}")
-    loops = "a lower bound: a loop of unknown length" if cost.unknown_loops else "per device"
-    yield _figure("FLOPs", count(cost.flops), loops)
-    yield _figure("Main memory traffic", show_bytes(cost.hbm_bytes), "read and written per device")
-    if report.memory:
-        yield _figure("Memory", show_bytes(report.memory.peak), "needed on each device")
-
-
-def _figure(label: str, value: str, note: str) -> dict[str, str]:
-    return {"label": label, "value": value, "note": note}
+def typeset(text: str) -> str:
+    """A figure of ours with the signs of print in place of those of ASCII."""
+    return text.replace(">= ", "≥ ").replace(" -> ", " → ")
 
 
 def count(number: int) -> str:
     """A large number in steps of a thousand: ``1.2 G``."""
-    power = min((len(str(number)) - 1) // 3, 6)
-    return f"{number / 1000**power:.1f} {' KMGTPE'[power]}" if power > 0 else f"{number}"
+    return show_count(number).rstrip()
 
 
-def bounded(total: Total, nbytes: int) -> str:
-    """Bytes of a sum, said to be a lower bound where some of it is unknown."""
-    if total.unknown and total.unknown == total.sites:
-        return "unknown"
-    return f"≥ {show_bytes(nbytes)}" if total.unknown else show_bytes(nbytes)
-
-
-#: What the bytes of a finding are, by `Finding.measure`.
-_MEASURES = {"memory": "held by each device", "wire": "sent by each device in a call", "": ""}
-
-
-def findings(report: Report) -> list[dict[str, Any]]:
-    """What a reader should look at first."""
-    return [
-        {
-            "title": one.subject,
-            "place": f"{short_path(one.source.file)}:{one.source.line}" if one.source else "",
-            "flops": f"{show_count(one.flops)}FLOP" if one.flops else "",
-            "nbytes": show_bytes(one.nbytes) if one.measure else "",
-            "measure": _MEASURES.get(one.measure, ""),
-            "facts": one.facts,
-            "fix": one.fix,
-        }
-        for one in report.findings
-    ]
-
-
-def _totals(report: Report) -> Iterator[dict[str, Any]]:
-    sums = report.totals("kind", "axis")
-    most = max((total.wire_bytes for total in sums.values()), default=0)
-    for (kind, axes), total in sums.items():
-        yield {
-            "kind": kind,
-            "axes": chips(axes, report.mesh),
-            "total": total,
-            "wire": bounded(total, total.wire_bytes),
-            "payload": bounded(total, total.payload_bytes),
-            "share": percent(total.wire_bytes, most),
-        }
-
-
-def _modules(report: Report) -> Iterator[dict[str, Any]]:
-    """Sums by module; nothing where no collective is in one."""
-    sums = report.totals("module")
-    most = max((total.wire_bytes for total in sums.values()), default=0)
-    for name, total in sums.items() if any(sums) else ():
-        yield {
-            "name": name or NO_MODULE,
-            "wire": bounded(total, total.wire_bytes),
-            "sites": total.sites,
-            "share": percent(total.wire_bytes, most),
-        }
-
-
-def _directions(report: Report) -> Iterator[tuple[str, str]]:
-    sums = report.totals("direction")
-    for name in DIRECTIONS:
-        if name in sums:
-            yield name, bounded(sums[name], sums[name].wire_bytes)
-
-
-def _colors(mesh: Mapping[str, int]) -> dict[str, int]:
-    return {axis["name"]: axis["color"] for axis in axes_view(mesh)}
-
-
-def chips(axes: Sequence[str], mesh: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Mesh axes with the colours that they have everywhere on the page."""
-    colors = _colors(mesh)
-    return [{"name": a, "color": colors.get(a.partition(":")[0], 0)} for a in axes]
+def color(axis: str, mesh: Mapping[str, int]) -> int:
+    """The colour that an axis has everywhere on the page."""
+    return (number_of(axis, mesh) or 0) % _COLORS
 
 
 def percent(part: int, whole: int) -> float:
@@ -180,70 +95,89 @@ def percent(part: int, whole: int) -> float:
     return max(1.0, round(100 * part / whole, 2)) if part and whole else 0.0
 
 
+# The whole
+
+
+def _figures(report: Report) -> Iterator[tuple[str, str, str]]:
+    """Label, figure and what it is of."""
+    total, cost = report.total, report.cost
+    unknown = f"; {total.unknown:,} run an unknown number of times" if total.unknown else ""
+    yield "On the wire", typeset(wire(total)), "sent by each device in a call"
+    runs = "1 run" if total.executions == 1 else f"{total.executions:,} runs"
+    yield "Collectives", f"{total.sites:,}", f"{runs} in a call{unknown}"
+    loops = "a lower bound: a loop of unknown length" if cost.unknown_loops else "per device"
+    yield "FLOPs", count(cost.flops), loops
+    yield "Main memory traffic", show_bytes(cost.hbm_bytes), "read and written per device"
+    if report.memory:
+        yield "Memory", show_bytes(report.memory.peak), "needed on each device"
+
+
+def _modules(report: Report) -> list[dict[str, Any]]:
+    """Sums by module; nothing where no collective is in one."""
+    sums = report.totals("module")
+    named = sums.items() if any(sums) else ()
+    return [{"name": name or NO_MODULE, "total": total} for name, total in named]
+
+
 # Source
 
 
-def _files(report: Report) -> list[dict[str, Any]]:
-    lines = _by_line(report.collectives)
-    most = max((sent.wire_bytes for sent, _ in lines.values()), default=0)
-    files: dict[str, Total] = {}
-    by_file = grouped(report.collectives, lambda one: one.source and one.source.file)
-    files |= {file: sum_of(found) for file, found in by_file.items() if file is not None}
+def _files(report: Report, groups: Mapping[Any, Any]) -> list[dict[str, Any]]:
+    """Files with their lines, the most bytes first; then those that only excerpts have."""
+    shares = grouped(report.collectives, lambda one: one.source and one.source.file)
+    files = {file: sum_of(found) for file, found in shares.items() if file is not None}
     for excerpt in report.excerpts:
         files.setdefault(excerpt.file, Total.zeros())
-    ranked = sorted(files.items(), key=lambda item: -item[1].wire_bytes)
-    _, made = shardings.anchors(report.origins)
-    found = [_file(file, whole, report, lines, most) for file, whole in ranked]
-    for (file, _), shown in zip(ranked, found, strict=True):
-        for line in itertools.chain.from_iterable(shown["parts"]):
-            line["made"] = made.get((file, line["number"]), "")
-    return found
+    made = {key: f"made-{i}" for i, key in enumerate(groups)}
+    sent = _sent(report)
+    return [
+        {
+            "path": short_path(file),
+            "total": total,
+            "parts": [
+                [_line(file, one.first + i, text, sent, made) for i, text in enumerate(one.lines)]
+                for one in _excerpts(file, report, sent)
+            ],
+        }
+        for file, total in sorted(files.items(), key=lambda item: -item[1].wire_bytes)
+    ]
 
 
-def _lost(report: Report) -> str:
-    """Bytes of what has no line, in words; empty where all have one."""
-    lost = grouped(report.collectives, line_of).get(None, [])
-    return bounded(sum_of(lost), sum_of(lost).wire_bytes) if lost else ""
+def _excerpts(file: str, report: Report, sent: Iterable[tuple[str, int]]) -> list[Excerpt]:
+    """The text of a file; lines whose text could not be read have their bytes all the same."""
+    excerpts = [one for one in report.excerpts if one.file == file]
+    shown = {one.first + i for one in excerpts for i in range(len(one.lines))}
+    bare = [n for name, n in sent if name == file and n not in shown]
+    excerpts += [Excerpt(file=file, first=n, lines=("",)) for n in bare]
+    return sorted(excerpts, key=lambda one: one.first)
 
 
-def _by_line(found: Iterable[Collective]) -> dict[tuple[str, int], tuple[Total, list[str]]]:
-    """Sums by file and line, with what runs there in words."""
-    shares = grouped(found, lambda one: one.source and (one.source.file, one.source.line))
-    shares.pop(None, None)
-    return {key: (sum_of(ones), [*dict.fromkeys(map(_what, ones))]) for key, ones in shares.items()}
-
-
-def _file(
-    file: str, whole: Total, report: Report, lines: Mapping[Any, Any], most: int
+def _line(
+    file: str, number: int, text: str, sent: Mapping[Any, Any], made: Mapping[Any, str]
 ) -> dict[str, Any]:
-    parts = [one for one in report.excerpts if one.file == file]
-    shown = {n for part in parts for n in range(part.first, part.first + len(part.lines))}
-    # Lines whose text could not be read have their bytes all the same.
-    bare = sorted(n for f, n in lines if f == file and n not in shown)
-    parts += [Excerpt(file=file, first=n, lines=("",)) for n in bare]
-    return {
-        "path": short_path(file),
-        "wire": bounded(whole, whole.wire_bytes) if whole.sites else "",
-        "sites": whole.sites,
-        "parts": [
-            [_line(file, part.first + i, text, lines, most) for i, text in enumerate(part.lines)]
-            for part in sorted(parts, key=lambda part: part.first)
-        ],
-    }
+    nothing = {"wire": "", "share": 0.0, "level": 0, "what": ""}
+    place = {"number": number, "text": text, "key": f"{short_path(file)}:{number}"}
+    return place | sent.get((file, number), nothing) | {"made": made.get((file, number), "")}
 
 
-def _line(file: str, number: int, text: str, lines: Mapping[Any, Any], most: int) -> dict[str, Any]:
-    whole, words = lines.get((file, number), (None, []))
-    share = percent(whole.wire_bytes, most) if whole else 0.0
+def _sent(report: Report) -> dict[tuple[str, int], dict[str, Any]]:
+    """By file and line, what it puts on the wire, and by which collectives."""
+    shares = grouped(
+        report.collectives, lambda one: one.source and (one.source.file, one.source.line)
+    )
+    shares.pop(None, None)
+    sums = {key: sum_of(found) for key, found in shares.items()}
+    most = max((total.wire_bytes for total in sums.values()), default=0)
+    filled = {key: percent(total.wire_bytes, most) for key, total in sums.items()}
     return {
-        "number": number,
-        "text": text,
-        "wire": bounded(whole, whole.wire_bytes) if whole else "",
-        "share": share,
-        # Levels start at 1, so that a line that sends anything is seen.
-        "level": min(_LEVELS, 1 + int(share * _LEVELS / 100)) if whole else 0,
-        "what": ", ".join(words),
-        "key": f"{short_path(file)}:{number}",
+        key: {
+            "wire": typeset(wire(sums[key])),
+            "share": filled[key],
+            # Levels start at 1, so that a line that sends anything is seen.
+            "level": min(_LEVELS, 1 + int(filled[key] * _LEVELS / 100)),
+            "what": ", ".join(dict.fromkeys(map(_what, found))),
+        }
+        for key, found in shares.items()
     }
 
 
@@ -251,59 +185,43 @@ def _what(one: Collective) -> str:
     return f"{one.kind} over {', '.join(one.mesh_axes)}" if one.mesh_axes else one.kind
 
 
+def _lost(report: Report) -> str:
+    """Bytes of what has no line, in words; empty where all have one."""
+    lost = grouped(report.collectives, line_of).get(None)
+    return typeset(wire(sum_of(lost))) if lost else ""
+
+
 # Ledger
 
 
-def _row(index: int, one: Collective, mesh: Mapping[str, int]) -> dict[str, Any]:
-    source, sent = one.source, one.total_wire_bytes
-    named = place_name(one)
+def _row(index: int, one: Collective) -> dict[str, Any]:
+    place, name = show_place(one.source), place_name(one)
+    function = one.source.function.rpartition(".<locals>.")[2] if one.source else ""
     return {
         "index": index,
         "one": one,
-        "axes": chips(one.mesh_axes, mesh),
-        "axis_names": " ".join(one.axis_names),
-        "payload": show_bytes(one.payload_bytes),
-        "wire": show_bytes(one.wire_bytes),
-        "runs": "unknown" if one.executions is None else f"{one.executions:,}",
-        "total": "unknown" if sent is None else show_bytes(sent),
-        "rank": _rank(one),
-        "place": _place(source),
+        "rank": ranking(one),
+        "place": place,
         "places": "\n".join(places(one)),
-        "name": named,
-        "function": source.function.rpartition(".<locals>.")[2]
-        if source and _place(source).endswith(named)
-        else "",
-        "marks": [*marks(one)],
+        "name": name,
+        "function": function if place.endswith(name) else "",
+        "marks": _marks(one),
     }
-
-
-def _place(source: Source | None) -> str:
-    return f"{short_path(source.file)}:{source.line}" if source else ""
 
 
 def places(one: Collective) -> list[str]:
     """The lines that have a part in a collective, and its own."""
-    found = [_place(share.source) for share in (*by_line(one), one)]
+    found = [show_place(share.source) for share in (*by_line(one), one)]
     return [*dict.fromkeys(filter(None, found))]
 
 
 def place_name(one: Collective) -> str:
     """The line of a collective, or how many lines have a part in it."""
-    return spread(one) or _place(one.source).rpartition("/")[2]
+    return spread(one) or show_place(one.source).rpartition("/")[2]
 
 
-def marks(one: Collective) -> Iterator[str]:
-    """What sets a collective apart, in words."""
-    if one.conditional:
-        yield "in a branch"
-    if one.executions is None and one.in_loop:
-        yield "in a loop of unknown length"
-    if one.is_async:
-        yield "async"
-    if one.combined > 1:
-        yield f"combined from {one.combined}"
-    if one.source_is_consumer:
-        yield "line of its consumer"
+def _marks(one: Collective) -> list[str]:
+    return [text for text, _ in marks(one)] + ["line of its consumer"] * one.source_is_consumer
 
 
 def _detail(one: Collective, frames: dict[Source, int]) -> dict[str, Any]:
@@ -313,7 +231,7 @@ def _detail(one: Collective, frames: dict[Source, int]) -> dict[str, Any]:
         "hlo": one.name,
         "groups": one.groups,
         "group_size": one.group_size,
-        "marks": [*marks(one)],
+        "marks": _marks(one),
         "parts": [*_parts(one)],
         "frames": [frames.setdefault(frame, len(frames)) for frame in one.frames],
     }
@@ -322,9 +240,10 @@ def _detail(one: Collective, frames: dict[Source, int]) -> dict[str, Any]:
 def _parts(one: Collective) -> Iterator[str]:
     """What each line has in a combined collective, in words."""
     for share in by_line(one) if one.parts else ():
-        place = f"{_place(share.source)} {share.source.function}" if share.source else "no line"
+        source = share.source
+        place = f"{show_place(source)} {source.function}" if source else NO_LINE
         used = "for " if share.source_is_consumer else ""
-        yield f"{show_bytes(_rank(share))} {used}{place}: {show_shapes(share.shapes)}"
+        yield f"{show_bytes(ranking(share))} {used}{place}: {show_shapes(share.shapes)}"
 
 
 def show_shapes(shapes: Shapes) -> str:
@@ -333,18 +252,30 @@ def show_shapes(shapes: Shapes) -> str:
     return after if before == after else f"{before or 'nothing'} → {after or 'nothing'}"
 
 
+# Shardings
+
+
+def _groups(origins: Origins) -> dict[Any, list[tuple[int, ValueOrigins]]]:
+    """Values with their places: arguments, outputs, and those of each line by file and number."""
+    groups: dict[Any, list[tuple[int, ValueOrigins]]] = {}
+    for i, value in enumerate(origins.values):
+        line = value.source and (value.source.file, value.source.line)
+        key = line if value.kind == "result" else value.kind
+        groups.setdefault(key, []).append((i, value))
+    return groups
+
+
+def _title(value: ValueOrigins) -> str:
+    titles = {"argument": "Arguments", "output": "Outputs"}
+    return titles.get(value.kind) or show_place(value.source) or NO_LINE
+
+
+def _made(groups: Mapping[Any, list[tuple[int, ValueOrigins]]]) -> dict[str, str]:
+    """What leads from an argument to its value."""
+    return {value.name: f"value-{i}" for i, value in reversed(groups.get("argument", []))}
+
+
 # Mesh and memory
-
-
-def _arguments(report: Report) -> Iterator[dict[str, Any]]:
-    origins, _ = shardings.anchors(report.origins)
-    for one in report.arguments:
-        yield {
-            "one": one,
-            "shape": f"{one.dtype}[{','.join(map(str, one.shape))}]",
-            "nbytes": show_bytes(one.nbytes),
-            "origin": origins.get(one.path, ""),
-        }
 
 
 def _placed(one: Argument) -> dict[str, Any]:
@@ -380,11 +311,9 @@ def _memory(memory: Memory) -> dict[str, Any]:
         )  # fmt: skip
         start += width
     return {
-        "peak": show_bytes(memory.peak),
-        "aliased": show_bytes(memory.aliased) if memory.aliased else "",
         "classes": classes,
         "chart": _chart(memory, sizes) if any(memory.live) else None,
-        "buffers": [_buffer(one, memory.places) for one in memory.buffers],
+        "buffers": [(one, *_alive(one, memory.places)) for one in memory.buffers],
     }
 
 
@@ -410,24 +339,15 @@ def _chart(memory: Memory, sizes: Mapping[str, int]) -> dict[str, Any]:
         "height": _HEIGHT,
         "held": show_bytes(held),
         "most": show_bytes(max(memory.live)),
-        "top": show_bytes(top),
         "base": y(held),
         "area": f"0,{y(held)} {' '.join(corners)} {_WIDTH},{y(held)}",
         "places": f"{memory.places:,}",
     }
 
 
-def _buffer(one: Buffer, places: int) -> dict[str, Any]:
-    source = one.source
-    place = f"{short_path(source.file)}:{source.line}" if source else ""
-    width = one.last - one.first + 1
-    return {
-        "one": one,
-        "shape": str(one.shape),
-        "nbytes": show_bytes(one.nbytes),
-        "place": place,
-        "name": place.rpartition("/")[2],
-        "label": one.op_name if one.kind == "argument" and one.op_name else one.name,
-        "start": round(100 * one.first / places, 2) if places else 0.0,
-        "width": max(0.5, round(100 * width / places, 2)) if places else 0.0,
-    }
+def _alive(one: Buffer, places: int) -> tuple[float, float]:
+    """Where a buffer's time begins in program order, and how long it is, in percent."""
+    if not places:
+        return 0.0, 0.0
+    width = 100 * (one.last - one.first + 1) / places
+    return round(100 * one.first / places, 2), max(0.5, round(width, 2))
