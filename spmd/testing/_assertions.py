@@ -9,9 +9,7 @@ import sys
 from typing import Any
 
 from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, explain
-from spmd.inspection.hlo.places import short_path
-from spmd.inspection.hlo.source import direction_of
-from spmd.inspection.records.names import components, is_written, stacks
+from spmd.inspection.records.names import components, direction_of, is_written, short_path, stacks
 from spmd.inspection.records.report import DIRECTIONS, Collective, Report, Source
 from spmd.inspection.records.sizes import show_bytes
 from spmd.inspection.records.sums import line_of, shares

@@ -19,8 +19,7 @@ import sys
 from typing import Any
 
 from spmd.errors import Failure, OptionError, explain
-from spmd.inspection.hlo.source import direction_of
-from spmd.inspection.records.names import joined, place, stacks
+from spmd.inspection.records.names import direction_of, joined, place, stacks
 from spmd.inspection.records.report import Collective, Report, Shape
 from spmd.inspection.records.sizes import show_bytes
 from spmd.testing._assertions import as_report, show_backend

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import linecache
 import os
 
-from spmd.inspection.hlo.source import is_library
 from spmd.inspection.records.arrays import Excerpt
+from spmd.inspection.records.names import is_library
 from spmd.inspection.records.report import Collective, Memory, Source
 
 AROUND = 4

@@ -15,7 +15,7 @@ import math
 
 from spmd.inspection.findings.values import LARGE, around_of, shard_of
 from spmd.inspection.findings.work import Repeated
-from spmd.inspection.hlo.source import direction_of
+from spmd.inspection.records.names import direction_of
 from spmd.inspection.records.report import DTYPES, Finding, Shape
 from spmd.inspection.shardy import passes
 from spmd.inspection.shardy.propagation import Link, Propagation

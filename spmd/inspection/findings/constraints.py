@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from spmd.inspection.findings.values import place_of
-from spmd.inspection.hlo.source import is_library
+from spmd.inspection.records.names import is_library
 from spmd.inspection.records.report import Finding, Source
 
 #: How many lines a finding names.

@@ -7,7 +7,7 @@ import itertools
 import math
 from typing import Any, NamedTuple
 
-from spmd.inspection.hlo.source import direction_of, users_own
+from spmd.inspection.records.names import direction_of, users_own
 from spmd.inspection.records.report import DTYPES, Finding, Shape, Source
 from spmd.inspection.shardy import passes
 from spmd.inspection.shardy.propagation import Propagation, Value, frames_at

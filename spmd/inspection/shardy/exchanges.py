@@ -13,7 +13,7 @@ import numpy as np
 
 from spmd.inspection.hlo import groups as hlo_groups
 from spmd.inspection.hlo.ledger import wire_bytes
-from spmd.inspection.hlo.source import direction_of, user_source
+from spmd.inspection.records.names import direction_of, user_source
 from spmd.inspection.records.report import Collective, Shapes
 from spmd.inspection.shardy import passes, trips as shardy_trips
 from spmd.inspection.shardy.passes import Dimensions

@@ -15,7 +15,7 @@ import re
 from typing import Any
 
 from spmd.errors import ReportError
-from spmd.inspection.hlo.source import user_source
+from spmd.inspection.records.names import user_source
 from spmd.inspection.records.origins import Later, Origins, known
 from spmd.inspection.records.report import Collective
 from spmd.inspection.records.sums import shares, totals

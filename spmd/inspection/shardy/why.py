@@ -14,7 +14,7 @@ from typing import Any
 
 from spmd.errors import ArgumentError, Failure, ReportError, did_you_mean, explain, show_value
 from spmd.inspection.compile.program import COMPILED, check_lowered, entered, lower, stage_of
-from spmd.inspection.hlo.source import user_source
+from spmd.inspection.records.names import user_source
 from spmd.inspection.records.origins import (
     Annotation,
     Conflict,

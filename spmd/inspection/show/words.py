@@ -10,8 +10,8 @@ import dataclasses
 import itertools
 import sys
 
-from spmd.inspection.hlo.places import short_path
 from spmd.inspection.records.arrays import Source
+from spmd.inspection.records.names import short_path
 from spmd.inspection.records.origins import (
     REASONS,
     Annotation,

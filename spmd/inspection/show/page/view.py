@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import itertools
 from typing import Any
 
-from spmd.inspection.hlo.places import short_path
 from spmd.inspection.records.arrays import Argument, Excerpt
+from spmd.inspection.records.names import short_path
 from spmd.inspection.records.report import (
     DIRECTIONS,
     Buffer,
