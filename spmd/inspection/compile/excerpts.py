@@ -16,15 +16,10 @@ _WIDTH = 500
 
 
 def excerpts(found: Iterable[Collective], memory: Memory | None) -> tuple[Excerpt, ...]:
-    """Reads the lines around the frames of collectives and around the lines of buffers.
+    """The lines around the frames of collectives and around the lines of buffers, by file and line.
 
-    Args:
-        found: collectives, of whose frames those outside of libraries count.
-        memory: whose buffers' lines count.
-
-    Returns:
-        By file and line. Files that cannot be read, and lines that a file no longer has, are left
-        out; of a line longer than 500 characters the first 500 are kept.
+    Libraries are left out, and so are files that cannot be read, and lines that a file no longer
+    has. Of a line longer than 500 characters the first 500 are kept.
     """
     lines: dict[str, set[int]] = {}
     for source in _pointed_at(found, memory):

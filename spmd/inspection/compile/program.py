@@ -26,11 +26,7 @@ STAGES = (*_TRACED, *_LOWERED, *COMPILED)
 
 
 def entered(mesh: Any) -> Any:
-    """A context in which a function is lowered for a mesh; None is that of the function.
-
-    Raises:
-        TypeError: it is no mesh.
-    """
+    """A context in which a function is lowered for a mesh; None is that of the function."""
     if mesh is None:
         return contextlib.nullcontext()
     if not isinstance(mesh, jax.sharding.Mesh):
@@ -61,15 +57,8 @@ def lower(
 ) -> Any:
     """Walks from wherever `f` stands to a program that is lowered or compiled already.
 
-    Args:
-        f: a function, or a stage of one.
-        args: of the call; none for a stage.
-        kwargs: of the call.
-        subject: the first words of an error.
-        verb: the function that was called, such as ``report``.
-
-    Raises:
-        TypeError: `f` is nothing that can be compiled, or a stage is given arguments.
+    An error starts with `subject` and names the function that was called (`verb`): `f` is nothing
+    that can be compiled, or a stage is given arguments.
     """
     f = stage_of(f)
     if isinstance(f, STAGES):
@@ -128,11 +117,7 @@ def _binds(signature: inspect.Signature, args: Sequence[Any]) -> bool:
 def refuse_arguments(
     f: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, subject: str, verb: str
 ) -> None:
-    """Sees that what has its arguments already is given none.
-
-    Raises:
-        TypeError: it is given some.
-    """
+    """Sees that what has its arguments already is given none."""
     if args or kwargs:
         raise explain(subject, [_stage_with_arguments(f, verb)])
 
@@ -234,16 +219,9 @@ def _other_devices(mesh: Any, devices: str) -> Failure:
 
 
 def check_lowered(lowered: Any, count: int, mesh: Any, *, subject: str) -> None:
-    """Sees that a program is for a mesh, as `mesh_of` does for what is compiled.
+    """Sees that a program is for a mesh, or for None, as `mesh_of` does for what is compiled.
 
-    Args:
-        lowered: of `spmd.pjit` or `jax.jit`.
-        count: of its devices; which they are is known only when it is compiled.
-        mesh: that was asked for, or None.
-        subject: the first words of an error.
-
-    Raises:
-        MeshError: it is for another one.
+    Of a program of `jax.jit` only the `count` of devices is known before it is compiled.
     """
     if mesh is None:
         return
@@ -288,11 +266,7 @@ def shape_of(leaf: Any, sharding: Any = None) -> Any:
 
 
 def text_of(compiled: Any) -> str:
-    """The text of a compiled program.
-
-    Raises:
-        ReportError: this jaxlib cannot read what the compiler made.
-    """
+    """The text of a compiled program; an error where this jaxlib cannot read it."""
     try:
         return compiled.as_text() or ""
     except jax.errors.JaxRuntimeError as error:

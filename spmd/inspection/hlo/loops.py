@@ -164,8 +164,8 @@ _HOLDS: dict[str, Callable[[int, int], bool]] = {
 def count_trips(first: int, limit: int, step: int, direction: str) -> int | None:
     """How often ``x`` passes ``x direction limit`` when it starts at `first` and moves by `step`.
 
-    The direction is one of ``LT``, ``LE``, ``GT``, ``GE``, ``NE`` and ``EQ``. None says that the loop
-    would not end.
+    The direction is one of ``LT``, ``LE``, ``GT``, ``GE``, ``NE`` and ``EQ``. Without an end, it is
+    None.
     """
     if direction not in _HOLDS:
         return None
