@@ -41,7 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Starts a session of goldens, where one could be needed."""
     config.stash[_written] = {}
     update = bool(config.getoption(_UPDATE))
-    if update and _in_ci():
+    in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false", "no")
+    if update and in_ci:
         _demand_command_line(config)
     # Inside of another run, as with pytester, the outer one's goldens are loaded already.
     if update or _GOLDENS in sys.modules:
@@ -57,14 +58,6 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         from spmd.testing import _goldens
 
         _goldens.sessions.remove(config.stash[_session])
-
-
-def _in_ci() -> bool:
-    return os.environ.get("CI", "").lower() not in ("", "0", "false", "no")
-
-
-def _is_worker(config: pytest.Config) -> bool:
-    return hasattr(config, "workerinput")  # of pytest-xdist
 
 
 def _demand_command_line(config: pytest.Config) -> None:
@@ -136,7 +129,8 @@ def _file_name(text: str) -> str:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Hands what was written to the process that prints the summary; fails on a conflict."""
     config, goldens = session.config, session.config.stash.get(_session, None)
-    if _is_worker(config) and goldens is not None:
+    is_worker = hasattr(config, "workerinput")  # of pytest-xdist
+    if is_worker and goldens is not None:
         config.workeroutput["spmd_goldens"] = _digests(goldens)  # pyright: ignore
     elif _conflicts(config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -66,11 +66,9 @@ def argument(name: str, aval: Any, sharding: Any, mesh: Any) -> Argument:
 
 
 def _show(sharding: Any) -> str:
-    if sharding is None:
-        return "not used"
     if isinstance(sharding, NamedSharding):
         return show_spec(sharding.spec)
-    return _resolve.show_sharding(sharding)
+    return "not used" if sharding is None else _resolve.show_sharding(sharding)
 
 
 def splits_of(shape: Sequence[int], sharding: Any, mesh: Any) -> tuple[Split, ...] | None:

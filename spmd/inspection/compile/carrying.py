@@ -63,15 +63,16 @@ def shape_on(leaf: Any, mesh: Any, name: str) -> Any:
     placed nowhere. Without a mesh, arrays stay on their devices.
     """
     sharding: Any = placed_sharding(leaf)
-    if mesh is not None and isinstance(sharding, NamedSharding):
+    if mesh is None or sharding is None:
+        return shape_of(leaf, sharding)
+    if isinstance(sharding, NamedSharding):
         if missing := sorted(_axes(sharding) - {*mesh.axis_names}):
             raise explain(name, [_lacks_axes(sharding, mesh, missing)])
         sharding = _moved(sharding, mesh)
-    elif mesh is not None and sharding is not None:
-        if not sharding.device_set <= {*mesh.devices.flat}:
-            if len(sharding.device_set) > 1:
-                raise explain(name, [_nameless(sharding, mesh)])
-            sharding = None
+    elif not sharding.device_set <= {*mesh.devices.flat}:
+        if len(sharding.device_set) > 1:
+            raise explain(name, [_nameless(sharding, mesh)])
+        sharding = None
     return shape_of(leaf, sharding)
 
 

@@ -223,7 +223,12 @@ class _Question:
         mesh, devices = mesh_of(compiled, self.mesh), devices_of(compiled)
         memory = memory_plan(compiled, parse_modules(text_of(compiled)))
         if memory is None:
-            raise explain(self.subject, [_no_plan(devices[0])])
+            failure = Failure(
+                what="has no answer: the compiler tells nothing about memory",
+                got=f"devices of kind {devices[0].device_kind!r}",
+                error=OptionError,
+            )
+            raise explain(self.subject, [failure])
         budget, needed = self.limit(devices[0]), memory.peak
         plan = {"needed": needed, "memory": memory, "buffers": memory.buffers}
         return self._fit(mesh, devices, fits=needed <= budget, budget=budget, **plan)
@@ -271,14 +276,6 @@ def _no_budget(device: Any) -> Failure:
         expected="the memory of one device, which is not known",
         got=f"devices of kind {device.device_kind!r}",
         fix="budget='16GB', or topology='v5e:4x4', whose memory is known",
-        error=OptionError,
-    )
-
-
-def _no_plan(device: Any) -> Failure:
-    return Failure(
-        what="has no answer: the compiler tells nothing about memory",
-        got=f"devices of kind {device.device_kind!r}",
         error=OptionError,
     )
 
@@ -373,8 +370,8 @@ class _Call:
     def answer(self, size: int, *, first: bool) -> Fit:
         """Compiles for one size, with a copy of the function whose programs go with it.
 
-        Where no size was lowered before (`first`), an error need not be of the size. Otherwise it is
-        an `IndivisibleSizeError` where a sharding or the function itself takes multiples only.
+        An error is an `IndivisibleSizeError` where a sharding or the function takes multiples only.
+        Where no size was lowered before (`first`), it need not be of the size.
         """
         question, lowered = dataclasses.replace(self.question, f=_copied(self.question.f)), None
         try:

@@ -84,9 +84,12 @@ def _call_failure(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], verb: str
 ) -> Failure | None:
     """Says that all arguments were given as one tuple, where that is why a call failed."""
-    signature = _signature(function)
-    if signature is None or kwargs or len(args) != 1 or not isinstance(args[0], (tuple, list)):
+    if kwargs or len(args) != 1 or not isinstance(args[0], (tuple, list)):
         return None
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None  # some callables have none
     if _binds(signature, args) or not _binds(signature, args[0]):
         return None
     name = getattr(function, "__name__", "f")
@@ -97,13 +100,6 @@ def _call_failure(
         fix=f"{_written(verb, name)}: the arguments follow one by one",
         error=ArgumentError,
     )
-
-
-def _signature(function: Any) -> inspect.Signature | None:
-    try:
-        return inspect.signature(function)
-    except (TypeError, ValueError):
-        return None  # some callables have none
 
 
 def _binds(signature: inspect.Signature, args: Sequence[Any]) -> bool:
@@ -169,16 +165,21 @@ def _nothing_to_compile(f: Any, verb: str) -> Failure:
 def mesh_of(compiled: Any, mesh: Any) -> Any:
     """The mesh that the axes of a program belong to, or None."""
     if mesh is None:
-        own = _own_mesh(compiled)
-        return own if own is not None else _current(compiled)
+        own, current = _own_mesh(compiled), _mesh.current_mesh()
+        if own is not None or current is None:
+            return own
+        return current if [*current.devices.flat] == devices_of(compiled) else None
     if isinstance(compiled, stages.Compiled):
         # All axes of a program are Auto inside, whatever those of its mesh are.
         if _mesh.auto_mesh(mesh) != _mesh.auto_mesh(compiled.mesh):
             raise explain("report", [_bound_elsewhere(mesh, compiled.mesh)])
         return mesh
     # A program of `jax.jit` may be read with other names for the axes of its devices.
-    if failure := _runs_elsewhere(compiled, mesh):
-        raise explain("report", [failure])
+    devices, wanted = devices_of(compiled), [*mesh.devices.flat]
+    if devices != wanted:
+        order = ", in another order" if {*devices} == {*wanted} else ""
+        shown = f"{_mesh.show_devices(devices)}{order}"
+        raise explain("report", [_other_devices(mesh, shown)])
     return mesh
 
 
@@ -198,14 +199,6 @@ def _bound_elsewhere(mesh: Any, own: Any) -> Failure:
         + (", of other devices or in another order" if shown == owned else ""),
         error=MeshError,
     )
-
-
-def _runs_elsewhere(compiled: Any, mesh: Any) -> Failure | None:
-    devices, wanted = devices_of(compiled), [*mesh.devices.flat]
-    if devices == wanted:
-        return None
-    order = ", in another order" if {*devices} == {*wanted} else ""
-    return _other_devices(mesh, f"{_mesh.show_devices(devices)}{order}")
 
 
 def _other_devices(mesh: Any, devices: str) -> Failure:
@@ -230,11 +223,6 @@ def check_lowered(lowered: Any, count: int, mesh: Any, *, subject: str) -> None:
             raise explain(subject, [_bound_elsewhere(mesh, lowered.mesh)])
     elif count != mesh.size:
         raise explain(subject, [_other_devices(mesh, f"{count} device{'s' * (count != 1)}")])
-
-
-def _current(compiled: Any) -> Any:
-    mesh = _mesh.current_mesh()
-    return mesh if mesh is not None and [*mesh.devices.flat] == devices_of(compiled) else None
 
 
 def _shardings(compiled: Any) -> list[Any]:

@@ -118,6 +118,8 @@ def _report_of(compiled: Any, mesh: Any, lowered: Any, ignored: Sequence[Source]
     found = tuple(itertools.chain.from_iterable(ledger(m, v, axis_sizes) for m, v in pairs))
     memory = memory_plan(compiled, modules)
     parameters = _parameter_names(modules)
+    unread = [line for module in modules for line in module.unread]
+    here = _mesh.current_mesh()
     report = Report(
         name=_name(compiled, modules),
         backend=devices[0].platform,
@@ -133,7 +135,7 @@ def _report_of(compiled: Any, mesh: Any, lowered: Any, ignored: Sequence[Source]
         arguments=arguments_of(compiled, mesh, parameters),
         device_ids=tuple(device.id for device in devices),
         excerpts=excerpts(found, memory),
-        unread=_unread(modules),
+        unread=Unread(lines=len(unread), first=unread[0].strip()[:200]) if unread else None,
         _origins=origins_later(lowered, found, subject="report"),
     )
     program = Program(
@@ -146,7 +148,7 @@ def _report_of(compiled: Any, mesh: Any, lowered: Any, ignored: Sequence[Source]
         if modules
         else (),
         # On one device, and meant for one, there is nothing to constrain.
-        ignored=ignored if len(devices) > 1 or _is_partitioned_here() else (),
+        ignored=ignored if len(devices) > 1 or (here and here.size > 1) else (),
     )
     return dataclasses.replace(report, findings=_spoken(findings(program), compiled))
 
@@ -164,16 +166,6 @@ def _spoken(found: Iterable[Finding], compiled: Any) -> tuple[Finding, ...]:
         dataclasses.replace(one, fix=pattern.sub(lambda word: words[word[0]], one.fix))
         for one in found
     )
-
-
-def _unread(modules: tuple[Module, ...]) -> Unread | None:
-    lines = [line for module in modules for line in module.unread]
-    return Unread(lines=len(lines), first=lines[0].strip()[:200]) if lines else None
-
-
-def _is_partitioned_here() -> bool:
-    mesh = _mesh.current_mesh()
-    return mesh is not None and mesh.size > 1
 
 
 def _propagation(lowered: Any) -> Propagation | None:

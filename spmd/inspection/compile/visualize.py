@@ -119,13 +119,7 @@ def _dims(shape: Any) -> tuple[int, ...]:
 
 
 def picture_on(mesh: Any, spec: PartitionSpec, shape: Sequence[int]) -> Picture:
-    """The picture of a PartitionSpec on a mesh, of which only a shape is known.
-
-    Args:
-        mesh: of devices, or abstract.
-        spec: checked here, in words of ours.
-        shape: of the array.
-    """
+    """The picture of a PartitionSpec, checked in words of ours, on a mesh that may be abstract."""
     # Only the dimensions count, so any element type does for the checks.
     aval = jax.ShapeDtypeStruct(tuple(shape), jax.numpy.float32)
     return _of_sharding(_Placed(mesh, spec), aval, typed=False)
@@ -230,7 +224,10 @@ def _of_traced(x: Any) -> Picture:
     auto = [name for name in sizes if types[name] == AxisType.Auto]
     varying, checked = _jax.core.varying_axes(aval)
     differing = [name for name in manual if name in varying or not checked]
-    ids, platform = _devices_like(mesh)
+    # The devices are known where this thread has entered the mesh.
+    current = _mesh.current_mesh()
+    entered = current is not None and dict(current.shape) == sizes
+    ids, platform = _devices(current if entered else mesh)
     decided = bool(sizes) and (len(auto) < len(sizes))
     shards = (
         shards_of(aval.shape, splits_of_spec(aval.shape, spec, sizes), sizes, ids, differing)
@@ -250,14 +247,6 @@ def _of_traced(x: Any) -> Picture:
             *([_PLACES] if shards and not platform else []),
         ),
     )
-
-
-def _devices_like(mesh: Any) -> tuple[Sequence[int], str]:
-    """The devices of the mesh that a traced value is on, where this thread has entered it."""
-    current = _mesh.current_mesh()
-    if current is not None and dict(current.shape) == dict(mesh.shape):
-        return _devices(current)
-    return _devices(mesh)
 
 
 def _traced_notes(

@@ -79,23 +79,17 @@ def _mesh_groups(axes: str, devices: str | None, names: str) -> Groups:
         (name, int(before or 1), int(size or sizes[name]))
         for name, before, size in _AXIS_REF.findall(names)
     ]
-    parts = [part for name, size in sizes.items() for part in _cut_axis(name, size, references)]
+    # An axis in pieces, major to minor: its name, the product of the sizes before, and the size.
+    parts = []
+    for name, size in sizes.items():
+        ends = [(low, low * part) for n, low, part in references if n == name]
+        edges = sorted({1, size, *itertools.chain(*ends)}) if size > 1 else [1, 1]
+        parts += [(name, low, high // low) for low, high in itertools.pairwise(edges)]
     grid = ids.reshape([size for _, _, size in parts])
     inside = [parts.index(reference) for reference in references]
     outside = [i for i in range(len(parts)) if i not in inside]
     count = math.prod(size for _, _, size in references)
     return _rows(grid.transpose(outside + inside).reshape(-1, count))
-
-
-def _cut_axis(
-    name: str, size: int, references: Iterable[tuple[str, int, int]]
-) -> list[tuple[str, int, int]]:
-    """Cut one axis, major to minor, into ``(name, product of the sizes before, size)``."""
-    if size == 1:
-        return [(name, 1, 1)]
-    inner = (edge for n, low, part in references if n == name for edge in (low, low * part))
-    edges = sorted({1, size, *inner})
-    return [(name, low, high // low) for low, high in itertools.pairwise(edges)]
 
 
 def logical_groups(instruction: Instruction, module: Module) -> Groups:
@@ -183,8 +177,14 @@ def mesh_axes_of(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, ..
     if any(row.min() < 0 or row.max() >= math.prod(sizes) for row in rows):
         return ()
     found = [_parts(row, sizes) for row in rows]
-    axes = sorted(set().union(*found))
-    return tuple(_part_name(names[i], sizes[i], {parts.get(i) for parts in found}) for i in axes)
+    shown = []
+    for i in sorted(set().union(*found)):
+        (part, *others) = {parts.get(i) for parts in found}
+        if others or part is None:
+            shown.append(f"{names[i]}:part")
+        else:
+            shown.append(names[i] if part == (1, sizes[i]) else f"{names[i]}:({part[0]}){part[1]}")
+    return tuple(shown)
 
 
 _Part = tuple[int, int] | None
@@ -195,18 +195,16 @@ def _parts(rows: np.ndarray, sizes: Sequence[int]) -> dict[int, _Part]:
     """The axes along which groups of one size vary, and the part of each that they take."""
     coordinates = np.unravel_index(rows, sizes)
     axes = [i for i, axis in enumerate(coordinates) if (axis != axis[:, :1]).any()]
-    parts = {i: _part(np.unique(coordinates[i][0]), sizes[i]) for i in axes}
+    # Evenly spaced coordinates of one group may be such a part.
+    parts: dict[int, _Part] = dict.fromkeys(axes)
+    for i in axes:
+        values = np.unique(coordinates[i][0])
+        if len(values) > 1:
+            inner = len(values) * int(values[1] - values[0])
+            parts[i] = None if sizes[i] % inner else (sizes[i] // inner, len(values))
     whole = {i: part for i, part in parts.items() if part}
     are_whole = len(whole) == len(axes) and _are_blocks(rows, whole, sizes)
     return parts if are_whole else dict.fromkeys(axes)
-
-
-def _part(values: np.ndarray, size: int) -> _Part:
-    """The part of an axis that evenly spaced coordinates of one group may be."""
-    if len(values) == 1:
-        return None
-    count, stride = len(values), int(values[1] - values[0])
-    return None if size % (count * stride) else (size // (count * stride), count)
 
 
 def _are_blocks(
@@ -227,10 +225,3 @@ def _are_blocks(
     starting[blocks[:, 0]] = np.arange(len(blocks))
     wanted = starting[rows[:, 0]]
     return bool((wanted >= 0).all() and (blocks[wanted] == rows).all())
-
-
-def _part_name(axis: str, size: int, parts: set[_Part]) -> str:
-    (only, *others) = parts
-    if others or only is None:
-        return f"{axis}:part"
-    return axis if only == (1, size) else f"{axis}:({only[0]}){only[1]}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import itertools
 import warnings
@@ -164,7 +164,7 @@ class _Reader:
         kind, shapes = _exchange(one, computation, self._around(computation).types, visit)
         mesh_axes, group_size = self._crossing(one)
         origin = self._origin(one, computation, visit)
-        operand, result = map(_nbytes, shapes)
+        operand, result = (sum(shape.nbytes for shape in side) for side in shapes)
         payload, wire = max(operand, result), wire_bytes(kind, operand, result, group_size)
         # One all-to-all takes its operand in pieces, one for each member of a group.
         combined = 1 if kind == "all-to-all" else max(1, len(shapes.operands))
@@ -265,7 +265,10 @@ def _exchange(
 ) -> tuple[str, Shapes]:
     """The kind of a collective, and its shapes."""
     kind = base_opcode(one)
-    operands, results = _operand_shapes(one, types), _result_shapes(one)
+    # Some printers write the operands' types in place, others only their names.
+    named = (types[name] for name in one.operand_names if name in types)
+    operands = parse_shapes(one.operands) or parse_shapes(" ".join(named))
+    results = _result_shapes(one)
     fusion = visit.caller if visit.in_fusion else None
     match kind:
         case "all-reduce" if fusion and computation.name.startswith("all-reduce-scatter"):
@@ -277,16 +280,6 @@ def _exchange(
             results = parse_shapes(tuple_elements(one.type)[0])
             operands = results
     return kind, Shapes(operands, results)
-
-
-def _nbytes(shapes: Iterable[Shape]) -> int:
-    return sum(shape.nbytes for shape in shapes)
-
-
-def _operand_shapes(one: Instruction, types: Mapping[str, str]) -> tuple[Shape, ...]:
-    # Some printers write the operands' types in place, others only their names.
-    named = (types[name] for name in one.operand_names if name in types)
-    return parse_shapes(one.operands) or parse_shapes(" ".join(named))
 
 
 def _result_shapes(one: Instruction) -> tuple[Shape, ...]:

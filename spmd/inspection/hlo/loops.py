@@ -118,18 +118,14 @@ class Surroundings:
             return Loop(trips=instruction.trip_count, constants={})
         start = self.constants_of(instruction.operand_names[0])
         after = _Reader(self.module, body, [_State()], {}).elements()
-        known = {i: value for i, value in start.items() if _is_kept(_at(after, i), i, value)}
+        # What the body hands on as it got it.
+        kept = {i: one for i, one in enumerate(after) if isinstance(one, _Number)}
+        kept = {i: one for i, one in kept.items() if (one.index, one.offset) == (i, 0)}
+        known = {i: n for i, n in start.items() if i in kept and kept[i].valid.holds(n)}
         trips = instruction.trip_count
         if trips is None:
             trips = _trips(self.module, condition, body, start, known)
         return Loop(trips=trips, constants=known)
-
-
-def _is_kept(after: object, index: int, value: int) -> bool:
-    """Whether the body hands on an element as it got it."""
-    if not isinstance(after, _Number) or (after.index, after.offset) != (index, 0):
-        return False
-    return after.valid.holds(value)
 
 
 def _trips(

@@ -160,12 +160,14 @@ def _share_memory(schedule: Schedule) -> None:
     for one, operands, value in reversed(schedule.offers):
         for k, result in enumerate(arrays_in(value)):
             for i, operand in enumerate(operands):
-                if (
-                    isinstance(operand, Array)
-                    and _can_follow(result, operand)
-                    and schedule.may_overwrite(one, i, k)
-                ):
-                    _join(result, operand)
+                if not isinstance(operand, Array) or not _can_follow(result, operand):
+                    continue
+                if schedule.may_overwrite(one, i, k):
+                    if result.home == TEMPORARY:
+                        operand.death -= 1
+                    else:
+                        operand.home, operand.since = ELSEWHERE, result.since
+                        operand.lies_in = result if result.home == OUTPUT else result.lies_in
                     break
 
 
@@ -175,14 +177,6 @@ def _can_follow(result: Array, operand: Array) -> bool:
     return operand.nbytes == result.nbytes and (
         result.home == TEMPORARY or operand.birth > result.since
     )
-
-
-def _join(result: Array, operand: Array) -> None:
-    if result.home == TEMPORARY:
-        operand.death -= 1
-        return
-    operand.home, operand.since = ELSEWHERE, result.since
-    operand.lies_in = result if result.home == OUTPUT else result.lies_in
 
 
 def _hide_in_outputs(arrays: Sequence[Array]) -> None:

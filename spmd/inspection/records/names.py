@@ -47,19 +47,19 @@ def is_written(op_name: str) -> bool:
     return _WRITTEN.search(op_name) is not None
 
 
-def components(op_name: str, wrappers: Set[str] = _WRAPPERS) -> list[str]:
+def components(op_name: str, wrappers: Set[str] = _WRAPPERS) -> tuple[str, ...]:
     """The parts of a name stack without the transformations around them.
 
     ``jit(step)/transpose(jvp(attention))/dot_general`` gives ``step``, ``attention`` and
     ``dot_general``.
     """
-    found = []
+    found: tuple[str, ...] = ()
     for part in _split(op_name):
         wrapped = _WRAPPED.match(part)
         if wrapped and wrapped[1] in wrappers:
             found += components(wrapped[2], wrappers)
         elif part:
-            found.append(part)
+            found = (*found, part)
     return found
 
 
@@ -106,7 +106,7 @@ def place(op_name: str) -> str:
     ``layer_*/attention/dot_general``. Without any name it is ``-``.
     """
     own = re.match(r"p?jit\([^/]*\)/", op_name)
-    *scopes, leaf = components(op_name[own.end() :] if own else op_name) or ["-"]
+    *scopes, leaf = components(op_name[own.end() :] if own else op_name) or ("-",)
     kept = [_NUMBER.sub("*", s) for s in scopes if not _STRUCTURE.fullmatch(s)]
     return "/".join([*kept, _INDEX.sub("*", leaf)])
 

@@ -1,16 +1,17 @@
-"""Records of where shardings come from: what `why` says of a value, and a report of several.
-
-Nothing here knows JAX or prints.
-"""
+"""Records of where shardings come from: what `why` says of a value, and a report of several."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import dataclasses
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spmd.inspection.records.arrays import Source
+from spmd.inspection.records.shown import Shown, opened
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Spec = tuple[tuple[str, ...], ...]
 """Mesh axes by dimension; a part of an axis as ``data:(1)2``."""
@@ -170,8 +171,7 @@ class Origins:
 class Later:
     """Origins that are worked out when they are first asked for, once for all copies of a report.
 
-    Args:
-        make: works them out; it is let go afterwards, and with it the program.
+    What works them out is let go afterwards, and with it the program.
     """
 
     __slots__ = ("_lock", "_made", "_make")
@@ -203,3 +203,39 @@ def known(origins: Origins) -> Later:
 
 UNKNOWN = known(Origins(missing="The report does not hold where its shardings come from."))
 """Of a report that was written by an earlier release, or made by hand."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Why(Shown):
+    """What `why` found.
+
+    Args:
+        name: what was asked for.
+        function: the function's name.
+        mesh: size by axis name.
+        values: that have the name: one for a path, all below it for the beginning of one, all that
+            a line makes for a line.
+    """
+
+    name: str
+    function: str
+    mesh: Mapping[str, int]
+    values: tuple[ValueOrigins, ...]
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.function, *self.mesh.items(), self.values))
+
+    __repr__ = Shown.__str__
+
+    def show(self, console: Console | None = None) -> None:
+        """Prints it in colour, as wide as the terminal is.
+
+        Args:
+            console: a console of rich; None for one on the standard output.
+        """
+        self._print(console)
+
+    def to_json(self) -> dict[str, Any]:
+        """The records as JSON values, for `json.dumps`."""
+        mesh = [{"axis": name, "size": size} for name, size in self.mesh.items()]
+        return {"schema": "spmd-why/1", **opened("codec").values(self), "mesh": mesh}

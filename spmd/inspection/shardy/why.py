@@ -21,8 +21,8 @@ from spmd.inspection.records.origins import (
     Origin,
     Step,
     ValueOrigins,
+    Why,
 )
-from spmd.inspection.records.why import Why
 from spmd.inspection.shardy import conflicts, passes
 from spmd.inspection.shardy.propagation import Mark, Propagation, Value, propagate
 from spmd.inspection.shardy.routes import Route, route_of

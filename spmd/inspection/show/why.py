@@ -8,8 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from spmd.inspection.records.arrays import Source
-from spmd.inspection.records.origins import ValueOrigins
-from spmd.inspection.records.why import Why
+from spmd.inspection.records.origins import ValueOrigins, Why
 from spmd.inspection.show.layout import Indented, clean
 from spmd.inspection.show.terminal import Flow, axis_styles, plural, show_mesh
 from spmd.inspection.show.words import (
