@@ -25,7 +25,7 @@ OPTIONS = ("none", "only", "max_bytes", "max_count")
 class Key:
     """What a limit is on.
 
-    Args:
+    Attributes:
         text: as the user wrote it.
         kind: the kind of collective; None for all.
         axis: the mesh axis that it crosses, wholly or in part; None for any or none.
@@ -76,7 +76,7 @@ def _refuse(what: str, expected: str, error: type) -> Exception:
 class Limit:
     """The most that is allowed of one key.
 
-    Args:
+    Attributes:
         key: what it is on.
         most: bytes, or runs.
         given: as the user wrote it.
@@ -91,7 +91,7 @@ class Limit:
 class Budget:
     """All limits on one part of a ledger.
 
-    Args:
+    Attributes:
         none: what must not occur.
         only: what alone may occur; None for no such limit.
         max_bytes: on bytes that a device sends in one call.
@@ -199,7 +199,7 @@ def check_axes(budgets: Iterable[Budget], mesh: Mapping[str, int]) -> None:
 class Violation:
     """A limit that a program breaks.
 
-    Args:
+    Attributes:
         text: which limit, and by how much.
         collectives: what breaks it.
     """

@@ -53,7 +53,7 @@ _MOST_SHOWN = 40
 class Session:
     """What one test run does with goldens.
 
-    Args:
+    Attributes:
         update: whether files are written instead of compared.
         texts: what was to be written so far, by path.
         updated: the files that changed by it.
@@ -140,7 +140,11 @@ def golden_text(report: Report) -> str:
         Lines of a header and a line for each group of equal exchanges, sorted.
     """
     facts = [f"# {name}: {value}" for name, value in _facts(report).items()]
-    rows = sorted(_line(row, count) for row, count in rows_of(report).items())
+    rows = sorted(
+        f"{row.kind} | {row.axes} | {row.shapes} | {row.payload_bytes} B | {row.runs} | x{count}"
+        f" | {row.direction} | {'~ ' * row.combined}{row.place}"
+        for row, count in rows_of(report).items()
+    )
     return "\n".join([_TITLE, f"# function: {report.name}", *facts, _COLUMNS, *rows]) + "\n"
 
 
@@ -157,7 +161,7 @@ def _facts(report: Report) -> dict[str, str]:
 class Row:
     """An exchange, without what a compiler changes on the way.
 
-    Args:
+    Attributes:
         kind: of the collective.
         axes: that it crosses, joined; the number of devices where it crosses none.
         shapes: before and after.
@@ -241,14 +245,6 @@ def _cell(text: str) -> str:
     return " ".join(text.replace("|", "\N{BROKEN BAR}").split())
 
 
-def _line(row: Row, count: int) -> str:
-    about = "~ " * row.combined + row.place
-    return (
-        f"{row.kind} | {row.axes} | {row.shapes} | {row.payload_bytes} B | {row.runs} | x{count}"
-        f" | {row.direction} | {about}"
-    )
-
-
 # Files
 
 
@@ -256,7 +252,7 @@ def _line(row: Row, count: int) -> str:
 class Golden:
     """What a golden file says.
 
-    Args:
+    Attributes:
         facts: mesh, backend and release of JAX, in words.
         rows: how many there are of each row.
     """
@@ -321,16 +317,12 @@ def _write(path: Path, text: str) -> None:
         )
         raise explain(SUBJECT, [failure])
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
-        _replace(path, text)
+        # Another worker of the same run may read or write here: no one sees half a file.
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft.write_text(text, encoding="utf-8", newline="\n")
+        draft.replace(path)
         session.updated.append(path)
-
-
-def _replace(path: Path, text: str) -> None:
-    # Another worker of the same run may read or write here: no one sees half a file.
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text, encoding="utf-8", newline="\n")
-    draft.replace(path)
 
 
 # Comparison

@@ -29,19 +29,16 @@ def entered(mesh: Any) -> Any:
     """A context in which a function is lowered for a mesh; None is that of the function."""
     if mesh is None:
         return contextlib.nullcontext()
-    if not isinstance(mesh, jax.sharding.Mesh):
-        raise explain("report", [_no_mesh(mesh)])
-    return mesh if isinstance(mesh, spmd.Mesh) else spmd.Mesh(mesh.devices, mesh.axis_names)
-
-
-def _no_mesh(mesh: Any) -> Failure:
-    return Failure(
+    if isinstance(mesh, jax.sharding.Mesh):
+        return mesh if isinstance(mesh, spmd.Mesh) else spmd.Mesh(mesh.devices, mesh.axis_names)
+    failure = Failure(
         what="cannot use this mesh",
         given=f"mesh={mesh!r}"[:100],
         expected="a spmd.Mesh or jax.sharding.Mesh, such as spmd.topology and spmd.make_mesh give",
         got=type(mesh).__name__,
         error=ArgumentError,
     )
+    raise explain("report", [failure])
 
 
 def stage_of(f: Any) -> Any:
@@ -115,7 +112,13 @@ def refuse_arguments(
 ) -> None:
     """Sees that what has its arguments already is given none."""
     if args or kwargs:
-        raise explain(subject, [_stage_with_arguments(f, verb)])
+        name = type(f).__name__
+        failure = Failure(
+            what=f"takes no arguments for a {name}, which has them already",
+            expected=f"{verb}({name.lower()}), or {verb}(function, *args)",
+            error=ArgumentError,
+        )
+        raise explain(subject, [failure])
 
 
 #: Of `functools.partial`, and of the class of Equinox that stands for it.
@@ -133,15 +136,6 @@ def unbound(
             f, args, kwargs = f.func, (*f.args, *args), {**f.keywords, **kwargs}
         else:
             return f, args, kwargs
-
-
-def _stage_with_arguments(f: Any, verb: str) -> Failure:
-    name = type(f).__name__
-    return Failure(
-        what=f"takes no arguments for a {name}, which has them already",
-        expected=f"{verb}({name.lower()}), or {verb}(function, *args)",
-        error=ArgumentError,
-    )
 
 
 def _written(verb: str, function: str) -> str:

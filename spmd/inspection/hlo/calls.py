@@ -16,7 +16,7 @@ from spmd.inspection.hlo.text import Instruction, Module, base_opcode
 class Visit:
     """How one computation runs, over all places that it is called from.
 
-    Args:
+    Attributes:
         executions: how often, in one call of the program; None where that is unknown.
         conditional: True where every way to it leads through a branch, which may not be taken.
         in_loop: True where a way to it leads through a loop.

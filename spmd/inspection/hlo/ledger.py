@@ -215,11 +215,6 @@ class _Reader:
 
         What has no frames takes those of the operation around it, of its reduction, of the first
         operation that uses its result, or of the last that makes its data.
-                    or visit.is_async
-        ===
-                is_async=one.opcode.endswith("-start")
-                    or visit.is_async
-        END
         """
         places = [(one, computation), *self._holder(one, computation, visit)]
         op_name = next((place.op_name for place, _ in places if place.op_name), "")

@@ -79,7 +79,7 @@ _DEEPEST = 4
 class Loop:
     """What is known of a while loop.
 
-    Args:
+    Attributes:
         trips: how often the body runs; None where that is unknown.
         constants: elements of its state that never change, and their values.
     """

@@ -42,7 +42,7 @@ def memory_of(
     analysis: Any,
     *,
     arg_names: Sequence[str] = (),
-    largest: int = LARGEST,
+    largest: int | None = LARGEST,
     capacity: int | None = None,
 ) -> Memory | None:
     """Reads the compiler's memory plan of one device; None without an analysis.
@@ -64,7 +64,9 @@ def memory_of(
     the compiler decided and does not print.
 
     `capacity` is what a device leaves to a program, if known. Parameters are called `arg_names`, or
-    where their number differs as the module itself calls them.
+    where their number differs as the module itself calls them. The `largest` arrays are named. One
+    that the compiler gave no line has that of the first instruction that writes into it, else of
+    the first that reads it. Constants and arrays outside of main memory are left out.
     """
     if analysis is None:
         return None
@@ -95,24 +97,6 @@ def memory_of(
         places=len(use),
         live=tuple(max(use[a:b]) for a, b in itertools.pairwise(edges)),
     )
-
-
-def largest_buffers(
-    module: Module,
-    *,
-    arg_names: Sequence[str] = (),
-    largest: int | None = LARGEST,
-) -> tuple[Buffer, ...]:
-    """The largest arrays of a scheduled module, largest first; all of them for `largest` None.
-
-    An array that the compiler gave no line has that of the first instruction that writes into it,
-    else of the first that reads it. Constants and arrays outside of main memory are left out.
-    """
-    schedule = _planned(module)
-    if schedule is None:
-        return ()
-    use = _in_use(schedule.arrays, schedule.now)
-    return _largest(schedule, use, module, arg_names, largest)
 
 
 def _planned(module: Module) -> Schedule | None:

@@ -34,7 +34,7 @@ _LABEL = re.compile(r"^ *XLA label: (.*)$", re.MULTILINE)
 class OutOfMemory:
     """A verdict of the compiler.
 
-    Args:
+    Attributes:
         needed: bytes on each device, to the digits that the compiler gives, arguments and outputs
             included; None where it gives none, or rounds them to what there is.
         available: bytes that there are; None where it does not say.

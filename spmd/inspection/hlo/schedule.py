@@ -27,7 +27,7 @@ _NEVER = -1
 class Array:
     """One array and the time that it lives, counted in instructions of the whole program.
 
-    Args:
+    Attributes:
         made_by: the instruction.
         shape: per device.
         nbytes: with padding.

@@ -51,7 +51,7 @@ class Instruction(NamedTuple):
 
     There are hundreds of thousands, and a tuple is made three times faster than a dataclass.
 
-    Args:
+    Attributes:
         name: its name, without the percent sign.
         opcode: what it does, such as ``all-reduce-start``.
         type: the text of its result type.
@@ -126,7 +126,7 @@ class Instruction(NamedTuple):
 class Computation:
     """A named sequence of instructions.
 
-    Args:
+    Attributes:
         name: its name, without the percent sign.
         instructions: its lines, in program order.
     """
@@ -146,7 +146,7 @@ class Computation:
 class Module:
     """A compiled program.
 
-    Args:
+    Attributes:
         name: as in ``HloModule jit_step``.
         entry: name of the computation that runs first; empty in a module without one.
         computations: all of them, by name.

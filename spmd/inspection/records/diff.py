@@ -37,7 +37,7 @@ Reportlike: TypeAlias = Report | Mapping[str, Any] | str | os.PathLike[str]
 class Difference:
     """A property of two reports that is not the same, such as a version.
 
-    Args:
+    Attributes:
         what: its name.
         a: its value in the first report, as text.
         b: its value in the second.
@@ -52,7 +52,7 @@ class Difference:
 class Pair:
     """Two collectives that correspond to each other.
 
-    Args:
+    Attributes:
         a: of the first report.
         b: of the second.
     """
@@ -70,7 +70,7 @@ class Pair:
 class Delta:
     """One figure in two reports.
 
-    Args:
+    Attributes:
         name: of the figure, such as ``peak``.
         a: in the first report; None where that has no such figure.
         b: in the second.
@@ -90,7 +90,7 @@ class Delta:
 class TotalDelta:
     """The same sum over the collectives of two reports.
 
-    Args:
+    Attributes:
         kind: of the collectives.
         mesh_axes: that they cross.
         a: in the first report.
@@ -107,7 +107,7 @@ class TotalDelta:
 class ModuleDelta:
     """The same sum over what a module of two reports exchanges.
 
-    Args:
+    Attributes:
         module: scopes of the name stack, numbers of layers as ``*``; empty for what is in no scope.
         a: in the first report.
         b: in the second.
@@ -122,7 +122,7 @@ class ModuleDelta:
 class Diff(Paged):
     """How two reports differ; true where their collectives do.
 
-    Args:
+    Attributes:
         names: what the two reports are called, such as the names of their files.
         meshes: of the two.
         header: properties of the whole that differ: backend, mesh, versions and the like.

@@ -21,7 +21,7 @@ Spec = tuple[tuple[str, ...], ...]
 class Annotation:
     """A sharding that the user asked for.
 
-    Args:
+    Attributes:
         kind: ``argument``, ``output``, ``constraint`` or ``shard_map``.
         name: the path of the argument or output, such as ``batch['x']``; empty for the others.
         source: the line of a constraint or of a ``shard_map``; None for arguments and outputs.
@@ -38,7 +38,7 @@ class Annotation:
 class Step:
     """One operation through which an axis travelled.
 
-    Args:
+    Attributes:
         operation: its name in StableHLO, ``return`` for the end of the program, ``while`` or
             ``call of NAME`` for the way into or out of one.
         source: the user's line.
@@ -62,7 +62,7 @@ class Step:
 class Origin:
     """Where one mesh axis of a value comes from.
 
-    Args:
+    Attributes:
         axis: of the mesh; a part of one as ``data:(1)2``.
         dimension: of the value that it splits.
         annotation: where the user asked for it; None where the passes do not tell.
@@ -97,7 +97,7 @@ class Conflict:
     operation which the region lacks. Of conflicts that differ in neither axis, annotations nor
     reason, the nearest stands for all.
 
-    Args:
+    Attributes:
         axis: that stopped.
         dimension: of the value that was asked about.
         operation: where the two met.
@@ -128,7 +128,7 @@ class Conflict:
 class ValueOrigins:
     """The sharding of one value, and where it comes from.
 
-    Args:
+    Attributes:
         kind: ``argument``, ``output`` or ``result``.
         name: the path of an argument or output; the operation that makes a result.
         shape: of the whole array.
@@ -155,7 +155,7 @@ class ValueOrigins:
 class Origins:
     """Where the shardings of a report's values come from.
 
-    Args:
+    Attributes:
         values: arguments, then outputs, then what the lines of collectives make, the lines with
             most bytes on the wire first. Values of one line that differ in nothing but the
             operations between them and their annotations are listed once.
@@ -209,7 +209,7 @@ UNKNOWN = known(Origins(missing="The report does not hold where its shardings co
 class Why(Shown):
     """What `why` found.
 
-    Args:
+    Attributes:
         name: what was asked for.
         function: the function's name.
         mesh: size by axis name.
