@@ -31,6 +31,7 @@ from spmd.inspection.records.origins import (
     Origins as Origins,
     Step as Step,
     ValueOrigins as ValueOrigins,
+    Why as Why,
 )
 from spmd.inspection.records.pictures import (
     Picture as Picture,
@@ -56,7 +57,6 @@ from spmd.inspection.records.report import (
 from spmd.inspection.records.sizes import parse_bytes as parse_bytes, show_bytes as show_bytes
 from spmd.inspection.records.sums import totals as totals
 from spmd.inspection.records.sweep import Sweep as Sweep, SweepRow as SweepRow
-from spmd.inspection.records.why import Why as Why
 
 if TYPE_CHECKING:
     from spmd.inspection.compile.fits import fits as fits

@@ -9,9 +9,7 @@ import sys
 from typing import Any
 
 from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, explain
-from spmd.inspection.hlo.places import short_path
-from spmd.inspection.hlo.source import direction_of
-from spmd.inspection.records.names import components, is_written, stacks
+from spmd.inspection.records.names import components, direction_of, is_written, short_path, stacks
 from spmd.inspection.records.report import DIRECTIONS, Collective, Report, Source
 from spmd.inspection.records.sizes import show_bytes
 from spmd.inspection.records.sums import line_of, shares
@@ -99,38 +97,27 @@ def assert_collectives(
     # Misspelled limits are told before anything compiles.
     budgets = {None: read_budget(given), **_read_within(within)}
     if within is None and not budgets[None].limits_anything:
-        raise explain(SUBJECT, [_no_limit()])
+        failure = Failure(
+            what="is given no limit, so it would assert nothing",
+            expected="none=, only=, max_bytes=, max_count= or within=",
+            fix="spmd.report(f, *args), for the report alone",
+            error=OptionError,
+        )
+        raise explain(SUBJECT, [failure])
     report = as_report(f, args, mesh, kwargs, subject=SUBJECT)
     check_axes(budgets.values(), report.mesh)
-    broken = [*_unread(report), *_broken(report, budgets)]
-    if broken:
+    if broken := [*_broken(report, budgets)]:
         raise AssertionError(_tell(report, broken))
     return report
 
 
-def _no_limit() -> Failure:
-    return Failure(
-        what="is given no limit, so it would assert nothing",
-        expected="none=, only=, max_bytes=, max_count= or within=",
-        fix="spmd.report(f, *args), for the report alone",
-        error=OptionError,
-    )
-
-
 def as_report(f: Any, args: Any, mesh: Any, kwargs: Mapping[str, Any], *, subject: str) -> Report:
-    """The report on a function, or the one that was given.
-
-    Raises:
-        TypeError: a report is given with arguments or a mesh.
-        AssertionError: the program is on one device, and a mesh of several is active.
-    """
+    """The report on a function, or the one that was given; arguments do not go with that."""
     if not isinstance(f, Report):
         from spmd.inspection import report
 
-        found = report(f, *args, mesh=mesh, **kwargs)
-        _refuse_one_device(found, subject)
-        return found
-    if args or kwargs or mesh is not None:
+        f = report(f, *args, mesh=mesh, **kwargs)
+    elif args or kwargs or mesh is not None:
         failure = Failure(
             what="takes no arguments and no mesh with a Report",
             got=", ".join([f"{len(args)} arguments"] * bool(args) + [f"{k}=" for k in kwargs])
@@ -147,9 +134,6 @@ def _refuse_one_device(report: Report, subject: str) -> None:
     """Sees that a program is not on one device where a mesh of several is active.
 
     It exchanges nothing, so it keeps every limit, and says nothing about the mesh.
-
-    Raises:
-        AssertionError: it is.
     """
     # A stored report is held to its limits without JAX, and then no mesh is active.
     if report.num_devices > 1 or "spmd._mesh" not in sys.modules:
@@ -189,13 +173,10 @@ def _read_within(within: Any) -> dict[str | None, Budget]:
     return {place: read_budget(given, f"within[{place!r}] ") for place, given in within.items()}
 
 
-def _unread(report: Report) -> Iterator[tuple[None, Violation]]:
+def _broken(report: Report, budgets: Mapping[str | None, Budget]) -> Iterator[tuple]:
     if report.unread:
         text = f"all limits: not known to be kept, {report.unread}"
         yield None, Violation(text=text, collectives=())
-
-
-def _broken(report: Report, budgets: Mapping[str | None, Budget]) -> Iterator[tuple]:
     for place, budget in budgets.items():
         found = report.collectives if place is None else _part(report, place, budget)
         # Over an axis of size 1 some backends keep an exchange of a device with itself.
@@ -233,22 +214,16 @@ def _shares_in(one: Collective, place: str) -> list[Collective]:
 
 def _is_in(one: Collective, place: str) -> bool:
     if place in _PLACES:
-        return place in _directions(one)
+        # What the compiler combined can be of both passes at once.
+        others = map(direction_of, stacks(one)) if one.combined > 1 else ()
+        return place in {one.direction, *others}
+    frames = (*one.frames, one.source) if one.source else one.frames
     return (
         _in_file(one.source, place)
-        or any(_is_function(frame.function, place) for frame in _frames(one))
+        # A qualified name is `Block.attend` or `loss.<locals>.body`.
+        or any(f".{frame.function}".endswith(f".{place}") for frame in frames)
         or any(f"/{place}/" in f"/{'/'.join(components(s))}/" for s in stacks(one))
     )
-
-
-def _directions(one: Collective) -> set[str]:
-    # What the compiler combined can be of both passes at once.
-    others = (direction_of(stack) for stack in stacks(one)) if one.combined > 1 else ()
-    return {one.direction, *others}
-
-
-def _frames(one: Collective) -> tuple[Source, ...]:
-    return (*one.frames, one.source) if one.source else one.frames
 
 
 def _in_file(source: Source | None, place: str) -> bool:
@@ -257,11 +232,6 @@ def _in_file(source: Source | None, place: str) -> bool:
         return False
     file = file if colon and line.isdigit() else place
     return f"/{source.file}".replace("\\", "/").endswith("/" + file.lstrip("/"))
-
-
-def _is_function(name: str, place: str) -> bool:
-    # A qualified name is `Block.attend` or `loss.<locals>.body`.
-    return f".{name}".endswith(f".{place}")
 
 
 def _places(one: Collective) -> Iterator[str]:
@@ -281,8 +251,15 @@ def _tell(report: Report, broken: list[tuple[str | None, Violation]]) -> str:
     for number, (place, violation) in enumerate(broken, start=1):
         where = "" if place is None else f"within {place!r}: "
         lines += [f"{number}. {where}{violation.text}", *_rows(violation.collectives)]
-    seen = any(len(v.collectives) == len(report.collectives) for _, v in broken)
-    return "\n".join(lines if seen else [*lines, *_ledger(report)])
+    count = len(report.collectives)
+    if any(len(violation.collectives) == count for _, violation in broken):
+        return "\n".join(lines)
+    if count > _MOST_SHOWN:
+        lines.append(f"The program has {count} collectives; print(report) lists them.")
+    else:
+        lines.append("All collectives of the program, most bytes first:")
+        lines += _rows(report.collectives)
+    return "\n".join(lines)
 
 
 def show_target(report: Report) -> str:
@@ -297,23 +274,19 @@ def show_backend(report: Report) -> str:
     return f"{report.backend}{kind}"
 
 
-def _ledger(report: Report) -> list[str]:
-    if len(report.collectives) > _MOST_SHOWN:
-        return [f"The program has {len(report.collectives)} collectives; print(report) lists them."]
-    return ["All collectives of the program, most bytes first:", *_rows(report.collectives)]
-
-
 def _rows(found: tuple[Collective, ...]) -> list[str]:
-    ordered = sorted(found, key=_weight, reverse=True)
+    # What is unknown may be the most.
+    ordered = sorted(
+        found,
+        key=lambda one: (
+            one.executions is None,
+            one.wire_bytes if one.total_wire_bytes is None else one.total_wire_bytes,
+        ),
+        reverse=True,
+    )
     rows = [f"     {show(one)}" for one in ordered[:_MOST_SHOWN]]
     more = len(ordered) - len(rows)
     return [*rows, f"     ... and {more} more"] if more else rows
-
-
-def _weight(one: Collective) -> tuple[bool, int]:
-    # What is unknown may be the most.
-    times = one.executions
-    return times is None, one.wire_bytes * (1 if times is None else times)
 
 
 def show(one: Collective) -> str:

@@ -25,7 +25,7 @@ OPTIONS = ("none", "only", "max_bytes", "max_count")
 class Key:
     """What a limit is on.
 
-    Args:
+    Attributes:
         text: as the user wrote it.
         kind: the kind of collective; None for all.
         axis: the mesh axis that it crosses, wholly or in part; None for any or none.
@@ -47,7 +47,9 @@ class Key:
 
 def _key(text: Any, option: str, *, bare_axis: bool) -> Key:
     if not isinstance(text, str):
-        raise _refuse(f"cannot read {text!r} in {option}", _key_forms(bare_axis), ArgumentError)
+        axis = "a mesh axis, " if bare_axis else ""
+        forms = f"a kind such as 'all-gather', {axis}both as 'all-gather@model', or '*'"
+        raise _refuse(f"cannot read {text!r} in {option}", forms, ArgumentError)
     kind, at, axis = text.partition("@")
     if kind == "*" or kind in KINDS:
         return Key(text=text, kind=None if kind == "*" else kind, axis=axis if at else None)
@@ -63,11 +65,6 @@ def _key(text: Any, option: str, *, bare_axis: bool) -> Key:
     raise explain(SUBJECT, [failure])
 
 
-def _key_forms(bare_axis: bool) -> str:
-    axis = "a mesh axis, " if bare_axis else ""
-    return f"a kind such as 'all-gather', {axis}both as 'all-gather@model', or '*'"
-
-
 def _refuse(what: str, expected: str, error: type) -> Exception:
     return explain(SUBJECT, [Failure(what=what, expected=expected, error=error)])
 
@@ -79,7 +76,7 @@ def _refuse(what: str, expected: str, error: type) -> Exception:
 class Limit:
     """The most that is allowed of one key.
 
-    Args:
+    Attributes:
         key: what it is on.
         most: bytes, or runs.
         given: as the user wrote it.
@@ -94,7 +91,7 @@ class Limit:
 class Budget:
     """All limits on one part of a ledger.
 
-    Args:
+    Attributes:
         none: what must not occur.
         only: what alone may occur; None for no such limit.
         max_bytes: on bytes that a device sends in one call.
@@ -120,15 +117,9 @@ class Budget:
 
 
 def read_budget(options: Mapping[str, Any], where: str = "") -> Budget:
-    """Reads the limits on one part of a ledger.
+    """Reads the limits on one part of a ledger, by option.
 
-    Args:
-        options: what was given, by option.
-        where: what to write before an option's name in an error: ``"within['loop'] "``.
-
-    Raises:
-        ValueError: an option, a kind or a size does not exist.
-        TypeError: an option has a value of another type.
+    An error says `where` before an option's name, such as ``"within['loop'] "``.
     """
     known = (*OPTIONS, "empty_ok") if where else OPTIONS
     for name in options:
@@ -182,11 +173,7 @@ def _read_count(given: Any, option: str) -> int:
 
 
 def check_axes(budgets: Iterable[Budget], mesh: Mapping[str, int]) -> None:
-    """Refuses keys on axes that the mesh does not have.
-
-    Raises:
-        ValueError: there is such a key; all of them are named.
-    """
+    """Refuses keys on axes that the mesh does not have, all in one error."""
     axes = {
         key.axis: key for budget in budgets for key in budget.all_keys() if key.axis is not None
     }
@@ -212,7 +199,7 @@ def check_axes(budgets: Iterable[Budget], mesh: Mapping[str, int]) -> None:
 class Violation:
     """A limit that a program breaks.
 
-    Args:
+    Attributes:
         text: which limit, and by how much.
         collectives: what breaks it.
     """
@@ -222,57 +209,37 @@ class Violation:
 
 
 def violations(found: Iterable[Collective], budget: Budget) -> Iterator[Violation]:
-    """Holds a budget against collectives.
-
-    Args:
-        found: the part of the ledger that the budget is on.
-        budget: its limits.
-
-    Yields:
-        Every limit that is broken, in the order in which `Budget` lists them.
-    """
+    """Limits of a budget that a part of a ledger breaks, in the order of `Budget`."""
     found = tuple(found)
+
+    def matching(key: Key) -> tuple[Collective, ...]:
+        return tuple(one for one in found if key.matches(one))
+
     for key in budget.none:
-        if matching := _matching(found, key):
-            text = f"none, {key}: allowed 0, found {len(matching)}"
-            yield Violation(text=text, collectives=matching)
+        if broken := matching(key):
+            text = f"none, {key}: allowed 0, found {len(broken)}"
+            yield Violation(text=text, collectives=broken)
     if budget.only is not None:
-        yield from _others(found, budget.only)
+        others = tuple(one for one in found if not any(key.matches(one) for key in budget.only))
+        if others:
+            allowed = ", ".join(map(str, budget.only)) or "nothing"
+            text = f"only: allowed {allowed}; found {len(others)} of something else"
+            yield Violation(text=text, collectives=others)
     for limit in budget.max_bytes:
-        yield from _too_many_bytes(_matching(found, limit.key), limit)
+        given = f" ({limit.given})" if isinstance(limit.given, str) else ""
+        allowed = f"max_bytes, {limit.key}: allowed {limit.most:,} bytes{given} per device and call"
+        each, shown = (lambda one: one.wire_bytes), (lambda n: f"{n:,} ({show_bytes(n)})")
+        yield from _exceeded(matching(limit.key), limit.most, each, shown, allowed)
     for limit in budget.max_count:
-        yield from _too_many_runs(_matching(found, limit.key), limit)
-
-
-def _matching(found: tuple[Collective, ...], key: Key) -> tuple[Collective, ...]:
-    return tuple(one for one in found if key.matches(one))
-
-
-def _others(found: tuple[Collective, ...], only: tuple[Key, ...]) -> Iterator[Violation]:
-    others = tuple(one for one in found if not any(key.matches(one) for key in only))
-    if others:
-        allowed = ", ".join(map(str, only)) or "nothing"
-        text = f"only: allowed {allowed}; found {len(others)} of something else"
-        yield Violation(text=text, collectives=others)
-
-
-def _too_many_bytes(found: tuple[Collective, ...], limit: Limit) -> Iterator[Violation]:
-    given = f" ({limit.given})" if isinstance(limit.given, str) else ""
-    allowed = f"max_bytes, {limit.key}: allowed {limit.most:,} bytes{given} per device and call"
-    yield from _exceeded(
-        found, limit, lambda one: one.wire_bytes, lambda n: f"{n:,} ({show_bytes(n)})", allowed
-    )
-
-
-def _too_many_runs(found: tuple[Collective, ...], limit: Limit) -> Iterator[Violation]:
-    runs = f"{limit.most:,} run{'s' * (limit.most != 1)}"
-    allowed = f"max_count, {limit.key}: allowed {runs} per call"
-    yield from _exceeded(found, limit, lambda one: 1, lambda n: f"{n:,}", allowed)
+        runs = f"{limit.most:,} run{'s' * (limit.most != 1)}"
+        allowed = f"max_count, {limit.key}: allowed {runs} per call"
+        each, shown = (lambda one: 1), (lambda n: f"{n:,}")
+        yield from _exceeded(matching(limit.key), limit.most, each, shown, allowed)
 
 
 def _exceeded(
     found: tuple[Collective, ...],
-    limit: Limit,
+    most: int,
     each: Callable[[Collective], int],
     show: Callable[[int], str],
     allowed: str,
@@ -281,9 +248,9 @@ def _exceeded(
     # Nothing, however often, is nothing.
     unknown = tuple(one for one in found if one.executions is None and each(one))
     total = sum((one.executions or 0) * each(one) for one in found)
-    if total > limit.most:
+    if total > most:
         at_least = "at least " if unknown else ""
-        text = f"{allowed}, found {at_least}{show(total)}, {total - limit.most:,} too many"
+        text = f"{allowed}, found {at_least}{show(total)}, {total - most:,} too many"
         yield Violation(text=text, collectives=found)
     elif unknown:
         text = (

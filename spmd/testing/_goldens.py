@@ -19,8 +19,8 @@ import sys
 from typing import Any
 
 from spmd.errors import Failure, OptionError, explain
-from spmd.inspection.hlo.source import direction_of
-from spmd.inspection.records.names import joined, place, stacks
+from spmd.inspection.records.diff import matched
+from spmd.inspection.records.names import direction_of, joined, place, stacks
 from spmd.inspection.records.report import Collective, Report, Shape
 from spmd.inspection.records.sizes import show_bytes
 from spmd.testing._assertions import as_report, show_backend
@@ -34,6 +34,11 @@ _TITLE = (
 )
 _COLUMNS = "# kind | axes | shapes | payload | runs | how many | direction | place"
 _FACTS = ("mesh", "backend", "jax")
+#: What a difference of a fact means.
+_NOTES = {
+    "backend": "; rows of two backends cannot agree: keep a golden for each",
+    "jax": "; places are not compared",
+}
 
 #: Exchanges of several arrays at once that could as well be several exchanges.
 _SPLITTABLE = (
@@ -48,7 +53,7 @@ _MOST_SHOWN = 40
 class Session:
     """What one test run does with goldens.
 
-    Args:
+    Attributes:
         update: whether files are written instead of compared.
         texts: what was to be written so far, by path.
         updated: the files that changed by it.
@@ -114,12 +119,7 @@ def _locate(path: Path, caller: str) -> Path:
 
 
 def hold(report: Report, path: Path, update: bool) -> None:
-    """Compares a report with a golden file, or writes the file.
-
-    Raises:
-        AssertionError: they differ, there is no such file, or the report has unread text.
-        ValueError: the file is no golden, or another test has just written it otherwise.
-    """
+    """Compares a report with a golden file, or writes the file; unread text is an error."""
     if report.unread:  # neither a golden nor a comparison would tell what the program exchanges
         raise AssertionError(f"The exchanges of `{report.name}` are not known: {report.unread}")
     if update:
@@ -140,7 +140,11 @@ def golden_text(report: Report) -> str:
         Lines of a header and a line for each group of equal exchanges, sorted.
     """
     facts = [f"# {name}: {value}" for name, value in _facts(report).items()]
-    rows = sorted(_line(row, count) for row, count in rows_of(report).items())
+    rows = sorted(
+        f"{row.kind} | {row.axes} | {row.shapes} | {row.payload_bytes} B | {row.runs} | x{count}"
+        f" | {row.direction} | {'~ ' * row.combined}{row.place}"
+        for row, count in rows_of(report).items()
+    )
     return "\n".join([_TITLE, f"# function: {report.name}", *facts, _COLUMNS, *rows]) + "\n"
 
 
@@ -157,7 +161,7 @@ def _facts(report: Report) -> dict[str, str]:
 class Row:
     """An exchange, without what a compiler changes on the way.
 
-    Args:
+    Attributes:
         kind: of the collective.
         axes: that it crosses, joined; the number of devices where it crosses none.
         shapes: before and after.
@@ -192,7 +196,7 @@ def rows_of(report: Report) -> Counter[Row]:
 
 
 def _rows(one: Collective) -> Iterator[Row]:
-    parts, names = list(_arrays(one)), stacks(one)
+    parts, names = _arrays(one), stacks(one)
     each_named = _has_every_name(one, len(parts))
     if len(names) != len(parts):
         names = [names[0]] * len(parts)
@@ -201,7 +205,7 @@ def _rows(one: Collective) -> Iterator[Row]:
             kind=one.kind,
             axes=_cell(", ".join(one.mesh_axes)) or f"{one.group_size} devices",
             shapes=f"{_join(operands)} -> {_join(results)}",
-            payload_bytes=max(_nbytes(operands), _nbytes(results)),
+            payload_bytes=max(sum(s.nbytes for s in side) for side in (operands, results)),
             runs=_runs(one),
             direction=direction_of(name) if one.combined > 1 else one.direction,
             place=_cell(place(name)),
@@ -217,22 +221,16 @@ def _has_every_name(one: Collective, count: int) -> bool:
     return count > 1 and (len(joined(one.op_name)) == count or same)
 
 
-def _arrays(one: Collective) -> Iterator[tuple[tuple[Shape, ...], tuple[Shape, ...]]]:
+def _arrays(one: Collective) -> list[tuple[tuple[Shape, ...], tuple[Shape, ...]]]:
     operands, results = one.shapes
     if one.kind in _SPLITTABLE and len(operands) == len(results):
-        for operand, result in zip(operands, results, strict=True):
-            yield (operand,), (result,)
-    else:
-        yield operands, results
+        return [((operand,), (result,)) for operand, result in zip(*one.shapes, strict=True)]
+    return [(operands, results)]
 
 
 def _join(shapes: Iterable[Shape]) -> str:
     runs = [(text, len([*same])) for text, same in itertools.groupby(map(str, shapes))]
     return " ".join(text if n == 1 else f"{n}*{text}" for text, n in runs) or "nothing"
-
-
-def _nbytes(shapes: Iterable[Shape]) -> int:
-    return sum(shape.nbytes for shape in shapes)
 
 
 def _runs(one: Collective) -> str:
@@ -247,14 +245,6 @@ def _cell(text: str) -> str:
     return " ".join(text.replace("|", "\N{BROKEN BAR}").split())
 
 
-def _line(row: Row, count: int) -> str:
-    about = "~ " * row.combined + row.place
-    return (
-        f"{row.kind} | {row.axes} | {row.shapes} | {row.payload_bytes} B | {row.runs} | x{count}"
-        f" | {row.direction} | {about}"
-    )
-
-
 # Files
 
 
@@ -262,7 +252,7 @@ def _line(row: Row, count: int) -> str:
 class Golden:
     """What a golden file says.
 
-    Args:
+    Attributes:
         facts: mesh, backend and release of JAX, in words.
         rows: how many there are of each row.
     """
@@ -279,11 +269,7 @@ _ROW = re.compile(
 
 
 def read(path: Path) -> Golden:
-    """Reads a golden file.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Reads a golden file; another file is an error."""
     lines = path.read_text(encoding="utf-8").splitlines()
     if not lines or lines[0] != _TITLE:
         raise _unreadable(path, 1, lines[0] if lines else "", _TITLE)
@@ -331,16 +317,12 @@ def _write(path: Path, text: str) -> None:
         )
         raise explain(SUBJECT, [failure])
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
-        _replace(path, text)
+        # Another worker of the same run may read or write here: no one sees half a file.
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft.write_text(text, encoding="utf-8", newline="\n")
+        draft.replace(path)
         session.updated.append(path)
-
-
-def _replace(path: Path, text: str) -> None:
-    # Another worker of the same run may read or write here: no one sees half a file.
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text, encoding="utf-8", newline="\n")
-    draft.replace(path)
 
 
 # Comparison
@@ -355,37 +337,36 @@ def compare(golden: Golden, report: Report, path: Path) -> str:
     if not missing and not extra and set(told) <= {"jax"}:
         return ""
     lines = [f"`{report.name}` does not exchange what its golden {_show_path(path)} says."]
-    lines += [_differs(fact, golden.facts.get(fact, "unknown"), now[fact]) for fact in told]
+    for fact in told:
+        then = golden.facts.get(fact, "unknown")
+        lines.append(f"  {fact:<8} golden {then}, now {now[fact]}{_NOTES.get(fact, '')}")
     lines += _section("only now", "+", extra, golden.rows, rows)
     lines += _section("only in the golden", "-", missing, golden.rows, rows)
-    lines += [_payload(golden.rows, rows)] * bool(missing or extra)
+    if missing or extra:
+        sums = f"golden {_sum(golden.rows)}, now {_sum(rows)}"
+        lines.append(f"payload of all rows, per device: {sums}")
     return "\n".join([*lines, "If this is meant: pytest --spmd-update, and review the file."])
-
-
-def _differs(fact: str, then: str, now: str) -> str:
-    note = {
-        "backend": "; rows of two backends cannot agree: keep a golden for each",
-        "jax": "; places are not compared",
-    }.get(fact, "")
-    return f"  {fact:<8} golden {then}, now {now}{note}"
 
 
 def _unmatched(
     then: Counter[Row], now: Counter[Row], *, any_place: bool
 ) -> tuple[Counter[Row], Counter[Row]]:
     """Rows of either side that none of the other side stands for."""
-    missing, extra = then - now, now - then
-    candidates: dict[Row, list[Row]] = {}
-    for new in extra:
-        candidates.setdefault(new.without_place(), []).append(new)
+    missing, extra = [*(then - now).elements()], [*(now - then).elements()]
+
+    def exact(old: Row) -> Row | None:
+        return None if old.combined else old.without_place()
+
+    def movable(new: Row) -> Row | None:
+        return new.without_place() if any_place or new.combined else None
+
+    def combined(old: Row) -> Row | None:
+        return old.without_place() if old.combined else None
+
     # A combined row can stand for any place: those that need one are served first.
-    for old in sorted(missing, key=lambda row: row.combined):
-        for new in candidates.get(old.without_place(), ()):
-            if any_place or old.combined or new.combined:
-                both = min(missing[old], extra[new])
-                missing[old] -= both
-                extra[new] -= both
-    return +missing, +extra
+    keys = [(exact, movable), (combined, Row.without_place)]
+    _, left_missing, left_extra = matched(missing, extra, keys)
+    return Counter(missing[i] for i in left_missing), Counter(extra[j] for j in left_extra)
 
 
 def _section(
@@ -411,10 +392,6 @@ def _show_row(row: Row) -> str:
     )
 
 
-def _payload(then: Counter[Row], now: Counter[Row]) -> str:
-    return f"payload of all rows, per device: golden {_sum(then)}, now {_sum(now)}"
-
-
 def _sum(rows: Counter[Row]) -> str:
     total, unknown = 0, False
     for row, count in rows.items():
@@ -427,13 +404,8 @@ def _sum(rows: Counter[Row]) -> str:
 def _missing(report: Report, path: Path) -> str:
     rows = rows_of(report)
     lines = _section("it would hold", "+", rows, Counter(), rows) or ["it would hold no rows"]
-    return "\n".join(
-        [
-            f"`{report.name}` has no golden {_show_path(path)}.",
-            *lines,
-            "Write it with pytest --spmd-update, and commit it.",
-        ]
-    )
+    first = f"`{report.name}` has no golden {_show_path(path)}."
+    return "\n".join([first, *lines, "Write it with pytest --spmd-update, and commit it."])
 
 
 def _show_path(path: Path) -> str:

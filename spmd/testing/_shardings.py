@@ -51,7 +51,13 @@ def assert_sharding(x: Any, expected: Any, *, mesh: Any = None) -> None:
     names = ["x" + jtu.keystr(path) for path, _ in paths]
     values = [value for _, value in paths]
     if not paths:
-        raise explain(_SUBJECT, [_nothing(x)])
+        failure = Failure(
+            what="has nothing to look at",
+            expected="an array, or a pytree with one or more",
+            got=f"{x!r}"[:100],
+            error=ArgumentError,
+        )
+        raise explain(_SUBJECT, [failure])
     _refuse_tracers(names, values)
     wanted = _spread(expected, treedef)
     mesh = _read_mesh(mesh)
@@ -65,15 +71,6 @@ def assert_sharding(x: Any, expected: Any, *, mesh: Any = None) -> None:
 
 
 # Arguments
-
-
-def _nothing(x: Any) -> Failure:
-    return Failure(
-        what="has nothing to look at",
-        expected="an array, or a pytree with one or more",
-        got=f"{x!r}"[:100],
-        error=ArgumentError,
-    )
 
 
 def _refuse_tracers(names: Sequence[str], values: Sequence[Any]) -> None:
@@ -139,7 +136,11 @@ def _check(value: Any, name: str, spec: Any, spec_name: str, mesh: Any) -> Failu
     if not isinstance(spec, Sharding):
         mesh = _mesh_for(got, mesh)
         if mesh is None:
-            return _no_mesh(got, name, spec)
+            return Failure(
+                what=f"needs a mesh to read {_show(spec)} for {name}, and there is none here",
+                got=f"{name} {_show_place(got)}",
+                fix="assert_sharding(x, spec, mesh=mesh), or place x with a NamedSharding",
+            )
     elif isinstance(spec, NamedSharding):
         mesh = spec.mesh
     if isinstance(spec, (NamedSharding, PartitionSpec)):
@@ -215,17 +216,10 @@ def _nowhere(value: Any, name: str, spec: Any) -> Failure:
     return Failure(what=f"finds {name} without a sharding", expected=_show(spec), got=kind, fix=fix)
 
 
-def _no_mesh(got: Sharding, name: str, spec: Any) -> Failure:
-    return Failure(
-        what=f"needs a mesh to read {_show(spec)} for {name}, and there is none here",
-        got=f"{name} {_show_place(got)}",
-        fix="assert_sharding(x, spec, mesh=mesh), or place x with a NamedSharding",
-    )
-
-
 def _elsewhere(value: Any, name: str, got: Sharding, wanted: Sharding) -> Failure:
-    expected = _show(wanted)
-    if isinstance(wanted, NamedSharding) and _alone(got, wanted):
+    expected, is_named = _show(wanted), isinstance(got, NamedSharding)
+    is_alone = not is_named and got.num_devices == 1 < wanted.num_devices
+    if isinstance(wanted, NamedSharding) and is_alone:
         committed = "" if getattr(value, "committed", True) else ", where nobody has placed it"
         return Failure(
             what=f"finds {name} on one device only",
@@ -234,7 +228,9 @@ def _elsewhere(value: Any, name: str, got: Sharding, wanted: Sharding) -> Failur
             fix="jax.device_put(x, NamedSharding(mesh, spec)), or return it from a pjit function",
         )
     mesh = wanted.mesh if isinstance(wanted, NamedSharding) else None
-    found = _show(_named(got, mesh, value.ndim))
+    # As a NamedSharding on the mesh, where there is one.
+    spec = None if is_named else _spec_on(got, mesh, value.ndim)
+    found = _show(got if mesh is None or spec is None else NamedSharding(mesh, spec))
     if found == expected:  # the difference is in what a spec and a mesh's sizes do not tell
         expected, found = (
             f"{t}, {_show_devices(s)}" for t, s in ((expected, wanted), (found, got))
@@ -244,16 +240,6 @@ def _elsewhere(value: Any, name: str, got: Sharding, wanted: Sharding) -> Failur
         expected=expected + _piece(wanted, value),
         got=found + _piece(got, value),
     )
-
-
-def _alone(got: Sharding, wanted: NamedSharding) -> bool:
-    return not isinstance(got, NamedSharding) and got.num_devices == 1 < wanted.num_devices
-
-
-def _named(sharding: Sharding, mesh: Any, ndim: int) -> Sharding:
-    """The sharding as a NamedSharding on the mesh, where there is one."""
-    spec = None if isinstance(sharding, NamedSharding) else _spec_on(sharding, mesh, ndim)
-    return sharding if spec is None else NamedSharding(mesh, spec)
 
 
 def _show(spec: Any) -> str:

@@ -41,8 +41,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Starts a session of goldens, where one could be needed."""
     config.stash[_written] = {}
     update = bool(config.getoption(_UPDATE))
-    if update and _in_ci():
-        _demand_command_line(config)
+    in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false", "no")
+    # From `addopts` it would make every golden of a CI run pass for ever.
+    if update and in_ci and _UPDATE not in config.invocation_params.args:
+        raise pytest.UsageError(
+            f"{_UPDATE} comes from addopts or PYTEST_ADDOPTS, and this is CI (the environment "
+            "variable CI is set): there it has to stand on the command line"
+        )
     # Inside of another run, as with pytester, the outer one's goldens are loaded already.
     if update or _GOLDENS in sys.modules:
         from spmd.testing import _goldens
@@ -57,23 +62,6 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         from spmd.testing import _goldens
 
         _goldens.sessions.remove(config.stash[_session])
-
-
-def _in_ci() -> bool:
-    return os.environ.get("CI", "").lower() not in ("", "0", "false", "no")
-
-
-def _is_worker(config: pytest.Config) -> bool:
-    return hasattr(config, "workerinput")  # of pytest-xdist
-
-
-def _demand_command_line(config: pytest.Config) -> None:
-    # From `addopts` it would make every golden of a CI run pass for ever.
-    if _UPDATE not in config.invocation_params.args:
-        raise pytest.UsageError(
-            f"{_UPDATE} comes from addopts or PYTEST_ADDOPTS, and this is CI (the environment "
-            "variable CI is set): there it has to stand on the command line"
-        )
 
 
 # Fixture
@@ -94,23 +82,19 @@ def spmd_golden(request: pytest.FixtureRequest) -> Callable[..., Any]:
         from spmd.testing import _goldens
 
         if name in taken:
-            raise _second(name)
+            from spmd.errors import Failure, OptionError, explain
+
+            failure = Failure(
+                what="is called twice in one test for one file",
+                given="no name" if name is None else f"name={name!r}",
+                fix="spmd_golden(f, ..., name='another'), which is a file of its own",
+                error=OptionError,
+            )
+            raise explain("spmd_golden", [failure])
         taken.add(name)
         return _goldens.assert_golden(f, _golden_path(request, name), *args, **kwargs)
 
     return golden
-
-
-def _second(name: str | None) -> Exception:
-    from spmd.errors import Failure, OptionError, explain
-
-    failure = Failure(
-        what="is called twice in one test for one file",
-        given="no name" if name is None else f"name={name!r}",
-        fix="spmd_golden(f, ..., name='another'), which is a file of its own",
-        error=OptionError,
-    )
-    return explain("spmd_golden", [failure])
 
 
 def _golden_path(request: pytest.FixtureRequest, name: str | None) -> Path:
@@ -136,7 +120,8 @@ def _file_name(text: str) -> str:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Hands what was written to the process that prints the summary; fails on a conflict."""
     config, goldens = session.config, session.config.stash.get(_session, None)
-    if _is_worker(config) and goldens is not None:
+    is_worker = hasattr(config, "workerinput")  # of pytest-xdist
+    if is_worker and goldens is not None:
         config.workeroutput["spmd_goldens"] = _digests(goldens)  # pyright: ignore
     elif _conflicts(config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

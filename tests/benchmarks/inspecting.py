@@ -62,16 +62,20 @@ def large_module(text: str, size: int) -> str:
 
 
 READ = """
-import resource, sys, time
+import resource, sys, time, types
 from spmd.inspection.hlo import calls, cost, ledger, memory, text as reader
 text = open(sys.argv[1]).read()
+sizes = ("argument", "output", "temp", "alias", "generated_code")
+plan = types.SimpleNamespace(
+    peak_memory_in_bytes=0, **{f"{name}_size_in_bytes": 0 for name in sizes}
+)
 start = time.perf_counter()
 module = reader.parse_modules(text)[0]
 parsed = time.perf_counter()
 visited = calls.visits(module)
 found = list(ledger.ledger(module, visited, {"data": 4, "model": 2}))
 cost.cost_of(module, visited)
-memory.largest_buffers(module)
+memory.memory_of(module, plan)
 done = time.perf_counter()
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(len(text), len(found), parsed - start, done - start, peak * 1024)

@@ -18,8 +18,9 @@ from reports import pretty
 import spmd
 from spmd.errors import explain
 from spmd.inspection.compile.fits import fits
-from spmd.inspection.compile.search import MOST, IndivisibleSizeError, Trial, search
+from spmd.inspection.compile.search import IndivisibleSizeError, search
 from spmd.inspection.hlo.oom import explain_oom, oom_failure, out_of_memory
+from spmd.inspection.records.fit import MOST, Trial
 
 F32 = jnp.float32
 

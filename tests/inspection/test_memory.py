@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.inspection.hlo.memory import largest_buffers, memory_of
+from spmd.inspection.hlo.memory import memory_of
 from spmd.inspection.hlo.text import parse_module
 
 F32 = jnp.float32
 N = 128
 SIZE = N * N * 4
 X = jax.ShapeDtypeStruct((N, N), F32)
+SIZES = ("argument", "output", "temp", "alias", "generated_code")
+NOTHING = SimpleNamespace(peak_memory_in_bytes=0, **{f"{name}_size_in_bytes": 0 for name in SIZES})
 
 
 def _compile(f, *args, device=None, **options):
@@ -41,7 +43,7 @@ def _hlo(body, *, header="", more=""):
 
 
 def _buffers(text, **options):
-    return largest_buffers(parse_module(text), **{"largest": None} | options)
+    return memory_of(parse_module(text), NOTHING, **{"largest": None} | options).buffers
 
 
 def _alive(buffers):

@@ -15,7 +15,7 @@ from reports import collective, source
 import spmd
 from spmd import P
 from spmd.inspection import Report
-from spmd.inspection.compile.excerpts import AROUND, excerpts
+from spmd.inspection.compile.report import AROUND, excerpts
 from spmd.inspection.hlo.memory import STRETCHES, _stretches, memory_of
 from spmd.inspection.hlo.text import parse_module
 

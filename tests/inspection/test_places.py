@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from spmd.inspection.hlo.places import short_path
+from spmd.inspection.records.names import short_path
 
 
 @pytest.mark.parametrize(

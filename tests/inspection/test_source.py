@@ -18,7 +18,8 @@ import pytest
 import spmd
 from spmd import P
 from spmd.inspection import Source
-from spmd.inspection.hlo import source as hlo_source, text as hlo_text
+from spmd.inspection.hlo import text as hlo_text
+from spmd.inspection.records.names import direction_of, is_library, user_source
 
 # Tables
 
@@ -33,7 +34,7 @@ def _module(tables, metadata="stack_frame_id=1", op="all-reduce(%x), to_apply=%a
 
 def _frames(tables, metadata="stack_frame_id=1"):
     module = _module(tables, metadata)
-    return hlo_source.frames_of(module.computations["main"].root, module)
+    return hlo_text.frames_of(module.computations["main"].root, module)
 
 
 # A chain of train -> loss -> layer, and a second outermost frame, as XLA numbers them.
@@ -144,7 +145,7 @@ def test_tables_are_no_computations(name):
     """Whatever a function or a file is called, the module's computations are those it has."""
     module = _module(TABLES.replace("<module>", name))
     assert [*module.computations] == ["main"]
-    (frame,) = hlo_source.frames_of(module.computations["main"].root, module)
+    (frame,) = hlo_text.frames_of(module.computations["main"].root, module)
     assert frame.function == name
 
 
@@ -192,7 +193,7 @@ STDLIB = sysconfig.get_path("stdlib")
 )
 def test_libraries(file):
     """Python, installed packages and spmd are libraries, on this machine and on others."""
-    assert hlo_source.is_library(file)
+    assert is_library(file)
 
 
 @pytest.mark.parametrize(
@@ -214,20 +215,20 @@ def test_libraries(file):
 )
 def test_users(file):
     """Scripts, notebooks and folders that only look like an environment are the user's."""
-    assert not hlo_source.is_library(file)
+    assert not is_library(file)
 
 
 def test_the_demo_is_a_users():
     """The demo's model is user code, wherever the package lies; the rest of it is a library."""
     package = Path(spmd.__file__).parent
-    assert not hlo_source.is_library(str(package / "demo" / "model.py"))
-    assert hlo_source.is_library(str(package / "stages.py"))
-    assert hlo_source.is_library(str(package / "inspection" / "compile" / "report.py"))
+    assert not is_library(str(package / "demo" / "model.py"))
+    assert is_library(str(package / "stages.py"))
+    assert is_library(str(package / "inspection" / "compile" / "report.py"))
 
 
 def _source_in(*files):
     frames = [Source(file=file, line=n, column=0, function="") for n, file in enumerate(files, 1)]
-    return hlo_source.user_source(frames)
+    return user_source(frames)
 
 
 def test_the_innermost_frame_outside_of_libraries_is_the_users():
@@ -261,7 +262,7 @@ def test_the_innermost_frame_outside_of_libraries_is_the_users():
 )
 def test_direction_of_a_name_stack(op_name, direction):
     """Transformations tell the direction; functions and primitives of the same name do not."""
-    assert hlo_source.direction_of(op_name) == direction
+    assert direction_of(op_name) == direction
 
 
 @jax.custom_vjp
@@ -321,7 +322,7 @@ def test_direction_of_what_jax_writes(name):
     products = [
         one for c in module.computations.values() for one in c.instructions if one.opcode == "dot"
     ]
-    assert {hlo_source.direction_of(one.op_name) for one in products} == wanted
+    assert {direction_of(one.op_name) for one in products} == wanted
 
 
 # Programs
@@ -433,7 +434,7 @@ def test_without_full_stacks_there_is_the_line_alone():
     sine = next(
         one for c in module.computations.values() for one in c.instructions if one.opcode == "sine"
     )
-    (frame,) = hlo_source.frames_of(sine, module)
+    (frame,) = hlo_text.frames_of(sine, module)
     assert _place(frame)[:2] == (__file__, "short")
 
 

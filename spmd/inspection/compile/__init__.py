@@ -6,8 +6,7 @@ In the order of reading:
 - `topology`: hardware that is only described.
 - `carrying`: arguments for other devices than those where they lie.
 - `arguments`: how arguments lie, as records.
-- `excerpts`: the source text around the lines of a report.
-- `report`: the report.
+- `report`: the report, with the source text around its lines.
 - `preview`: the collectives before the compile.
 - `search`: the largest size, by few trials.
 - `fits`: whether a program fits, and up to which size.

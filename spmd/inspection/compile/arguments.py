@@ -20,13 +20,9 @@ _NO_NAME = re.compile(r"(Arg_\d+\.\d+)?")
 
 
 def arguments_of(compiled: Any, mesh: Any, names: Sequence[str]) -> tuple[Argument, ...]:
-    """The arrays that a program takes.
+    """The arrays that a program takes, on its mesh; None for a program without one.
 
-    Args:
-        compiled: of `spmd.pjit` or `jax.jit`.
-        mesh: of the program; None for a program without one.
-        names: paths of the program's parameters as its text has them; used where there are as
-            many as arrays.
+    They have the `names` of the program's parameters where there are as many as arrays.
     """
     return tuple(
         argument(name, aval, sharding, mesh) for name, aval, sharding in _leaves(compiled, names)
@@ -50,21 +46,13 @@ def _leaves(compiled: Any, names: Sequence[str]) -> Iterator[tuple[str, Any, Any
 
 def _call_path(path: Sequence[Any]) -> str:
     """``args[0]['w']`` or ``rate`` for a path in ``(args, kwargs)``."""
-    positional = path[0].idx == 0
-    if positional:
+    if path[0].idx == 0:
         return f"args{jax.tree_util.keystr(tuple(path[1:]))}"
     return f"{path[1].key}{jax.tree_util.keystr(tuple(path[2:]))}"
 
 
 def argument(name: str, aval: Any, sharding: Any, mesh: Any) -> Argument:
-    """One array on a mesh.
-
-    Args:
-        name: its path.
-        aval: what has a shape and a dtype.
-        sharding: of JAX; None for an argument that the program does not use.
-        mesh: of the program.
-    """
+    """One array on the mesh of a program; it has no sharding where the program does not use it."""
     splits = splits_of(aval.shape, sharding, mesh)
     elements = math.prod(s.block for s in splits) if splits is not None else math.prod(aval.shape)
     return Argument(
@@ -78,27 +66,17 @@ def argument(name: str, aval: Any, sharding: Any, mesh: Any) -> Argument:
 
 
 def _show(sharding: Any) -> str:
-    if sharding is None:
-        return "not used"
     if isinstance(sharding, NamedSharding):
         return show_spec(sharding.spec)
-    return _resolve.show_sharding(sharding)
+    return "not used" if sharding is None else _resolve.show_sharding(sharding)
 
 
 def splits_of(shape: Sequence[int], sharding: Any, mesh: Any) -> tuple[Split, ...] | None:
-    """How a sharding cuts each dimension; None where no PartitionSpec on the mesh says it.
-
-    Args:
-        shape: of the whole array.
-        sharding: of JAX.
-        mesh: whose axes are named.
-    """
+    """How a sharding cuts each dimension; None where no PartitionSpec on the mesh says it."""
     if mesh is None or sharding is None:
         return None
     spec = _spec_on(sharding, mesh, len(shape))
-    if spec is None:
-        return None
-    return splits_of_spec(shape, spec, dict(mesh.shape))
+    return None if spec is None else splits_of_spec(shape, spec, dict(mesh.shape))
 
 
 def splits_of_spec(shape: Sequence[int], spec: Any, mesh: Mapping[str, int]) -> tuple[Split, ...]:

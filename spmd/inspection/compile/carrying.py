@@ -27,21 +27,10 @@ def carried(
 ) -> tuple[Any, Any]:
     """The arguments of a call for a mesh: what lies elsewhere is split over the axes it is named.
 
-    A sharding without names is dropped, and so is one over axes that the mesh lacks where the
-    function is of `spmd.pjit`, whose specs are its own.
-
-    Args:
-        f: the function.
-        args: of the call.
-        kwargs: of the call.
-        mesh: to compile for; None for that of the function, which leaves arguments as they are.
-        subject: the first words of an error.
-
-    Returns:
-        The same trees, with `jax.ShapeDtypeStruct`s in place of arrays that lie elsewhere.
-
-    Raises:
-        ShardingError: nothing but an argument says how to split it, and the mesh lacks its axes.
+    There it becomes a `jax.ShapeDtypeStruct`. Without a mesh, arguments stay as they are. A
+    sharding without names is dropped, and so is one over axes that the mesh lacks where the
+    function is of `spmd.pjit`, whose specs are its own. Of any other function nothing but the
+    argument says how to split it, so this is an error with the first words `subject`.
     """
     if mesh is None:
         return args, kwargs
@@ -67,31 +56,24 @@ def _carried(leaf: Any, mesh: Any) -> Any:
 
 
 def shape_on(leaf: Any, mesh: Any, name: str) -> Any:
-    """An array as its shape, placed on a mesh as it is placed where it lies.
+    """An array as its shape, placed on a mesh as it is placed where it lies; `name` is for errors.
 
-    A NamedSharding goes over by the names of its axes. One device stands for no other, so what is
-    committed to a device that the mesh lacks is placed nowhere.
-
-    Args:
-        leaf: an array, a struct of one, or any other value.
-        mesh: to compile for; None for the devices where arrays are.
-        name: of the leaf, for errors.
-
-    Raises:
-        ShardingError: the mesh has no such axes, or the sharding names none.
+    A NamedSharding goes over by the names of its axes, and any other over several devices is an
+    error. One device stands for no other, so what is committed to a device that the mesh lacks is
+    placed nowhere. Without a mesh, arrays stay on their devices.
     """
-    sharding = placed_sharding(leaf)
-    if mesh is not None and isinstance(sharding, NamedSharding):
-        sharding = _by_names(sharding, mesh, name)
-    elif mesh is not None and sharding is not None:
-        sharding = _in_place(sharding, mesh, name)
+    sharding: Any = placed_sharding(leaf)
+    if mesh is None or sharding is None:
+        return shape_of(leaf, sharding)
+    if isinstance(sharding, NamedSharding):
+        if missing := sorted(_axes(sharding) - {*mesh.axis_names}):
+            raise explain(name, [_lacks_axes(sharding, mesh, missing)])
+        sharding = _moved(sharding, mesh)
+    elif not sharding.device_set <= {*mesh.devices.flat}:
+        if len(sharding.device_set) > 1:
+            raise explain(name, [_nameless(sharding, mesh)])
+        sharding = None
     return shape_of(leaf, sharding)
-
-
-def _by_names(sharding: Any, mesh: Any, name: str) -> Any:
-    if missing := sorted(_axes(sharding) - {*mesh.axis_names}):
-        raise explain(name, [_lacks_axes(sharding, mesh, missing)])
-    return _moved(sharding, mesh)
 
 
 def _moved(sharding: Any, mesh: Any) -> Any:
@@ -103,14 +85,6 @@ def _moved(sharding: Any, mesh: Any) -> Any:
     auto = jax.sharding.AxisType.Auto
     plain = plain.update(axis_types=tuple(types.get(axis, auto) for axis in plain.axis_names))
     return NamedSharding(plain, sharding.spec, memory_kind=sharding.memory_kind)
-
-
-def _in_place(sharding: Any, mesh: Any, name: str) -> Any:
-    if sharding.device_set <= {*mesh.devices.flat}:
-        return sharding
-    if len(sharding.device_set) > 1:
-        raise explain(name, [_nameless(sharding, mesh)])
-    return None
 
 
 def _lacks_axes(sharding: Any, mesh: Any, missing: Sequence[str]) -> Failure:

@@ -33,12 +33,11 @@ from spmd.inspection.compile.program import (
     text_of,
     unbound,
 )
-from spmd.inspection.compile.search import IndivisibleSizeError, Trial, search
+from spmd.inspection.compile.search import IndivisibleSizeError, search
 from spmd.inspection.compile.topology import hbm_bytes, topology as describe
 from spmd.inspection.hlo.oom import OutOfMemory, out_of_memory
 from spmd.inspection.hlo.text import parse_modules
-from spmd.inspection.records.fit import Fit, size_verdict_of, verdict_of
-from spmd.inspection.records.report import Buffer, Memory
+from spmd.inspection.records.fit import Fit, Trial, show_vary, size_verdict_of, verdict_of
 from spmd.inspection.records.sizes import parse_bytes
 from spmd.inspection.show.progress import quiet, showing
 
@@ -105,22 +104,15 @@ def fits(
     question = _Question(
         f=f, mesh=on, budget=_read_budget(budget, subject), subject=subject, name=_name(f)
     )
-    question.check()
+    if on is not None and not isinstance(f, STAGES):
+        question.limit(on.devices.flat[0])  # no compile can answer without one
     if vary is None:
-        return question.answer(given, named)
+        return question.judge(question.lower(given, named))
     options = {"max_trials": max_compiles, "tolerance": tolerance}
-    seen = progress if callable(progress) else _unseen
-    shown = (
-        quiet()
-        if callable(progress) or progress is False
-        else showing(subject, lines=bool(progress))
-    )
-    with shown as say:
+    is_quiet = callable(progress) or progress is False
+    with quiet() if is_quiet else showing(subject, lines=bool(progress)) as say:
+        seen = progress if callable(progress) else lambda size, fit: None
         return _largest(question, given, named, vary, options, seen, say)
-
-
-def _unseen(size: int, fit: Fit) -> None:
-    """In the place of a `progress` that nobody gave."""
 
 
 # The question
@@ -187,12 +179,7 @@ def _show(mesh: Any) -> str:
 class _Question:
     """What is asked, up to the arguments.
 
-    Args:
-        f: the function, or a stage.
-        mesh: to compile for; None for that of the function.
-        budget: bytes; None for what the devices have.
-        subject: the first words of an error.
-        name: of the function.
+    The mesh is None for that of the function, and the budget, in bytes, for what the devices have.
     """
 
     f: Any
@@ -200,19 +187,6 @@ class _Question:
     budget: int | None
     subject: str
     name: str
-
-    def check(self) -> None:
-        """Refuses what no compile can answer, before one starts.
-
-        Raises:
-            ValueError: there is no budget, and the devices are known to have none.
-        """
-        if self.mesh is not None and not isinstance(self.f, STAGES):
-            self.limit(self.mesh.devices.flat[0])
-
-    def answer(self, specs: Sequence[Any], kwargs: Mapping[str, Any]) -> Fit:
-        """Compiles, and says whether the program fits."""
-        return self.judge(self.lower(specs, kwargs))
 
     def lower(self, specs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Everything up to the compile."""
@@ -237,11 +211,7 @@ class _Question:
         return self._refused(lowered, verdict)
 
     def limit(self, device: Any) -> int:
-        """Bytes that the program may take on a device.
-
-        Raises:
-            ValueError: that is not known.
-        """
+        """Bytes that the program may take on a device; an error where that is not known."""
         if self.budget is not None:
             return self.budget
         known = hbm_bytes(device.device_kind) or _own_limit(device)
@@ -253,11 +223,15 @@ class _Question:
         mesh, devices = mesh_of(compiled, self.mesh), devices_of(compiled)
         memory = memory_plan(compiled, parse_modules(text_of(compiled)))
         if memory is None:
-            raise explain(self.subject, [_no_plan(devices[0])])
-        budget = self.limit(devices[0])
-        return self._fit(
-            mesh, devices, budget=budget, needed=memory.peak, memory=memory, buffers=memory.buffers
-        )
+            failure = Failure(
+                what="has no answer: the compiler tells nothing about memory",
+                got=f"devices of kind {devices[0].device_kind!r}",
+                error=OptionError,
+            )
+            raise explain(self.subject, [failure])
+        budget, needed = self.limit(devices[0]), memory.peak
+        plan = {"needed": needed, "memory": memory, "buffers": memory.buffers}
+        return self._fit(mesh, devices, fits=needed <= budget, budget=budget, **plan)
 
     def _refused(self, lowered: Any, verdict: OutOfMemory) -> Fit:
         mesh = self.mesh if self.mesh is not None else getattr(lowered, "mesh", None)
@@ -265,26 +239,13 @@ class _Question:
         known = [] if verdict.available is None else [verdict.available]
         if self.budget is not None or not known:
             known.append(self.limit(devices[0]) if devices else self.budget or 0)
-        needed = verdict.needed
-        return self._fit(mesh, devices, budget=min(known), needed=needed, buffers=verdict.buffers)
+        plan = {"needed": verdict.needed, "memory": None, "buffers": verdict.buffers}
+        return self._fit(mesh, devices, fits=False, budget=min(known), **plan)
 
-    def _fit(
-        self,
-        mesh: Any,
-        devices: Sequence[Any],
-        *,
-        budget: int,
-        needed: int | None,
-        buffers: tuple[Buffer, ...],
-        memory: Memory | None = None,
-    ) -> Fit:
+    def _fit(self, mesh: Any, devices: Sequence[Any], **answer: Any) -> Fit:
         device = devices[0] if devices else None
         fit = Fit(
-            fits=memory is not None and memory.peak <= budget,
-            needed=needed,
-            budget=budget,
-            memory=memory,
-            buffers=buffers,
+            **answer,
             verdict="",
             name=self.name,
             mesh={} if mesh is None else dict(mesh.shape),
@@ -319,14 +280,6 @@ def _no_budget(device: Any) -> Failure:
     )
 
 
-def _no_plan(device: Any) -> Failure:
-    return Failure(
-        what="has no answer: the compiler tells nothing about memory",
-        got=f"devices of kind {device.device_kind!r}",
-        error=OptionError,
-    )
-
-
 # The largest size
 
 
@@ -339,9 +292,7 @@ def _largest(
     progress: Callable[[int, Fit], None],
     say: Callable[[str], None],
 ) -> Fit:
-    if isinstance(question.f, STAGES):
-        raise explain(question.subject, [_stage_with_vary(question.f)])
-    if failure := _bad_options(**options):
+    if failure := _bad_options(question.f, **options):
         raise explain(question.subject, [failure])
     call = _Call.of(question, specs, kwargs, vary)
     answers: dict[int, Fit] = {}
@@ -357,9 +308,8 @@ def _largest(
         return next((fit.budget for fit in answers.values()), None)
 
     found = search(trial, start=call.size, budget=budget, **options)
-    best = answers[found.largest] if found.largest else answers[min(answers)]
     fit = dataclasses.replace(
-        best,
+        answers[found.largest or min(answers)],
         vary=call.vary,
         largest=found.largest,
         too_large=found.too_large,
@@ -376,8 +326,7 @@ _DIVISIBLE = re.compile(r"divisible by (\d+)")
 class _Call:
     """A call whose arguments vary in size.
 
-    Args:
-        question: what is asked.
+    Attributes:
         leaves: of the arguments.
         tree: of ``(args, kwargs)``.
         vary: paths and dimensions.
@@ -394,12 +343,7 @@ class _Call:
     def of(
         cls, question: _Question, specs: Sequence[Any], kwargs: Mapping[str, Any], vary: Any
     ) -> _Call:
-        """Finds the leaves that vary.
-
-        Raises:
-            ValueError: a path or a dimension is not there.
-            TypeError: `vary` is no pair of a path and a dimension, nor several.
-        """
+        """Finds the leaves that vary; an error says what `vary` names and is not there."""
         pairs = _pairs(vary, question.subject)
         fun = getattr(question.f, "__wrapped__", question.f)
         params = parse_parameters(fun, question.subject, (), (), (), ())
@@ -426,26 +370,18 @@ class _Call:
     def answer(self, size: int, *, first: bool) -> Fit:
         """Compiles for one size, with a copy of the function whose programs go with it.
 
-        Args:
-            size: to compile for.
-            first: True where no size was ever lowered, so that an error need not be of the size.
-
-        Raises:
-            IndivisibleSizeError: a sharding or the function itself takes multiples only.
+        An error is an `IndivisibleSizeError` where a sharding or the function takes multiples only.
+        Where no size was lowered before (`first`), it need not be of the size.
         """
-        question = dataclasses.replace(self.question, f=_copied(self.question.f))
+        question, lowered = dataclasses.replace(self.question, f=_copied(self.question.f)), None
         try:
             lowered = question.lower(*self._resized(size))
-        except Exception as e:
-            factor = self._factor(e, size, first=first)
-            if factor is not None:
-                raise IndivisibleSizeError(factor) from None
-            self._name_size(e, size)
-            raise
-        try:
             return question.judge(lowered)
         except Exception as e:
-            self._name_size(e, size)
+            factor = self._factor(e, size, first=first) if lowered is None else None
+            if factor is not None:
+                raise IndivisibleSizeError(factor) from None
+            e.add_note(f"This is from spmd.fits, which tried {size:,} for {show_vary(self.vary)}.")
             raise
 
     def _resized(self, size: int) -> tuple[Any, Any]:
@@ -469,10 +405,6 @@ class _Call:
         rest = self.size // step
         return step * next(p for p in range(2, rest + 1) if rest % p == 0)
 
-    def _name_size(self, error: Exception, size: int) -> None:
-        what = " and ".join(f"dimension {d} of {path}" for path, d in self.vary)
-        error.add_note(f"This is from spmd.fits, which tried {size:,} for {what}.")
-
 
 def _copied(f: Any) -> Any:
     """A pjit function with caches of its own, so that what is compiled for it is not kept."""
@@ -487,19 +419,9 @@ def _copied(f: Any) -> Any:
 
 
 def _pairs(vary: Any, subject: str) -> list[tuple[str, int]]:
-    one = isinstance(vary, (tuple, list)) and len(vary) == 2 and isinstance(vary[0], str)
-    pairs = [vary] if one else vary
-    if isinstance(pairs, (tuple, list)) and pairs:
-        right = [
-            isinstance(p, (tuple, list))
-            and len(p) == 2
-            and isinstance(p[0], str)
-            and isinstance(p[1], int)
-            and not isinstance(p[1], bool)
-            for p in pairs
-        ]
-        if all(right):
-            return [(path, dim) for path, dim in pairs]
+    pairs = [vary] if _is_pair(vary) else vary
+    if isinstance(pairs, (tuple, list)) and pairs and all(map(_is_pair, pairs)):
+        return [(path, dim) for path, dim in pairs]
     failure = Failure(
         what="cannot read vary",
         given=f"vary={vary!r}"[:200],
@@ -510,6 +432,13 @@ def _pairs(vary: Any, subject: str) -> list[tuple[str, int]]:
     raise explain(subject, [failure])
 
 
+def _is_pair(given: Any) -> bool:
+    match given:
+        case (str(), int(dim)):
+            return isinstance(given, (tuple, list)) and not isinstance(dim, bool)
+    return False
+
+
 def _place(
     path: str, dim: int, names: Sequence[str], leaves: Sequence[Any]
 ) -> tuple[int, int] | Failure:
@@ -518,44 +447,38 @@ def _place(
     if wanted not in names:
         inside = [n for n in names if n.startswith((f"{wanted}[", f"{wanted}."))]
         missing = f"has no array {path}{did_you_mean(wanted, names)}"
+        listed = inside or names
+        more = f" and {len(listed) - 10} more" if len(listed) > 10 else ""
+        shown = ", ".join(listed[:10]) + more or "there is none"
         return Failure(
             what=f"cannot vary {path}, which holds several arrays" if inside else missing,
             given=given,
-            expected="the path of an array: " + _listed(inside or names),
+            expected=f"the path of an array: {shown}",
             error=OptionError,
         )
-    leaf = leaves[names.index(wanted)]
-    rank = len(getattr(leaf, "shape", ()))
-    if not -rank <= dim < rank:
-        return Failure(
-            what=f"has no dimension {dim} in {path}",
-            given=given,
-            expected=f"a dimension from {-rank} to {rank - 1}"
-            if rank
-            else "an array of rank 1 or more",
-            got=f"shape {tuple(leaf.shape)}"
-            if hasattr(leaf, "shape")
-            else f"a {type(leaf).__name__}",
-            error=OptionError,
-        )
-    return names.index(wanted), dim % rank
-
-
-def _listed(names: Sequence[str], most: int = 10) -> str:
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "") or "there is none"
-
-
-def _stage_with_vary(f: Any) -> Failure:
+    index = names.index(wanted)
+    leaf, shape = leaves[index], getattr(leaves[index], "shape", None)
+    rank = len(shape or ())
+    if -rank <= dim < rank:
+        return index, dim % rank
+    some = f"a dimension from {-rank} to {rank - 1}"
     return Failure(
-        what=f"cannot vary the size of a {type(f).__name__} stage",
-        expected="a function, which is lowered for each size",
-        fix="fits(function, *args, vary=...)",
-        error=ArgumentError,
+        what=f"has no dimension {dim} in {path}",
+        given=given,
+        expected=some if rank else "an array of rank 1 or more",
+        got=f"a {type(leaf).__name__}" if shape is None else f"shape {tuple(shape)}",
+        error=OptionError,
     )
 
 
-def _bad_options(max_trials: Any, tolerance: Any) -> Failure | None:
+def _bad_options(f: Any, max_trials: Any, tolerance: Any) -> Failure | None:
+    if isinstance(f, STAGES):
+        return Failure(
+            what=f"cannot vary the size of a {type(f).__name__} stage",
+            expected="a function, which is lowered for each size",
+            fix="fits(function, *args, vary=...)",
+            error=ArgumentError,
+        )
     if not isinstance(max_trials, int) or max_trials < 1:
         return Failure(
             what="cannot compile so often",

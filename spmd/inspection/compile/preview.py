@@ -53,19 +53,16 @@ def preview(f: Any, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
     subject = "preview"
     f = stage_of(f)
     if isinstance(f, COMPILED):
-        raise explain(subject, [_compiled(f)])
+        failure = Failure(
+            what="is for what is not compiled yet",
+            got=f"{type(f).__module__}.{type(f).__name__}",
+            fix="report(compiled), which says what the program does",
+            error=ReportError,
+        )
+        raise explain(subject, [failure])
     with entered(mesh):
         lowered = lower(f, args, kwargs, subject=subject, verb="preview")
     return _report_of(lowered, mesh, subject)
-
-
-def _compiled(f: Any) -> Failure:
-    return Failure(
-        what="is for what is not compiled yet",
-        got=f"{type(f).__module__}.{type(f).__name__}",
-        fix="report(compiled), which says what the program does",
-        error=ReportError,
-    )
 
 
 def _report_of(lowered: Any, mesh: Any, subject: str) -> Report:

@@ -26,26 +26,19 @@ STAGES = (*_TRACED, *_LOWERED, *COMPILED)
 
 
 def entered(mesh: Any) -> Any:
-    """A context in which a function is lowered for a mesh; None is that of the function.
-
-    Raises:
-        TypeError: it is no mesh.
-    """
+    """A context in which a function is lowered for a mesh; None is that of the function."""
     if mesh is None:
         return contextlib.nullcontext()
-    if not isinstance(mesh, jax.sharding.Mesh):
-        raise explain("report", [_no_mesh(mesh)])
-    return mesh if isinstance(mesh, spmd.Mesh) else spmd.Mesh(mesh.devices, mesh.axis_names)
-
-
-def _no_mesh(mesh: Any) -> Failure:
-    return Failure(
+    if isinstance(mesh, jax.sharding.Mesh):
+        return mesh if isinstance(mesh, spmd.Mesh) else spmd.Mesh(mesh.devices, mesh.axis_names)
+    failure = Failure(
         what="cannot use this mesh",
         given=f"mesh={mesh!r}"[:100],
         expected="a spmd.Mesh or jax.sharding.Mesh, such as spmd.topology and spmd.make_mesh give",
         got=type(mesh).__name__,
         error=ArgumentError,
     )
+    raise explain("report", [failure])
 
 
 def stage_of(f: Any) -> Any:
@@ -61,15 +54,8 @@ def lower(
 ) -> Any:
     """Walks from wherever `f` stands to a program that is lowered or compiled already.
 
-    Args:
-        f: a function, or a stage of one.
-        args: of the call; none for a stage.
-        kwargs: of the call.
-        subject: the first words of an error.
-        verb: the function that was called, such as ``report``.
-
-    Raises:
-        TypeError: `f` is nothing that can be compiled, or a stage is given arguments.
+    An error starts with `subject` and names the function that was called (`verb`): `f` is nothing
+    that can be compiled, or a stage is given arguments.
     """
     f = stage_of(f)
     if isinstance(f, STAGES):
@@ -95,9 +81,12 @@ def _call_failure(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], verb: str
 ) -> Failure | None:
     """Says that all arguments were given as one tuple, where that is why a call failed."""
-    signature = _signature(function)
-    if signature is None or kwargs or len(args) != 1 or not isinstance(args[0], (tuple, list)):
+    if kwargs or len(args) != 1 or not isinstance(args[0], (tuple, list)):
         return None
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None  # some callables have none
     if _binds(signature, args) or not _binds(signature, args[0]):
         return None
     name = getattr(function, "__name__", "f")
@@ -108,13 +97,6 @@ def _call_failure(
         fix=f"{_written(verb, name)}: the arguments follow one by one",
         error=ArgumentError,
     )
-
-
-def _signature(function: Any) -> inspect.Signature | None:
-    try:
-        return inspect.signature(function)
-    except (TypeError, ValueError):
-        return None  # some callables have none
 
 
 def _binds(signature: inspect.Signature, args: Sequence[Any]) -> bool:
@@ -128,13 +110,15 @@ def _binds(signature: inspect.Signature, args: Sequence[Any]) -> bool:
 def refuse_arguments(
     f: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, subject: str, verb: str
 ) -> None:
-    """Sees that what has its arguments already is given none.
-
-    Raises:
-        TypeError: it is given some.
-    """
+    """Sees that what has its arguments already is given none."""
     if args or kwargs:
-        raise explain(subject, [_stage_with_arguments(f, verb)])
+        name = type(f).__name__
+        failure = Failure(
+            what=f"takes no arguments for a {name}, which has them already",
+            expected=f"{verb}({name.lower()}), or {verb}(function, *args)",
+            error=ArgumentError,
+        )
+        raise explain(subject, [failure])
 
 
 #: Of `functools.partial`, and of the class of Equinox that stands for it.
@@ -152,15 +136,6 @@ def unbound(
             f, args, kwargs = f.func, (*f.args, *args), {**f.keywords, **kwargs}
         else:
             return f, args, kwargs
-
-
-def _stage_with_arguments(f: Any, verb: str) -> Failure:
-    name = type(f).__name__
-    return Failure(
-        what=f"takes no arguments for a {name}, which has them already",
-        expected=f"{verb}({name.lower()}), or {verb}(function, *args)",
-        error=ArgumentError,
-    )
 
 
 def _written(verb: str, function: str) -> str:
@@ -184,16 +159,21 @@ def _nothing_to_compile(f: Any, verb: str) -> Failure:
 def mesh_of(compiled: Any, mesh: Any) -> Any:
     """The mesh that the axes of a program belong to, or None."""
     if mesh is None:
-        own = _own_mesh(compiled)
-        return own if own is not None else _current(compiled)
+        own, current = _own_mesh(compiled), _mesh.current_mesh()
+        if own is not None or current is None:
+            return own
+        return current if [*current.devices.flat] == devices_of(compiled) else None
     if isinstance(compiled, stages.Compiled):
         # All axes of a program are Auto inside, whatever those of its mesh are.
         if _mesh.auto_mesh(mesh) != _mesh.auto_mesh(compiled.mesh):
             raise explain("report", [_bound_elsewhere(mesh, compiled.mesh)])
         return mesh
     # A program of `jax.jit` may be read with other names for the axes of its devices.
-    if failure := _runs_elsewhere(compiled, mesh):
-        raise explain("report", [failure])
+    devices, wanted = devices_of(compiled), [*mesh.devices.flat]
+    if devices != wanted:
+        order = ", in another order" if {*devices} == {*wanted} else ""
+        shown = f"{_mesh.show_devices(devices)}{order}"
+        raise explain("report", [_other_devices(mesh, shown)])
     return mesh
 
 
@@ -215,14 +195,6 @@ def _bound_elsewhere(mesh: Any, own: Any) -> Failure:
     )
 
 
-def _runs_elsewhere(compiled: Any, mesh: Any) -> Failure | None:
-    devices, wanted = devices_of(compiled), [*mesh.devices.flat]
-    if devices == wanted:
-        return None
-    order = ", in another order" if {*devices} == {*wanted} else ""
-    return _other_devices(mesh, f"{_mesh.show_devices(devices)}{order}")
-
-
 def _other_devices(mesh: Any, devices: str) -> Failure:
     return Failure(
         what="cannot match the program with this mesh",
@@ -234,16 +206,9 @@ def _other_devices(mesh: Any, devices: str) -> Failure:
 
 
 def check_lowered(lowered: Any, count: int, mesh: Any, *, subject: str) -> None:
-    """Sees that a program is for a mesh, as `mesh_of` does for what is compiled.
+    """Sees that a program is for a mesh, or for None, as `mesh_of` does for what is compiled.
 
-    Args:
-        lowered: of `spmd.pjit` or `jax.jit`.
-        count: of its devices; which they are is known only when it is compiled.
-        mesh: that was asked for, or None.
-        subject: the first words of an error.
-
-    Raises:
-        MeshError: it is for another one.
+    Of a program of `jax.jit` only the `count` of devices is known before it is compiled.
     """
     if mesh is None:
         return
@@ -252,11 +217,6 @@ def check_lowered(lowered: Any, count: int, mesh: Any, *, subject: str) -> None:
             raise explain(subject, [_bound_elsewhere(mesh, lowered.mesh)])
     elif count != mesh.size:
         raise explain(subject, [_other_devices(mesh, f"{count} device{'s' * (count != 1)}")])
-
-
-def _current(compiled: Any) -> Any:
-    mesh = _mesh.current_mesh()
-    return mesh if mesh is not None and [*mesh.devices.flat] == devices_of(compiled) else None
 
 
 def _shardings(compiled: Any) -> list[Any]:
@@ -288,11 +248,7 @@ def shape_of(leaf: Any, sharding: Any = None) -> Any:
 
 
 def text_of(compiled: Any) -> str:
-    """The text of a compiled program.
-
-    Raises:
-        ReportError: this jaxlib cannot read what the compiler made.
-    """
+    """The text of a compiled program; an error where this jaxlib cannot read it."""
     try:
         return compiled.as_text() or ""
     except jax.errors.JaxRuntimeError as error:

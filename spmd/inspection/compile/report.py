@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import importlib.metadata
 import itertools
+import linecache
 import logging
+import os
 import re
 from typing import Any
 import warnings
@@ -17,7 +19,6 @@ import spmd
 from spmd import _jax, _mesh, _resolve, stages
 from spmd.errors import ReportError
 from spmd.inspection.compile.arguments import arguments_of
-from spmd.inspection.compile.excerpts import excerpts
 from spmd.inspection.compile.program import (
     COMPILED,
     devices_of,
@@ -39,7 +40,18 @@ from spmd.inspection.hlo.calls import visits
 from spmd.inspection.hlo.cost import cost_of
 from spmd.inspection.hlo.ledger import ledger
 from spmd.inspection.hlo.text import Module, parse_modules
-from spmd.inspection.records.report import Cost, Finding, Report, Reshard, Source, Unread
+from spmd.inspection.records.arrays import Excerpt
+from spmd.inspection.records.names import is_library
+from spmd.inspection.records.report import (
+    Collective,
+    Cost,
+    Finding,
+    Memory,
+    Report,
+    Reshard,
+    Source,
+    Unread,
+)
 from spmd.inspection.shardy.passes import frames_of, module_of, operations_in
 from spmd.inspection.shardy.propagation import Propagation, propagate
 from spmd.inspection.shardy.why import origins_later
@@ -117,6 +129,8 @@ def _report_of(compiled: Any, mesh: Any, lowered: Any, ignored: Sequence[Source]
     found = tuple(itertools.chain.from_iterable(ledger(m, v, axis_sizes) for m, v in pairs))
     memory = memory_plan(compiled, modules)
     parameters = _parameter_names(modules)
+    unread = [line for module in modules for line in module.unread]
+    here = _mesh.current_mesh()
     report = Report(
         name=_name(compiled, modules),
         backend=devices[0].platform,
@@ -132,7 +146,7 @@ def _report_of(compiled: Any, mesh: Any, lowered: Any, ignored: Sequence[Source]
         arguments=arguments_of(compiled, mesh, parameters),
         device_ids=tuple(device.id for device in devices),
         excerpts=excerpts(found, memory),
-        unread=_unread(modules),
+        unread=Unread(lines=len(unread), first=unread[0].strip()[:200]) if unread else None,
         _origins=origins_later(lowered, found, subject="report"),
     )
     program = Program(
@@ -145,7 +159,7 @@ def _report_of(compiled: Any, mesh: Any, lowered: Any, ignored: Sequence[Source]
         if modules
         else (),
         # On one device, and meant for one, there is nothing to constrain.
-        ignored=ignored if len(devices) > 1 or _is_partitioned_here() else (),
+        ignored=ignored if len(devices) > 1 or (here and here.size > 1) else (),
     )
     return dataclasses.replace(report, findings=_spoken(findings(program), compiled))
 
@@ -163,16 +177,6 @@ def _spoken(found: Iterable[Finding], compiled: Any) -> tuple[Finding, ...]:
         dataclasses.replace(one, fix=pattern.sub(lambda word: words[word[0]], one.fix))
         for one in found
     )
-
-
-def _unread(modules: tuple[Module, ...]) -> Unread | None:
-    lines = [line for module in modules for line in module.unread]
-    return Unread(lines=len(lines), first=lines[0].strip()[:200]) if lines else None
-
-
-def _is_partitioned_here() -> bool:
-    mesh = _mesh.current_mesh()
-    return mesh is not None and mesh.size > 1
 
 
 def _propagation(lowered: Any) -> Propagation | None:
@@ -258,3 +262,42 @@ def _count(a: tuple[slice, ...], b: tuple[slice, ...], shape: tuple[int, ...]) -
         (x0, x1, _), (y0, y1, _) = x.indices(size), y.indices(size)
         common *= max(0, min(x1, y1) - max(x0, y0))
     return common
+
+
+# Source text
+
+AROUND = 4
+"""Lines of context before and after each line that is pointed at."""
+_WIDTH = 500
+
+
+def excerpts(found: Iterable[Collective], memory: Memory | None) -> tuple[Excerpt, ...]:
+    """The lines around the frames of collectives and around the lines of buffers, by file and line.
+
+    Libraries are left out, and so are files that cannot be read, and lines that a file no longer
+    has. Of a line longer than 500 characters the first 500 are kept.
+    """
+    sites = [site for one in found for site in (one, *one.parts)]
+    pointed = [place for site in sites for place in (*site.frames, site.source)]
+    pointed += [buffer.source for buffer in memory.buffers] if memory else []
+    lines: dict[str, set[int]] = {}
+    for source in filter(None, pointed):
+        lines.setdefault(source.file, set()).add(source.line)
+    files = (file for file in sorted(lines) if not is_library(file))
+    return tuple(excerpt for file in files for excerpt in _of_file(file, lines[file]))
+
+
+def _of_file(file: str, lines: Iterable[int]) -> Iterator[Excerpt]:
+    # Cells of a notebook are in the cache and in no file. A relative name would be looked for in
+    # all of sys.path, and another file found.
+    if file not in linecache.cache and not os.path.isabs(file):
+        return
+    linecache.checkcache(file)
+    text = linecache.getlines(file)
+    around = (range(n - AROUND, n + AROUND + 1) for n in lines if 0 < n <= len(text))
+    near = sorted({n for some in around for n in some if 0 < n <= len(text)})
+    # Numbers that follow each other differ from their places in the list by the same.
+    for _, run in itertools.groupby(enumerate(near), lambda place: place[1] - place[0]):
+        shown = [n for _, n in run]
+        kept = (text[n - 1].rstrip("\r\n")[:_WIDTH] for n in shown)
+        yield Excerpt(file=file, first=shown[0], lines=tuple(kept))

@@ -5,59 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 import dataclasses
 import math
-from typing import NamedTuple
 
-MOST = 2**31
-"""No larger size is tried: what has not failed up to there does not depend on the size."""
-
-
-class Trial(NamedTuple):
-    """One size that was tried.
-
-    Attributes:
-        size: the size.
-        needed: bytes on each device; None where the compiler does not say.
-        fits: whether that is within the budget.
-    """
-
-    size: int
-    needed: int | None
-    fits: bool
+from spmd.inspection.records.fit import MOST, Found, Trial
 
 
 class IndivisibleSizeError(Exception):
-    """A size is refused before it is compiled, because sizes go in steps.
-
-    Attributes:
-        factor: what sizes have to be a multiple of, besides what is known already.
-    """
+    """A size is refused before it is compiled, because sizes go in multiples of a `factor`."""
 
     def __init__(self, factor: int):
         super().__init__(factor)
         self.factor = factor
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What a search found.
-
-    Args:
-        largest: the largest size that fits; None where none does.
-        too_large: the smallest size that does not; None where none failed.
-        step: sizes are multiples of it.
-        tried: all trials, in order.
-    """
-
-    largest: int | None
-    too_large: int | None
-    step: int
-    tried: tuple[Trial, ...]
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether no size is left between what fits and what does not."""
-        after = ((self.largest or 0) // self.step + 1) * self.step
-        return self.too_large is not None and after >= self.too_large
 
 
 def search(
@@ -73,18 +30,11 @@ def search(
     Sizes are doubled from `start` until one does not fit, then the interval is halved. Where two
     trials say how much is needed, a straight line through them says where to try next; a guess
     that gains less than halving is followed by halving. So memory in proportion to the size takes
-    four trials.
+    four trials. The search ends where what fits and what does not differ by no more than the
+    part `tolerance` of what fits.
 
-    Args:
-        trial: tries a size; may raise `IndivisibleSizeError`, which is no trial.
-        start: the first size.
-        budget: gives the bytes that there are, for the straight line, once that is known.
-        max_trials: no more are made.
-        tolerance: the search ends where what fits and what does not differ by no more than this
-            part of what fits.
-
-    Returns:
-        The size, and whether it is exact.
+    A trial may raise `IndivisibleSizeError`, and then counts as none. The line needs the `budget`
+    in bytes, which may be known only after a trial.
     """
     state = _State(start=start, budget=budget, tolerance=tolerance)
     while len(state.tried) < max_trials and (size := state.next_size()) is not None:
@@ -92,7 +42,12 @@ def search(
             state.note(trial(size))
         except IndivisibleSizeError as e:
             state.step = math.lcm(state.step, e.factor)
-    return state.found()
+    return Found(
+        largest=state.low or None,
+        too_large=state.high,
+        step=state.step,
+        tried=tuple(state.tried),
+    )
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -108,14 +63,6 @@ class _State:
     stride: int = 0
     halving: bool = False
     tried: list[Trial] = dataclasses.field(default_factory=list)
-
-    def found(self) -> Found:
-        return Found(
-            largest=self.low or None,
-            too_large=self.high,
-            step=self.step,
-            tried=tuple(self.tried),
-        )
 
     def note(self, trial: Trial) -> None:
         before = self._width()
@@ -133,17 +80,13 @@ class _State:
         """The next size to try; None where there is nothing left to find out."""
         if not self.tried:
             return min(max(-(-self.start // self.step), 1) * self.step, MOST)
-        most = MOST if self.high is None else self.high - 1
-        most = most // self.step * self.step
-        least = self._above(self.low)
+        most = (MOST if self.high is None else self.high - 1) // self.step * self.step
+        least = (self.low // self.step + 1) * self.step
         width = self._width()
         if least > most or (width is not None and width <= self.tolerance * self.low):
             return None
         size = self._beyond() if self.high is None else self._between()
         return min(max(size // self.step * self.step, least), most)
-
-    def _above(self, size: int) -> int:
-        return (size // self.step + 1) * self.step
 
     def _width(self) -> int | None:
         return None if self.high is None else self.high - self.low

@@ -62,7 +62,15 @@ def sweep(
     rows = []
     for label, mesh in places:
         try:
-            given = args if args_of is None else _checked(args_of(mesh), subject)
+            given = args if args_of is None else args_of(mesh)
+            if not isinstance(given, tuple):
+                failure = Failure(
+                    what="takes a tuple of arguments from args_of",
+                    got=type(given).__name__,
+                    fix="return (x,) for a single argument",
+                    error=ArgumentError,
+                )
+                raise explain(subject, [failure])
             rows.append(_row(f, given, kwargs, label, mesh, subject))
         except Exception as e:
             e.add_note(f"{subject} was at {label}, {dict(mesh.shape)}.")
@@ -78,17 +86,14 @@ def _place(one: Any, subject: str) -> tuple[str, Any]:
         return one[0], topology(*one)
     devices = getattr(one, "devices", None)
     if devices is None or not hasattr(one, "axis_names"):
-        raise explain(subject, [_no_mesh(one)])
+        failure = Failure(
+            what="cannot compile for this",
+            expected="a mesh, 'v5e:4x4', or ('v5e:4x4', {'data': 8, 'model': 2})",
+            got=show_value(one),
+            error=ArgumentError,
+        )
+        raise explain(subject, [failure])
     return f"{devices.size} x {devices.flat[0].device_kind}", one
-
-
-def _no_mesh(one: Any) -> Failure:
-    return Failure(
-        what="cannot compile for this",
-        expected="a mesh, 'v5e:4x4', or ('v5e:4x4', {'data': 8, 'model': 2})",
-        got=show_value(one),
-        error=ArgumentError,
-    )
 
 
 def _bad_call(places: list, args: tuple, args_of: Any) -> Failure | None:
@@ -105,20 +110,7 @@ def _bad_call(places: list, args: tuple, args_of: Any) -> Failure | None:
     return None
 
 
-def _checked(made: Any, subject: str) -> tuple[Any, ...]:
-    if isinstance(made, tuple):
-        return made
-    failure = Failure(
-        what="takes a tuple of arguments from args_of",
-        got=type(made).__name__,
-        fix="return (x,) for a single argument",
-        error=ArgumentError,
-    )
-    raise explain(subject, [failure])
-
-
 def _row(f: Any, args: Any, kwargs: Any, label: str, mesh: Any, subject: str) -> SweepRow:
-
     kind = mesh.devices.flat[0].device_kind
     f, args, kwargs = unbound(f, args, kwargs)
     args, kwargs = carried(f, args, kwargs, mesh, subject=subject)

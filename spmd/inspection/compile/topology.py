@@ -31,7 +31,7 @@ _MOST_CHIPS = 65_536
 class _Kind:
     """A generation of TPUs.
 
-    Args:
+    Attributes:
         dims: of the torus of chips.
         ring: on a 2D torus, the length at which an axis closes to a ring: that of a whole pod.
         per_chip: devices that JAX shows for each chip.
@@ -180,7 +180,9 @@ def _devices_of(where: Any) -> Iterable[Any]:
 def _parse(name: Any, subject: str) -> tuple[str, tuple[int, ...]]:
     """The kind and the sizes that a name says."""
     if not isinstance(name, str):
-        raise explain(subject, [_no_name(name)])
+        got = type(name).__name__
+        failure = Failure(what="is no name", expected=_EXAMPLES, got=got, error=ArgumentError)
+        raise explain(subject, [failure])
     text = name.strip().lower()
     found = _NAME.fullmatch(text)
     if found is None:
@@ -192,19 +194,13 @@ def _parse(name: Any, subject: str) -> tuple[str, tuple[int, ...]]:
     return kind, sizes
 
 
-def _no_name(name: Any) -> Failure:
-    return Failure(
-        what="is no name", expected=_EXAMPLES, got=type(name).__name__, error=ArgumentError
-    )
-
-
 def _malformed(text: str) -> Failure:
     fix = ""
     if found := _ACCELERATOR_TYPE.fullmatch(text):
         fix = _fix_of_type(_ALSO_CALLED.get(found[1], found[1]), int(found[2]))
     elif text.endswith(("_twisted", "_untwisted")):
         fix = "leave out how it is twisted: programs are described for plain tori"
-    elif text.rstrip(": ") in _kinds():
+    elif text.rstrip(": ") in (*_KINDS, "cpu"):
         fix = "say how many chips there are by dimension"
     return Failure(what="cannot be read", expected=_EXAMPLES, fix=fix, error=MeshError)
 
@@ -229,10 +225,6 @@ def _compact(chips: int, dims: int) -> str:
     ]
     fit = [row for row in rows if chips == 1 or all(size % 2 == 0 for size in row[:2])]
     return _show(min(fit, key=lambda row: (sum(row), row))) if fit else ""
-
-
-def _kinds() -> list[str]:
-    return [*_KINDS, "cpu"]
 
 
 def _bad_sizes(kind: str, sizes: tuple[int, ...]) -> Failure | None:
@@ -268,38 +260,26 @@ def _count(number: int, what: str) -> str:
 
 def _misfit(axes: Any, kind: str, sizes: tuple[int, ...], devices: int) -> Failure | None:
     """Sizes of axes that are all given, and do not take all devices; the rest is make_mesh's."""
-    if not isinstance(axes, Mapping) or not all(_is_size(s) for s in axes.values()):
+    given: Any = axes.values() if isinstance(axes, Mapping) else [None]
+    if not all(isinstance(size, (int, np.integer)) and size > 0 for size in given):
         return None
-    product = math.prod(axes.values())
+    product, chips = math.prod(given), math.prod(sizes)
     if product == devices:
         return None
+    number = f"{devices}, the number of devices: {chips} chips of {devices // chips} each"
+    if kind == "cpu" or chips == devices:
+        number = f"{devices}, the number of {'devices' if kind == 'cpu' else 'chips'}"
+    # Sizes that fit and differ in one axis from what was asked for.
+    rest = {name: product // size for name, size in axes.items()}
+    fitting = [f"{n}={devices // other}" for n, other in rest.items() if devices % other == 0]
     return Failure(
         what="cannot be a mesh of these axes",
         given=", ".join(f"{n}={s}" for n, s in axes.items()),
-        expected=f"sizes whose product is {_inventory(kind, sizes, devices)}",
-        got=" * ".join(map(str, axes.values())) + (f" = {product}" if len(axes) > 1 else ""),
-        fix=_fitting(axes, devices),
+        expected=f"sizes whose product is {number}",
+        got=" * ".join(map(str, given)) + (f" = {product}" if len(axes) > 1 else ""),
+        fix=" or ".join(fitting) or f"choose sizes that divide {devices}",
         error=MeshError,
     )
-
-
-def _is_size(size: Any) -> bool:
-    return isinstance(size, (int, np.integer)) and bool(size > 0)
-
-
-def _inventory(kind: str, sizes: tuple[int, ...], devices: int) -> str:
-    chips = math.prod(sizes)
-    if kind == "cpu" or chips == devices:
-        return f"{devices}, the number of {'devices' if kind == 'cpu' else 'chips'}"
-    return f"{devices}, the number of devices: {chips} chips of {devices // chips} each"
-
-
-def _fitting(axes: Mapping[str, int], devices: int) -> str:
-    """Sizes that fit and differ in one axis from what was asked for."""
-    product = math.prod(axes.values())
-    rest = {name: product // size for name, size in axes.items()}
-    fits = [f"{n}={devices // other}" for n, other in rest.items() if devices % other == 0]
-    return " or ".join(fits) if fits else f"choose sizes that divide {devices}"
 
 
 # Devices
@@ -333,7 +313,7 @@ def _virtual(count: int) -> list[Any]:
 def _described(kind: str, sizes: tuple[int, ...]) -> list[Any]:
     from jax.experimental import topologies
 
-    if not _has_libtpu():
+    if not (os.environ.get("TPU_LIBRARY_PATH") or importlib.util.find_spec("libtpu")):
         raise _RefusedError(_no_libtpu() if kind in _KINDS else _unknown_kind(kind))
     known = _KINDS.get(kind)
     options: dict[str, Any] = {}
@@ -350,10 +330,6 @@ def _described(kind: str, sizes: tuple[int, ...]) -> list[Any]:
     except jax.errors.JaxRuntimeError as e:
         raise _RefusedError(_refused(str(e), kind, sizes)) from None
     return list(found.devices)
-
-
-def _has_libtpu() -> bool:
-    return bool(os.environ.get("TPU_LIBRARY_PATH") or importlib.util.find_spec("libtpu"))
 
 
 def _no_libtpu() -> Failure:
@@ -389,7 +365,7 @@ def _quiet_libtpu() -> Iterator[None]:
 
 def _unknown_kind(kind: str) -> Failure:
     return Failure(
-        what=f"names a kind that is not known{did_you_mean(kind, _kinds())}",
+        what=f"names a kind that is not known{did_you_mean(kind, (*_KINDS, 'cpu'))}",
         expected=f"a TPU ({', '.join(_KINDS)}) or cpu",
         got=repr(kind),
         error=MeshError,

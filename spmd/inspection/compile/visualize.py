@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import math
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
@@ -56,14 +56,9 @@ def visualize(x_or_sharding: Any, *, shape: Sequence[int] | None = None) -> Pict
     Example:
         print(spmd.visualize(P("data", "model"), shape=(8, 16)))
     """
-    return draw(x_or_sharding, shape)
-
-
-def draw(given: Any, shape: Sequence[int] | None) -> Picture | Pictures:
-    """The picture of whatever `spmd.visualize` takes, or one for each leaf of a tree."""
-    leaves, tree = jax.tree_util.tree_flatten_with_path(given)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(x_or_sharding)
     if jax.tree_util.treedef_is_leaf(tree) or not leaves:
-        return picture_of(given, shape)
+        return picture_of(x_or_sharding, shape)
     named = [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
     return Pictures(pictures={name: picture_of(leaf, shape, name) for name, leaf in named})
 
@@ -82,24 +77,23 @@ def picture_of(given: Any, shape: Sequence[int] | None, path: str = "") -> Pictu
             raise no_shape(f"a {type(given).__name__}")
         # Only the dimensions count, so any element type does for the checks.
         aval = jax.ShapeDtypeStruct(_dims(shape), jax.numpy.float32)
-        return _of_sharding(_with_mesh(given), aval, typed=False)
+        if isinstance(given, PartitionSpec):
+            if (mesh := _mesh.current_mesh()) is None:
+                raise no_mesh()
+            given = _Placed(mesh, given)
+        return _of_sharding(given, aval, typed=False)
     if isinstance(given, (np.ndarray, np.generic, bool, int, float, complex)):
         _refuse_shape(shape, "an array")
-        return _of_host(given)
+        # The default device is a matter of several options, which JAX combines.
+        sharding = jax.numpy.zeros(()).sharding
+        picture = _of_sharding(sharding, _jax.core.abstractify(given), typed=True)
+        note = "It is in the memory of the host: this is where jax.numpy.asarray places it."
+        return dataclasses.replace(picture, notes=(note,))
     sharding = getattr(given, "sharding", None)
     if not isinstance(sharding, Sharding):
         raise no_sharding(given, path)
     _refuse_shape(shape, "an array")
     return _of_sharding(sharding, given, typed=True)
-
-
-def _of_host(given: Any) -> Picture:
-    """What is on no device yet is drawn where it would be, and says so."""
-    # The default device is a matter of several options, which JAX combines.
-    sharding = jax.numpy.zeros(()).sharding
-    picture = _of_sharding(sharding, _jax.core.abstractify(given), typed=True)
-    note = "It is in the memory of the host: this is where jax.numpy.asarray places it."
-    return dataclasses.replace(picture, notes=(note,))
 
 
 def _dims(shape: Any) -> tuple[int, ...]:
@@ -119,13 +113,7 @@ def _dims(shape: Any) -> tuple[int, ...]:
 
 
 def picture_on(mesh: Any, spec: PartitionSpec, shape: Sequence[int]) -> Picture:
-    """The picture of a PartitionSpec on a mesh, of which only a shape is known.
-
-    Args:
-        mesh: of devices, or abstract.
-        spec: checked here, in words of ours.
-        shape: of the array.
-    """
+    """The picture of a PartitionSpec, checked in words of ours, on a mesh that may be abstract."""
     # Only the dimensions count, so any element type does for the checks.
     aval = jax.ShapeDtypeStruct(tuple(shape), jax.numpy.float32)
     return _of_sharding(_Placed(mesh, spec), aval, typed=False)
@@ -142,20 +130,11 @@ def _refuse_shape(shape: Sequence[int] | None, what: str) -> None:
         raise explain(_SUBJECT, [failure])
 
 
-def _with_mesh(given: Any) -> Any:
-    if isinstance(given, Sharding):
-        return given
-    mesh = _mesh.current_mesh()
-    if mesh is None:
-        raise no_mesh()
-    return _Placed(mesh, given)
-
-
-class _Placed:
+class _Placed(NamedTuple):
     """A PartitionSpec on a mesh, which JAX would check for a NamedSharding in words of its own."""
 
-    def __init__(self, mesh: Any, spec: PartitionSpec):
-        self.mesh, self.spec = mesh, spec
+    mesh: Any
+    spec: PartitionSpec
 
 
 def _of_sharding(sharding: Any, aval: Any, *, typed: bool) -> Picture:
@@ -222,42 +201,33 @@ def _listed(sharding: Any, shape: Sequence[int]) -> tuple[Shard, ...]:
 
 def _of_traced(x: Any) -> Picture:
     aval = jax.typeof(x)
-    sharding = aval.sharding
-    mesh, spec = sharding.mesh, sharding.spec
+    mesh, spec = aval.sharding.mesh, aval.sharding.spec
     sizes = dict(mesh.shape)
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     manual = [name for name in sizes if types[name] == AxisType.Manual]
     auto = [name for name in sizes if types[name] == AxisType.Auto]
     varying, checked = _jax.core.varying_axes(aval)
     differing = [name for name in manual if name in varying or not checked]
-    ids, platform = _devices_like(mesh)
-    decided = bool(sizes) and (len(auto) < len(sizes))
-    shards = (
-        shards_of(aval.shape, splits_of_spec(aval.shape, spec, sizes), sizes, ids, differing)
-        if decided
-        else ()
-    )
+    # The devices are known where this thread has entered the mesh.
+    current = _mesh.current_mesh()
+    entered = current is not None and dict(current.shape) == sizes
+    ids, platform = _devices(current if entered else mesh)
+    notes = [*_traced_notes(manual, differing, auto, checked, sizes)]
+    shards, shown = (), "a traced value"
+    if len(auto) < len(sizes):
+        splits, shown = splits_of_spec(aval.shape, spec, sizes), show_spec(spec)
+        shards = shards_of(aval.shape, splits, sizes, ids, differing)
+        notes += [_PLACES] if shards and not platform else []
     return Picture(
         shape=tuple(aval.shape),
         dtype=_jax.core.short_aval(aval).partition("[")[0],
         itemsize=aval.dtype.itemsize,
-        sharding=show_spec(spec) if decided else "a traced value",
+        sharding=shown,
         mesh=sizes,
         platform=platform,
         shards=shards,
-        notes=(
-            *_traced_notes(manual, differing, auto, checked, sizes),
-            *([_PLACES] if shards and not platform else []),
-        ),
+        notes=tuple(notes),
     )
-
-
-def _devices_like(mesh: Any) -> tuple[Sequence[int], str]:
-    """The devices of the mesh that a traced value is on, where this thread has entered it."""
-    current = _mesh.current_mesh()
-    if current is not None and dict(current.shape) == dict(mesh.shape):
-        return _devices(current)
-    return _devices(mesh)
 
 
 def _traced_notes(

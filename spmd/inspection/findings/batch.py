@@ -16,7 +16,7 @@ import math
 
 from spmd.inspection.findings.values import LARGE, shard_of
 from spmd.inspection.findings.work import PRODUCTS, Repeated
-from spmd.inspection.hlo.source import direction_of
+from spmd.inspection.records.names import direction_of
 from spmd.inspection.records.report import DTYPES, Finding, Shape
 from spmd.inspection.shardy import passes
 from spmd.inspection.shardy.propagation import Link, Propagation, walk

@@ -29,8 +29,8 @@ from spmd._recover import parse_op_sharding
 from spmd.errors import RecoveryError
 from spmd.inspection.findings.values import show_axes
 from spmd.inspection.hlo.groups import expand_replica_groups
-from spmd.inspection.hlo.source import frames_of, user_source
-from spmd.inspection.hlo.text import Module, parse_instruction, parse_shapes
+from spmd.inspection.hlo.text import Module, frames_of, parse_instruction, parse_shapes
+from spmd.inspection.records.names import user_source
 from spmd.inspection.records.report import Shape, Source
 
 _Axes = tuple[tuple[str, ...], ...]

@@ -23,8 +23,8 @@ from spmd.inspection.findings.work import Repeated, Work, work_finding
 from spmd.inspection.hlo.calls import Visit
 from spmd.inspection.hlo.ledger import is_collective
 from spmd.inspection.hlo.memory import donations
-from spmd.inspection.hlo.source import is_library, users_own
 from spmd.inspection.hlo.text import Computation, Instruction, Module, parse_shapes
+from spmd.inspection.records.names import is_library, users_own
 from spmd.inspection.records.report import Collective, Finding, Report, Shape, Source
 from spmd.inspection.shardy.propagation import Propagation
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from jax.sharding import PartitionSpec
 
 from spmd._spec import show_spec
-from spmd.inspection.hlo.source import direction_of, users_own
 from spmd.inspection.records.arrays import Argument
+from spmd.inspection.records.names import direction_of, users_own
 from spmd.inspection.records.report import DTYPES, Finding, Shape, Source
 from spmd.inspection.shardy import passes
 from spmd.inspection.shardy.propagation import Propagation, Value, frames_at, walk

@@ -19,8 +19,7 @@ from spmd.inspection.findings.values import (
 )
 from spmd.inspection.hlo.calls import Visit
 from spmd.inspection.hlo.cost import products_of
-from spmd.inspection.hlo.source import frames_of
-from spmd.inspection.hlo.text import Module
+from spmd.inspection.hlo.text import Module, frames_of
 from spmd.inspection.records.report import Finding, Report, Source
 from spmd.inspection.records.sizes import show_count
 from spmd.inspection.shardy import passes

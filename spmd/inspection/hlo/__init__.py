@@ -2,15 +2,11 @@
 
 In the order of reading:
 
-- `types`: arrays of a type, and their memory.
-- `text`: modules, computations and instructions: the only file that knows the syntax.
-- `places`: how files are named for people.
-- `source`: the lines behind an instruction, and whose they are.
+- `text`: modules, computations, instructions, their lines and types: no other knows the syntax.
 - `groups`: groups of devices, and the mesh axes that they vary over.
 - `loops`: how often a loop runs.
 - `calls`: which computations run, in which order, and how often.
-- `near`: who uses a result, and who makes its data.
-- `parts`: a combined collective, divided among the exchanges that it was combined from.
+- `parts`: what is near a collective, and the exchanges that a combined one was combined from.
 - `ledger`: the collectives with their bytes and lines.
 - `cost`: floating-point operations, and bytes of main memory.
 - `schedule`: which arrays are there at which time.

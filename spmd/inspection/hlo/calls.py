@@ -6,16 +6,17 @@ from collections.abc import Iterator, Mapping
 import dataclasses
 import itertools
 import operator
+from typing import Any
 
-from spmd.inspection.hlo.loops import Constants, Loop, Surroundings
-from spmd.inspection.hlo.text import Instruction, Module
+from spmd.inspection.hlo.loops import Constants, Surroundings
+from spmd.inspection.hlo.text import Instruction, Module, base_opcode
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:
     """How one computation runs, over all places that it is called from.
 
-    Args:
+    Attributes:
         executions: how often, in one call of the program; None where that is unknown.
         conditional: True where every way to it leads through a branch, which may not be taken.
         in_loop: True where a way to it leads through a loop.
@@ -39,7 +40,9 @@ class Visit:
 
     def __add__(self, other: Visit) -> Visit:
         return Visit(
-            executions=_plus(self.executions, other.executions),
+            executions=None
+            if self.executions is None or other.executions is None
+            else self.executions + other.executions,
             conditional=self.conditional and other.conditional,
             in_loop=self.in_loop or other.in_loop,
             in_fusion=self.in_fusion and other.in_fusion,
@@ -53,16 +56,6 @@ class Visit:
             },
             unknown_loops=self.unknown_loops | other.unknown_loops,
         )
-
-
-def _plus(a: int | None, b: int | None) -> int | None:
-    return None if a is None or b is None else a + b
-
-
-def _times(a: int | None, b: int | None) -> int | None:
-    if a == 0 or b == 0:
-        return 0
-    return None if a is None or b is None else a * b
 
 
 _Call = tuple[Instruction, str, str]
@@ -127,30 +120,45 @@ def _called(
 ) -> Iterator[tuple[str, Visit]]:
     around = Surroundings(module.computations[name], module, here.constants)
     for one, group in itertools.groupby(calls, key=operator.itemgetter(0)):
-        if _base(one) == "while":
-            loop = around.loop(one)
-            for _, callee, role in group:
-                yield callee, _loop_visit(one, name, loop, here, tests=role == "condition")
-            continue
-        for index, (_, callee, _) in enumerate(group):
-            argument = _argument(one, index)
-            constants = around.constants_of(argument) if argument else {}
-            yield callee, _call_visit(one, name, here, constants)
+        kind = base_opcode(one)
+        loop = around.loop(one) if kind == "while" else None
+        common: dict[str, Any] = {
+            "conditional": here.conditional or kind == "conditional",
+            "in_loop": here.in_loop or kind == "while",
+            "in_fusion": here.in_fusion or kind == "fusion",
+            "is_async": here.is_async or one.opcode.endswith("-start"),
+            "caller": one,
+            "home": name,
+            "unknown_loops": frozenset([one.name] if loop and loop.trips is None else []),
+        }
+        for index, (_, callee, role) in enumerate(group):
+            if loop:
+                times = _times(here.executions, loop.trips, tests=role == "condition")
+                constants = loop.constants
+            else:
+                argument, times = _argument(one, index), here.executions
+                constants = around.constants_of(argument) if argument else {}
+            yield (
+                callee,
+                dataclasses.replace(here, executions=times, constants=constants, **common),
+            )
+
+
+def _times(executions: int | None, trips: int | None, *, tests: bool) -> int | None:
+    if executions == 0 or (trips == 0 and not tests):
+        return 0
+    # A loop tests once more than its body runs.
+    return None if executions is None or trips is None else executions * (trips + tests)
 
 
 def _argument(one: Instruction, branch: int) -> str:
     """The operand that is the only parameter of a computation that an instruction calls."""
     names = one.operand_names
-    if _base(one) == "fusion":  # no loop stands in it
+    if base_opcode(one) == "fusion":  # no loop stands in it
         return ""
-    if _base(one) == "conditional":  # of a predicate or index, and one operand for each branch
+    if base_opcode(one) == "conditional":  # a predicate or index, and an operand for each branch
         return names[branch + 1] if branch + 1 < len(names) else ""
     return names[0] if len(names) == 1 else ""
-
-
-def _base(one: Instruction) -> str:
-    """What an instruction does, or starts to do: ``call`` for a ``call-start``."""
-    return one.opcode.removesuffix("-start")
 
 
 def calls_of(one: Instruction) -> list[tuple[str, str]]:
@@ -159,7 +167,7 @@ def calls_of(one: Instruction) -> list[tuple[str, str]]:
     The `to_apply` of anything but a call is a scalar function, and the update and done of an
     asynchronous call name the computation that its start has already run.
     """
-    roles = _ROLES.get(_base(one))
+    roles = _ROLES.get(base_opcode(one))
     if not roles:
         return []
     named = one.callees()
@@ -173,31 +181,3 @@ _ROLES = {
     "fusion": ("calls",),
     "async": ("calls",),
 }
-
-
-def _loop_visit(one: Instruction, home: str, loop: Loop, here: Visit, *, tests: bool) -> Visit:
-    # A loop tests once more than its body runs.
-    trips = None if loop.trips is None else loop.trips + tests
-    return dataclasses.replace(
-        here,
-        executions=_times(here.executions, trips),
-        in_loop=True,
-        is_async=here.is_async or one.opcode.endswith("-start"),
-        caller=one,
-        home=home,
-        constants=loop.constants,
-        unknown_loops=frozenset([one.name] if loop.trips is None else []),
-    )
-
-
-def _call_visit(one: Instruction, home: str, here: Visit, constants: Constants) -> Visit:
-    return dataclasses.replace(
-        here,
-        conditional=here.conditional or _base(one) == "conditional",
-        in_fusion=here.in_fusion or _base(one) == "fusion",
-        is_async=here.is_async or one.opcode.endswith("-start"),
-        caller=one,
-        home=home,
-        constants=constants,
-        unknown_loops=frozenset(),
-    )

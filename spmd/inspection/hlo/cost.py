@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import functools
 import math
 import re
 
 from spmd.inspection.hlo.calls import Visit
-from spmd.inspection.hlo.text import Computation, Instruction, Module, parse_shapes, tuple_elements
+from spmd.inspection.hlo.text import (
+    Computation,
+    Instruction,
+    Module,
+    base_opcode,
+    integers,
+    parse_shapes,
+    tuple_elements,
+)
 from spmd.inspection.records.report import Cost, Shape
 
 
 def cost_of(module: Module, visited: Mapping[str, Visit]) -> Cost:
-    """Sum what one device computes and moves in one call of a program.
+    """Sum what one device computes and moves in one call, with the loops and calls not in it.
 
     Both branches of a conditional count, and what runs an unknown number of times does not.
-
-    Args:
-        module: the program.
-        visited: how its computations run.
-
-    Returns:
-        The cost, with the number of loops and calls that are not in it.
     """
     traffic = _Traffic(module)
     unknown = frozenset[str]().union(*(visit.unknown_loops for visit in visited.values()))
@@ -31,7 +32,7 @@ def cost_of(module: Module, visited: Mapping[str, Visit]) -> Cost:
         computation = module.computations[name]
         times = visit.executions or 0
         total += Cost(
-            flops=times * sum(flops_of(computation)),
+            flops=times * sum(flops for _, flops in products_of(computation)),
             hbm_bytes=0 if visit.in_fusion else times * sum(traffic.of(computation)),
             opaque_calls=sum(map(_is_opaque, computation.instructions)),
         )
@@ -41,24 +42,19 @@ def cost_of(module: Module, visited: Mapping[str, Visit]) -> Cost:
 # Computing
 
 
-def flops_of(computation: Computation) -> Iterator[int]:
-    """FLOPs of each matrix product and convolution, two for a multiplication with its addition."""
-    return (flops for _, flops in products_of(computation))
-
-
 def products_of(computation: Computation) -> Iterator[tuple[Instruction, int]]:
-    """What multiplies matrices or convolves in a computation, each with its FLOPs."""
+    """What multiplies matrices or convolves in a computation, each with its FLOPs.
+
+    A multiplication with its addition counts as two.
+    """
     types: dict[str, str] = {}
     for one in computation.instructions:
         rule = _FLOPS.get(one.opcode)
         if rule:
             types = types or {other.name: other.type for other in computation.instructions}
-            yield one, rule(one, _operands(one, types))
-
-
-def _base(one: Instruction) -> str:
-    """What an instruction does, or starts to do: ``slice`` for a ``slice-start``."""
-    return one.opcode.removesuffix("-start")
+            named = (parse_shapes(types.get(name, "")) for name in one.operand_names)
+            operands = parse_shapes(one.operands) or [shapes[0] for shapes in named if shapes]
+            yield one, rule(one, operands)
 
 
 def _result_type(one: Instruction) -> str:
@@ -68,27 +64,16 @@ def _result_type(one: Instruction) -> str:
     all-reduces the result alone.
     """
     elements = tuple_elements(one.type)
-    if not one.opcode.endswith("-start") or len(elements) < 2 or _base(one) == "all-reduce":
+    if not one.opcode.endswith("-start") or len(elements) < 2 or one.opcode == "all-reduce-start":
         return one.type
-    return elements[0] if _base(one) == "copy" else elements[1]
+    return elements[0] if one.opcode == "copy-start" else elements[1]
 
 
-def _operands(one: Instruction, types: Mapping[str, str]) -> list[Shape]:
-    inline = parse_shapes(one.operands)
-    named = (parse_shapes(types.get(name, "")) for name in one.operand_names)
-    return [*inline] or [shapes[0] for shapes in named if shapes]
-
-
-def _numbers(one: Instruction, attribute: str) -> list[int]:
-    return [int(n) for n in re.findall(r"\d+", one.attribute(attribute) or "")]
-
-
-def _dot_flops(one: Instruction, operands: list[Shape]) -> int:
-    contracted = _numbers(one, "lhs_contracting_dims")
-    return _product_flops(one, operands, contracted)
-
-
-def _product_flops(one: Instruction, operands: list[Shape], contracted: list[int]) -> int:
+def _product_flops(
+    one: Instruction, operands: Sequence[Shape], contracted: Iterable[int] | None
+) -> int:
+    if contracted is None:
+        return 0
     result = parse_shapes(_result_type(one))[0]
     sums = math.prod(result.dims) * math.prod(operands[0].dims[d] for d in contracted)
     return _flops_per_term(result) * sums
@@ -99,7 +84,7 @@ def _flops_per_term(result: Shape) -> int:
     return 8 if result.dtype.startswith("c") else 2
 
 
-def _convolution_flops(one: Instruction, operands: list[Shape]) -> int:
+def _convolution_flops(one: Instruction, operands: Sequence[Shape]) -> int:
     """Each output adds up input features times those kernel positions that meet the input.
 
     TPU writes matrix products with batch dimensions as convolutions whose windows lie mostly
@@ -172,16 +157,12 @@ _MOVING_CALLS = (*_HALVES, "X64Combine")
 _CALLS = ("custom-call", "custom-call-start")
 
 
-def _call_flops(one: Instruction, operands: list[Shape]) -> int:
-    contracted = _library_product(one)
-    return 0 if contracted is None else _product_flops(one, operands, contracted)
-
-
-def _library_product(one: Instruction) -> list[int] | None:
+def _library_product(one: Instruction) -> tuple[int, ...] | None:
+    """The dimensions that a library's matrix product sums over; None for another call."""
     if not _PRODUCT_CALL.search(_target(one)):
         return None
     found = _CONTRACTED.search(one.attributes)
-    return [int(n) for n in re.findall(r"\d+", found[1])] if found else None
+    return integers(found[1]) if found else None
 
 
 def _is_opaque(one: Instruction) -> bool:
@@ -203,10 +184,12 @@ def _target(one: Instruction) -> str:
     return (one.attribute("custom_call_target") or "").strip('"')
 
 
-_FLOPS: dict[str, Callable[[Instruction, list[Shape]], int]] = {
-    "dot": _dot_flops,
+_FLOPS: dict[str, Callable[[Instruction, Sequence[Shape]], int]] = {
+    "dot": lambda one, shapes: _product_flops(
+        one, shapes, integers(one.attribute("lhs_contracting_dims"))
+    ),
     "convolution": _convolution_flops,
-    **dict.fromkeys(_CALLS, _call_flops),
+    **dict.fromkeys(_CALLS, lambda one, shapes: _product_flops(one, shapes, _library_product(one))),
 }
 
 
@@ -269,13 +252,15 @@ class _Traffic:
     def _instruction(self, one: Instruction, types: Mapping[str, str]) -> int:
         operands = [types.get(name, "") for name in one.operand_names]
         result = _result_type(one)
-        match _base(one):
+        match base_opcode(one):
             case "fusion":
                 names = one.callees().get("calls", ())
                 return sum(fused.total() for name in names if (fused := self.fused(name)))
             case "custom-call" if _is_empty_call(one):
                 return 0
-            case kind if operands and (kind in _SLICES or _is_half(one)):
+            case kind if operands and (
+                kind in _SLICES or (one.opcode in _CALLS and _target(one) in _HALVES)
+            ):
                 read = min(hbm_size(operands[0]), _logical_size(result))
                 return read + sum(map(hbm_size, operands[1:])) + hbm_size(result)
             case "dynamic-update-slice" if len(operands) > 1:
@@ -305,12 +290,7 @@ class _Traffic:
 class _Fused:
     """The inside of a fusion: only its parameters and its result touch memory.
 
-    Args:
-        traffic: of the module.
-        computation: what is fused.
-
-    Attributes:
-        used: bytes that are needed of a value; all of one that is not here.
+    `used` has the bytes that are needed of a value; all of one that is not in it.
     """
 
     def __init__(self, traffic: _Traffic, computation: Computation):
@@ -330,7 +310,9 @@ class _Fused:
         # Users stand behind what they use.
         for one in reversed(computation.instructions):
             if one.opcode in ("parameter", *_TURNS, *_UPDATES):
-                self.used[one.name] = self._use(one)
+                size = _logical_size(one.type)
+                uses = (self._used_by(one, u, size) for u in self.users.get(one.name, ()))
+                self.used[one.name] = min(size, sum(uses))
 
     def total(self) -> int:
         return sum(
@@ -347,12 +329,6 @@ class _Fused:
             if one.opcode == "parameter" and one.operands == str(index)
         )
         return next(found, None)
-
-    def _use(self, one: Instruction) -> int:
-        size = _logical_size(one.type)
-        return min(
-            size, sum(self._used_by(one, user, size) for user in self.users.get(one.name, ()))
-        )
 
     def _used_by(self, one: Instruction, user: Instruction, size: int) -> int:
         """Bytes of a value that one of its users needs."""
@@ -396,7 +372,8 @@ class _Fused:
         for _ in self.instructions:
             if one.opcode == "parameter":
                 return found
-            if one.opcode == "dynamic-update-slice" or _is_single_scatter(one):
+            is_scatter = one.opcode == "scatter" and len(one.operand_names) == 3
+            if one.opcode == "dynamic-update-slice" or is_scatter:
                 found.append(one)
             elif one.opcode not in _RENAMES:
                 break
@@ -416,7 +393,3 @@ class _Fused:
     def _new(self, update: Instruction) -> int:
         name = update.operand_names[2 if update.opcode == "scatter" else 1]
         return _logical_size(self.instructions[name].type) if name in self.instructions else 0
-
-
-def _is_single_scatter(one: Instruction) -> bool:
-    return one.opcode == "scatter" and len(one.operand_names) == 3

@@ -14,7 +14,7 @@ import re
 
 import numpy as np
 
-from spmd.inspection.hlo.text import Instruction, Module
+from spmd.inspection.hlo.text import Instruction, Module, base_opcode, integers
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -33,10 +33,6 @@ _AXIS_REF = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
 _DEVICE_IOTA = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?$")
 
 
-def _ints(text: str | None) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", text or "")))
-
-
 def expand_replica_groups(text: str) -> Groups:
     """Expand the text of a ``replica_groups`` attribute to lists of numbers.
 
@@ -53,13 +49,11 @@ def expand_replica_groups(text: str) -> Groups:
     """
     text = text.strip()
     if text.startswith("{"):
-        return tuple(_ints(group) for group in re.findall(r"\{([\d, ]+)\}", text))
-    iota = _IOTA.match(text)
-    if iota:
-        shape, dims, perm = map(_ints, iota.groups())
+        return tuple(integers(group) for group in re.findall(r"\{([\d, ]+)\}", text))
+    if iota := _IOTA.match(text):
+        shape, dims, perm = map(integers, iota.groups())
         return _rows(_iota(dims, perm).reshape(shape[0], -1))
-    mesh = _MESH.match(text)
-    if mesh:
+    if mesh := _MESH.match(text):
         return _mesh_groups(mesh["axes"], mesh["devices"], mesh["names"])
     raise ValueError(f"replica groups in an unknown spelling: {text!r}")
 
@@ -76,14 +70,21 @@ def _rows(array: np.ndarray) -> Groups:
 
 def _mesh_groups(axes: str, devices: str | None, names: str) -> Groups:
     sizes = {name: int(size) for name, size in _MESH_AXIS.findall(axes)}
-    ids = _mesh_devices(devices, math.prod(sizes.values()))
+    iota = _DEVICE_IOTA.match((devices or "").strip())
+    ids = np.array(integers(devices) or range(math.prod(sizes.values())))
+    ids = _iota(*map(integers, iota.groups())) if iota else ids
     # Split each axis where a reference takes a part of it, `'x':(pre)size`, then bring the parts
     # that are named to the end, in the order in which they are named.
     references = [
         (name, int(before or 1), int(size or sizes[name]))
         for name, before, size in _AXIS_REF.findall(names)
     ]
-    parts = [part for name, size in sizes.items() for part in _cut_axis(name, size, references)]
+    # An axis in pieces, major to minor: its name, the product of the sizes before, and the size.
+    parts = []
+    for name, size in sizes.items():
+        ends = [(low, low * part) for n, low, part in references if n == name]
+        edges = sorted({1, size, *itertools.chain(*ends)}) if size > 1 else [1, 1]
+        parts += [(name, low, high // low) for low, high in itertools.pairwise(edges)]
     grid = ids.reshape([size for _, _, size in parts])
     inside = [parts.index(reference) for reference in references]
     outside = [i for i in range(len(parts)) if i not in inside]
@@ -91,42 +92,13 @@ def _mesh_groups(axes: str, devices: str | None, names: str) -> Groups:
     return _rows(grid.transpose(outside + inside).reshape(-1, count))
 
 
-def _mesh_devices(text: str | None, count: int) -> np.ndarray:
-    if not text:
-        return np.arange(count)
-    iota = _DEVICE_IOTA.match(text.strip())
-    return _iota(_ints(iota[1]), _ints(iota[2])) if iota else np.array(_ints(text))
-
-
-def _cut_axis(
-    name: str, size: int, references: Iterable[tuple[str, int, int]]
-) -> list[tuple[str, int, int]]:
-    """Cut one axis, major to minor, into ``(name, product of the sizes before, size)``."""
-    cuts = {1, size}
-    for other, before, part in references:
-        if other == name:
-            cuts |= {before, before * part}
-    edges = sorted(cuts)
-    if size == 1:
-        return [(name, 1, 1)]
-    return [(name, low, high // low) for low, high in itertools.pairwise(edges)]
-
-
 def logical_groups(instruction: Instruction, module: Module) -> Groups:
     """The groups of one collective as logical devices of the whole program.
 
     XLA numbers the participants by replica, by partition, or by both flattened into one, as the
     attributes ``channel_id`` and ``use_global_device_ids`` say (XLA's "collective op group mode").
-
-    Args:
-        instruction: a collective.
-        module: the module it is in.
-
-    Returns:
-        Every group as numbers of logical devices.
     """
-    text = written_groups(instruction)
-    groups = expand_replica_groups(text)
+    groups = expand_replica_groups(written_groups(instruction))
     if _pairs(instruction):
         groups = connected(groups)
     replicas, partitions = range(module.num_replicas), range(module.num_partitions)
@@ -171,10 +143,8 @@ def numbering(instruction: Instruction) -> str:
         return "both"
     if instruction.attribute("channel_id") is None:
         return "replicas"
-    kind = instruction.opcode.removesuffix("-start")
-    if kind in ("all-reduce", "all-gather", "reduce-scatter"):
-        return "replicas, all partitions"
-    return "partitions"
+    gathers = base_opcode(instruction) in ("all-reduce", "all-gather", "reduce-scatter")
+    return "replicas, all partitions" if gathers else "partitions"
 
 
 def connected(pairs: Iterable[Sequence[int]]) -> Groups:
@@ -194,15 +164,9 @@ def connected(pairs: Iterable[Sequence[int]]) -> Groups:
 
 
 def mesh_axes_of(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Match groups of logical devices against the axes of a mesh.
+    """The mesh axes, in order, along which the members of groups of logical devices differ.
 
-    Args:
-        groups: logical devices, as `logical_groups` gives them.
-        axis_sizes: the mesh's axes in order, major to minor.
-
-    Returns:
-        The axes, in mesh order, along which the members of a group differ. Where groups take only
-        a part of an axis, its name says which part, as `Collective.mesh_axes` explains.
+    Where groups take only a part of an axis, its name says which, as `Collective.mesh_axes` has it.
     """
     names, sizes = tuple(axis_sizes), tuple(axis_sizes.values())
     by_size: dict[int, list[tuple[int, ...]]] = {}
@@ -213,8 +177,14 @@ def mesh_axes_of(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, ..
     if any(row.min() < 0 or row.max() >= math.prod(sizes) for row in rows):
         return ()
     found = [_parts(row, sizes) for row in rows]
-    axes = sorted(set().union(*found))
-    return tuple(_part_name(names[i], sizes[i], {parts.get(i) for parts in found}) for i in axes)
+    shown = []
+    for i in sorted(set().union(*found)):
+        (part, *others) = {parts.get(i) for parts in found}
+        if others or part is None:
+            shown.append(f"{names[i]}:part")
+        else:
+            shown.append(names[i] if part == (1, sizes[i]) else f"{names[i]}:({part[0]}){part[1]}")
+    return tuple(shown)
 
 
 _Part = tuple[int, int] | None
@@ -225,28 +195,25 @@ def _parts(rows: np.ndarray, sizes: Sequence[int]) -> dict[int, _Part]:
     """The axes along which groups of one size vary, and the part of each that they take."""
     coordinates = np.unravel_index(rows, sizes)
     axes = [i for i, axis in enumerate(coordinates) if (axis != axis[:, :1]).any()]
-    parts = {i: _part(np.unique(coordinates[i][0]), sizes[i]) for i in axes}
+    # Evenly spaced coordinates of one group may be such a part.
+    parts: dict[int, _Part] = dict.fromkeys(axes)
+    for i in axes:
+        values = np.unique(coordinates[i][0])
+        if len(values) > 1:
+            inner = len(values) * int(values[1] - values[0])
+            parts[i] = None if sizes[i] % inner else (sizes[i] // inner, len(values))
     whole = {i: part for i, part in parts.items() if part}
-    return (
-        parts
-        if len(whole) == len(axes) and _are_blocks(rows, whole, sizes)
-        else (dict.fromkeys(axes))
-    )
-
-
-def _part(values: np.ndarray, size: int) -> _Part:
-    """The part of an axis that evenly spaced coordinates of one group may be."""
-    if len(values) == 1:
-        return None
-    count, stride = len(values), int(values[1] - values[0])
-    return None if size % (count * stride) else (size // (count * stride), count)
+    are_whole = len(whole) == len(axes) and _are_blocks(rows, whole, sizes)
+    return parts if are_whole else dict.fromkeys(axes)
 
 
 def _are_blocks(
     rows: np.ndarray, parts: Mapping[int, tuple[int, int]], sizes: Sequence[int]
 ) -> bool:
     """Whether every row is a group that one gets by going through just these parts of the axes."""
-    split = [_split(size, parts.get(i)) for i, size in enumerate(sizes)]
+    # Each axis as sizes before, of and after its part.
+    cuts = [(*parts.get(i, (size, 1)), size) for i, size in enumerate(sizes)]
+    split = [(before, count, size // (before * count)) for before, count, size in cuts]
     inside = [3 * i + 1 for i in range(len(sizes))]
     outside = [i for i in range(3 * len(sizes)) if i not in inside]
     grid = np.arange(math.prod(sizes)).reshape([n for three in split for n in three])
@@ -258,16 +225,3 @@ def _are_blocks(
     starting[blocks[:, 0]] = np.arange(len(blocks))
     wanted = starting[rows[:, 0]]
     return bool((wanted >= 0).all() and (blocks[wanted] == rows).all())
-
-
-def _split(size: int, part: _Part) -> tuple[int, int, int]:
-    """An axis as sizes before, of and after a part."""
-    before, count = part or (size, 1)
-    return before, count, size // (before * count)
-
-
-def _part_name(axis: str, size: int, parts: set[_Part]) -> str:
-    (only, *others) = parts
-    if others or only is None:
-        return f"{axis}:part"
-    return axis if only == (1, size) else f"{axis}:({only[0]}){only[1]}"

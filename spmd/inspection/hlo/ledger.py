@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import itertools
 import warnings
 
-from spmd.inspection.hlo import groups as hlo_groups, source, text as hlo_reader
 from spmd.inspection.hlo.calls import Visit, calls_of, visits
-from spmd.inspection.hlo.near import Around, Origin
-from spmd.inspection.hlo.parts import Divider, Whole
-from spmd.inspection.hlo.text import Computation, Instruction, Module
+from spmd.inspection.hlo.groups import logical_groups, mesh_axes_of, numbering, written_groups
+from spmd.inspection.hlo.parts import Around, Divider, Origin, Whole
+from spmd.inspection.hlo.text import (
+    Computation,
+    Instruction,
+    Module,
+    base_opcode,
+    frames_of,
+    parse_modules,
+    parse_shapes,
+    tuple_elements,
+)
+from spmd.inspection.records.names import direction_of, user_source
 from spmd.inspection.records.report import KINDS, Collective, Shape, Shapes, Source
 
 
@@ -27,7 +36,7 @@ def collectives(hlo_text: str, axis_sizes: Mapping[str, int]) -> tuple[Collectiv
         One record per place in the program, in the order in which the program reaches them. Lines
         that were not understood are in the `unread` of `parse_modules`, and a warning says so.
     """
-    modules = hlo_reader.parse_modules(hlo_text)
+    modules = parse_modules(hlo_text)
     if unread := [line for module in modules for line in module.unread]:
         text = f"collectives: {len(unread)} lines not understood; first: {unread[0].strip()[:200]}"
         warnings.warn(text, stacklevel=2)
@@ -101,7 +110,7 @@ def wire_bytes(kind: str, operand: int, result: int, group_size: int) -> int:
 
 def is_collective(one: Instruction) -> bool:
     """Whether an instruction exchanges data between devices, or starts to."""
-    kind = one.opcode.removesuffix("-start")
+    kind = base_opcode(one)
     if kind not in KINDS:
         return False
     # Transfers to and from the host share the opcodes of those between devices.
@@ -155,7 +164,7 @@ class _Reader:
         kind, shapes = _exchange(one, computation, self._around(computation).types, visit)
         mesh_axes, group_size = self._crossing(one)
         origin = self._origin(one, computation, visit)
-        operand, result = map(_nbytes, shapes)
+        operand, result = (sum(shape.nbytes for shape in side) for side in shapes)
         payload, wire = max(operand, result), wire_bytes(kind, operand, result, group_size)
         # One all-to-all takes its operand in pieces, one for each member of a group.
         combined = 1 if kind == "all-to-all" else max(1, len(shapes.operands))
@@ -172,7 +181,7 @@ class _Reader:
             wire_bytes=wire,
             group_size=group_size,
             executions=visit.executions,
-            source=source.user_source(origin.frames),
+            source=user_source(origin.frames),
             source_is_consumer=origin.is_consumer,
             frames=origin.frames,
             direction=origin.direction,
@@ -184,7 +193,7 @@ class _Reader:
             conditional=visit.conditional,
             in_loop=visit.in_loop,
             name=one.name,
-            groups=hlo_groups.written_groups(one),
+            groups=written_groups(one),
             parts=parts,
         )
 
@@ -194,10 +203,10 @@ class _Reader:
         return self.around[computation.name]
 
     def _crossing(self, one: Instruction) -> tuple[tuple[str, ...], int]:
-        key = hlo_groups.numbering(one), hlo_groups.written_groups(one)
+        key = numbering(one), written_groups(one)
         if key not in self.crossed:
-            groups = hlo_groups.logical_groups(one, self.module)
-            axes = hlo_groups.mesh_axes_of(groups, self.axis_sizes)
+            groups = logical_groups(one, self.module)
+            axes = mesh_axes_of(groups, self.axis_sizes)
             self.crossed[key] = axes, max(map(len, groups), default=1)
         return self.crossed[key]
 
@@ -210,8 +219,8 @@ class _Reader:
         places = [(one, computation), *self._holder(one, computation, visit)]
         op_name = next((place.op_name for place, _ in places if place.op_name), "")
         for place, _ in places:
-            if frames := source.frames_of(place, self.module):
-                return Origin(frames, op_name, source.direction_of(place.op_name))
+            if frames := frames_of(place, self.module):
+                return Origin(frames, op_name, direction_of(place.op_name))
         near = self._nearest(places, op_name)
         # A reduction that the user wrote has its line in the function that adds two elements.
         frames = self._reduction_frames(one)
@@ -222,16 +231,14 @@ class _Reader:
             near = (others(self._around(computation), one) for one, computation in places)
             for other in itertools.chain.from_iterable(near):
                 op_name = op_name or other.op_name
-                if frames := source.frames_of(other, self.module):
-                    direction = source.direction_of(other.op_name)
+                if frames := frames_of(other, self.module):
+                    direction = direction_of(other.op_name)
                     return Origin(frames, op_name, direction, is_consumer=uses)
-        return Origin((), op_name, source.direction_of(op_name))
+        return Origin((), op_name, direction_of(op_name))
 
     def _reduction_frames(self, one: Instruction) -> tuple[Source, ...]:
         function = self.module.computations.get(one.callees().get("to_apply", ("",))[0])
-        found = (
-            (source.frames_of(i, self.module) for i in function.instructions) if function else ()
-        )
+        found = (frames_of(i, self.module) for i in function.instructions) if function else ()
         return next(filter(None, found), ())
 
     def _holder(
@@ -252,39 +259,27 @@ def _exchange(
     one: Instruction, computation: Computation, types: Mapping[str, str], visit: Visit
 ) -> tuple[str, Shapes]:
     """The kind of a collective, and its shapes."""
-    kind = one.opcode.removesuffix("-start")
-    operands, results = _operand_shapes(one, types), _result_shapes(one)
+    kind = base_opcode(one)
+    # Some printers write the operands' types in place, others only their names.
+    named = (types[name] for name in one.operand_names if name in types)
+    operands = parse_shapes(one.operands) or parse_shapes(" ".join(named))
+    results = _result_shapes(one)
+    fusion = visit.caller if visit.in_fusion else None
     match kind:
-        case "all-reduce" if _is_scatter(computation, visit) and visit.caller:
+        case "all-reduce" if fusion and computation.name.startswith("all-reduce-scatter"):
             # On TPU a reduce-scatter is a fusion around an all-reduce and the slice of it.
-            return "reduce-scatter", Shapes(operands, _result_shapes(visit.caller))
+            return "reduce-scatter", Shapes(operands, _result_shapes(fusion))
         case "ragged-all-to-all":  # the others are where to write, offsets and sizes
             operands = operands[:1]
         case "send" | "recv":  # of data, a context and a token
-            results = hlo_reader.parse_shapes(hlo_reader.tuple_elements(one.type)[0])
+            results = parse_shapes(tuple_elements(one.type)[0])
             operands = results
     return kind, Shapes(operands, results)
-
-
-def _is_scatter(computation: Computation, visit: Visit) -> bool:
-    return visit.in_fusion and computation.name.startswith("all-reduce-scatter")
-
-
-def _nbytes(shapes: Iterable[Shape]) -> int:
-    return sum(shape.nbytes for shape in shapes)
-
-
-def _operand_shapes(one: Instruction, types: Mapping[str, str]) -> tuple[Shape, ...]:
-    # Some printers write the operands' types in place, others only their names.
-    inline = hlo_reader.parse_shapes(one.operands)
-    if inline:
-        return inline
-    return hlo_reader.parse_shapes(" ".join(types[n] for n in one.operand_names if n in types))
 
 
 def _result_shapes(one: Instruction) -> tuple[Shape, ...]:
     # A start gives (operands, results, contexts...); that of an all-reduce gives the results.
     started = one.opcode.endswith("-start") and one.opcode != "all-reduce-start"
-    elements = hlo_reader.tuple_elements(one.type)
+    elements = tuple_elements(one.type)
     text = elements[1] if started and len(elements) > 1 else one.type
-    return hlo_reader.parse_shapes(text)
+    return parse_shapes(text)

@@ -79,7 +79,7 @@ _DEEPEST = 4
 class Loop:
     """What is known of a while loop.
 
-    Args:
+    Attributes:
         trips: how often the body runs; None where that is unknown.
         constants: elements of its state that never change, and their values.
     """
@@ -89,13 +89,7 @@ class Loop:
 
 
 class Surroundings:
-    """The computation that loops and calls stand in.
-
-    Args:
-        computation: the computation.
-        module: its module.
-        constants: what is known of its parameter, where that is a tuple.
-    """
+    """The computation that loops and calls stand in, and what is known of its tuple parameter."""
 
     def __init__(self, computation: Computation, module: Module, constants: Constants):
         self.computation = computation
@@ -111,8 +105,9 @@ class Surroundings:
         value = self._reader.value(operand)
         if isinstance(value, _State):
             return self.constants
-        elements = enumerate(value if isinstance(value, list) else ())
-        return {i: number for i, one in elements if (number := _constant(one)) is not None}
+        elements = value if isinstance(value, list) else ()
+        numbers = {i: one for i, one in enumerate(elements) if isinstance(one, _Number)}
+        return {i: one.offset for i, one in numbers.items() if one.index is None}
 
     def loop(self, instruction: Instruction) -> Loop:
         """Work out a ``while``: its trip count, and the constants that its body may rely on."""
@@ -123,22 +118,14 @@ class Surroundings:
             return Loop(trips=instruction.trip_count, constants={})
         start = self.constants_of(instruction.operand_names[0])
         after = _Reader(self.module, body, [_State()], {}).elements()
-        known = {i: value for i, value in start.items() if _is_kept(_at(after, i), i, value)}
+        # What the body hands on as it got it.
+        kept = {i: one for i, one in enumerate(after) if isinstance(one, _Number)}
+        kept = {i: one for i, one in kept.items() if (one.index, one.offset) == (i, 0)}
+        known = {i: n for i, n in start.items() if i in kept and kept[i].valid.holds(n)}
         trips = instruction.trip_count
         if trips is None:
             trips = _trips(self.module, condition, body, start, known)
         return Loop(trips=trips, constants=known)
-
-
-def _constant(value: object) -> int | None:
-    return value.offset if isinstance(value, _Number) and value.index is None else None
-
-
-def _is_kept(after: object, index: int, value: int) -> bool:
-    """Whether the body hands on an element as it got it."""
-    if not isinstance(after, _Number) or (after.index, after.offset) != (index, 0):
-        return False
-    return after.valid.holds(value)
 
 
 def _trips(
@@ -173,14 +160,8 @@ _HOLDS: dict[str, Callable[[int, int], bool]] = {
 def count_trips(first: int, limit: int, step: int, direction: str) -> int | None:
     """How often ``x`` passes ``x direction limit`` when it starts at `first` and moves by `step`.
 
-    Args:
-        first: the value at the first test.
-        limit: what it is compared with.
-        step: what each iteration adds.
-        direction: ``LT``, ``LE``, ``GT``, ``GE``, ``NE`` or ``EQ``.
-
-    Returns:
-        The count; None where the loop would not end.
+    The direction is one of ``LT``, ``LE``, ``GT``, ``GE``, ``NE`` and ``EQ``. Without an end, it is
+    None.
     """
     if direction not in _HOLDS:
         return None
@@ -210,14 +191,9 @@ def _range(type_text: str) -> _Range | None:
 
 
 class _Reader:
-    """Reads integers out of one computation.
+    """Reads integers out of one computation, at most `_DEEPEST` calls deep.
 
-    Args:
-        module: the module.
-        computation: where the names are looked up.
-        arguments: values of its parameters.
-        constants: known elements of the loop state among them.
-        depth: how many calls lead here.
+    Its parameters have the values `arguments`, and known elements of a loop's state `constants`.
     """
 
     def __init__(
@@ -295,10 +271,6 @@ def _read_constant(reader: _Reader, one: Instruction) -> object:
         return None
 
 
-def _read_parameter(reader: _Reader, one: Instruction) -> object:
-    return _at(reader.arguments, int(one.operands))
-
-
 def _read_element(reader: _Reader, one: Instruction) -> object:
     whole, index = _read_same(reader, one), int(one.attribute("index") or 0)
     if not isinstance(whole, _State):
@@ -307,10 +279,6 @@ def _read_element(reader: _Reader, one: Instruction) -> object:
     if limits is None:
         return None
     return _Number(index, 0, limits) if known is None else _Number(None, known, limits)
-
-
-def _read_tuple(reader: _Reader, one: Instruction) -> object:
-    return reader.operands(one)
 
 
 def _read_sum(reader: _Reader, one: Instruction) -> object:
@@ -363,9 +331,9 @@ def _read_call(reader: _Reader, one: Instruction) -> object:
 _RULES: dict[str, Callable[[_Reader, Instruction], object]] = {
     **dict.fromkeys(_SAME, _read_same),
     "constant": _read_constant,
-    "parameter": _read_parameter,
+    "parameter": lambda reader, one: _at(reader.arguments, int(one.operands)),
     "get-tuple-element": _read_element,
-    "tuple": _read_tuple,
+    "tuple": _Reader.operands,
     "add": _read_sum,
     "subtract": _read_sum,
     "compare": _read_comparison,

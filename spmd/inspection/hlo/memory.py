@@ -26,15 +26,15 @@ from spmd.inspection.hlo.schedule import (
     parse_aliases,
     value_at,
 )
-from spmd.inspection.hlo.source import frames_of, user_source
-from spmd.inspection.hlo.text import Module
+from spmd.inspection.hlo.text import Module, frames_of
+from spmd.inspection.records.names import user_source
 from spmd.inspection.records.report import Buffer, Memory
 
 LARGEST = 20
 """How many arrays a report names."""
 
 STRETCHES = 256
-"""In how many parts of the program, at most, a report says what is alive."""
+"""In how many equal parts of the program, at most, a report says what is alive."""
 
 
 def memory_of(
@@ -42,10 +42,10 @@ def memory_of(
     analysis: Any,
     *,
     arg_names: Sequence[str] = (),
-    largest: int = LARGEST,
+    largest: int | None = LARGEST,
     capacity: int | None = None,
 ) -> Memory | None:
-    """Reads the compiler's memory plan.
+    """Reads the compiler's memory plan of one device; None without an analysis.
 
     Arguments, outputs, the aliased part and code are the compiler's figures, and so are temporaries
     but on TPU. The peak is ``arguments + outputs - aliased + temporaries + code``.
@@ -63,75 +63,40 @@ def memory_of(
     temporaries matter; what is missing is fragmentation, alignment and the sharing of memory that
     the compiler decided and does not print.
 
-    Args:
-        module: the compiled module, which is scheduled.
-        analysis: what ``compiled.memory_analysis()`` gives; None where the backend gives nothing.
-        arg_names: paths of the program's parameters; where their number differs, the names that
-            the module itself has are used.
-        largest: how many arrays to name.
-        capacity: bytes that a device leaves to a program; None where that is not known.
-
-    Returns:
-        The plan of one device, or None without an analysis.
+    `capacity` is what a device leaves to a program, if known. Parameters are called `arg_names`, or
+    where their number differs as the module itself calls them. The `largest` arrays are named. One
+    that the compiler gave no line has that of the first instruction that writes into it, else of
+    the first that reads it. Constants and arrays outside of main memory are left out.
     """
     if analysis is None:
         return None
-    sizes, aliased = _sizes(analysis), int(analysis.alias_size_in_bytes)
-    schedule = _planned(module)
+    sizes = {
+        "arguments": int(analysis.argument_size_in_bytes),
+        "outputs": int(analysis.output_size_in_bytes),
+        "temporaries": int(analysis.temp_size_in_bytes),
+        "code": int(analysis.generated_code_size_in_bytes),
+    }
+    aliased, schedule = int(analysis.alias_size_in_bytes), _planned(module)
     if schedule is not None and schedule.tiled:
         rest = sum(sizes.values()) - sizes["temporaries"] - aliased
-        most = _most_temporaries(analysis, rest, capacity)
-        sizes["temporaries"] = min(sizes["temporaries"], most)
+        most = int(analysis.peak_memory_in_bytes) + sizes["code"]
+        most = most if capacity is None else min(most, capacity)
+        sizes["temporaries"] = min(sizes["temporaries"], max(most - rest, 0))
     peak = sum(sizes.values()) - aliased
     if schedule is None:
-        return Memory(**sizes, aliased=aliased, peak=peak, buffers=(), places=0, live=())
+        return Memory(**sizes, aliased=aliased, peak=peak, buffers=(), live=())
     use = _in_use(schedule.arrays, schedule.now)
+    # A program has more places than a picture has points. The most of each part keeps the peak.
+    count = min(len(use), STRETCHES)
+    edges = [i * len(use) // count for i in range(count + 1)]
     return Memory(
         **sizes,
         aliased=aliased,
         peak=peak,
         buffers=_largest(schedule, use, module, arg_names, largest),
         places=len(use),
-        live=_stretches(use),
+        live=tuple(max(use[a:b]) for a, b in itertools.pairwise(edges)),
     )
-
-
-def _sizes(analysis: Any) -> dict[str, int]:
-    return {
-        "arguments": int(analysis.argument_size_in_bytes),
-        "outputs": int(analysis.output_size_in_bytes),
-        "temporaries": int(analysis.temp_size_in_bytes),
-        "code": int(analysis.generated_code_size_in_bytes),
-    }
-
-
-def _most_temporaries(analysis: Any, rest: int, capacity: int | None) -> int:
-    """What temporaries can take at most, given what all else takes."""
-    in_peak = int(analysis.peak_memory_in_bytes) + int(analysis.generated_code_size_in_bytes)
-    return max(min(in_peak, in_peak if capacity is None else capacity) - rest, 0)
-
-
-def largest_buffers(
-    module: Module,
-    *,
-    arg_names: Sequence[str] = (),
-    largest: int | None = LARGEST,
-) -> tuple[Buffer, ...]:
-    """The largest arrays of a scheduled module, largest first.
-
-    An array that the compiler gave no line has that of the first instruction that writes into it,
-    else of the first that reads it. Constants and arrays outside of main memory are left out.
-
-    Args:
-        module: the compiled module.
-        arg_names: as in `memory_of`.
-        largest: how many; None for all.
-    """
-    schedule = _planned(module)
-    if schedule is None:
-        return ()
-    use = _in_use(schedule.arrays, schedule.now)
-    return _largest(schedule, use, module, arg_names, largest)
 
 
 def _planned(module: Module) -> Schedule | None:
@@ -153,13 +118,13 @@ def _largest(
     arg_names: Sequence[str],
     largest: int | None,
 ) -> tuple[Buffer, ...]:
-    alive = _alive_at_peak(schedule.arrays, use)
+    when = use.index(max(use))
     shown = [array for array in schedule.arrays if array.home != ELSEWHERE]
     names = arg_names if len(arg_names) == len(schedule.parameters) else ()
     count = len(shown) if largest is None else largest
 
     def at_peak(array: Array) -> bool:
-        return array.home != TEMPORARY or id(array) in alive
+        return array.home != TEMPORARY or array.birth <= when <= array.death
 
     return tuple(
         _buffer(array, module, names, at_peak=at_peak(array))
@@ -179,12 +144,14 @@ def _share_memory(schedule: Schedule) -> None:
     for one, operands, value in reversed(schedule.offers):
         for k, result in enumerate(arrays_in(value)):
             for i, operand in enumerate(operands):
-                if (
-                    isinstance(operand, Array)
-                    and _can_follow(result, operand)
-                    and schedule.may_overwrite(one, i, k)
-                ):
-                    _join(result, operand)
+                if not isinstance(operand, Array) or not _can_follow(result, operand):
+                    continue
+                if schedule.may_overwrite(one, i, k):
+                    if result.home == TEMPORARY:
+                        operand.death -= 1
+                    else:
+                        operand.home, operand.since = ELSEWHERE, result.since
+                        operand.lies_in = result if result.home == OUTPUT else result.lies_in
                     break
 
 
@@ -196,25 +163,14 @@ def _can_follow(result: Array, operand: Array) -> bool:
     )
 
 
-def _join(result: Array, operand: Array) -> None:
-    if result.home == TEMPORARY:
-        operand.death -= 1
-        return
-    operand.home, operand.since = ELSEWHERE, result.since
-    operand.lies_in = result if result.home == OUTPUT else result.lies_in
-
-
 def _hide_in_outputs(arrays: Sequence[Array]) -> None:
     """Moves temporaries into outputs that are not made yet, as XLA does on CPU and GPU."""
     start = {id(array): array.birth for array in arrays if array.home == OUTPUT}
     for array in arrays:
         if array.lies_in is not None:
             start[id(array.lies_in)] = min(start[id(array.lies_in)], array.birth)
-    outputs = (array for array in arrays if array.home == OUTPUT)
-    largest = heapq.nlargest(_SLOTS, outputs, key=_size)
-    slots = [(output, [(start[id(output)], math.inf)]) for output in largest]
-    temporaries = (array for array in arrays if array.home == TEMPORARY)
-    for one in heapq.nlargest(_TRIED, temporaries, key=_size) if slots else ():
+    slots = [(array, [(start[id(array)], math.inf)]) for array in _first(arrays, OUTPUT, _SLOTS)]
+    for one in _first(arrays, TEMPORARY, _TRIED) if slots else ():
         for output, taken in slots:
             free = all(one.death < start or end < one.birth for start, end in taken)
             if one.nbytes <= output.nbytes and free:
@@ -223,8 +179,10 @@ def _hide_in_outputs(arrays: Sequence[Array]) -> None:
                 break
 
 
-def _size(array: Array) -> int:
-    return array.nbytes
+def _first(arrays: Iterable[Array], home: str, count: int) -> list[Array]:
+    """The largest arrays of a kind of memory."""
+    own = (array for array in arrays if array.home == home)
+    return heapq.nlargest(count, own, key=lambda array: array.nbytes)
 
 
 def _in_use(arrays: Iterable[Array], length: int) -> list[int]:
@@ -237,33 +195,13 @@ def _in_use(arrays: Iterable[Array], length: int) -> list[int]:
     return list(itertools.accumulate(change))[:-1]
 
 
-def _alive_at_peak(arrays: Iterable[Array], use: Sequence[int]) -> set[int]:
-    """Identities of the temporaries that are alive when they take most together."""
-    when = use.index(max(use))
-    own = (array for array in arrays if array.home == TEMPORARY)
-    return {id(array) for array in own if array.birth <= when <= array.death}
-
-
-def _stretches(use: Sequence[int]) -> tuple[int, ...]:
-    """The most of each of `STRETCHES` equal parts of the program, or of each place of a short one.
-
-    A long program has more places than a picture has points; the most of each part keeps the peak.
-    """
-    count = min(len(use), STRETCHES)
-    edges = [i * len(use) // count for i in range(count + 1)]
-    return tuple(max(use[a:b]) for a, b in itertools.pairwise(edges))
-
-
 # Arguments and results
 
 
 def donations(header: str) -> dict[tuple[int, ...], tuple[int, tuple[int, ...]]]:
     """By path of an output, the parameter and the path in it where that output lies."""
-    _, found, text = header.partition("input_output_alias={")
-    if not found:
-        return {}
-    text = text.partition("entry_computation_layout")[0]
-    return parse_aliases(text)
+    text = header.partition("input_output_alias={")[2]
+    return parse_aliases(text.partition("entry_computation_layout")[0])
 
 
 def _place_results(

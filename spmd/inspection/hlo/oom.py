@@ -7,7 +7,7 @@ import dataclasses
 import re
 
 from spmd.errors import Failure, OutOfMemoryError
-from spmd.inspection.hlo.types import type_arrays
+from spmd.inspection.hlo.text import leaves
 from spmd.inspection.records.report import Buffer, Source
 from spmd.inspection.records.sizes import show_bytes
 
@@ -34,7 +34,7 @@ _LABEL = re.compile(r"^ *XLA label: (.*)$", re.MULTILINE)
 class OutOfMemory:
     """A verdict of the compiler.
 
-    Args:
+    Attributes:
         needed: bytes on each device, to the digits that the compiler gives, arguments and outputs
             included; None where it gives none, or rounds them to what there is.
         available: bytes that there are; None where it does not say.
@@ -47,41 +47,32 @@ class OutOfMemory:
 
 
 def out_of_memory(error: object) -> OutOfMemory | None:
-    """What an exception says about the memory of a device.
+    """What an exception, its causes included, or the text of one says about a device's memory.
 
-    Args:
-        error: an exception, whose causes are read too, or the text of one.
-
-    Returns:
-        The verdict; None where it is about something else, on-chip memory included.
+    It is None where that is about something else, on-chip memory included.
     """
     for text in _texts(error):
-        if found := _EARLY.search(text):
+        early = _EARLY.search(text)
+        if found := early or _LATE.search(text):
             needed, available = _bytes(*found.groups()[:2]), _bytes(*found.groups()[2:])
-            return OutOfMemory(needed=needed if needed > available else None, available=available)
-        if found := _LATE.search(text):
-            return _late(text, _bytes(*found.groups()[:2]), _bytes(*found.groups()[2:]))
+            # What is too much has more digits than the sum.
+            if not early and (excess := _EXCEEDED.search(text)):
+                needed = available + _bytes(*excess.groups())
+            return OutOfMemory(
+                needed=needed if needed > available else None,
+                available=available,
+                buffers=() if early else _buffers(text),
+            )
         if _UNSIZED.search(text):
             return OutOfMemory(needed=None, available=None, buffers=_buffers(text))
     return None
-
-
-def _late(text: str, needed: int, available: int) -> OutOfMemory:
-    # What is too much has more digits than the sum.
-    if found := _EXCEEDED.search(text):
-        needed = available + _bytes(*found.groups())
-    return OutOfMemory(
-        needed=needed if needed > available else None,
-        available=available,
-        buffers=_buffers(text),
-    )
 
 
 def explain_oom(error: object) -> str | None:
     """An exception of the compiler about too little memory, in readable lines.
 
     Args:
-        error: as in `out_of_memory`.
+        error: an exception, whose causes are read too, or the text of one.
 
     Returns:
         Text for a message, whose first line has no subject; None for another exception.
@@ -101,7 +92,7 @@ def oom_failure(error: object, given: str = "") -> Failure | None:
     """An exception of the compiler about too little memory, as a failure to explain.
 
     Args:
-        error: as in `out_of_memory`.
+        error: as in `explain_oom`.
         given: what the program was compiled for.
 
     Returns:
@@ -163,7 +154,7 @@ def _buffers(text: str) -> tuple[Buffer, ...]:
 
 def _buffer(part: str) -> Buffer | None:
     shape, label = _SHAPE.search(part), _LABEL.search(part)
-    arrays = type_arrays(shape[1], tiled=True) if shape and not shape[1].startswith("(") else ()
+    arrays = leaves(shape[1], True) if shape and not shape[1].startswith("(") else ()
     if not arrays:
         return None
     name = label[1].strip() if label else ""
@@ -174,8 +165,8 @@ def _buffer(part: str) -> Buffer | None:
         source = Source(file=file[1], line=int(line[1]), column=0, function="")
     return Buffer(
         name=name.partition(" = ")[0],
-        shape=arrays[0][0],
-        nbytes=arrays[0][1],
+        shape=arrays[0].shape,
+        nbytes=arrays[0].nbytes,
         kind=kind,
         source=source,
         op_name=op_name[1].replace("\\'", "'") if op_name else "",

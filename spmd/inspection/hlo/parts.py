@@ -1,4 +1,4 @@
-"""Divides a combined collective among the exchanges of the program that it was combined from.
+"""Where a collective comes from; for a combined one, each exchange that it was combined from.
 
 The compiler keeps the frames of the first, and its name or all names. The others are found by what
 makes their operands, or by what uses their results.
@@ -6,17 +6,73 @@ makes their operands, or by what uses their results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
+import functools
+import heapq
 import itertools
 from typing import NamedTuple
 
-from spmd.inspection.hlo import source
 from spmd.inspection.hlo.calls import Visit
-from spmd.inspection.hlo.near import Around, Origin
-from spmd.inspection.hlo.text import Computation, Instruction, Module
-from spmd.inspection.records.names import is_written, joined
-from spmd.inspection.records.report import Part, Shapes
+from spmd.inspection.hlo.text import Computation, Instruction, Module, frames_of
+from spmd.inspection.records.names import direction_of, is_written, joined, user_source
+from spmd.inspection.records.report import Part, Shapes, Source
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origin:
+    """Where an exchange comes from, under the names of the fields of its record."""
+
+    frames: tuple[Source, ...]
+    op_name: str
+    direction: str
+    is_consumer: bool = False
+
+
+class Around:
+    """What is near an instruction: the types, users and makers in one computation."""
+
+    def __init__(self, computation: Computation):
+        self.instructions = computation.instructions
+        self.types = {one.name: one.type for one in computation.instructions}
+        self.places = {one.name: i for i, one in enumerate(computation.instructions)}
+
+    @functools.cached_property
+    def _used_by(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for i, one in enumerate(self.instructions):
+            for name in dict.fromkeys(one.operand_names):
+                found.setdefault(name, []).append(i)
+        return found
+
+    def used_directly(self, one: Instruction) -> list[Instruction]:
+        """The instructions that use a result, in program order."""
+        return [self.instructions[i] for i in self._used_by.get(one.name, ())]
+
+    def users(self, one: Instruction) -> Iterator[Instruction]:
+        """The instructions that use a result, and those that use theirs, in program order."""
+        return self._reached(one, lambda other: self._used_by.get(other.name, ()), 1)
+
+    def makers(self, one: Instruction) -> Iterator[Instruction]:
+        """The instructions that make the operands, and theirs, the nearest first."""
+        places = self.places
+        return self._reached(
+            one, lambda other: (places[n] for n in other.operand_names if n in places), -1
+        )
+
+    def _reached(
+        self, one: Instruction, after: Callable[[Instruction], Iterable[int]], way: int
+    ) -> Iterator[Instruction]:
+        pending = [way * i for i in after(one)]
+        heapq.heapify(pending)
+        seen: set[int] = set()
+        while pending:
+            i = way * heapq.heappop(pending)
+            if i not in seen:
+                seen.add(i)
+                yield self.instructions[i]
+                for j in after(self.instructions[i]):
+                    heapq.heappush(pending, way * j)
 
 
 class Whole(NamedTuple):
@@ -73,12 +129,7 @@ class Divider:
         self.around = around
 
     def parts(self, whole: Whole, holders: Sequence[_Place]) -> tuple[Part, ...]:
-        """The parts of a collective, in the order of its operands.
-
-        Args:
-            whole: what is divided.
-            holders: the operation that it runs in, as `_Reader._holder` gives it.
-        """
+        """The parts of a collective, in the order of its operands; `holders` is what it runs in."""
         operands, results = whole.shapes
         weights = [shape.nbytes for shape in operands]
         payloads, wires = (divided(n, weights) for n in (whole.payload_bytes, whole.wire_bytes))
@@ -90,7 +141,7 @@ class Divider:
                 ),
                 payload_bytes=payloads[i],
                 wire_bytes=wires[i],
-                source=source.user_source(origin.frames),
+                source=user_source(origin.frames),
                 source_is_consumer=origin.is_consumer,
                 frames=origin.frames,
                 direction=origin.direction,
@@ -107,7 +158,7 @@ class Divider:
         names = names if len(names) == count else [names[0], *[""] * (count - 1)]
         for i, name in enumerate(names):
             if len(operands) != count:  # not XLA's own text
-                yield Origin((), name, source.direction_of(name))
+                yield Origin((), name, direction_of(name))
                 continue
             found = self._origin(whole, places, i, name)
             # The compiler kept what it knew of the first. A psum of a tree is all of one line.
@@ -122,10 +173,10 @@ class Divider:
         own = (one.op_name for one, _ in made if not self._is_loops(one))
         stack = name or next(filter(None, own), "")
         for one, is_consumer in self._candidates(made, places, i, name):
-            if not self._is_loops(one) and (frames := source.frames_of(one, self.module)):
-                direction = source.direction_of(name or one.op_name)
+            if not self._is_loops(one) and (frames := frames_of(one, self.module)):
+                direction = direction_of(name or one.op_name)
                 return Origin(frames, stack or one.op_name, direction, is_consumer)
-        return Origin((), stack, source.direction_of(stack))
+        return Origin((), stack, direction_of(stack))
 
     def _candidates(
         self, made: Sequence[_Place], places: Sequence[_Place], i: int, name: str
@@ -137,7 +188,8 @@ class Divider:
         """
         yield from ((one, False) for one, _ in sorted(made, key=lambda p: p[0].op_name != name))
         behind = ((one, True) for one in self._users(places, i))
-        before = ((one, False) for one in self._makers(made))
+        # All that goes into it, the last first, in the computation of each that makes it.
+        before = ((o, False) for one, home in made for o in self.around(home).makers(one))
         is_argument = any(one.opcode == "parameter" for one, _ in made[-1:])
         yield from itertools.chain(*([behind, before] if is_argument else [before, behind]))
 
@@ -171,11 +223,6 @@ class Divider:
     def _before(self, one: Instruction, value: _Value, seen: set[_Value]) -> _Value | None:
         """The value that an instruction hands on; None for one that makes its own."""
         names, computation, element = one.operand_names, value.computation, value.element
-        if one.opcode == "get-tuple-element" and names:
-            index = int(one.attribute("index") or 0)
-            return _Value(names[0], computation, (index, *element))
-        if one.opcode == "tuple" and element and element[0] < len(names):
-            return _Value(names[element[0]], computation, element[1:])
         if one.opcode == "parameter":
             return self._argument(one, value, seen)
         if inside := one.callees().get(_CALLS.get(one.opcode, "")):
@@ -184,6 +231,10 @@ class Divider:
                 _Value(called.root.name, called.name, element) if called and called.root else None
             )
         operand = _PASSES_ON.get(one.opcode, len(names))
+        if one.opcode == "get-tuple-element":
+            operand, element = 0, (int(one.attribute("index") or 0), *element)
+        elif one.opcode == "tuple" and element:
+            operand, element = element[0], element[1:]
         return _Value(names[operand], computation, element) if operand < len(names) else None
 
     def _argument(self, one: Instruction, value: _Value, seen: set[_Value]) -> _Value | None:
@@ -202,11 +253,6 @@ class Divider:
             return again
         # What the loop hands on as it is comes from before it.
         return _Value(caller.operand_names[0], visit.home, value.element)
-
-    def _makers(self, made: Sequence[_Place]) -> Iterator[Instruction]:
-        """All that goes into a value, the last first, in the computation of each that makes it."""
-        for one, computation in made:
-            yield from Around.makers(self.around(computation), one)
 
     # Who uses a result
 

@@ -7,8 +7,14 @@ import dataclasses
 import re
 from typing import TypeAlias
 
-from spmd.inspection.hlo.text import Computation, Instruction, Module, tuple_elements
-from spmd.inspection.hlo.types import leaves
+from spmd.inspection.hlo.text import (
+    Computation,
+    Instruction,
+    Module,
+    integers,
+    leaves,
+    tuple_elements,
+)
 from spmd.inspection.records.report import Shape
 
 # Values
@@ -21,7 +27,7 @@ _NEVER = -1
 class Array:
     """One array and the time that it lives, counted in instructions of the whole program.
 
-    Args:
+    Attributes:
         made_by: the instruction.
         shape: per device.
         nbytes: with padding.
@@ -79,9 +85,8 @@ def pairs_of(a: Value, b: Value) -> Iterator[tuple[Array, Array]]:
 
 # The schedule
 
-_NOT_READING = frozenset(
-    {"bitcast", "get-tuple-element", "tuple", "opt-barrier", "optimization-barrier", "domain"}
-)
+_RENAMES = ("bitcast", "domain", "opt-barrier", "optimization-barrier")
+_NOT_READING = frozenset({*_RENAMES, "get-tuple-element", "tuple"})
 _ELEMENTWISE = frozenset({
     "abs", "add", "and", "atan2", "bitcast", "bitcast-convert", "cbrt", "ceil", "clamp", "compare",
     "convert", "copy", "cosine", "count-leading-zeros", "divide", "erf", "exponential",
@@ -102,11 +107,7 @@ _PAIR = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 
 
 class Schedule:
-    """Walks the entry of a module, and on the way what it calls, in the order of execution.
-
-    Args:
-        module: the compiled module.
-    """
+    """Walks the entry of a module, and on the way what it calls, in the order of execution."""
 
     def __init__(self, module: Module):
         self.module = module
@@ -121,12 +122,7 @@ class Schedule:
         self.result = self.walk(entry, None)
 
     def walk(self, computation: Computation, operands: list[Value] | None) -> Value:
-        """Walks one computation and gives its result.
-
-        Args:
-            computation: the computation.
-            operands: its parameters; None for the entry, which has the program's arguments.
-        """
+        """Walks one computation and gives its result; the entry has the program's arguments."""
         self._walked.add(computation.name)
         walk = _Walk(self, operands)
         for one in computation.instructions:
@@ -178,12 +174,7 @@ class Schedule:
 
 
 class _Walk:
-    """Walks one computation.
-
-    Args:
-        schedule: of the module.
-        operands: values of the computation's parameters; None for the entry.
-    """
+    """Walks one computation, whose parameters have the values `operands`; None for the entry."""
 
     def __init__(self, schedule: Schedule, operands: list[Value] | None):
         self.schedule = schedule
@@ -225,18 +216,16 @@ class _Walk:
         self.schedule.parameters[number] = value
         return value
 
-    def _nothing(self, one: Instruction, operands: list[Value]) -> Value:
-        return None
-
     def _first(self, one: Instruction, operands: list[Value]) -> Value:
         return operands[0] if operands else None
-
-    def _tuple(self, one: Instruction, operands: list[Value]) -> Value:
-        return tuple(operands)
 
     def _element(self, one: Instruction, operands: list[Value]) -> Value:
         found = _INDEX.search(one.attributes)
         return value_at(operands[0], (int(found[1]),)) if found and operands else None
+
+    def _call(self, one: Instruction, operands: list[Value]) -> Value:
+        results = self.schedule.called(one, operands, "to_apply")
+        return results[0] if results else self.schedule.new(one, {})
 
     def _loop(self, one: Instruction, operands: list[Value]) -> Value:
         results = self.schedule.called(one, operands, "condition", "body")
@@ -259,10 +248,6 @@ class _Walk:
                 value = self.schedule.walk(self.schedule.module.computations[name], [operand])
         return value if value is not None else self.schedule.new(one, {})
 
-    def _call(self, one: Instruction, operands: list[Value]) -> Value:
-        results = self.schedule.called(one, operands, "to_apply")
-        return results[0] if results else self.schedule.new(one, {})
-
     def _started(self, one: Instruction, operands: list[Value]) -> Value:
         """``(operands, results, ...)``, except for a copy, whose result comes first."""
         if one.opcode == "async-start":
@@ -279,9 +264,6 @@ class _Walk:
         if one.opcode.endswith("-update") or one.opcode == "all-reduce-done":
             return value
         return value_at(value, (0,) if one.opcode in ("copy-done", "recv-done") else (1,))
-
-    def _sent(self, one: Instruction, operands: list[Value]) -> Value:
-        return self.schedule.new(one, {(0,): self._first(one, operands)})
 
     def _computed(self, one: Instruction, operands: list[Value]) -> Value:
         kept = _aliases(one, operands, tiled=self.schedule.tiled)
@@ -313,20 +295,14 @@ class _Walk:
 
 _RULES: dict[str, Callable[[_Walk, Instruction, list[Value]], Value]] = {
     "parameter": _Walk._parameter,
-    "constant": _Walk._nothing,
-    "after-all": _Walk._nothing,
-    "send-done": _Walk._nothing,
-    "add-dependency": _Walk._first,
-    "bitcast": _Walk._first,
-    "domain": _Walk._first,
-    "opt-barrier": _Walk._first,
-    "optimization-barrier": _Walk._first,
-    "tuple": _Walk._tuple,
+    **dict.fromkeys(("constant", "after-all", "send-done"), lambda walk, one, operands: None),
+    **dict.fromkeys((*_RENAMES, "add-dependency"), _Walk._first),
+    "tuple": lambda walk, one, operands: tuple(operands),
     "get-tuple-element": _Walk._element,
     "while": _Walk._loop,
     "conditional": _Walk._branches,
     "call": _Walk._call,
-    "send": _Walk._sent,
+    "send": lambda walk, one, operands: walk.schedule.new(one, {(0,): walk._first(one, operands)}),
 }
 
 
@@ -352,7 +328,7 @@ def _printed_aliases(one: Instruction, operands: list[Value]) -> dict[tuple[int,
     paths = [(i,) for i in range(count)] or [()]
     kept: dict[tuple[int, ...], Value] = {}
     for group in _GROUP.findall(text + "]}"):
-        numbers = [int(n) for n in re.findall(r"\d+", group)]
+        numbers = integers(group)
         sources = [operands[n] for n in numbers if n < len(operands)]
         results = [n - len(operands) for n in numbers if n >= len(operands)]
         kept |= {paths[r]: sources[0] for r in results if sources and r < len(paths)}
@@ -376,9 +352,10 @@ def _is_pointwise(fused: Computation, number: int) -> bool:
         if not used:
             continue
         dims = reached[one.operand_names[used[0]]]
-        if _keeps_place(one, used, dims):
+        is_update = one.opcode in _UPDATES
+        if used[0] == 0 if is_update else one.opcode in _ELEMENTWISE and _dims(one.type) == dims:
             reached[one.name] = dims
-            fits = fits or one.opcode in _UPDATES
+            fits = fits or is_update
         else:
             fits = False
     return fits and fused.root is not None and fused.root.name in reached
@@ -387,12 +364,6 @@ def _is_pointwise(fused: Computation, number: int) -> bool:
 def _dims(text: str) -> str:
     """Dimensions and layout of a type, without the element type."""
     return text.partition("[")[2]
-
-
-def _keeps_place(one: Instruction, used: Sequence[int], dims: str) -> bool:
-    if one.opcode in _UPDATES:
-        return used[0] == 0
-    return one.opcode in _ELEMENTWISE and _dims(one.type) == dims
 
 
 def _assembled(made: Mapping[tuple[int, ...], Value]) -> Value:
@@ -407,11 +378,7 @@ def _assembled(made: Mapping[tuple[int, ...], Value]) -> Value:
 
 def parse_aliases(text: str) -> dict[tuple[int, ...], tuple[int, tuple[int, ...]]]:
     """Reads ``{1}: (0, {})``: by path in a result, the operand and the path in it that it is."""
-    return {_path(out): (int(n), _path(inner)) for out, n, inner in _PAIR.findall(text)}
-
-
-def _path(text: str) -> tuple[int, ...]:
-    return tuple(int(i) for i in text.split(",") if i.strip())
+    return {integers(out): (int(n), integers(inner)) for out, n, inner in _PAIR.findall(text)}
 
 
 def _has_line(one: Instruction) -> bool:

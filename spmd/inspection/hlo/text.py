@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 import dataclasses
+import functools
 import itertools
+import math
 import re
 from typing import NamedTuple
 
@@ -49,7 +51,7 @@ class Instruction(NamedTuple):
 
     There are hundreds of thousands, and a tuple is made three times faster than a dataclass.
 
-    Args:
+    Attributes:
         name: its name, without the percent sign.
         opcode: what it does, such as ``all-reduce-start``.
         type: the text of its result type.
@@ -124,7 +126,7 @@ class Instruction(NamedTuple):
 class Computation:
     """A named sequence of instructions.
 
-    Args:
+    Attributes:
         name: its name, without the percent sign.
         instructions: its lines, in program order.
     """
@@ -144,7 +146,7 @@ class Computation:
 class Module:
     """A compiled program.
 
-    Args:
+    Attributes:
         name: as in ``HloModule jit_step``.
         entry: name of the computation that runs first; empty in a module without one.
         computations: all of them, by name.
@@ -177,6 +179,16 @@ class Module:
         own = _LOOPS_OWN.match(one.op_name) if _INDEXING in one.attributes else None
         # What the compiler moved out of the loop, or names in a warning, has the loop's name stack.
         return (self.loops.get(one.name) or self.loops.get(own["loop"])) if own else None
+
+
+def base_opcode(one: Instruction) -> str:
+    """What an instruction does, or starts to do: ``call`` for a ``call-start``."""
+    return one.opcode.removesuffix("-start")
+
+
+def integers(text: str | None) -> tuple[int, ...]:
+    """The whole numbers in a text, such as that of an attribute, which may be missing."""
+    return tuple(map(int, re.findall(r"\d+", text or "")))
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
@@ -230,7 +242,7 @@ def parse_module(text: str) -> Module:
         The module; one without computations for an empty text.
     """
     unread: list[str] = []
-    lines = _lines(text)
+    lines = text.replace("\r\n", "\n").split("\n")[::-1]  # the next one is the last
     header = _header(lines, unread)
     found = _HEADER.match(header)
     entry, computations = "", {}
@@ -238,28 +250,24 @@ def parse_module(text: str) -> Module:
     for name, is_entry, body in _computations(lines, tables, unread):
         computations[name] = Computation(name=name, instructions=tuple(body))
         entry = name if is_entry else entry
+    if _HOST_EXCHANGE in text:
+        unread += [line for line in text.splitlines() if _HOST_EXCHANGE in line]
     return Module(
         name=found["name"] if found else "",
         entry=entry,
         computations=computations,
-        num_replicas=_header_count(header, "replica_count"),
-        num_partitions=_header_count(header, "num_partitions"),
+        num_replicas=_number(header, "replica_count", 1),  # XLA leaves a count of one out
+        num_partitions=_number(header, "num_partitions", 1),
         frames=_frames(tables),
         header=header,
         loops=_loops(computations) if _INDEXING in text else {},
-        unread=(*unread, *_between_hosts(text)),
+        unread=tuple(unread),
     )
 
 
 # An array in the memory of hosts that a program needs otherwise split: hosts exchange it in calls
 # of libtpu's own, whose groups are numbers of devices and not of partitions.
 _HOST_EXCHANGE = 'custom_call_target="MegaScaleCollectiveInputStart"'
-
-
-def _between_hosts(text: str) -> list[str]:
-    if _HOST_EXCHANGE not in text:
-        return []
-    return [line for line in text.splitlines() if _HOST_EXCHANGE in line]
 
 
 # Functions of JAX's own take apart and stack what goes through a loop. It traces them once in a
@@ -298,11 +306,6 @@ def _around(
         if one.opcode == "while" and one.op_name == name:
             return one
     return None
-
-
-def _lines(text: str) -> list[str]:
-    """The lines of a module that are still to be read, the next one last."""
-    return text.replace("\r\n", "\n").split("\n")[::-1]
 
 
 def _header(lines: list[str], unread: list[str]) -> str:
@@ -347,12 +350,18 @@ def _table(lines: list[str], unread: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def _frames(tables: dict[str, dict[int, str]]) -> dict[int, tuple[Source, int]]:
+    files, functions = tables["FileNames"], tables["FunctionNames"]
     places = {
-        number: _place(row, tables["FileNames"], tables["FunctionNames"])
+        number: Source(
+            file=_unquoted(files.get(_number(row, "file_name_id"), "")),
+            line=_number(row, "line"),
+            column=_number(row, "column") + 1,
+            function=_unquoted(functions.get(_number(row, "function_name_id"), "")),
+        )
         for number, row in tables["FileLocations"].items()
     }
     frames = {
-        number: (places.get(_field(row, "file_location_id")), _field(row, "parent_frame_id"))
+        number: (places.get(_number(row, "file_location_id")), _number(row, "parent_frame_id"))
         for number, row in tables["StackFrames"].items()
     }
     # The printed number of the caller is one too high, so that no outermost frame says 0. Should a
@@ -361,18 +370,13 @@ def _frames(tables: dict[str, dict[int, str]]) -> dict[int, tuple[Source, int]]:
     return {n: (place, caller - excess) for n, (place, caller) in frames.items() if place}
 
 
-def _place(row: str, files: dict[int, str], functions: dict[int, str]) -> Source:
-    return Source(
-        file=_unquoted(files.get(_field(row, "file_name_id"), "")),
-        line=_field(row, "line"),
-        column=_field(row, "column") + 1,
-        function=_unquoted(functions.get(_field(row, "function_name_id"), "")),
-    )
+def _number(text: str, name: str, default: int = 0) -> int:
+    found = re.search(rf"\b{name}=(\d+)", text)
+    return int(found[1]) if found else default
 
 
-def _field(row: str, name: str) -> int:
-    found = re.search(rf"\b{name}=(\d+)", row)
-    return int(found[1]) if found else 0
+def _unquoted(text: str) -> str:
+    return unescape(text[1:-1] if text.startswith('"') else text)
 
 
 def unescape(text: str) -> str:
@@ -380,10 +384,6 @@ def unescape(text: str) -> str:
     if "\\" not in text:
         return text
     return text.encode().decode("unicode_escape").encode("latin-1").decode("utf-8", "replace")
-
-
-def _unquoted(text: str) -> str:
-    return unescape(text[1:-1] if text.startswith('"') else text)
 
 
 def _instructions(lines: list[str], unread: list[str]) -> list[Instruction]:
@@ -453,12 +453,6 @@ def parse_instruction(line: str) -> Instruction | None:
     )
 
 
-def _header_count(header: str, name: str) -> int:
-    # XLA leaves a count of one out.
-    found = re.search(rf"\b{name}=(\d+)", header)
-    return int(found[1]) if found else 1
-
-
 _BRACKET_OR_QUOTE = re.compile(rf"[()\[\]{{}},]|{_QUOTED}")
 # A quote that stands alone opens a string that has no end.
 _STRUCTURE = re.compile(rf"[()\[\]{{}}\n]|{_QUOTED}|[\"']")
@@ -485,3 +479,91 @@ def _until_comma(text: str, start: int) -> str:
         if depth == 0 and token[0] == ",":
             return text[start : token.start()]
     return text[start:]
+
+
+# Lines
+
+# What JAX before 0.10 and other front-ends write instead of a frame.
+_FILE = re.compile(r'\bsource_file="((?:[^"\\]|\\.)*)"')
+_LINE = re.compile(r"\bsource_line=(\d+)")
+
+
+def frames_of(instruction: Instruction, module: Module) -> tuple[Source, ...]:
+    """The Python frames of an instruction, innermost first, those of libraries included.
+
+    What takes apart or stacks the arrays of a loop has those of the loop: its own are of the first
+    loop that JAX has traced in the process, in whatever program that was.
+    """
+    instruction = module.loop_of(instruction) or instruction
+    number, frames = instruction.frame_id, {}
+    while number in module.frames and number not in frames:
+        frames[number], number = module.frames[number]
+    if frames:
+        return tuple(frames.values())
+    file, line = (pattern.search(instruction.attributes) for pattern in (_FILE, _LINE))
+    if not file or not line:
+        return ()
+    return (Source(file=unescape(file[1]), line=int(line[1]), column=0, function=""),)
+
+
+# Memory of types
+
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=? ]*)\](?:\{([^{}]*)\})?")
+_TILE = re.compile(r":[^T]*T\(([\d,*]+)\)")
+_SPACE = re.compile(r"S\((\d+)\)")
+_ELEMENT_BITS = re.compile(r"E\((\d+)\)")
+_HOST = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leaf:
+    """One array of a type: where in the tuple it stands, and the memory that it takes."""
+
+    path: tuple[int, ...]
+    shape: Shape
+    nbytes: int
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def leaves(text: str, tiled: bool) -> tuple[Leaf, ...]:
+    """The arrays of a type that lie in main memory.
+
+    On TPU (`tiled`) layouts have tiles, and spaces other than 0 are on the chip.
+    """
+    if not text.startswith("("):
+        shapes = parse_shapes(text)
+        size = _nbytes(text, shapes[0], tiled) if shapes else 0
+        return (Leaf((), shapes[0], size),) if size else ()
+    return tuple(
+        Leaf((i, *leaf.path), leaf.shape, leaf.nbytes)
+        for i, element in enumerate(tuple_elements(text))
+        for leaf in leaves(element, tiled)
+    )
+
+
+def _nbytes(text: str, shape: Shape, tiled: bool) -> int:
+    """Bytes that an array takes, with what the layout adds; 0 outside of main memory."""
+    found = _ARRAY.match(text)
+    layout = (found[3] or "") if found else ""
+    space = _SPACE.search(layout)
+    if space and int(space[1]) and (tiled or int(space[1]) == _HOST):
+        return 0
+    if not tiled:
+        return shape.nbytes
+    bits = _ELEMENT_BITS.search(layout)
+    padded = Shape(dtype=shape.dtype, dims=_padded(shape.dims, layout))
+    return -(-math.prod(padded.dims) * int(bits[1]) // 8) if bits else padded.nbytes
+
+
+def _padded(dims: tuple[int, ...], layout: str) -> tuple[int, ...]:
+    """The dimensions, from major to minor, rounded up to whole tiles."""
+    tile = _TILE.match(layout[layout.find(":") :]) if ":" in layout else None
+    if not tile:
+        return dims
+    order = [int(d) for d in layout.partition(":")[0].split(",") if d]
+    sizes = [dims[d] for d in reversed(order)] or [1]
+    steps = [int(s) for s in tile[1].split(",") if s.isdigit()]
+    # A tile of higher rank than the array has leading dimensions of one.
+    sizes = [1] * (len(steps) - len(sizes)) + sizes
+    steps = [1] * (len(sizes) - len(steps)) + steps
+    return tuple(-(-size // step) * step for size, step in zip(sizes, steps, strict=True))

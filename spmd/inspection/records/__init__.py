@@ -5,14 +5,13 @@ In the order of reading:
 - `sizes`: bytes and counts as people write them.
 - `shown`: what a record opens to be read or drawn: no other file does.
 - `arrays`: arrays on a mesh, and source text, as a report shows them.
-- `origins`: where shardings come from.
+- `origins`: where shardings come from, and the answer of `why`.
 - `report`: a report and what it holds: collectives, cost, memory, findings.
-- `names`: name stacks without what JAX adds to them.
+- `names`: name stacks without what JAX adds to them, and lines and files as people name them.
 - `sums`: totals over collectives, by kind, axis, line, module or direction.
 - `codec`: a report as JSON, and back.
-- `diff`: what differs between two reports.
-- `fit`: whether a program fits.
+- `diff`: what differs between two reports, and how the rows of two programs are matched.
+- `fit`: whether a program fits, and up to which size.
 - `sweep`: one program on several meshes.
-- `why`: the origins of the values of a name.
 - `pictures`: which device holds which part of an array, or of each array of a tree.
 """

@@ -10,7 +10,7 @@ import dataclasses
 class Split:
     """How one dimension of an array is cut over a mesh.
 
-    Args:
+    Attributes:
         axes: mesh axes that cut it, major to minor.
         parts: the product of their sizes.
         block: elements of a part. Where `parts` does not divide the dimension, the last parts have
@@ -49,7 +49,7 @@ class Split:
 class Argument:
     """An array that a program takes, and how it lies on the mesh.
 
-    Args:
+    Attributes:
         path: as the user calls it, such as ``batch['x']``.
         dtype: element type in short, such as ``f32``.
         shape: sizes of the whole array.
@@ -87,7 +87,7 @@ class Argument:
 class Excerpt:
     """Consecutive lines of a source file.
 
-    Args:
+    Attributes:
         file: path as Python knows it.
         first: number of the first line, counted from one.
         lines: the text, without line ends.
@@ -102,7 +102,7 @@ class Excerpt:
 class Source:
     """A place in Python code.
 
-    Args:
+    Attributes:
         file: path as Python knows it.
         line: counted from one.
         column: counted from one; 0 where it is not known.

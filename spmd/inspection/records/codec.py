@@ -14,12 +14,12 @@ import json
 import os
 from pathlib import Path
 import re
-from types import NoneType
+import types
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from spmd.errors import Failure, ReportError, explain
 from spmd.inspection.records.origins import Annotation, Later, Origins, Step, known
-from spmd.inspection.records.report import Collective, Part, Report, Source, Total
+from spmd.inspection.records.report import Collective, Part, Report, Source
 
 VERSION = 1
 SCHEMA = f"spmd-report/{VERSION}"
@@ -42,16 +42,22 @@ def encode(report: Report) -> dict[str, Any]:
     return data
 
 
-def values(value: Any) -> Any:
-    """JSON values of a record, and of all that it holds."""
+def values(value: Any, tables: Mapping[type, _Table[Any]] = types.MappingProxyType({})) -> Any:
+    """JSON values of a record, and of all that it holds; an index for each that is in a table."""
+    if type(value) in tables:
+        return tables[type(value)][value]
     if dataclasses.is_dataclass(value):
-        names = (field.name for field in dataclasses.fields(value))
-        return {name: values(getattr(value, name)) for name in names if name[0] != "_"}
+        return _fields(value, tables)
     if isinstance(value, Mapping):
-        return {key: values(inner) for key, inner in value.items()}
+        return {key: values(inner, tables) for key, inner in value.items()}
     if hasattr(value, "_asdict"):
-        return values(value._asdict())
-    return list(map(values, value)) if isinstance(value, tuple) else value
+        return values(value._asdict(), tables)
+    return [values(one, tables) for one in value] if isinstance(value, tuple) else value
+
+
+def _fields(record: Any, tables: Mapping[type, _Table[Any]]) -> dict[str, Any]:
+    names = (field.name for field in dataclasses.fields(record))
+    return {name: values(getattr(record, name), tables) for name in names if name[0] != "_"}
 
 
 class _Table(dict[_T, int]):
@@ -84,49 +90,23 @@ _SHARED = {"annotations": Annotation, "steps": Step}
 def _encode_origins(origins: Origins, frames: _Table[Source]) -> dict[str, Any]:
     tables: dict[type, _Table[Any]] = {record: _Table() for record in _SHARED.values()}
     tables[Source] = frames
-    data = _referred(origins, tables)
+    data = values(origins, tables)
     for name, record in _SHARED.items():
         data[name] = [_fields(one, tables) for one in tables[record]]
     return data
 
 
-def _referred(value: Any, tables: Mapping[type, _Table[Any]]) -> Any:
-    """JSON values of a record, with an index for each that stands in a table."""
-    if type(value) in tables:
-        return tables[type(value)][value]
-    if dataclasses.is_dataclass(value):
-        return _fields(value, tables)
-    return [_referred(one, tables) for one in value] if isinstance(value, tuple) else value
-
-
-def _fields(record: Any, tables: Mapping[type, _Table[Any]]) -> dict[str, Any]:
-    names = (field.name for field in dataclasses.fields(record))
-    return {name: _referred(getattr(record, name), tables) for name in names}
-
-
 def _encode_totals(report: Report) -> dict[str, Any]:
-    groupings = {
-        "kind": ("kind",),
-        "mesh_axes": ("axis",),
-        "kind_and_mesh_axes": ("kind", "axis"),
-        "line": ("line",),
-        "module": ("module",),
-        "direction": ("direction",),
-    }
     data: dict[str, Any] = {"all": values(report.total)}
-    for title, by in groupings.items():
-        data[title] = _rows(
-            report.totals(*by), ["mesh_axes" if key == "axis" else key for key in by]
+    for by in (("kind",), ("axis",), ("kind", "axis"), ("line",), ("module",), ("direction",)):
+        names = ["mesh_axes" if key == "axis" else key for key in by]
+        sums = (
+            (key if len(by) > 1 else (key,), total) for key, total in report.totals(*by).items()
         )
+        data["_and_".join(names)] = [
+            {**dict(zip(names, values(key), strict=True)), **values(total)} for key, total in sums
+        ]
     return data
-
-
-def _rows(sums: Mapping[Any, Total], names: list[str]) -> list[dict[str, Any]]:
-    keys = (key if len(names) > 1 else (key,) for key in sums)
-    pairs = zip(keys, sums.values(), strict=True)
-    return [
-        {**dict(zip(names, map(values, key), strict=True)), **values(total)} for key, total in pairs
-    ]
 
 
 def save(report: Report, path: str | os.PathLike[str]) -> None:
@@ -145,12 +125,8 @@ def save(report: Report, path: str | os.PathLike[str]) -> None:
             error=ReportError,
         )
         raise explain(f"report of `{report.name}`", [failure])
-    path.write_text(_layout(encode(report)), encoding="utf-8")
-
-
-def _layout(data: Mapping[str, Any]) -> str:
-    """One line for each element of a list: files compare well, and a line is one collective."""
-    return _entries(data, "{\n", "\n}\n")
+    # One line for each element of a list: files compare well, and a line is one collective.
+    path.write_text(_entries(encode(report), "{\n", "\n}\n"), encoding="utf-8")
 
 
 def _entries(data: Mapping[str, Any], start: str, end: str) -> str:
@@ -175,12 +151,7 @@ def load(path: str | os.PathLike[str]) -> Report:
 
 
 def read(path: str | os.PathLike[str]) -> Any:
-    """The JSON values in a file.
-
-    Raises:
-        ReportError: the file holds no JSON.
-        OSError: the file cannot be read.
-    """
+    """The JSON values in a file; an error where it cannot be read, or holds none."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as e:  # not UTF-8, or not JSON, or no report's
@@ -194,12 +165,7 @@ def read(path: str | os.PathLike[str]) -> Any:
 
 
 def decode(data: Any, *, subject: str = "argument of `Report.from_json`") -> Report:
-    """Makes a report of JSON values, as `Report.from_json` says.
-
-    Args:
-        data: what `encode` gave.
-        subject: what an error is about.
-    """
+    """Makes a report of JSON values, as `Report.from_json` says; `subject` begins an error."""
     _check_version(data, subject)
     reader = _Reader(data)
     report = reader.read(Report, data, "")
@@ -209,40 +175,35 @@ def decode(data: Any, *, subject: str = "argument of `Report.from_json`") -> Rep
 
 
 def _check_version(data: Any, subject: str) -> None:
-    schema = data.get("schema") if isinstance(data, Mapping) else None
+    is_object = isinstance(data, Mapping)
+    schema = data.get("schema") if is_object else None
     known = _SCHEMA.fullmatch(schema) if isinstance(schema, str) else None
+    if known and int(known[1]) == VERSION:
+        return
+    expected, got = f"schema {SCHEMA!r}", f"schema {schema!r}"
     if not known:
-        raise explain(subject, [_other_kind(data, schema)])
-    if int(known[1]) != VERSION:
-        raise explain(subject, [_other_version(data, schema)])
-
-
-def _other_kind(data: Any, schema: object) -> Failure:
-    got = f"schema {schema!r}" if schema is not None else "an object without a schema"
-    return Failure(
-        what="is no report",
-        expected=f"a JSON object with schema {SCHEMA!r}",
-        got=got if isinstance(data, Mapping) else f"a value of type {type(data).__name__}",
-        fix="pass what report.to_json() gives or report.save() writes",
-        error=ReportError,
-    )
-
-
-def _other_version(data: Mapping[str, Any], schema: object) -> Failure:
+        got = got if schema is not None else "an object without a schema"
+        failure = Failure(
+            what="is no report",
+            expected=f"a JSON object with {expected}",
+            got=got if is_object else f"a value of type {type(data).__name__}",
+            fix="pass what report.to_json() gives or report.save() writes",
+            error=ReportError,
+        )
+        raise explain(subject, [failure])
     versions = data.get("versions")
     writer = versions.get("spmd") if isinstance(versions, Mapping) else None
-    return Failure(
+    failure = Failure(
         what="is a report of a version that this spmd does not read",
-        expected=f"schema {SCHEMA!r}",
-        got=f"schema {schema!r}" + (f", written by spmd {writer}" if writer else ""),
+        expected=expected,
+        got=got + (f", written by spmd {writer}" if writer else ""),
         fix="install the version of spmd that wrote it, or write the report anew",
         error=ReportError,
     )
+    raise explain(subject, [failure])
 
 
-@functools.cache
-def _hints(record: type) -> dict[str, Any]:
-    return get_type_hints(record)
+_get_hints = functools.cache(get_type_hints)
 
 
 @functools.cache
@@ -268,7 +229,7 @@ class _Reader:
             return self._items(arguments[0], value, path)
         if origin is not None and issubclass(origin, Mapping):
             return self._mapping(arguments[1], value, path)
-        if NoneType in arguments:
+        if types.NoneType in arguments:
             return None if value is None else self.read(arguments[0], value, path)
         if dataclasses.is_dataclass(hint) or hasattr(hint, "_fields"):
             return self._record(hint, value, path)
@@ -290,7 +251,7 @@ class _Reader:
         if not isinstance(value, Mapping):
             return self._wrong(path, "an object", value)
         fields, complete = {}, True
-        for name, hint in _hints(record).items():
+        for name, hint in _get_hints(record).items():
             key = name.lstrip("_")
             place = f"{path}.{key}".lstrip(".")
             if key in value:

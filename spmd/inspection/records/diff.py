@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import os
-import re
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from spmd.errors import ArgumentError, Failure, explain
 from spmd.inspection.records import codec
-from spmd.inspection.records.report import Collective, Memory, Report, Reshard, Total
+from spmd.inspection.records.names import plain_path
+from spmd.inspection.records.report import Collective, Report, Reshard, Total
 from spmd.inspection.records.shown import Paged
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ Reportlike: TypeAlias = Report | Mapping[str, Any] | str | os.PathLike[str]
 class Difference:
     """A property of two reports that is not the same, such as a version.
 
-    Args:
+    Attributes:
         what: its name.
         a: its value in the first report, as text.
         b: its value in the second.
@@ -52,7 +52,7 @@ class Difference:
 class Pair:
     """Two collectives that correspond to each other.
 
-    Args:
+    Attributes:
         a: of the first report.
         b: of the second.
     """
@@ -70,7 +70,7 @@ class Pair:
 class Delta:
     """One figure in two reports.
 
-    Args:
+    Attributes:
         name: of the figure, such as ``peak``.
         a: in the first report; None where that has no such figure.
         b: in the second.
@@ -90,7 +90,7 @@ class Delta:
 class TotalDelta:
     """The same sum over the collectives of two reports.
 
-    Args:
+    Attributes:
         kind: of the collectives.
         mesh_axes: that they cross.
         a: in the first report.
@@ -107,7 +107,7 @@ class TotalDelta:
 class ModuleDelta:
     """The same sum over what a module of two reports exchanges.
 
-    Args:
+    Attributes:
         module: scopes of the name stack, numbers of layers as ``*``; empty for what is in no scope.
         a: in the first report.
         b: in the second.
@@ -122,7 +122,7 @@ class ModuleDelta:
 class Diff(Paged):
     """How two reports differ; true where their collectives do.
 
-    Args:
+    Attributes:
         names: what the two reports are called, such as the names of their files.
         meshes: of the two.
         header: properties of the whole that differ: backend, mesh, versions and the like.
@@ -180,20 +180,18 @@ class Diff(Paged):
             A dictionary for `json.dumps` with schema ``spmd-diff/1``. Collectives are as in a
             report, without stack frames; ``different`` is what `bool` of this says.
         """
-        slim = {
-            name: tuple(map(_without_frames, getattr(self, name)))
-            for name in ("unchanged", "changed", "added", "removed")
-        }
-        data = codec.values(dataclasses.replace(self, **slim))
+        slim = codec.without_frames
+        bare = dataclasses.replace(
+            self,
+            unchanged=tuple(Pair(a=slim(pair.a), b=slim(pair.b)) for pair in self.unchanged),
+            changed=tuple(Pair(a=slim(pair.a), b=slim(pair.b)) for pair in self.changed),
+            added=tuple(map(slim, self.added)),
+            removed=tuple(map(slim, self.removed)),
+        )
+        data = codec.values(bare)
         for pair, record in zip(data["changed"], self.changed, strict=True):
             pair["changes"] = list(record.changes)
         return {"schema": SCHEMA, "different": bool(self), **data}
-
-
-def _without_frames(one: Pair | Collective) -> Pair | Collective:
-    if isinstance(one, Collective):
-        return codec.without_frames(one)
-    return Pair(a=codec.without_frames(one.a), b=codec.without_frames(one.b))
 
 
 def diff(a: Reportlike, b: Reportlike) -> Diff:
@@ -230,12 +228,18 @@ def diff(a: Reportlike, b: Reportlike) -> Diff:
         added=added,
         removed=removed,
         total=(first.total, second.total),
-        totals=_totals(first, second),
-        cost=_cost(first, second),
-        memory=_memory(first.memory, second.memory),
+        totals=tuple(
+            TotalDelta(kind=kind, mesh_axes=axes, a=x, b=y)
+            for (kind, axes), x, y in _sums(first, second, "kind", "axis")
+        ),
+        # Nothing is known of the cost of what was not compiled.
+        cost=() if first.predicted or second.predicted else _deltas(first.cost, second.cost),
+        memory=_deltas(first.memory, second.memory),
         reshards_added=tuple(r for r in second.reshards if r not in moved_a),
         reshards_removed=tuple(r for r in first.reshards if r not in moved_b),
-        modules=_modules(first, second),
+        modules=tuple(
+            ModuleDelta(module=name, a=x, b=y) for name, x, y in _sums(first, second, "module")
+        ),
     )
 
 
@@ -285,116 +289,71 @@ def _header(a: Report, b: Report) -> Iterator[Difference]:
             yield Difference(what=what, a=str(of(a)), b=str(of(b)))
 
 
-def _totals(a: Report, b: Report) -> tuple[TotalDelta, ...]:
-    sums_a, sums_b = a.totals("kind", "axis"), b.totals("kind", "axis")
-    zero = Total.zeros()
-    deltas = (
-        TotalDelta(kind=k[0], mesh_axes=k[1], a=sums_a.get(k, zero), b=sums_b.get(k, zero))
-        for k in sorted(sums_a.keys() | sums_b.keys())
-    )
-    return tuple(sorted(deltas, key=lambda d: -abs(d.b.wire_bytes - d.a.wire_bytes)))
+def _sums(a: Report, b: Report, *by: str) -> list[tuple[Any, Total, Total]]:
+    """Totals of both by a property, the largest difference in wire bytes first."""
+    sums_a, sums_b, zero = a.totals(*by), b.totals(*by), Total.zeros()
+    keys = sorted(sums_a.keys() | sums_b.keys())
+    rows = [(key, sums_a.get(key, zero), sums_b.get(key, zero)) for key in keys]
+    return sorted(rows, key=lambda row: -abs(row[2].wire_bytes - row[1].wire_bytes))
 
 
-def _modules(a: Report, b: Report) -> tuple[ModuleDelta, ...]:
-    sums_a, sums_b = a.totals("module"), b.totals("module")
-    zero = Total.zeros()
-    deltas = (
-        ModuleDelta(module=name, a=sums_a.get(name, zero), b=sums_b.get(name, zero))
-        for name in sorted(sums_a.keys() | sums_b.keys())
-    )
-    return tuple(sorted(deltas, key=lambda d: -abs(d.b.wire_bytes - d.a.wire_bytes)))
-
-
-def _cost(a: Report, b: Report) -> tuple[Delta, ...]:
-    if a.predicted or b.predicted:  # nothing is known of what was not compiled
-        return ()
-    return tuple(_deltas(a.cost, b.cost, _fields(a.cost)))
-
-
-def _memory(a: Memory | None, b: Memory | None) -> tuple[Delta, ...]:
-    names = [name for name in _fields(a or b) if name not in ("buffers", "places", "live")]
-    return tuple(_deltas(a, b, names))
-
-
-def _fields(record: Any) -> tuple[str, ...]:
-    return () if record is None else tuple(field.name for field in dataclasses.fields(record))
-
-
-def _deltas(a: object, b: object, names: Iterable[str]) -> Iterator[Delta]:
-    for name in names:
-        yield Delta(name=name, a=getattr(a, name, None), b=getattr(b, name, None))
+def _deltas(a: Any, b: Any) -> tuple[Delta, ...]:
+    """The figures of two records, either of which may be missing."""
+    fields = dataclasses.fields(a or b) if a or b else ()
+    names = [f.name for f in fields if f.name not in ("buffers", "places", "live")]
+    return tuple(Delta(name=n, a=getattr(a, n, None), b=getattr(b, n, None)) for n in names)
 
 
 # Matching
 
 Collectives: TypeAlias = tuple[Collective, ...]
+_T = TypeVar("_T")
+_Key: TypeAlias = Callable[[_T], object]
 
 
 def match(a: Collectives, b: Collectives) -> tuple[tuple[Pair, ...], Collectives, Collectives]:
-    """Pairs collectives that correspond to each other, each with one other at most.
+    """Pairs collectives of two programs that correspond to each other, in the order of `a`.
 
-    Args:
-        a: of one program, in program order.
-        b: of another one.
-
-    Returns:
-        Pairs in the order of `a`, what only `a` has, and what only `b` has.
+    What only `a` has and what only `b` has comes with them.
     """
-    partners: dict[int, int] = {}
-    left_a, left_b = list(range(len(a))), list(range(len(b)))
-    for key in _KEYS:
-        found = dict(_paired(a, b, left_a, left_b, key))
-        partners |= found
-        taken = set(found.values())
-        left_a = [i for i in left_a if i not in found]
-        left_b = [j for j in left_b if j not in taken]
+    partners, left_a, left_b = matched(a, b, [(key, key) for key in _KEYS])
     pairs = tuple(Pair(a=a[i], b=b[partners[i]]) for i in sorted(partners))
     return pairs, tuple(a[i] for i in left_a), tuple(b[j] for j in left_b)
 
 
-def _paired(
-    a: Collectives,
-    b: Collectives,
-    left_a: list[int],
-    left_b: list[int],
-    key: Callable[[Collective], object],
-) -> Iterator[tuple[int, int]]:
-    """Places of equal key, the first of one program with the first of the other, and so on."""
-    waiting: dict[object, list[int]] = {}
-    for j in reversed(left_b):
-        waiting.setdefault(key(b[j]), []).append(j)
-    for i in left_a:
-        if places := waiting.get(key(a[i])):
-            yield i, places.pop()
+def matched(
+    a: Sequence[_T], b: Sequence[_T], keys: Iterable[tuple[_Key[_T], _Key[_T]]]
+) -> tuple[dict[int, int], list[int], list[int]]:
+    """Pairs places of equal key, the first of one side with the first of the other, and so on.
+
+    Of each pair of keys, one is of `a` and one of `b`; None has no equal. What a stricter key has
+    paired, a looser one leaves alone. What is left of `a` and of `b` comes with the pairs.
+    """
+    partners: dict[int, int] = {}
+    left_a, left_b = [*range(len(a))], [*range(len(b))]
+    for of_a, of_b in keys:
+        waiting: dict[object, list[int]] = {}
+        for j in reversed(left_b):
+            waiting.setdefault(of_b(b[j]), []).append(j)
+        for i in left_a:
+            key = of_a(a[i])
+            if key is not None and waiting.get(key):
+                partners[i] = waiting[key].pop()
+        taken = {*partners.values()}
+        left_a = [i for i in left_a if i not in partners]
+        left_b = [j for j in left_b if j not in taken]
+    return partners, left_a, left_b
 
 
-def _raw_path(one: Collective) -> str:
-    return one.op_name
-
-
-# JAX's own wrappers come and go between its releases; so do numbers that make a name unique.
-_WRAPPER = re.compile(r"(?<![^/:])(?:p?jit\([^/:]*\)|closed_call|core_call)(?:/|$)")
-_NUMBER = re.compile(r"[._]?\d+(?=$|[/:)])")
-
-
-def plain_path(one: Collective) -> str:
-    """The name-stack path without jitted functions and without numbers at the ends of names."""
-    return _NUMBER.sub("", _WRAPPER.sub("", one.op_name))
-
-
-def _figures(one: Collective) -> tuple[object, ...]:
-    return tuple(getattr(one, name) for name in COMPARED)
-
-
-def _key(
-    path: Callable[[Collective], str], rest: Callable[[Collective], object]
-) -> Callable[[Collective], object]:
-    return lambda one: (one.kind, one.mesh_axes, one.direction, path(one), rest(one))
-
-
-# From the strictest to the loosest; what a stricter one has paired, a looser one leaves alone.
-_KEYS = tuple(
-    _key(path, rest)
-    for path in (_raw_path, plain_path)
-    for rest in (_figures, lambda one: one.shapes, lambda one: None)
-)
+# From the strictest to the loosest.
+_KEYS: list[_Key[Collective]] = [
+    lambda one, path=path, rest=rest: (
+        one.kind,
+        one.mesh_axes,
+        one.direction,
+        path(one.op_name),
+        *(getattr(one, name) for name in rest),
+    )
+    for path in (str, plain_path)
+    for rest in (COMPARED, ("shapes",), ())
+]

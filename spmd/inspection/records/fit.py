@@ -1,22 +1,54 @@
-"""The answer to whether a program fits, and the words for it. Nothing here knows JAX."""
+"""Whether a program fits, up to which size, and the words for it. Nothing here knows JAX."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
-from spmd.inspection.compile.search import MOST, Trial
 from spmd.inspection.hlo.oom import OutOfMemory, buffer_lines, shortage
 from spmd.inspection.records.report import Buffer, Memory
 from spmd.inspection.records.sizes import show_bytes
 
+MOST = 2**31
+"""No larger size is tried: what has not failed up to there does not depend on the size."""
+
+
+class Trial(NamedTuple):
+    """One size that was tried.
+
+    Attributes:
+        size: the size.
+        needed: bytes on each device; None where the compiler does not say.
+        fits: whether that is within the budget.
+    """
+
+    size: int
+    needed: int | None
+    fits: bool
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Fit:
+class Found:
+    """What a search found; the fields are those of `Fit`."""
+
+    largest: int | None = None
+    too_large: int | None = None
+    step: int = 1
+    tried: tuple[Trial, ...] = ()
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no size is left to try between `largest` and `too_large`."""
+        after = ((self.largest or 0) // self.step + 1) * self.step
+        return self.too_large is not None and after >= self.too_large
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Fit(Found):
     """Whether a program fits the memory of its devices; true in a condition if it does.
 
-    Args:
+    Attributes:
         fits: whether it does; with `vary`, whether any size does.
         needed: bytes on each device, arguments and results included; None where the compiler
             refuses the program and does not say how much it needs.
@@ -50,21 +82,11 @@ class Fit:
     backend: str
     stand_in: bool
     vary: tuple[tuple[str, int], ...] = ()
-    largest: int | None = None
-    too_large: int | None = None
-    step: int = 1
-    tried: tuple[Trial, ...] = ()
 
     @property
     def margin(self) -> int | None:
         """Bytes that are left on each device, below 0 where they are too few; None if unknown."""
         return None if self.needed is None else self.budget - self.needed
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether no size is left to try between `largest` and `too_large`."""
-        after = ((self.largest or 0) // self.step + 1) * self.step
-        return self.too_large is not None and after >= self.too_large
 
     def __bool__(self) -> bool:
         return self.fits
@@ -103,7 +125,7 @@ def _where(fit: Fit) -> str:
 
 def size_verdict_of(fit: Fit) -> str:
     """The answer in a sentence, where sizes were tried."""
-    what = " and ".join(f"dimension {dim} of {path}" for path, dim in fit.vary)
+    what = show_vary(fit.vary)
     if fit.largest is None:
         least = min(trial.size for trial in fit.tried)
         more = "" if fit.is_exact else f"; {_so_often(fit)}, and smaller ones may fit"
@@ -117,6 +139,11 @@ def size_verdict_of(fit: Fit) -> str:
     else:
         after = f"{_so_often(fit)}, and larger ones may fit"
     return f"fits: {fit.largest:,} for {what}, which {_needs(fit)}; {after}"
+
+
+def show_vary(vary: Iterable[tuple[str, int]]) -> str:
+    """The arguments and dimensions whose size is varied, in words."""
+    return " and ".join(f"dimension {dim} of {path}" for path, dim in vary)
 
 
 def _so_often(fit: Fit) -> str:
@@ -133,7 +160,7 @@ def _lines(fit: Fit) -> Iterator[str]:
     if fit.stand_in:
         yield "  the CPU stands in: another backend's compiler plans memory differently"
     if fit.memory is not None:
-        yield "  " + _parts(fit.memory)
+        yield f"  {_parts(fit.memory)}"
     yield from buffer_lines(fit.buffers)
     if fit.tried:
         yield "  tried"

@@ -1,11 +1,16 @@
-"""Name stacks, as JAX writes them into a compiled program, cut into the parts that a user named."""
+"""Name stacks as JAX writes them, in the parts that a user named; and places in source text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
+import functools
+import os
+from pathlib import Path
 import re
+import sys
+import sysconfig
 
-from spmd.inspection.records.report import Collective
+from spmd.inspection.records.report import Collective, Source
 
 # Transformations and calls that JAX writes around a name.
 _WRAPPERS = {
@@ -33,28 +38,29 @@ _WRITTEN = re.compile(
     r"(?:_invariant|_reduced)?\d*$"
 )
 
+# Names of functions and scopes may end in these words; transformations stand by themselves.
+_TRANSFORM = re.compile(r"(?:^|[/(:])(transpose|jvp)\(")
+
 
 def is_written(op_name: str) -> bool:
     """Whether a name stack is that of an exchange which the user wrote, such as a ``psum``."""
     return _WRITTEN.search(op_name) is not None
 
 
-def components(op_name: str) -> tuple[str, ...]:
+def components(op_name: str, wrappers: Set[str] = _WRAPPERS) -> tuple[str, ...]:
     """The parts of a name stack without the transformations around them.
 
     ``jit(step)/transpose(jvp(attention))/dot_general`` gives ``step``, ``attention`` and
     ``dot_general``.
     """
-    return tuple(_components(op_name, _WRAPPERS))
-
-
-def _components(path: str, wrappers: Set[str]) -> Iterator[str]:
-    for part in _split(path):
+    found: tuple[str, ...] = ()
+    for part in _split(op_name):
         wrapped = _WRAPPED.match(part)
         if wrapped and wrapped[1] in wrappers:
-            yield from _components(wrapped[2], wrappers)
+            found += components(wrapped[2], wrappers)
         elif part:
-            yield part
+            found = (*found, part)
+    return found
 
 
 def _split(path: str, separator: str = "/") -> Iterator[str]:
@@ -81,23 +87,16 @@ def joined(op_name: str) -> list[str]:
     On CPU, XLA joins them by colons and takes out what they have in common, as in
     ``jit(step)/(jvp(a)/add:jvp(b)/add)``; on TPU it keeps the first alone.
     """
-    return list(_expand(op_name))
-
-
-def _expand(path: str) -> Iterator[str]:
-    alternatives = list(_split(path, ":"))
+    alternatives = list(_split(op_name, ":"))
     if len(alternatives) > 1:
-        for alternative in alternatives:
-            yield from _expand(alternative)
-        return
-    parts = list(_split(path))
+        return [stack for one in alternatives for stack in joined(one)]
+    parts = list(_split(op_name))
     for i, part in enumerate(parts):
         inner = list(_split(part[1:-1], ":")) if part[:1] == "(" and part[-1:] == ")" else []
         if len(inner) > 1:
-            for alternative in inner:
-                yield from _expand("/".join([*parts[:i], alternative, *parts[i + 1 :]]))
-            return
-    yield path
+            ways = ("/".join([*parts[:i], one, *parts[i + 1 :]]) for one in inner)
+            return [stack for way in ways for stack in joined(way)]
+    return [op_name]
 
 
 def place(op_name: str) -> str:
@@ -119,5 +118,85 @@ def module(op_name: str) -> str:
     ``T5/encoder/layers_*/mlp/wo``. It is empty for what stands in no scope. Functions that are
     called are none, nor are the formulas that `jax.numpy.einsum` writes.
     """
-    scopes = [*_components(op_name, _WRAPPERS - _FUNCTIONS)][:-1]
+    scopes = components(op_name, _WRAPPERS - _FUNCTIONS)[:-1]
     return "/".join(_INDEX.sub("*", scope) for scope in scopes if not _NO_MODULE.fullmatch(scope))
+
+
+# JAX's own calls come and go between its releases; so do numbers that make a name unique.
+_CALL = re.compile(r"(?<![^/:])(?:p?jit\([^/:]*\)|closed_call|core_call)(?:/|$)")
+_UNIQUE = re.compile(r"[._]?\d+(?=$|[/:)])")
+
+
+def plain_path(op_name: str) -> str:
+    """A name stack without jitted functions and without numbers at the ends of names."""
+    return _UNIQUE.sub("", _CALL.sub("", op_name))
+
+
+def direction_of(op_name: str) -> str:
+    """Which half of a gradient a name stack belongs to: ``forward``, ``backward`` or ``other``.
+
+    JAX writes ``jvp(...)`` around what a gradient differentiates, ``transpose(jvp(...))`` around
+    its backward pass; what a rematerialization computes again stands inside the latter. Where the
+    compiler combined several exchanges and joined their names, one backward part makes all of it
+    backward.
+    """
+    found = set(_TRANSFORM.findall(op_name))
+    if "transpose" in found:
+        return "backward"
+    return "forward" if found else "other"
+
+
+# Places
+
+
+def user_source(frames: Sequence[Source]) -> Source | None:
+    """The innermost frame outside of libraries, or the innermost one if all are in libraries."""
+    for frame in frames:
+        if not is_library(frame.file):
+            return frame
+    return frames[0] if frames else None
+
+
+def users_own(source: Source | None) -> Source | None:
+    """A place, if it is the user's; None for one in a library."""
+    return None if source is None or is_library(source.file) else source
+
+
+@functools.lru_cache(maxsize=4096)
+def is_library(file: str) -> bool:
+    """Whether a file belongs to Python, to an installed package or to `spmd` itself.
+
+    The model of `spmd demo`, in a folder of its own, counts as a user's code.
+    """
+    path = Path(file)
+    ours = Path(__file__).parent.parent.parent
+    if ours in path.parents:
+        return ours / "demo" not in path.parents
+    # A module's text may come from another machine, whose folders are not ours.
+    if file.startswith("<frozen ") or _ELSEWHERE.search(file):
+        return True
+    return any(
+        folder in path.parents
+        for folder in tuple({Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")})
+    )
+
+
+_ELSEWHERE = re.compile(r"[\\/](?:site-packages|dist-packages|lib(?:64)?[\\/]python3\.\d+t?)[\\/]")
+
+
+def short_path(file: str) -> str:
+    """A path relative to the working directory where the file is below it.
+
+    A cell of the notebook that is running is named as IPython does: ``In[5]``.
+    """
+    # Outside of IPython there is no cell, and it need not be installed.
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    name_of = getattr(shell and shell.compile, "format_code_name", None)
+    if name_of and (cell := name_of(file)):
+        return cell[1]
+    try:
+        here = os.path.join(os.getcwd(), "")
+    except OSError:  # the directory is gone
+        return file
+    return file[len(here) :] if file.startswith(here) and len(file) > len(here) else file

@@ -1,16 +1,17 @@
-"""Records of where shardings come from: what `why` says of a value, and a report of several.
-
-Nothing here knows JAX or prints.
-"""
+"""Records of where shardings come from: what `why` says of a value, and a report of several."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import dataclasses
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spmd.inspection.records.arrays import Source
+from spmd.inspection.records.shown import Shown, opened
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Spec = tuple[tuple[str, ...], ...]
 """Mesh axes by dimension; a part of an axis as ``data:(1)2``."""
@@ -20,7 +21,7 @@ Spec = tuple[tuple[str, ...], ...]
 class Annotation:
     """A sharding that the user asked for.
 
-    Args:
+    Attributes:
         kind: ``argument``, ``output``, ``constraint`` or ``shard_map``.
         name: the path of the argument or output, such as ``batch['x']``; empty for the others.
         source: the line of a constraint or of a ``shard_map``; None for arguments and outputs.
@@ -37,7 +38,7 @@ class Annotation:
 class Step:
     """One operation through which an axis travelled.
 
-    Args:
+    Attributes:
         operation: its name in StableHLO, ``return`` for the end of the program, ``while`` or
             ``call of NAME`` for the way into or out of one.
         source: the user's line.
@@ -61,7 +62,7 @@ class Step:
 class Origin:
     """Where one mesh axis of a value comes from.
 
-    Args:
+    Attributes:
         axis: of the mesh; a part of one as ``data:(1)2``.
         dimension: of the value that it splits.
         annotation: where the user asked for it; None where the passes do not tell.
@@ -96,7 +97,7 @@ class Conflict:
     operation which the region lacks. Of conflicts that differ in neither axis, annotations nor
     reason, the nearest stands for all.
 
-    Args:
+    Attributes:
         axis: that stopped.
         dimension: of the value that was asked about.
         operation: where the two met.
@@ -127,7 +128,7 @@ class Conflict:
 class ValueOrigins:
     """The sharding of one value, and where it comes from.
 
-    Args:
+    Attributes:
         kind: ``argument``, ``output`` or ``result``.
         name: the path of an argument or output; the operation that makes a result.
         shape: of the whole array.
@@ -154,7 +155,7 @@ class ValueOrigins:
 class Origins:
     """Where the shardings of a report's values come from.
 
-    Args:
+    Attributes:
         values: arguments, then outputs, then what the lines of collectives make, the lines with
             most bytes on the wire first. Values of one line that differ in nothing but the
             operations between them and their annotations are listed once.
@@ -170,8 +171,7 @@ class Origins:
 class Later:
     """Origins that are worked out when they are first asked for, once for all copies of a report.
 
-    Args:
-        make: works them out; it is let go afterwards, and with it the program.
+    What works them out is let go afterwards, and with it the program.
     """
 
     __slots__ = ("_lock", "_made", "_make")
@@ -203,3 +203,39 @@ def known(origins: Origins) -> Later:
 
 UNKNOWN = known(Origins(missing="The report does not hold where its shardings come from."))
 """Of a report that was written by an earlier release, or made by hand."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Why(Shown):
+    """What `why` found.
+
+    Attributes:
+        name: what was asked for.
+        function: the function's name.
+        mesh: size by axis name.
+        values: that have the name: one for a path, all below it for the beginning of one, all that
+            a line makes for a line.
+    """
+
+    name: str
+    function: str
+    mesh: Mapping[str, int]
+    values: tuple[ValueOrigins, ...]
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.function, *self.mesh.items(), self.values))
+
+    __repr__ = Shown.__str__
+
+    def show(self, console: Console | None = None) -> None:
+        """Prints it in colour, as wide as the terminal is.
+
+        Args:
+            console: a console of rich; None for one on the standard output.
+        """
+        self._print(console)
+
+    def to_json(self) -> dict[str, Any]:
+        """The records as JSON values, for `json.dumps`."""
+        mesh = [{"axis": name, "size": size} for name, size in self.mesh.items()]
+        return {"schema": "spmd-why/1", **opened("codec").values(self), "mesh": mesh}

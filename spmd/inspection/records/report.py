@@ -52,7 +52,7 @@ DTYPES = frozenset(_BITS)
 class Shape:
     """The element type and the dimensions of one array in a program.
 
-    Args:
+    Attributes:
         dtype: XLA's name of the element type, such as ``f32`` or ``bf16``.
         dims: sizes per device.
     """
@@ -84,7 +84,7 @@ class Shapes(NamedTuple):
 class Part:
     """What one exchange of the program has in a collective that the compiler combined.
 
-    Args:
+    Attributes:
         shapes: of its operand and its result, per device.
         payload_bytes: its share of the payload. The shares of all parts add up to the whole.
         wire_bytes: its share of the bytes that each device sends; these add up likewise.
@@ -110,7 +110,7 @@ class Part:
 class Collective:
     """One place in a compiled program where devices exchange data.
 
-    Args:
+    Attributes:
         kind: one of `KINDS`.
         mesh_axes: axes of the mesh, in mesh order, that the exchange crosses. A part of an axis is
             named as Shardy does: ``data:(2)2`` takes 2 devices at a time where ``data`` has split
@@ -202,7 +202,7 @@ def _names(record: Any) -> tuple[str, ...]:
 class Total(_Sum):
     """A sum over collectives, for one device and one call of the program.
 
-    Args:
+    Attributes:
         sites: places in the program.
         unknown: how many of them run an unknown number of times. They count in `sites` only, so
             the other figures are lower bounds where this is not 0.
@@ -234,7 +234,7 @@ class Total(_Sum):
 class Cost(_Sum):
     """What one device computes in one call of the program.
 
-    Args:
+    Attributes:
         flops: floating-point operations of matrix products and convolutions, two for each
             multiplication with its addition, over all executions.
         hbm_bytes: bytes read from and written to the device's main memory by the operations of the
@@ -254,7 +254,7 @@ class Cost(_Sum):
 class Buffer:
     """One array that the program keeps in a device's memory.
 
-    Args:
+    Attributes:
         name: of the instruction that makes it, in the HLO text.
         shape: per device.
         nbytes: its size in bytes.
@@ -281,7 +281,7 @@ class Buffer:
 class Memory:
     """Memory that one call takes on each device, in bytes, as the compiler planned it.
 
-    Args:
+    Attributes:
         arguments: what is passed in.
         outputs: what comes back.
         temporaries: what is allocated in between, on TPU with what fragmentation leaves free.
@@ -310,7 +310,7 @@ class Memory:
 class Reshard:
     """An argument that a call moves before the program starts, because it lies elsewhere.
 
-    Args:
+    Attributes:
         argument: its path, such as ``batch['x']``.
         given: the sharding that it has.
         wanted: the sharding that the program takes.
@@ -327,7 +327,7 @@ class Reshard:
 class Unread:
     """Text of a compiled program that the reader did not understand.
 
-    Args:
+    Attributes:
         lines: how many there are; whatever they do is missing in the report.
         first: the first of them, cut short where it is long.
     """
@@ -361,7 +361,7 @@ FINDINGS = {
 class Finding:
     """Something that costs a program more than it has to.
 
-    Args:
+    Attributes:
         kind: a key of `FINDINGS`.
         subject: a sentence that names what it is about.
         source: the user's line; None for what has none, such as an argument.
@@ -388,7 +388,7 @@ class Finding:
 class Report(Paged):
     """What one compiled program does between and on its devices.
 
-    Args:
+    Attributes:
         name: of the function.
         backend: platform that it was compiled for: ``cpu``, ``gpu`` or ``tpu``.
         device_kind: the devices' own name, such as ``TPU v5 lite``.

@@ -23,15 +23,10 @@ NO_MODULE = "no module"
 
 
 def shares(one: Collective, key: Callable[[Collective], Any]) -> dict[Any, Collective]:
-    """Divides a collective by a property of its parts.
+    """Divides a collective by a property of its parts, read from a collective of one part.
 
-    Args:
-        one: any collective.
-        key: the property, read from a collective of one part.
-
-    Returns:
-        By value of the property, a collective with the bytes and the shapes of the parts that have
-        it, and the place of the first of them. What was not combined is its own only share.
+    Each value of the property has a collective with the bytes and the shapes of the parts that have
+    it, and the place of the first of them. What was not combined is its own only share.
     """
     if not one.parts:
         return {key(one): one}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class SweepRow:
     """What a program is on one mesh, per device and call.
 
-    Args:
+    Attributes:
         label: the topology's name, or how many devices of which kind.
         mesh: size by axis name, major to minor.
         num_devices: of the mesh.
@@ -141,7 +141,7 @@ class SweepRow:
 class Sweep(Shown):
     """One function on several meshes.
 
-    Args:
+    Attributes:
         name: of the function.
         rows: in the order in which the meshes were given.
     """

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from spmd.inspection.hlo import groups as hlo_groups
-from spmd.inspection.hlo.source import direction_of, user_source
+from spmd.inspection.records.names import direction_of, user_source
 from spmd.inspection.records.report import Collective, Shapes
 from spmd.inspection.shardy import passes
 from spmd.inspection.shardy.flow import trip_count

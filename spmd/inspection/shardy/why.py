@@ -18,12 +18,11 @@ from typing import Any
 
 from spmd.errors import ArgumentError, Failure, ReportError, did_you_mean, explain, show_value
 from spmd.inspection.compile.program import COMPILED, check_lowered, entered, lower, stage_of
-from spmd.inspection.hlo.source import user_source
 from spmd.inspection.records import origins
-from spmd.inspection.records.origins import Origins, ValueOrigins
+from spmd.inspection.records.names import user_source
+from spmd.inspection.records.origins import Origins, ValueOrigins, Why
 from spmd.inspection.records.report import Collective
 from spmd.inspection.records.sums import shares, totals
-from spmd.inspection.records.why import Why
 from spmd.inspection.shardy import conflicts, passes
 from spmd.inspection.shardy.propagation import Mark, Propagation, Value, propagate
 

@@ -8,10 +8,10 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 from spmd.inspection.records.diff import Diff
+from spmd.inspection.records.origins import Why
 from spmd.inspection.records.pictures import Picture, Pictures
 from spmd.inspection.records.report import Report
 from spmd.inspection.records.sweep import Sweep
-from spmd.inspection.records.why import Why
 from spmd.inspection.show.diff import render_diff
 from spmd.inspection.show.layout import plain
 from spmd.inspection.show.pictures import render_picture, render_pictures

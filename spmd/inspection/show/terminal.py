@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from spmd.inspection.hlo.places import short_path
+from spmd.inspection.records.names import short_path
 from spmd.inspection.records.report import (
     Buffer,
     Collective,

@@ -8,8 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from spmd.inspection.records.arrays import Source
-from spmd.inspection.records.origins import ValueOrigins
-from spmd.inspection.records.why import Why
+from spmd.inspection.records.origins import ValueOrigins, Why
 from spmd.inspection.show.layout import Flow, Indented, clean
 from spmd.inspection.show.terminal import axis_style, show_mesh
 from spmd.inspection.show.words import (

@@ -12,9 +12,9 @@ import itertools
 import sys
 from typing import TypeAlias
 
-from spmd.inspection.hlo.places import short_path
 from spmd.inspection.records.arrays import Source
 from spmd.inspection.records.diff import Delta, Diff, ModuleDelta
+from spmd.inspection.records.names import short_path
 from spmd.inspection.records.origins import (
     REASONS,
     Annotation,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from spmd.inspection.hlo.places import short_path
 from spmd.inspection.records.arrays import Argument, Excerpt
+from spmd.inspection.records.names import short_path
 from spmd.inspection.records.origins import Origins, ValueOrigins
 from spmd.inspection.records.report import (
     Buffer,
