@@ -6,7 +6,8 @@ import pytest
 
 from spmd import P
 from spmd._call import PjitCall, batch_resource
-from spmd._spec import BATCH, UNSPECIFIED, ParsedPartitionSpec, SpecSync
+from spmd._spec import BATCH, UNSPECIFIED
+from spmd.partition_spec import ParsedPartitionSpec, SpecSync
 
 
 def spec(*entries):

@@ -18,7 +18,7 @@ import pytest
 from strategies import fake_mesh, mesh_shapes, meshes_and_specs, specs
 
 from spmd import _jax, _recover, op_sharding as door
-from spmd._spec import REPLICATED, UNCONSTRAINED, ParsedPartitionSpec
+from spmd._spec import UNCONSTRAINED
 from spmd.errors import RecoveryError, ShardingError, SpecTypeError
 from spmd.op_sharding import (
     explode_superdims,
@@ -29,6 +29,7 @@ from spmd.op_sharding import (
     unflatten_array,
     unflatten_superdims,
 )
+from spmd.partition_spec import REPLICATED, ParsedPartitionSpec
 
 Type = _jax.core.OpSharding.Type
 many = settings(deadline=None, max_examples=300)

@@ -26,7 +26,8 @@ from spmd._resolve import (
     spec_failure,
     to_sharding,
 )
-from spmd._spec import BATCH, UNSPECIFIED, ParsedPartitionSpec
+from spmd._spec import BATCH, UNSPECIFIED
+from spmd.partition_spec import ParsedPartitionSpec
 
 U = P.UNCONSTRAINED
 X = np.arange(32, dtype=np.float32).reshape(8, 4)

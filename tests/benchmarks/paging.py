@@ -7,7 +7,7 @@ import statistics
 import tempfile
 from typing import Any
 
-from spmd.inspection.records.arrays import Argument, Split
+from spmd.inspection import Argument, Split
 
 from ..browser import chromium, opened
 from ..inspection.reports import many

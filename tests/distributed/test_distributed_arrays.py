@@ -9,8 +9,9 @@ import pytest
 import spmd
 from spmd import P, distributed, pjit
 from spmd._mesh import scattered_failure
-from spmd._spec import UNSPECIFIED, ParsedPartitionSpec
+from spmd._spec import UNSPECIFIED
 from spmd.errors import explain
+from spmd.partition_spec import ParsedPartitionSpec
 
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
 

@@ -26,8 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import numpy as np
 
 import spmd
-from spmd import with_sharding_constraint as constrain
-from spmd.inspection.compile.topology import topology
+from spmd import topology, with_sharding_constraint as constrain
 
 AXES = {"data": 4, "model": 2}
 DATA, MODEL = AXES["data"], AXES["model"]

@@ -2,34 +2,32 @@
 
 from hypothesis import strategies as st
 
-from spmd.inspection.records.arrays import Argument, Excerpt, Split
-from spmd.inspection.records.origins import (
-    REASONS,
-    Annotation,
-    Conflict,
-    Origin,
-    Origins,
-    Step,
-    ValueOrigins,
-    known,
-)
-from spmd.inspection.records.report import (
+from spmd import Report
+from spmd.inspection import (
     DIRECTIONS,
-    FINDINGS,
     KINDS,
+    Annotation,
+    Argument,
     Buffer,
     Collective,
+    Conflict,
     Cost,
-    Finding,
+    Excerpt,
     Memory,
+    Origin,
+    Origins,
     Part,
-    Report,
     Reshard,
     Shape,
     Shapes,
     Source,
+    Split,
+    Step,
     Unread,
+    ValueOrigins,
 )
+from spmd.inspection.records.origins import REASONS, known
+from spmd.inspection.records.report import FINDINGS, Finding
 
 MIB = 2**20
 

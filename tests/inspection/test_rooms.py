@@ -12,9 +12,19 @@ import spmd
 
 PACKAGE = Path(spmd.__file__).parent
 ROOMS = ("records", "hlo", "shardy", "findings", "compile", "show")
+FOLDERS = (
+    "_jax",
+    "_pmap",
+    "bundle",
+    "cli",
+    "colocated_python",
+    "distributed",
+    "host_callback",
+    "launch",
+)
 
 
-@pytest.mark.parametrize("room", [*(f"inspection/{room}" for room in ROOMS), "cli"])
+@pytest.mark.parametrize("room", [*(f"inspection/{room}" for room in ROOMS), *FOLDERS])
 def test_a_room_lists_its_files(room):
     """A reader of a folder's docstring sees every file of it, once."""
     folder = PACKAGE / room

@@ -15,12 +15,11 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from spmd.inspection.records.report import Shapes
-from spmd.inspection.records.sizes import show_bytes
+from spmd.inspection import Shapes, show_bytes
 from spmd.inspection.show import terminal
 from spmd.inspection.show.layout import Column, Grid, Row, cell, flow, plain
 
-GOLDENS = Path(__file__).parent / "goldens"
+GOLDENS = Path(__file__).parents[1] / "goldens"
 
 
 def drawn(body, width=120, *, encoding="utf-8", color=None):
@@ -219,7 +218,7 @@ def test_rich_is_loaded_when_something_is_drawn():
         "str(reports.SMALL)\n"
         "assert 'rich' in sys.modules\n"
     )
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     path = os.pathsep.join([str(here), *sys.path])
     subprocess.run(
         [sys.executable, "-c", code],

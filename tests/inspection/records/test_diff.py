@@ -13,15 +13,15 @@ from reports import MIB, SMALL, collective, collectives, pretty, report, reports
 from rich.cells import cell_len
 from rich.console import Console
 
+from spmd import diff
 from spmd.errors import ArgumentError, ReportError
-from spmd.inspection.records.diff import COMPARED, Delta, Difference, Pair, diff, match
+from spmd.inspection import Cost, Shapes, show_bytes
+from spmd.inspection.records.diff import COMPARED, Delta, Difference, Pair, match
 from spmd.inspection.records.names import plain_path
-from spmd.inspection.records.report import Cost, Shapes
-from spmd.inspection.records.sizes import show_bytes
 from spmd.inspection.show import diff as show_diff, page
 from spmd.inspection.show.layout import plain
 
-GOLDENS = Path(__file__).parent / "goldens"
+GOLDENS = Path(__file__).parents[1] / "goldens"
 replace = dataclasses.replace
 
 #: SMALL after a change: twice the runs of one, another instead of the ring, other versions.

@@ -9,8 +9,8 @@ import pytest
 
 import spmd
 from spmd import pjit
+from spmd.inspection import Argument, Split
 from spmd.inspection.findings.values import whole_arguments
-from spmd.inspection.records.arrays import Argument, Split
 
 MESH = {"data": 4, "model": 2}
 GATHERED = "; if it has to be whole in a computation, a split argument is gathered where it is used"

@@ -10,10 +10,11 @@ import pytest
 from reports import MIB, SMALL, collective, part, report, reports, source, value_origins
 
 import spmd
+from spmd import Report
 from spmd.errors import ReportError
+from spmd.inspection import Cost, Origins, Shapes
 from spmd.inspection.records import codec
-from spmd.inspection.records.origins import Origins, known
-from spmd.inspection.records.report import Cost, Report, Shapes
+from spmd.inspection.records.origins import known
 
 SCHEMA = json.loads(
     (Path(spmd.__file__).parent / "inspection" / "report.schema.json").read_text(encoding="utf-8")

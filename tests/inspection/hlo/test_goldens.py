@@ -19,7 +19,7 @@ import pytest
 from spmd import inspection
 from spmd.inspection.hlo import groups as hlo_groups, text as hlo_text
 
-GOLDENS = Path(__file__).parent / "goldens"
+GOLDENS = Path(__file__).parents[1] / "goldens"
 TEXTS = sorted(GOLDENS.glob("*.hlo.txt"))
 BACKENDS = ("cpu-0.10", "cpu-0.12", "tpu-0.10", "tpu-0.12")
 

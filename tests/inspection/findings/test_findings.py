@@ -11,8 +11,9 @@ import pytest
 
 import spmd
 from spmd import P, pjit, with_sharding_constraint as constrain
+from spmd.inspection import Shape
 from spmd.inspection.findings.values import LARGE, split_of, value_findings
-from spmd.inspection.records.report import FINDINGS, Shape
+from spmd.inspection.records.report import FINDINGS
 from spmd.inspection.shardy.propagation import propagate
 
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))

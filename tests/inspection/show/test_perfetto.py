@@ -7,7 +7,7 @@ from hypothesis import given, settings
 import pytest
 from reports import MIB, SMALL, collective, report, reports
 
-from spmd.inspection.records.report import Collective, Cost, Reshard
+from spmd.inspection import Collective, Cost, Reshard
 
 
 def complete(one):

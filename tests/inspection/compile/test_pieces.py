@@ -14,10 +14,9 @@ from reports import collective, source
 
 import spmd
 from spmd import P
-from spmd.inspection import Report
+from spmd.inspection import Report, parse_module
 from spmd.inspection.compile.report import AROUND, excerpts
 from spmd.inspection.hlo.memory import STRETCHES, memory_of
-from spmd.inspection.hlo.text import parse_module
 
 MESH = spmd.make_mesh({"data": 4, "model": 2})
 SPECS = {"a": P("data"), "b": P(None, ("model", "data")), "c": P(), "d": P("model", None, "data")}

@@ -16,10 +16,11 @@ import pytest
 from reports import pretty
 
 import spmd
+from spmd import fits
 from spmd.errors import explain
-from spmd.inspection.compile.fits import fits
+from spmd.inspection import explain_oom, oom_failure
 from spmd.inspection.compile.search import IndivisibleSizeError, search
-from spmd.inspection.hlo.oom import explain_oom, oom_failure, out_of_memory
+from spmd.inspection.hlo.oom import out_of_memory
 from spmd.inspection.records.fit import MOST, Trial
 
 F32 = jnp.float32

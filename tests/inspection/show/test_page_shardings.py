@@ -11,8 +11,8 @@ from reports import ORIGINS, SMALL, conflict, report, source, value_origins
 from rich.console import Console
 
 import spmd
-from spmd.inspection import Argument, Origins, Split, Why
-from spmd.inspection.records.origins import Annotation, Origin, Step, known
+from spmd.inspection import Annotation, Argument, Origin, Origins, Split, Step, Why
+from spmd.inspection.records.origins import known
 
 EVIL = "</script><script>window.broken=1</script><img src=x onerror=window.broken=1>\"'&<!--"
 _CONTRAST = (Path(__file__).parent / "contrast.js").read_text(encoding="utf-8")

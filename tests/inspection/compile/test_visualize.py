@@ -14,9 +14,10 @@ import pytest
 from rich.console import Console
 
 import spmd
-from spmd import P
+from spmd import P, Picture
 from spmd.errors import ArgumentError, MeshError, OptionError, ReportError, ShardingError
-from spmd.inspection.records.pictures import Picture, Shard, of_argument, sheets, show_devices
+from spmd.inspection import Shard
+from spmd.inspection.records.pictures import of_argument, sheets, show_devices
 
 MESH = spmd.make_mesh({"data": 4, "model": 2})
 CUBE = spmd.make_mesh({"a": 2, "b": 2, "c": 2})

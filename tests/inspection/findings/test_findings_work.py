@@ -11,10 +11,9 @@ import pytest
 
 import spmd
 from spmd import P, pjit, with_sharding_constraint as constrain
-from spmd.inspection import topology
+from spmd.inspection import parse_module, topology
 from spmd.inspection.findings.rules import _repeated
 from spmd.inspection.hlo.calls import visits
-from spmd.inspection.hlo.text import parse_module
 
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 N, ROWS = 1024, 4096

@@ -18,8 +18,7 @@ from reports import MIB, SMALL, collective, many, report, reports, source
 import spmd
 from spmd import P
 from spmd.errors import ReportError
-from spmd.inspection import Report, show_bytes
-from spmd.inspection.records.arrays import Argument, Excerpt, Split
+from spmd.inspection import Argument, Excerpt, Report, Split, show_bytes
 from spmd.inspection.show import page as show_page
 
 EVIL = "</script><script>window.broken=1</script><img src=x onerror=window.broken=1>\"'&<!--"

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd import pjit
-from spmd.inspection.compile.topology import hbm_bytes, is_described, is_stand_in, topology
+from spmd import pjit, topology
+from spmd.inspection.compile.topology import hbm_bytes, is_described, is_stand_in
 
 
 def two_products(params, x):

@@ -20,7 +20,7 @@ from spmd._spec import UNSPECIFIED
 from spmd.inspection import Annotation, Conflict, why
 from spmd.inspection.shardy import passes, propagation
 
-FILE = "tests/inspection/test_why.py"
+FILE = "tests/inspection/shardy/test_why.py"
 
 
 def f32(*dims):

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import spmd
+from spmd.inspection import parse_module
 from spmd.inspection.hlo.memory import memory_of
-from spmd.inspection.hlo.text import parse_module
 
 F32 = jnp.float32
 N = 128
