@@ -153,7 +153,7 @@ def _run(
 def execute(
     executable: Any, consts: Sequence[Any], args: Sequence[Any], call: PjitCall
 ) -> Sequence[Any]:
-    """Runs a program, after its constants, on arguments that lie where it expects them."""
+    """Runs a program on its constants and on arguments that lie where it expects them."""
     # A program reads its arguments in the default layout.
     at = _jax.dispatch.own_layouts(args)
     args = _replaced(args, at, [args[i].sharding for i in at], call)
@@ -339,7 +339,7 @@ _locks_guard = threading.Lock()
 
 @contextlib.contextmanager
 def references(places: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-    """Lets one program at a time take references, each put into the sharding that is with it."""
+    """Lets one program at a time take references; each is placed in the sharding beside it."""
     with contextlib.ExitStack() as held:
         # Two programs that share references take them in one order, so neither waits for ever.
         for ref, sharding in sorted(places, key=lambda place: id(place[0])):

@@ -16,7 +16,10 @@ from spmd._spec import UNSPECIFIED, ParsedPartitionSpec
 def global_shape(shape: tuple[int, ...], spec: Any, mesh: Any) -> tuple[int, ...]:
     """Returns the shape of the value of which each process holds a part of `shape`.
 
-    Without a ParsedPartitionSpec the value is not split.
+    Args:
+        shape: Shape of one process's part.
+        spec: ParsedPartitionSpec of the value; anything else: the value is not split.
+        mesh: The mesh of all processes.
     """
     if not isinstance(spec, ParsedPartitionSpec):
         return shape

@@ -74,10 +74,10 @@ def _lower(jaxpr: Any, call: PjitCall, mesh: Any, in_key: Any) -> Any:
 
 @_jax.core.weakref_lru_cache
 def _compile(jaxpr: Any, *key: Any) -> tuple[Any, Sequence[Any]]:
-    executable, consts, is_new = _jax.lowering.compile_lowering(_lower(jaxpr, *key))
-    if is_new:
-        count("compiles")
-    return executable, consts
+    lowering = _lower(jaxpr, *key)
+    if not _jax.lowering.is_compiled(lowering):
+        count("compiles")  # what the compiler is given, whether it takes it or not
+    return _jax.lowering.compile_lowering(lowering)
 
 
 def _complete(jaxpr: Any, call: PjitCall, mesh: Any) -> None:

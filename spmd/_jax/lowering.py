@@ -300,11 +300,10 @@ def lower_module(
     )
 
 
-def compile_lowering(lowering: Any) -> tuple[Any, Sequence[Any], bool]:
-    """Returns the executable, its leading constants on its devices, and if it was compiled now."""
-    is_new = not is_compiled(lowering)
+def compile_lowering(lowering: Any) -> tuple[Any, Sequence[Any]]:
+    """Returns the executable, and its leading constants on its devices."""
     executable = lowering.compile()
-    return executable, executable.shard_const_args(lowering.const_args), is_new
+    return executable, executable.shard_const_args(lowering.const_args)
 
 
 def is_compiled(lowering: Any) -> bool:

@@ -196,5 +196,5 @@ def coordination_client() -> Any:
 
 #: Fills what was not given, of address, number of processes, process, device ids, method, timeout,
 #: from the environment: SLURM, Open MPI, Kubernetes, Cloud TPU. `jax.distributed.initialize` does
-#: that by itself, and connects at once; who wants to know beforehand where to has to ask.
+#: that by itself, and connects at once; who wants to know where to, has to ask before.
 detected_cluster: Any = clusters.ClusterEnv.auto_detect_unset_distributed_params

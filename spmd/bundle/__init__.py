@@ -14,5 +14,25 @@ In the order of reading:
 - `_contents`: what a bundle holds, read from its header alone.
 """
 
-from spmd.bundle._api import load as load, save as save
-from spmd.bundle._contents import Contents as Contents, Value as Value, contents as contents
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spmd.bundle._api import load as load, save as save
+    from spmd.bundle._contents import Contents as Contents, Value as Value, contents as contents
+
+# The command line imports this package before JAX may start.
+_PLACES = {
+    "load": "_api",
+    "save": "_api",
+    "Contents": "_contents",
+    "Value": "_contents",
+    "contents": "_contents",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'spmd.bundle' has no attribute {name!r}")
+    module = importlib.import_module(f"spmd.bundle.{_PLACES[name]}")
+    return globals().setdefault(name, getattr(module, name))

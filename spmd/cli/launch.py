@@ -85,10 +85,11 @@ def _options(args: argparse.Namespace) -> Launch:
         raise CommandError(f"--port {args.port} is too many: it has to be at most 65535.")
     if not args.grace >= 0:
         raise CommandError(f"--grace {args.grace:g} is negative.")
+    command = _command(args.module, args.program)
     if args.on == "local" and args.engine_options:
         raise CommandError("--engine-options needs an engine: --on mpirun or --on ray.")
     return Launch(
-        command=_command(args.module, args.program),
+        command=command,
         processes=args.processes,
         devices=args.devices,
         port=args.port,

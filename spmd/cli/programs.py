@@ -105,7 +105,7 @@ def mesh_of(topology: str | None, axes: dict[str, int] | None) -> Any:
     return spmd.make_mesh(axes) if axes else None
 
 
-def misfit(function: Any, *values: Any, **keywords: Any) -> str:
+def misfit(function: Any, /, *values: Any, **keywords: Any) -> str:
     """Why a function cannot be called so; nothing if it can, or has no signature."""
     try:
         inspect.signature(function).bind(*values, **keywords)

@@ -30,7 +30,7 @@ def asked_for_lines() -> bool:
 
 
 def run(argv: Sequence[str]) -> int:
-    """The exit code of a command in a child; 2 where a signal ended it, after it was told why."""
+    """The exit code of a command in a child; 2, and the reason on stderr, if a signal ended it."""
     code = _wait(argv)
     if code >= 0:
         return code

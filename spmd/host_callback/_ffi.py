@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.host_callback._pools import LARGE, empty, fork_safe_lock, prefer_huge_pages
+from spmd.host_callback._pools import LARGE, empty, prefer_huge_pages
 
 _VERSION = (0, 3)
 _word = ctypes.c_uint64
@@ -28,6 +28,7 @@ addressof = ctypes.addressof
 # only there the GIL is released.
 _Quick = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 _Function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+_Pending = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
 # XLA_FFI_CallFrame
 _FRAME_WORDS = 22
@@ -294,34 +295,38 @@ _new_lock = ctypes.pythonapi.PyThread_allocate_lock
 _new_lock.restype, _new_lock.argtypes = ctypes.c_void_p, []
 _take_lock = ctypes.pythonapi.PyThread_acquire_lock
 _take_lock.argtypes = [ctypes.c_void_p, ctypes.c_int]
-_free_lock = ctypes.pythonapi.PyThread_free_lock
-_free_lock.restype, _free_lock.argtypes = None, [ctypes.c_void_p]
 _let_go = ctypes.cast(ctypes.pythonapi.PyThread_release_lock, ctypes.c_void_p).value
 
 _state_type = (ctypes.c_int64 * 1)(0)
 _type_info = (_word * 3)(24, 0, _let_go)
 _type_name = ctypes.create_string_buffer(b"spmd.host_callback")
 _states: dict[int, Any] = {}
-_burying = fork_safe_lock()
+#: Locks of states that are gone, taken again. None is freed: another thread may be about to look.
+_spare: list[int] = []
 
 
 def bury() -> None:
     """Drops the values of executables that are gone; not to be called in a handler."""
-    if not _burying.acquire(blocking=False):
-        return  # another thread does it
-    try:
-        gone = [lock for lock in [*_states] if _take_lock(lock, 0)]
-        values = [_states.pop(lock) for lock in gone]
-    finally:
-        _burying.release()
-    for lock in gone:
-        _free_lock(lock)
-    del values  # which may run anything
+    for lock in [*_states]:
+        if _take_lock(lock, 0):  # by one thread only
+            _states.pop(lock)  # which may run anything
+            _spare.append(lock)
+
+
+@_Pending
+def _bury(_: int) -> int:
+    bury()
+    return 0
+
+
+def bury_soon(add: Any = ctypes.pythonapi.Py_AddPendingCall, task: Any = _bury) -> None:
+    """Lets the main thread do it between two instructions, when who calls has ended his own."""
+    add(task, None)  # the last programs go when this module has no names any more
 
 
 def _collected(phase: str, info: dict[str, int]) -> None:
-    if phase == "stop" and info["generation"] == 2:
-        bury()
+    if phase == "stop" and info["generation"]:
+        bury_soon()
 
 
 def hold(frame: Frame, value: Any) -> None:
@@ -331,8 +336,11 @@ def hold(frame: Frame, value: Any) -> None:
         name, size = addressof(_type_name), len(_type_name.value)
         frame.api(TYPE_REGISTER, name, size, type_id, addressof(_type_info))
         gc.callbacks.append(_collected)
-    lock = _new_lock()
-    _take_lock(lock, 1)
+    try:
+        lock = _spare.pop()
+    except IndexError:
+        lock = _new_lock()
+        _take_lock(lock, 1)
     _states[lock] = value
     frame.api(STATE_SET, frame.words[_CTX], 0, type_id, lock)
 

@@ -55,7 +55,7 @@ def lower(ctx: Any, *operands: Any, call: HostCall) -> Sequence[Any]:
     entry = _registry.register(call, tuple(_jax.core.physical_shape(a) for a in ctx.avals_in))
     if _jax.lowering.platforms_of(ctx) != NATIVE:
         return _lower_elsewhere(ctx, operands, entry)
-    _jax.host.keep_with_program(ctx, entry, _jax.lowering.partition_of(ctx)[0])
+    _jax.host.keep_with_program(ctx, _registry.Kept(entry), _jax.lowering.partition_of(ctx)[0])
     values = [
         v if c == d else _jax.lowering.convert_elements(v, c)
         for v, d, c in zip(operands, entry.dtypes, entry.carriers, strict=True)

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 import math
 import secrets
+import sys
 from typing import Any, NamedTuple
 import weakref
 
 import numpy as np
 
 from spmd import _jax
-from spmd.host_callback._ffi import bury
-from spmd.host_callback._pools import fork_safe_lock
+from spmd.host_callback._ffi import bury, bury_soon
+from spmd.host_callback._pools import fork_safe_lock, threads
 from spmd.host_callback._records import HostCall
 
 Slices = tuple[slice, ...]
@@ -116,10 +117,6 @@ class Entry:
         # What a program was split like, by the text that its calls carry.
         self._sites: dict[str, Site] = {}
 
-    def __reduce__(self) -> Any:
-        # A serialized executable takes what it keeps alive along; host functions do not travel.
-        return (unknown, (self.id,))
-
     def site(self, text: str) -> Site:
         """What was said about the calls that carry a text."""
         return self._sites[text]
@@ -129,6 +126,24 @@ class Entry:
         text = repr(site)
         self._sites[text] = site
         return text
+
+
+class Kept:
+    """What the Python side of a program keeps: when it goes, the program soon does, too."""
+
+    __slots__ = ("entry",)
+
+    def __init__(self, entry: Entry):
+        self.entry = entry
+
+    def __del__(self, ends: Any = sys.is_finalizing, run: Any = threads.run) -> None:
+        # Another thread comes to it when this one has ended what it is in the middle of.
+        if not ends():
+            run(bury_soon)
+
+    def __reduce__(self) -> Any:
+        # A serialized executable takes what it keeps alive along; host functions do not travel.
+        return (unknown, (self.entry.id,))
 
 
 class Part(NamedTuple):

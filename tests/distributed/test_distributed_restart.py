@@ -94,4 +94,4 @@ pjit_here = lambda f: pjit(f, in_axis_resources=(specs, P("data"), P("data")),
         np.testing.assert_allclose([*got.values()], want[6:], rtol=1e-4)
     before = dict(map(float, row.split()) for row in killed.said[0].splitlines())
     np.testing.assert_allclose([*before.values()], want[: len(before)], rtol=1e-4)
-    assert len(before) == 7
+    assert len(before) in (6, 7)  # the last row is told if there is time between kill and loss

@@ -10,6 +10,7 @@ import pathlib
 import subprocess
 import sys
 import threading
+import time
 import weakref
 
 import jax
@@ -457,6 +458,27 @@ def test_a_program_that_dies_in_a_thread_of_xla_needs_no_interpreter():
     os._exit(0)  # XLA would drop it once more
     """
     assert run_alone(script) == ["28.0", "1", "0"]
+
+
+def test_a_host_function_goes_without_a_collection():
+    """Soon after the last reference to its program, though no collection and no program comes."""
+    host = Host()
+    alive = weakref.ref(host)
+    call = functools.partial(hcb.call, host, result_shape=np.float32(0))
+    compiled = jax.jit(call).lower(np.float32(1)).compile()
+    compiled(np.float32(1))
+    hcb.stop_outfeed_receiver()
+    gc.collect()
+    gc.disable()
+    try:
+        jax.clear_caches()
+        del host, call, compiled
+        end = time.monotonic() + 20
+        while alive() is not None and time.monotonic() < end:
+            time.sleep(0.01)
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow

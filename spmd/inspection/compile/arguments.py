@@ -20,7 +20,7 @@ _NO_NAME = re.compile(r"(Arg_\d+\.\d+)?")
 
 
 def arguments_of(compiled: Any, mesh: Any, names: Sequence[str]) -> tuple[Argument, ...]:
-    """The arrays that a program takes, on its mesh; None for a program without one.
+    """The arrays that a program takes, on its mesh, which is None where it has none.
 
     They have the `names` of the program's parameters where there are as many as arrays.
     """

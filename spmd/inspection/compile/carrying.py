@@ -58,9 +58,9 @@ def _carried(leaf: Any, mesh: Any) -> Any:
 def shape_on(leaf: Any, mesh: Any, name: str) -> Any:
     """An array as its shape, placed on a mesh as it is placed where it lies; `name` is for errors.
 
-    A NamedSharding goes over by the names of its axes, and any other over several devices is an
-    error. One device stands for no other, so what is committed to a device that the mesh lacks is
-    placed nowhere. Without a mesh, arrays stay on their devices.
+    A NamedSharding goes over by the names of its axes. Any other over several devices stays, and is
+    an error where the mesh lacks some of them. One device stands for no other, so what is committed
+    to a device that the mesh lacks is placed nowhere. Without a mesh, arrays stay on their devices.
     """
     sharding: Any = placed_sharding(leaf)
     if mesh is None or sharding is None:

@@ -159,10 +159,11 @@ def _nothing_to_compile(f: Any, verb: str) -> Failure:
 def mesh_of(compiled: Any, mesh: Any) -> Any:
     """The mesh that the axes of a program belong to, or None."""
     if mesh is None:
-        own, current = _own_mesh(compiled), _mesh.current_mesh()
-        if own is not None or current is None:
+        if (own := _own_mesh(compiled)) is not None:
             return own
-        return current if [*current.devices.flat] == devices_of(compiled) else None
+        current = _mesh.current_mesh()  # which is asked last: it may be ambiguous
+        same = current is not None and [*current.devices.flat] == devices_of(compiled)
+        return current if same else None
     if isinstance(compiled, stages.Compiled):
         # All axes of a program are Auto inside, whatever those of its mesh are.
         if _mesh.auto_mesh(mesh) != _mesh.auto_mesh(compiled.mesh):
@@ -206,7 +207,7 @@ def _other_devices(mesh: Any, devices: str) -> Failure:
 
 
 def check_lowered(lowered: Any, count: int, mesh: Any, *, subject: str) -> None:
-    """Sees that a program is for a mesh, or for None, as `mesh_of` does for what is compiled.
+    """Sees that a program is for a mesh, as `mesh_of` does for what is compiled; None is any.
 
     Of a program of `jax.jit` only the `count` of devices is known before it is compiled.
     """

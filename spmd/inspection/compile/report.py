@@ -130,7 +130,6 @@ def _report_of(compiled: Any, mesh: Any, lowered: Any, ignored: Sequence[Source]
     memory = memory_plan(compiled, modules)
     parameters = _parameter_names(modules)
     unread = [line for module in modules for line in module.unread]
-    here = _mesh.current_mesh()
     report = Report(
         name=_name(compiled, modules),
         backend=devices[0].platform,
@@ -159,9 +158,14 @@ def _report_of(compiled: Any, mesh: Any, lowered: Any, ignored: Sequence[Source]
         if modules
         else (),
         # On one device, and meant for one, there is nothing to constrain.
-        ignored=ignored if len(devices) > 1 or (here and here.size > 1) else (),
+        ignored=ignored if len(devices) > 1 or _is_partitioned_here() else (),
     )
     return dataclasses.replace(report, findings=_spoken(findings(program), compiled))
+
+
+def _is_partitioned_here() -> bool:
+    mesh = _mesh.current_mesh()
+    return mesh is not None and mesh.size > 1
 
 
 def _spoken(found: Iterable[Finding], compiled: Any) -> tuple[Finding, ...]:

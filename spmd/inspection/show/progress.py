@@ -13,8 +13,8 @@ from rich.console import Console
 def showing(what: str, *, lines: bool = False) -> Iterator[Callable[[str], None]]:
     """Shows what is going on, and gives a function to say more.
 
-    A terminal has one line that moves and is gone in the end; elsewhere there is a line each time,
-    or nothing.
+    A terminal has one line that moves and is gone in the end. Elsewhere there is a line each time
+    with `lines`, else nothing.
     """
     console = Console(stderr=True, highlight=False, emoji=False)
     start = time.monotonic()

@@ -642,3 +642,13 @@ def test_findings_speak_of_what_was_called(mesh, option):
         f, wanted = spmd.pjit(_mlp, **{option: specs}, mesh=mesh), f"P('data') for x in {option}"
     (one,) = [one for one in spmd.report(f, *shapes).findings if one.kind == "unsharded-batch"]
     assert one.fix == wanted
+
+
+@pytest.mark.filterwarnings("ignore:.*mesh:DeprecationWarning")
+def test_a_program_with_a_mesh_asks_for_no_other(mesh):
+    """Where two contexts contradict each other, what has a mesh of its own has a report."""
+    compiled = spmd.pjit(lambda x: x * 2, in_axis_resources=P("data"), mesh=mesh)
+    compiled = compiled.lower(jax.ShapeDtypeStruct((8,), np.float32)).compile()
+    other = jax.sharding.Mesh(np.array(jax.devices()), ("b",))
+    with jax.set_mesh(jax.make_mesh((4,), ("a",))), other:
+        assert spmd.report(compiled).mesh == {"data": 4, "model": 2}
