@@ -74,10 +74,13 @@ def _lower(jaxpr: Any, call: PjitCall, mesh: Any, in_key: Any) -> Any:
 
 @_jax.core.weakref_lru_cache
 def _compile(jaxpr: Any, *key: Any) -> tuple[Any, Sequence[Any]]:
-    lowering = _lower(jaxpr, *key)
-    if not _jax.lowering.is_compiled(lowering):
-        count("compiles")  # what the compiler is given, whether it takes it or not
-    return _jax.lowering.compile_lowering(lowering)
+    lowering, is_new = _lower(jaxpr, *key), True
+    try:
+        executable, consts, is_new = _jax.lowering.compile_lowering(lowering)
+    finally:
+        if is_new:  # what the compiler was given, whether it took it or not
+            count("compiles")
+    return executable, consts
 
 
 def _complete(jaxpr: Any, call: PjitCall, mesh: Any) -> None:

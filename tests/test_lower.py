@@ -8,6 +8,7 @@ import numpy as np
 from oracle import assert_sharded, mesh_of
 import pytest
 
+import spmd
 from spmd import P, pjit, with_sharding_constraint
 
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
@@ -191,3 +192,12 @@ def test_gspmd_partitioner_too(mesh):
             assert "sdy" not in f.lower(X).as_text()
     finally:
         jax.config.update("jax_use_shardy_partitioner", before)
+
+
+def test_a_compile_that_fails_is_counted(mesh):
+    """Counts say what the compiler was given, whether it took it or not."""
+    f = spmd.pjit(lambda x: x, mesh=mesh, compiler_options={"xla_no_such_option": "1"})
+    before = spmd.counts()
+    with pytest.raises(Exception, match="xla_no_such_option"):
+        f(np.float32(1))
+    assert (spmd.counts() - before).compiles == 1

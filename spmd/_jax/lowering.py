@@ -300,10 +300,11 @@ def lower_module(
     )
 
 
-def compile_lowering(lowering: Any) -> tuple[Any, Sequence[Any]]:
-    """Returns the executable, and its leading constants on its devices."""
+def compile_lowering(lowering: Any) -> tuple[Any, Sequence[Any], bool]:
+    """Returns the executable, its leading constants on its devices, and if it was compiled now."""
+    is_new = not is_compiled(lowering)
     executable = lowering.compile()
-    return executable, executable.shard_const_args(lowering.const_args)
+    return executable, executable.shard_const_args(lowering.const_args), is_new
 
 
 def is_compiled(lowering: Any) -> bool:
