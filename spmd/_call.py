@@ -55,10 +55,12 @@ class PjitCall:
     _hash: int | None = field(init=False, repr=False, compare=False, default=None)
 
     def __hash__(self) -> int:
-        if self._hash is None:
+        found = self._hash
+        if found is None:
             parts = (self.name, self.mesh, self.in_axis_resources, self.out_axis_resources)
-            object.__setattr__(self, "_hash", hash((*parts, self.donated_invars)))
-        return self._hash  # type: ignore[return-value] - set above
+            found = hash((*parts, self.donated_invars))
+            object.__setattr__(self, "_hash", found)
+        return found
 
     @property
     def subject(self) -> str:

@@ -413,7 +413,7 @@ def test_equal_function_spec_and_mesh_trace_and_compile_once():
 def test_a_first_call_seldom_changes_files():
     """A first call goes from file to file about as often as `docs/design/house.md` says."""
     first_call((16,))
-    assert 0 < sum(first_call((8, 4)).values()) <= 86  # by what is cached already
+    assert 0 < sum(first_call((8, 4)).values()) <= 84  # by what is cached already
 
 
 def test_equal_mesh_entered_in_every_way_is_one_program():

@@ -6,8 +6,6 @@ from collections.abc import Callable
 import contextlib
 import functools
 import inspect
-import os
-import queue
 import threading
 import types
 from typing import Any
@@ -15,6 +13,7 @@ import weakref
 
 from spmd.colocated_python._api import ColocatedFunction, Specialization
 from spmd.colocated_python._specs import cannot_wrap
+from spmd.host_callback._pools import Reaper
 
 
 def colocated_python_class(cls: type) -> type:
@@ -144,43 +143,19 @@ class _Init:
         instance = _Instance(self._cls, args, kwargs)
         wrapper._colocated_instance = instance
         wrapper._colocated_methods = {}
-        _undertaker.prepare()
-        weakref.finalize(wrapper, _undertaker.take, instance).atexit = False
+        _reaper.prepare()
+        weakref.finalize(wrapper, _reaper.take, instance).atexit = False
 
     def __reduce__(self) -> Any:
         return _Init, (self._cls,)
 
 
-class _Undertaker:
-    """The thread in which objects on the hosts go, when nothing but it holds them."""
-
-    def __init__(self) -> None:
-        self._dead: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._started = False
-
-    def prepare(self) -> None:
-        """Starts the thread, once."""
-        with self._lock:
-            if not self._started:
-                self._started = True
-                name = "spmd.colocated_python destroy"
-                threading.Thread(target=self._work, name=name, daemon=True).start()
-
-    def take(self, instance: _Instance) -> None:
-        """Takes what a wrapper held when it went; may be called in a collection."""
-        self._dead.put(instance)
-
-    def _work(self) -> None:
-        while True:
-            # Calls in flight hold it as well: then it goes in the thread of the last of them.
-            instance = self._dead.get()
-            del instance
+def _let_go(instance: _Instance) -> None:
+    """Calls in flight hold it as well: then it goes in the thread of the last of them."""
 
 
-_undertaker = _Undertaker()
-# A forked process does not have the thread.
-os.register_at_fork(after_in_child=_undertaker.__init__)
+# In whose thread objects on the hosts go, when nothing but it holds them.
+_reaper = Reaper("spmd.colocated_python destroy", _let_go)
 
 
 def _no_attribute(self: Any, name: str) -> Any:

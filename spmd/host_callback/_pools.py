@@ -67,6 +67,35 @@ class Threads:
 threads = Threads()
 
 
+class Reaper:
+    """A thread that comes to what has gone when the thread that let it go is done with that."""
+
+    def __init__(self, name: str, task: Callable[[Any], None]):
+        self._name, self._task = name, task
+        self._lock = fork_safe_lock()
+        self._forget()
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        self._dead: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._started = False  # a forked process does not have the thread
+
+    def prepare(self) -> None:
+        """Starts the thread, once; not to be called in a collection."""
+        with self._lock:
+            if not self._started:
+                self._started = True
+                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+
+    def take(self, dead: Any = None) -> None:
+        """Takes what has gone, without a lock: may be called in a collection."""
+        self._dead.put(dead)
+
+    def _work(self) -> None:
+        while True:
+            self._task(self._dead.get())
+
+
 # Threads and passes of XLA
 
 _WRONG_PASS = "nullary-function-wrap-inliner"

@@ -14,7 +14,7 @@ import numpy as np
 
 from spmd import _jax
 from spmd.host_callback._ffi import bury, bury_soon
-from spmd.host_callback._pools import fork_safe_lock, threads
+from spmd.host_callback._pools import Reaper, fork_safe_lock
 from spmd.host_callback._records import HostCall
 
 Slices = tuple[slice, ...]
@@ -128,6 +128,9 @@ class Entry:
         return text
 
 
+_reaper = Reaper("spmd.host_callback destroy", lambda _: bury_soon())
+
+
 class Kept:
     """What the Python side of a program keeps: when it goes, the program soon does, too."""
 
@@ -135,11 +138,11 @@ class Kept:
 
     def __init__(self, entry: Entry):
         self.entry = entry
+        _reaper.prepare()
 
-    def __del__(self, ends: Any = sys.is_finalizing, run: Any = threads.run) -> None:
-        # Another thread comes to it when this one has ended what it is in the middle of.
+    def __del__(self, ends: Any = sys.is_finalizing, take: Any = _reaper.take) -> None:
         if not ends():
-            run(bury_soon)
+            take()
 
     def __reduce__(self) -> Any:
         # A serialized executable takes what it keeps alive along; host functions do not travel.

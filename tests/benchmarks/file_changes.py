@@ -7,6 +7,7 @@ of `spmd/` below it, in a process where another function was called before.
 """
 
 import collections
+import gc
 import os
 import pathlib
 import sys
@@ -39,11 +40,14 @@ def count_changes(work):
             name = frame.f_code.co_qualname
             edges[before.removeprefix(PACKAGE), callee.removeprefix(PACKAGE), name] += 1
 
+    gc.collect()  # one in the middle would call what waits for it
+    gc.disable()
     sys.setprofile(profile)
     try:
         work()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return edges
 
 

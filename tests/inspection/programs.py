@@ -1350,3 +1350,17 @@ def swapped_axes(on: Target) -> Counted:
         is_async=on.tpu,
     )
     return lowered, [turned, placed]
+
+
+# For a backend by its name; it stands here so that goldens keep the line numbers above
+
+
+@functools.cache
+def target(backend: str) -> Any:
+    """The devices of a backend, "cpu" or "tpu"; skips the test that asks where there is no TPU."""
+    if backend == "cpu":
+        return cpu_target()
+    from hardware import require_libtpu
+
+    require_libtpu()
+    return tpu_target()

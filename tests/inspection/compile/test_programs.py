@@ -1,11 +1,9 @@
 """The ledger against programs that were counted by hand, on CPU and for TPU."""
 
-import functools
 import math
 from pathlib import Path
 import re
 
-from hardware import require_libtpu
 import programs
 from programs import AXES, PROGRAMS
 import pytest
@@ -13,14 +11,6 @@ import pytest
 from spmd import inspection
 
 FILE = Path(programs.__file__)
-
-
-@functools.cache
-def _target(backend):
-    if backend == "cpu":
-        return programs.cpu_target()
-    require_libtpu()
-    return programs.tpu_target()
 
 
 def _compiled(name, target):
@@ -109,7 +99,7 @@ def _assert_parts(one, row):
 )
 def test_the_ledger_is_what_was_counted_by_hand(name, backend):
     """Kind, axes, shapes, bytes, group, executions, direction and line are those of the count."""
-    compiled, rows = _compiled(name, _target(backend))
+    compiled, rows = _compiled(name, programs.target(backend))
     _assert_ledger(inspection.collectives(compiled.as_text(), AXES), rows, backend)
 
 

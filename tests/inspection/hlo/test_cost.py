@@ -1,10 +1,8 @@
 """FLOPs and bytes of main memory, against hand counts, enumeration and the compiler's figures."""
 
-import functools
 import itertools
 import math
 
-from hardware import require_libtpu
 from hypothesis import given, settings, strategies as st
 import jax
 from jax import lax
@@ -22,17 +20,9 @@ from spmd.inspection.hlo.calls import visits
 BACKENDS = ["cpu", "tpu"]
 
 
-@functools.cache
-def _target(backend):
-    if backend == "cpu":
-        return programs.cpu_target()
-    require_libtpu()
-    return programs.tpu_target()
-
-
 def _compiled(backend, f, *args):
     """A program for one device."""
-    place = jax.sharding.SingleDeviceSharding(_target(backend).mesh.devices.flat[0])
+    place = jax.sharding.SingleDeviceSharding(programs.target(backend).mesh.devices.flat[0])
     return jax.jit(f, in_shardings=place, out_shardings=place).lower(*args).compile()
 
 
@@ -301,7 +291,7 @@ def test_numbers_of_64_bits_are_moved_by_tpu(backend):
 )
 def test_flops_are_divided_among_the_devices(backend, specs, parts):
     """Each device has its part of a product, along rows, columns or terms."""
-    on = _target(backend)
+    on = programs.target(backend)
     f = on.jit(jnp.matmul, specs, None, array(64, 256), array(256, 512))
     assert _cost_of(f.compile().as_text()).flops * parts == 2 * 64 * 256 * 512
 
@@ -309,7 +299,7 @@ def test_flops_are_divided_among_the_devices(backend, specs, parts):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bytes_are_those_of_one_device(backend):
     """A chain of operations reads and writes the eighth that the device has."""
-    on = _target(backend)
+    on = programs.target(backend)
     both = P("data", "model")
     text = on.jit(lambda x: jnp.sin(x) * 2, both, both, array(512, 1024)).compile().as_text()
     assert _cost_of(text).hbm_bytes == 2 * 512 * 1024 * 4 // 8
@@ -599,7 +589,7 @@ def test_sizes_in_main_memory(text, nbytes):
 
 def test_a_sharded_step_by_hand():
     """Data parallel on 4 x 2: the batch and its products divide by 4, the weights by 2."""
-    on = _target("cpu")
+    on = programs.target("cpu")
     batch, width, hidden = 64, 128, 256
 
     def step(w, x):
