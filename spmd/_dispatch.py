@@ -158,12 +158,14 @@ def execute(
     at = _jax.dispatch.own_layouts(args)
     args = _replaced(args, at, [args[i].sharding for i in at], call)
     with _turn(call):
-        outs = executable.unsafe_call(*consts, *args)
+        try:
+            outs = executable.unsafe_call(*consts, *args)
+        finally:
+            mark_deleted(args, call)
     if _jax.versions.EMPTY_RESULTS_ARE_WHOLE:
         outs = [_resplit(o) if 0 in o.shape else o for o in outs]
     if call.mesh is not None and AxisType.Explicit in call.mesh.axis_types:
         outs = [_typed(o, call.mesh) for o in outs]
-    mark_deleted(args, call)
     if devices := crowds(outs):
         wait_now_and_then(outs, devices)
     return outs
@@ -514,22 +516,21 @@ def _with_deletions(
         return any(uses[id(a)] > 1 for a in _jax.dispatch.arrays_of(given))
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        arrays = None
-        if spread:
-            arrays = _jax.dispatch.arrays_of((args, kwargs))
-            shared = len({*map(id, arrays)}) < len(arrays)
-            if any(map(gone, arrays)) or (shared and twice(args, kwargs, arrays)):
-                return cache_miss(*args, **kwargs)[0]  # which says what is wrong
+        if not spread:
+            try:  # the first call over several devices misses: Python marks what it has taken
+                return fast(*args, **kwargs) if kwargs else fast(*args)  # in 4 us, `**` tells
+            except ValueError as e:
+                if spread or "Execute()" not in str(e):
+                    raise
+        arrays = _jax.dispatch.arrays_of((args, kwargs))
+        shared = len({*map(id, arrays)}) < len(arrays)
+        if any(map(gone, arrays)) or (shared and twice(args, kwargs, arrays)):
+            return cache_miss(*args, **kwargs)[0]  # which says what is wrong
         try:
-            return fast(*args, **kwargs) if kwargs else fast(*args)  # in 4 us, `**` tells
-        except ValueError as e:
-            if spread or "Execute()" not in str(e):
-                raise
+            return fast(*args, **kwargs)
         finally:
-            if spread:  # perhaps since this call
-                for taken in filter(gone, arrays or _jax.dispatch.arrays_of((args, kwargs))):
-                    taken.delete()
-        return cache_miss(*args, **kwargs)[0]
+            for taken in filter(gone, arrays):
+                taken.delete()
 
     return _cleared_like(fast, guarded)
 
