@@ -1067,6 +1067,20 @@ RISKY = {
         x = jax.device_put(X, S); f(x)
         use = lambda: g(x)
     """,
+    "donated to a first call that fails, then used by another function": """
+        import contextlib
+        f = pjit(lambda x: jnp.log(-1 - x), in_axis_resources=P("data"),
+                 out_axis_resources=P("data"), donate_argnums=0, mesh=mesh)
+        g = pjit(lambda x: x * 2, in_axis_resources=P("data"), mesh=mesh)
+        for _ in range(3):
+            g(jax.device_put(X, S))
+        x = jax.device_put(X, S)
+        try:
+            with jax.debug_nans(True), contextlib.redirect_stdout(None):  # JAX tells of it
+                f(x)
+        except RuntimeError:
+            use = lambda: g(x)
+    """,
     "donated by jax.jit, then used": """
         f = jax.jit(lambda x: x + 1, donate_argnums=0)
         g = pjit(lambda x: x * 2, in_axis_resources=P("data"), mesh=mesh)
