@@ -20,19 +20,8 @@ from spmd import _api, _jax, _mesh
 from spmd._arguments import argument_names, parse_parameters
 from spmd._resolve import placed_sharding
 from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, explain
+from spmd.inspection.compile import program
 from spmd.inspection.compile.carrying import carried, mesh_of_arguments
-from spmd.inspection.compile.program import (
-    STAGES,
-    devices_of,
-    entered,
-    lower,
-    memory_plan,
-    mesh_of,
-    shape_of,
-    stage_of,
-    text_of,
-    unbound,
-)
 from spmd.inspection.compile.search import IndivisibleSizeError, search
 from spmd.inspection.compile.topology import hbm_bytes, topology as describe
 from spmd.inspection.hlo.oom import OutOfMemory, out_of_memory
@@ -98,13 +87,13 @@ def fits(
         fit = spmd.fits(step, state, batch, topology="v5e:4x4", vary=("batch['x']", 0))
         print(fit.largest)
     """
-    f, given, named = unbound(stage_of(f), specs, kwargs)
+    f, given, named = program.unbound(program.stage_of(f), specs, kwargs)
     subject = f"fits of `{_name(f)}`"
     on = _mesh_for(topology, mesh, (given, named), subject)
     question = _Question(
         f=f, mesh=on, budget=_read_budget(budget, subject), subject=subject, name=_name(f)
     )
-    if on is not None and not isinstance(f, STAGES):
+    if on is not None and not isinstance(f, program.STAGES):
         question.limit(on.devices.flat[0])  # no compile can answer without one
     if vary is None:
         return question.judge(question.lower(given, named))
@@ -194,12 +183,12 @@ class _Question:
         # Without another mesh arrays stay: not all that lowers takes their shapes.
         if self.mesh is not None:
             specs, kwargs = jtu.tree_map(_shape, (specs, kwargs))
-        with entered(self.mesh):
-            return lower(self.f, specs, kwargs, subject=self.subject, verb="fits")
+        with program.entered(self.mesh):
+            return program.lower(self.f, specs, kwargs, subject=self.subject, verb="fits")
 
     def judge(self, lowered: Any) -> Fit:
         """Compiles what was lowered, and says whether it fits."""
-        with entered(self.mesh), _jax.lowering.lines_in_cache_key():
+        with program.entered(self.mesh), _jax.lowering.lines_in_cache_key():
             try:
                 compiled = lowered.compile() if hasattr(lowered, "compile") else lowered
             except Exception as e:
@@ -220,8 +209,8 @@ class _Question:
         return known
 
     def _planned(self, compiled: Any) -> Fit:
-        mesh, devices = mesh_of(compiled, self.mesh), devices_of(compiled)
-        memory = memory_plan(compiled, parse_modules(text_of(compiled)))
+        mesh, devices = program.mesh_of(compiled, self.mesh), program.devices_of(compiled)
+        memory = program.memory_plan(compiled, parse_modules(program.text_of(compiled)))
         if memory is None:
             failure = Failure(
                 what="has no answer: the compiler tells nothing about memory",
@@ -259,7 +248,7 @@ class _Question:
 
 def _shape(leaf: Any) -> Any:
     """An array as its shape, on its devices."""
-    return shape_of(leaf, placed_sharding(leaf))
+    return program.shape_of(leaf, placed_sharding(leaf))
 
 
 def _own_limit(device: Any) -> int | None:
@@ -472,7 +461,7 @@ def _place(
 
 
 def _bad_options(f: Any, max_trials: Any, tolerance: Any) -> Failure | None:
-    if isinstance(f, STAGES):
+    if isinstance(f, program.STAGES):
         return Failure(
             what=f"cannot vary the size of a {type(f).__name__} stage",
             expected="a function, which is lowered for each size",
