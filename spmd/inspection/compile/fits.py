@@ -192,8 +192,7 @@ class _Question:
             try:
                 compiled = lowered.compile() if hasattr(lowered, "compile") else lowered
             except Exception as e:
-                verdict = out_of_memory(e)
-                if verdict is None:
+                if (verdict := out_of_memory(e)) is None:
                     raise
             else:
                 return self._planned(compiled)
@@ -205,7 +204,14 @@ class _Question:
             return self.budget
         known = hbm_bytes(device.device_kind) or _own_limit(device)
         if known is None:
-            raise explain(self.subject, [_no_budget(device)])
+            failure = Failure(
+                what="needs a budget",
+                expected="the memory of one device, which is not known",
+                got=f"devices of kind {device.device_kind!r}",
+                fix="budget='16GB', or topology='v5e:4x4', whose memory is known",
+                error=OptionError,
+            )
+            raise explain(self.subject, [failure])
         return known
 
     def _planned(self, compiled: Any) -> Fit:
@@ -257,16 +263,6 @@ def _own_limit(device: Any) -> int | None:
         return (device.memory_stats() or {}).get("bytes_limit")
     except (RuntimeError, NotImplementedError, AttributeError):
         return None  # described devices have no runtime
-
-
-def _no_budget(device: Any) -> Failure:
-    return Failure(
-        what="needs a budget",
-        expected="the memory of one device, which is not known",
-        got=f"devices of kind {device.device_kind!r}",
-        fix="budget='16GB', or topology='v5e:4x4', whose memory is known",
-        error=OptionError,
-    )
 
 
 # The largest size

@@ -44,7 +44,7 @@ from spmd.inspection.records.report import (
 )
 from spmd.inspection.shardy.passes import frames_of, module_of, operations_in
 from spmd.inspection.shardy.propagation import Propagation, propagate
-from spmd.inspection.shardy.why import origins_later
+from spmd.inspection.shardy.why import function_of, origins_later
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,9 @@ def report(f: Any, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
         with ignored_constraints() as ignored:
             found = program.lower(f, args, kwargs, subject="report", verb="report")
         if isinstance(found, program.COMPILED):
-            compiled, lowered, is_new = found, program.lowered_of(found), False
+            # Stages of JAX do not keep the one before.
+            lowered = found._lowered if isinstance(found, stages.Compiled) else None
+            compiled, is_new = found, False
         else:
             is_new = not _jax.lowering.is_compiled(found._lowering)
             compiled, lowered = compile_and_catch(found), found
@@ -210,9 +212,7 @@ def versions() -> Mapping[str, str]:
 def _name(compiled: Any, modules: tuple[Module, ...]) -> str:
     if isinstance(compiled, stages.Compiled):
         return compiled.name
-    # XLA's names hold no angle brackets.
-    name = re.sub("^(p?jit|pmap)_", "", modules[0].name) if modules else ""
-    return "<lambda>" if name.strip("_") == "lambda" else name
+    return function_of(modules[0].name) if modules else ""
 
 
 def _parameter_names(modules: tuple[Module, ...]) -> list[str]:

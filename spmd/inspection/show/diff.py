@@ -155,15 +155,10 @@ def _totals(diff: Diff) -> RenderableType | None:
     differing = [delta for delta in diff.totals if delta.a != delta.b]
     if not differing:
         return None
+    mesh = _mesh(diff)
     rows = [
-        Row(
-            cells=(
-                cell(one.kind),
-                axes_cell(one.mesh_axes, _mesh(diff)),
-                *_total_cells(one.a, one.b),
-            )
-        )
-        for one in differing
+        Row(cells=(cell(d.kind), axes_cell(d.mesh_axes, mesh), *_total_cells(d.a, d.b)))
+        for d in differing
     ]
     everything = (cell("all"), cell(""), *_total_cells(*diff.total))
     rows.append(Row(cells=everything, style="bold", rule=True))

@@ -36,14 +36,10 @@ def _value(value: ValueOrigins, mesh: Iterable[str]) -> Iterator[RenderableType]
     title = Text.assemble((clean(value.name), "bold"), " ", array, ": ")
     yield Flow(title + _text(words.spec_words(value.spec), mesh), *_place(value.source))
     for sentence in words.sentences(value):
-        yield _line(sentence, mesh)
-
-
-def _line(sentence: words.Sentence, mesh: Iterable[str]) -> RenderableType:
-    text = _text(sentence.words, mesh)
-    if sentence.quiet:
-        text.stylize("dim")
-    return Indented(Flow(text, *_place(sentence.source)), by=2 * sentence.depth)
+        text = _text(sentence.words, mesh)
+        if sentence.quiet:
+            text.stylize("dim")
+        yield Indented(Flow(text, *_place(sentence.source)), by=2 * sentence.depth)
 
 
 def _text(said: Iterable[words.Word], mesh: Iterable[str]) -> Text:

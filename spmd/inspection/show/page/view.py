@@ -45,7 +45,8 @@ def view(report: Report) -> dict[str, Any]:
         "kinds": sorted({one.kind for one in found}),
         "axes": sorted({axis for one in found for axis in one.axis_names}),
         "groups": [(_title(rows[0][1]), rows) for rows in groups.values()],
-        "made": _made(groups),
+        # What leads from an argument to its value:
+        "made": {one.name: f"value-{i}" for i, one in reversed(groups.get("argument", []))},
         "memory": _memory(report.memory) if report.memory else None,
         "data": data(report),
     }
@@ -95,7 +96,7 @@ def _figures(report: Report) -> Iterator[tuple[str, str, str]]:
     total, cost = report.total, report.cost
     unknown = f"; {total.unknown:,} run an unknown number of times" if total.unknown else ""
     yield "On the wire", typeset(words.wire(total)), "sent by each device in a call"
-    runs = "1 run" if total.executions == 1 else f"{total.executions:,} runs"
+    runs = words.plural(total.executions, "run")
     yield "Collectives", f"{total.sites:,}", f"{runs} in a call{unknown}"
     loops = "a lower bound: a loop of unknown length" if cost.unknown_loops else "per device"
     yield "FLOPs", count(cost.flops), loops
@@ -261,11 +262,6 @@ def _groups(origins: Origins) -> dict[Any, list[tuple[int, ValueOrigins]]]:
 def _title(value: ValueOrigins) -> str:
     titles = {"argument": "Arguments", "output": "Outputs"}
     return titles.get(value.kind) or words.show_place(value.source) or words.NO_LINE
-
-
-def _made(groups: Mapping[Any, list[tuple[int, ValueOrigins]]]) -> dict[str, str]:
-    """What leads from an argument to its value."""
-    return {value.name: f"value-{i}" for i, value in reversed(groups.get("argument", []))}
 
 
 # Mesh and memory
