@@ -42,7 +42,9 @@ def carried(
         and not isinstance(f, _api.PjitFunction)
     }
     if lacking:
-        names = _names(f, args, kwargs, subject)
+        fun: Any = getattr(f, "__wrapped__", f)
+        params = parse_parameters(fun, subject, (), (), (), ())
+        names = argument_names(params, range(len(args)), tree)
         raise explain(subject, [_no_axes(names[i], leaves[i], lacking[i], mesh) for i in lacking])
     return jtu.tree_unflatten(tree, [_carried(leaf, mesh) for leaf in leaves])
 
@@ -113,12 +115,6 @@ def _axes(sharding: Any) -> set[str]:
         return set()
     parts = (part if isinstance(part, tuple) else (part,) for part in sharding.spec)
     return {axis for part in parts for axis in part} & {*sharding.mesh.axis_names}
-
-
-def _names(f: Any, args: Sequence[Any], kwargs: Mapping[str, Any], subject: str) -> Sequence[str]:
-    params = parse_parameters(getattr(f, "__wrapped__", f), subject, (), (), (), ())
-    tree = jtu.tree_structure((tuple(args), dict(kwargs)))
-    return argument_names(params, range(len(args)), tree)
 
 
 def _no_axes(name: str, leaf: Any, missing: Iterable[str], mesh: Any) -> Failure:

@@ -20,19 +20,8 @@ from spmd import _api, _jax, _mesh
 from spmd._arguments import argument_names, parse_parameters
 from spmd._resolve import placed_sharding
 from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, explain
+from spmd.inspection.compile import program
 from spmd.inspection.compile.carrying import carried, mesh_of_arguments
-from spmd.inspection.compile.program import (
-    STAGES,
-    devices_of,
-    entered,
-    lower,
-    memory_plan,
-    mesh_of,
-    shape_of,
-    stage_of,
-    text_of,
-    unbound,
-)
 from spmd.inspection.compile.search import IndivisibleSizeError, search
 from spmd.inspection.compile.topology import hbm_bytes, topology as describe
 from spmd.inspection.hlo.oom import OutOfMemory, out_of_memory
@@ -98,13 +87,13 @@ def fits(
         fit = spmd.fits(step, state, batch, topology="v5e:4x4", vary=("batch['x']", 0))
         print(fit.largest)
     """
-    f, given, named = unbound(stage_of(f), specs, kwargs)
+    f, given, named = program.unbound(program.stage_of(f), specs, kwargs)
     subject = f"fits of `{_name(f)}`"
     on = _mesh_for(topology, mesh, (given, named), subject)
     question = _Question(
         f=f, mesh=on, budget=_read_budget(budget, subject), subject=subject, name=_name(f)
     )
-    if on is not None and not isinstance(f, STAGES):
+    if on is not None and not isinstance(f, program.STAGES):
         question.limit(on.devices.flat[0])  # no compile can answer without one
     if vary is None:
         return question.judge(question.lower(given, named))
@@ -194,17 +183,16 @@ class _Question:
         # Without another mesh arrays stay: not all that lowers takes their shapes.
         if self.mesh is not None:
             specs, kwargs = jtu.tree_map(_shape, (specs, kwargs))
-        with entered(self.mesh):
-            return lower(self.f, specs, kwargs, subject=self.subject, verb="fits")
+        with program.entered(self.mesh):
+            return program.lower(self.f, specs, kwargs, subject=self.subject, verb="fits")
 
     def judge(self, lowered: Any) -> Fit:
         """Compiles what was lowered, and says whether it fits."""
-        with entered(self.mesh), _jax.lowering.lines_in_cache_key():
+        with program.entered(self.mesh), _jax.lowering.lines_in_cache_key():
             try:
                 compiled = lowered.compile() if hasattr(lowered, "compile") else lowered
             except Exception as e:
-                verdict = out_of_memory(e)
-                if verdict is None:
+                if (verdict := out_of_memory(e)) is None:
                     raise
             else:
                 return self._planned(compiled)
@@ -216,12 +204,19 @@ class _Question:
             return self.budget
         known = hbm_bytes(device.device_kind) or _own_limit(device)
         if known is None:
-            raise explain(self.subject, [_no_budget(device)])
+            failure = Failure(
+                what="needs a budget",
+                expected="the memory of one device, which is not known",
+                got=f"devices of kind {device.device_kind!r}",
+                fix="budget='16GB', or topology='v5e:4x4', whose memory is known",
+                error=OptionError,
+            )
+            raise explain(self.subject, [failure])
         return known
 
     def _planned(self, compiled: Any) -> Fit:
-        mesh, devices = mesh_of(compiled, self.mesh), devices_of(compiled)
-        memory = memory_plan(compiled, parse_modules(text_of(compiled)))
+        mesh, devices = program.mesh_of(compiled, self.mesh), program.devices_of(compiled)
+        memory = program.memory_plan(compiled, parse_modules(program.text_of(compiled)))
         if memory is None:
             failure = Failure(
                 what="has no answer: the compiler tells nothing about memory",
@@ -259,7 +254,7 @@ class _Question:
 
 def _shape(leaf: Any) -> Any:
     """An array as its shape, on its devices."""
-    return shape_of(leaf, placed_sharding(leaf))
+    return program.shape_of(leaf, placed_sharding(leaf))
 
 
 def _own_limit(device: Any) -> int | None:
@@ -268,16 +263,6 @@ def _own_limit(device: Any) -> int | None:
         return (device.memory_stats() or {}).get("bytes_limit")
     except (RuntimeError, NotImplementedError, AttributeError):
         return None  # described devices have no runtime
-
-
-def _no_budget(device: Any) -> Failure:
-    return Failure(
-        what="needs a budget",
-        expected="the memory of one device, which is not known",
-        got=f"devices of kind {device.device_kind!r}",
-        fix="budget='16GB', or topology='v5e:4x4', whose memory is known",
-        error=OptionError,
-    )
 
 
 # The largest size
@@ -472,7 +457,7 @@ def _place(
 
 
 def _bad_options(f: Any, max_trials: Any, tolerance: Any) -> Failure | None:
-    if isinstance(f, STAGES):
+    if isinstance(f, program.STAGES):
         return Failure(
             what=f"cannot vary the size of a {type(f).__name__} stage",
             expected="a function, which is lowered for each size",

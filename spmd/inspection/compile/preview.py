@@ -62,10 +62,6 @@ def preview(f: Any, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
         raise explain(subject, [failure])
     with entered(mesh):
         lowered = lower(f, args, kwargs, subject=subject, verb="preview")
-    return _report_of(lowered, mesh, subject)
-
-
-def _report_of(lowered: Any, mesh: Any, subject: str) -> Report:
     module = passes.module_of(lowered, subject=subject)
     count = passes.count_devices(module)
     check_lowered(lowered, count, mesh, subject=subject)
@@ -73,10 +69,18 @@ def _report_of(lowered: Any, mesh: Any, subject: str) -> Report:
     done = passes.run(module, _PASSES, subject=subject)
     with module.context:
         if names := passes.apart(done):
-            raise explain(subject, [_several_sizes(names)])
+            # The passes leave it to the partitioner to go from one such mesh to another.
+            axes = dict.fromkeys(name for _, name in names)
+            failure = Failure(
+                what="cannot say what is sent between meshes that give an axis several sizes",
+                got=f"several sizes of {', '.join(map(repr, axes))}",
+                fix="compile it, and see its report",
+                error=ReportError,
+            )
+            raise explain(subject, [failure])
         found = exchanges(done, platform)
         return Report(
-            name=function_of(module),
+            name=function_of(passes.name_of(module)),
             backend=platform,
             device_kind=kind,
             stand_in=False,
@@ -90,17 +94,6 @@ def _report_of(lowered: Any, mesh: Any, subject: str) -> Report:
             prediction=target_of(platform).rules,
             _origins=origins_later(lowered, found, subject=subject),
         )
-
-
-def _several_sizes(names: passes.Names) -> Failure:
-    """The passes leave it to the partitioner to go from one such mesh to another."""
-    axes = dict.fromkeys(name for _, name in names)
-    return Failure(
-        what="cannot say what is sent between meshes that give an axis several sizes",
-        got=f"several sizes of {', '.join(map(repr, axes))}",
-        fix="compile it, and see its report",
-        error=ReportError,
-    )
 
 
 def _devices(lowered: Any) -> tuple[str, str]:

@@ -224,11 +224,6 @@ def _shardings(compiled: Any) -> list[Any]:
     return jax.tree.leaves(_jax.lowering.shardings_of(compiled))
 
 
-def lowered_of(compiled: Any) -> Any:
-    """The stage before a compiled one; None where that does not keep it."""
-    return compiled._lowered if isinstance(compiled, stages.Compiled) else None
-
-
 def devices_of(compiled: Any) -> list[Any]:
     """The devices of a program, in the order in which it numbers them."""
     if isinstance(compiled, stages.Compiled):

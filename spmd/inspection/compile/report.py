@@ -18,18 +18,8 @@ import jax
 import spmd
 from spmd import _jax, _mesh, _resolve, stages
 from spmd.errors import ReportError
+from spmd.inspection.compile import program
 from spmd.inspection.compile.arguments import arguments_of
-from spmd.inspection.compile.program import (
-    COMPILED,
-    devices_of,
-    entered,
-    lower,
-    lowered_of,
-    memory_plan,
-    mesh_of,
-    refuse_arguments,
-    text_of,
-)
 from spmd.inspection.findings.rematerialization import (
     compile_and_catch,
     rematerializations,
@@ -54,7 +44,7 @@ from spmd.inspection.records.report import (
 )
 from spmd.inspection.shardy.passes import frames_of, module_of, operations_in
 from spmd.inspection.shardy.propagation import Propagation, propagate
-from spmd.inspection.shardy.why import origins_later
+from spmd.inspection.shardy.why import function_of, origins_later
 
 logger = logging.getLogger(__name__)
 
@@ -86,17 +76,19 @@ def report(f: Any, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
         print(report)
     """
     if isinstance(f, Report):
-        refuse_arguments(f, args, kwargs, subject="report", verb="report")
+        program.refuse_arguments(f, args, kwargs, subject="report", verb="report")
         return f
-    with entered(mesh):
+    with program.entered(mesh):
         with ignored_constraints() as ignored:
-            found = lower(f, args, kwargs, subject="report", verb="report")
-        if isinstance(found, COMPILED):
-            compiled, lowered, is_new = found, lowered_of(found), False
+            found = program.lower(f, args, kwargs, subject="report", verb="report")
+        if isinstance(found, program.COMPILED):
+            # Stages of JAX do not keep the one before.
+            lowered = found._lowered if isinstance(found, stages.Compiled) else None
+            compiled, is_new = found, False
         else:
             is_new = not _jax.lowering.is_compiled(found._lowering)
             compiled, lowered = compile_and_catch(found), found
-        made = _report_of(compiled, mesh_of(compiled, mesh), lowered, [*ignored.values()])
+        made = _report_of(compiled, program.mesh_of(compiled, mesh), lowered, [*ignored.values()])
         if not is_new and _jax.lowering.may_have_other_lines() and _has_other_lines(made, lowered):
             warnings.warn(_OTHER_LINES, stacklevel=2)
         return made
@@ -121,13 +113,13 @@ def _has_other_lines(report: Report, lowered: Any) -> bool:
 
 
 def _report_of(compiled: Any, mesh: Any, lowered: Any, ignored: Sequence[Source] = ()) -> Report:
-    devices = devices_of(compiled)
+    devices = program.devices_of(compiled)
     axis_sizes = dict(mesh.shape) if mesh is not None else {}
-    modules = parse_modules(text_of(compiled))
+    modules = parse_modules(program.text_of(compiled))
     visited = [visits(module) for module in modules]
     pairs = [*zip(modules, visited, strict=True)]
     found = tuple(itertools.chain.from_iterable(ledger(m, v, axis_sizes) for m, v in pairs))
-    memory = memory_plan(compiled, modules)
+    memory = program.memory_plan(compiled, modules)
     parameters = _parameter_names(modules)
     unread = [line for module in modules for line in module.unread]
     report = Report(
@@ -148,7 +140,7 @@ def _report_of(compiled: Any, mesh: Any, lowered: Any, ignored: Sequence[Source]
         unread=Unread(lines=len(unread), first=unread[0].strip()[:200]) if unread else None,
         _origins=origins_later(lowered, found, subject="report"),
     )
-    program = Program(
+    facts = Program(
         report=report,
         modules=pairs,
         parameters=parameters,
@@ -160,7 +152,7 @@ def _report_of(compiled: Any, mesh: Any, lowered: Any, ignored: Sequence[Source]
         # On one device, and meant for one, there is nothing to constrain.
         ignored=ignored if len(devices) > 1 or _is_partitioned_here() else (),
     )
-    return dataclasses.replace(report, findings=_spoken(findings(program), compiled))
+    return dataclasses.replace(report, findings=_spoken(findings(facts), compiled))
 
 
 def _is_partitioned_here() -> bool:
@@ -220,9 +212,7 @@ def versions() -> Mapping[str, str]:
 def _name(compiled: Any, modules: tuple[Module, ...]) -> str:
     if isinstance(compiled, stages.Compiled):
         return compiled.name
-    # XLA's names hold no angle brackets.
-    name = re.sub("^(p?jit|pmap)_", "", modules[0].name) if modules else ""
-    return "<lambda>" if name.strip("_") == "lambda" else name
+    return function_of(modules[0].name) if modules else ""
 
 
 def _parameter_names(modules: tuple[Module, ...]) -> list[str]:

@@ -118,8 +118,7 @@ def _row(f: Any, args: Any, kwargs: Any, label: str, mesh: Any, subject: str) ->
     try:
         found = report(f, *args, mesh=mesh, **kwargs)
     except RuntimeError as e:
-        verdict = out_of_memory(e)
-        if verdict is None:
+        if (verdict := out_of_memory(e)) is None:
             raise
         return SweepRow(
             label=label,

@@ -132,7 +132,7 @@ def topology(name: str, mesh: Mapping[str, int] | None = None) -> Mesh:
         with _lock:
             devices = _stand_ins(sizes) if kind == "cpu" else _described(kind, sizes)
     except _RefusedError as e:
-        raise explain(subject, [e.failure]) from None
+        raise explain(subject, [e.args[0]]) from None
     axes = {"device": len(devices)} if mesh is None else mesh
     if failure := _misfit(axes, kind, sizes, len(devices)):
         raise explain(subject, [failure])
@@ -289,9 +289,7 @@ _lock = threading.Lock()
 
 
 class _RefusedError(Exception):
-    def __init__(self, failure: Failure):
-        super().__init__(failure)
-        self.failure = failure
+    """Holds the `Failure` for what was asked, whatever it was called."""
 
 
 def _stand_ins(sizes: tuple[int, ...]) -> list[Any]:
@@ -304,9 +302,7 @@ def _stand_ins(sizes: tuple[int, ...]) -> list[Any]:
     return own[:count] if count <= len(own) else _virtual(count)
 
 
-@functools.lru_cache(maxsize=16)
-def _virtual(count: int) -> list[Any]:
-    return _jax.mesh.new_cpu_devices(count)
+_virtual = functools.lru_cache(maxsize=16)(_jax.mesh.new_cpu_devices)
 
 
 @functools.lru_cache(maxsize=32)
@@ -314,7 +310,12 @@ def _described(kind: str, sizes: tuple[int, ...]) -> list[Any]:
     from jax.experimental import topologies
 
     if not (os.environ.get("TPU_LIBRARY_PATH") or importlib.util.find_spec("libtpu")):
-        raise _RefusedError(_no_libtpu() if kind in _KINDS else _unknown_kind(kind))
+        missing = Failure(
+            what="needs the TPU compiler, which is not installed",
+            fix="pip install 'spmd[tpu]', or let CPU devices stand in: topology('cpu:64')",
+            error=MeshError,
+        )
+        raise _RefusedError(missing if kind in _KINDS else _unknown_kind(kind))
     known = _KINDS.get(kind)
     options: dict[str, Any] = {}
     if known and known.config:
@@ -330,14 +331,6 @@ def _described(kind: str, sizes: tuple[int, ...]) -> list[Any]:
     except jax.errors.JaxRuntimeError as e:
         raise _RefusedError(_refused(str(e), kind, sizes)) from None
     return list(found.devices)
-
-
-def _no_libtpu() -> Failure:
-    return Failure(
-        what="needs the TPU compiler, which is not installed",
-        fix="pip install 'spmd[tpu]', or let CPU devices stand in: topology('cpu:64')",
-        error=MeshError,
-    )
 
 
 @contextlib.contextmanager

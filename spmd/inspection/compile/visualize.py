@@ -140,24 +140,23 @@ class _Placed(NamedTuple):
 def _of_sharding(sharding: Any, aval: Any, *, typed: bool) -> Picture:
     named = isinstance(sharding, (NamedSharding, _Placed))
     mesh = dict(sharding.mesh.shape) if named else {}
-    facts = {
-        "shape": tuple(aval.shape),
-        "dtype": _jax.core.short_aval(aval).partition("[")[0] if typed else "",
-        "itemsize": aval.dtype.itemsize if typed else 0,
-        "sharding": show_spec(sharding.spec) if named else _resolve.show_sharding(sharding),
-        "mesh": mesh,
-    }
-    if not named:
+    if named:
+        _check(sharding, aval)
+        splits = splits_of_spec(aval.shape, sharding.spec, mesh)
+        ids, platform = _devices(sharding.mesh)
+        shards = shards_of(aval.shape, splits, mesh, ids)
+    else:
         platform = next(iter(sharding.device_set)).platform
-        return Picture(**facts, platform=platform, shards=_listed(sharding, aval.shape))
-    _check(sharding, aval)
-    splits = splits_of_spec(aval.shape, sharding.spec, mesh)
-    ids, platform = _devices(sharding.mesh)
+        shards = _listed(sharding, aval.shape)
     return Picture(
-        **facts,
+        shape=tuple(aval.shape),
+        dtype=_jax.core.short_aval(aval).partition("[")[0] if typed else "",
+        itemsize=aval.dtype.itemsize if typed else 0,
+        sharding=show_spec(sharding.spec) if named else _resolve.show_sharding(sharding),
+        mesh=mesh,
         platform=platform,
-        shards=shards_of(aval.shape, splits, mesh, ids),
-        notes=tuple(_notes(sharding.spec, platform)),
+        shards=shards,
+        notes=tuple(_notes(sharding.spec, platform)) if named else (),
     )
 
 

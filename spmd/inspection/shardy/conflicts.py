@@ -29,19 +29,15 @@ class Hop(NamedTuple):
     target: int
 
 
-class Route(NamedTuple):
-    """The annotation that an axis comes from, and the hops from there; None where it is unknown."""
+def route_of(found: Propagation, i: int, axis: str) -> tuple[Mark | None, tuple[Hop, ...]]:
+    """The annotation that an axis comes from, by the steps of the pass, and the hops from there.
 
-    mark: Mark | None
-    hops: tuple[Hop, ...]
-
-
-def route_of(found: Propagation, i: int, axis: str) -> Route:
-    """Follows an axis of a value back to the user's annotation, by the steps of the pass."""
+    The annotation is None where it is unknown.
+    """
     *way, (end, _, _) = _back(found, i, axis)
     mark, first = _start(found, end, axis)
     hops = [hop for _, _, hop in reversed(way) if hop]
-    return Route(mark, (*first, *hops))
+    return mark, (*first, *hops)
 
 
 def mark_of(found: Propagation, i: int, axis: str) -> Mark | None:

@@ -239,11 +239,7 @@ def _lists(operation: Any, name: str) -> dict[int, tuple[str, ...]]:
 def _in_order(axes: Iterable[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Axes as the mesh has them; those that it does not have last."""
     places = {name: place for place, name in enumerate(sizes)}
-    return tuple(sorted(axes, key=lambda axis: places.get(_axis_of(axis), len(places))))
-
-
-def _axis_of(axis: str) -> str:
-    return axis.partition(":(")[0]
+    return tuple(sorted(axes, key=lambda axis: places.get(passes.whole_of(axis), len(places))))
 
 
 # Shards that stay as large as they are, and change places
@@ -252,20 +248,14 @@ def _axis_of(axis: str) -> str:
 def _permuted(kind: str, operation: Any, sizes: Mapping[str, int]) -> Exchange:
     after = passes.out_sharding(operation)
     before = passes.sharding_of(operation.operands[0], after)
-    groups = hlo_groups.connected(_moves(before, after, sizes))
+    # Which device sends its shard to which; replicas keep the order of the axes left over.
+    pairs = zip(_order(before, sizes), _order(after, sizes), strict=True)
+    groups = hlo_groups.connected(pairs)
     return dataclasses.replace(
         _resharded(kind, operation, sizes),
         mesh_axes=hlo_groups.mesh_axes_of(groups, sizes),
         group_size=max(map(len, groups), default=1),
     )
-
-
-def _moves(
-    before: Dimensions, after: Dimensions, sizes: Mapping[str, int]
-) -> Iterator[tuple[int, int]]:
-    """Which device sends its shard to which; replicas keep the order of the axes left over."""
-    holders, takers = (_order(one, sizes) for one in (before, after))
-    return zip(holders, takers, strict=True)
 
 
 def _order(dimensions: Dimensions, sizes: Mapping[str, int]) -> list[int]:
@@ -275,18 +265,14 @@ def _order(dimensions: Dimensions, sizes: Mapping[str, int]) -> list[int]:
     places = dict(zip(sizes, np.unravel_index(devices, shape), strict=True))
     keys = [devices]
     for axis in (axis for one in reversed(dimensions) for axis in reversed(one.axes)):
-        part = _PART.search(axis.removeprefix(_axis_of(axis)))
-        name, size = _axis_of(axis) if part else axis, passes.size_of(axis, sizes)
+        name, size = passes.whole_of(axis), passes.size_of(axis, sizes)
+        part = _PART.search(axis.removeprefix(name))
         parts = int(part[1]) * size if part else size
         keys.append(places[name] * parts // sizes[name] % size)
     return np.lexsort(keys).tolist()
 
 
 # What the user's own collectives send
-
-
-_Groups = tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]
-"""Devices that exchange with each other, and the mesh axes that they are along."""
 
 
 def _manual(kind: str, operation: Any, sizes: Mapping[str, int]) -> Exchange:
@@ -312,7 +298,10 @@ def _manual(kind: str, operation: Any, sizes: Mapping[str, int]) -> Exchange:
     )
 
 
-def _groups_of(operation: Any, sizes: Mapping[str, int]) -> _Groups:
+def _groups_of(
+    operation: Any, sizes: Mapping[str, int]
+) -> tuple[hlo_groups.Groups, tuple[str, ...]]:
+    """Devices that exchange with each other, and the mesh axes that they are along."""
     attributes, name = operation.attributes, "replica_groups"
     if "source_target_pairs" in attributes:
         name = "source_target_pairs"

@@ -136,10 +136,7 @@ def count_towards(way: str, start: int, bound: int, step: int) -> int | None:
 
 def _maker(value: Any) -> Any:
     """The operation that makes a value, whatever propagation adds; None for what enters a block."""
-    maker = passes.maker_of(value)
-    while maker is not None and maker.name == "sdy.data_flow_edge":
-        maker = passes.maker_of(maker.operands[0])
-    return maker
+    return passes.maker_of(value, through="sdy.data_flow_edge")
 
 
 def _made(value: Any, kind: str) -> Any:

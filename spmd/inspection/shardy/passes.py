@@ -6,7 +6,7 @@ the same at both ends of the range of JAX.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import math
@@ -160,12 +160,13 @@ def block_of(operation: Any) -> Any:
     return next(blocks(operation))
 
 
-def operations_in(operation: Any) -> Iterator[Any]:
-    """All operations inside of one, in order."""
+def operations_in(operation: Any, holders: Container[str] | None = None) -> Iterator[Any]:
+    """All operations inside of one, in order; with `holders`, of others nothing that is inside."""
     for block in blocks(operation):
         for view in block.operations:
             yield view.operation
-            yield from operations_in(view.operation)
+            if holders is None or view.operation.name in holders:
+                yield from operations_in(view.operation, holders)
 
 
 def end_of(block: Any) -> Any:
@@ -188,9 +189,12 @@ def holders_of(operation: Any) -> Iterator[Any]:
         yield operation
 
 
-def maker_of(value: Any) -> Any:
-    """The operation that makes a value; None for what enters a block."""
-    return operation_of(value.owner) if hasattr(value, "result_number") else None
+def maker_of(value: Any, through: str = "") -> Any:
+    """The operation that makes a value, past those of a name; None for what enters a block."""
+    maker = operation_of(value.owner) if hasattr(value, "result_number") else None
+    if maker is None or maker.name != through:
+        return maker
+    return maker_of(maker.operands[0], through)
 
 
 def user_of(use: Any) -> tuple[Any, int]:
@@ -358,10 +362,7 @@ _QUOTED = r'"(?:[^"\\]|\\.)*"'
 _SIZE = re.compile(rf"({_QUOTED})=(\d+)")
 _AXIS = re.compile(rf"({_QUOTED})(:\(\d+\)\d+)?")
 _LIST = re.compile(rf"\{{((?:{_QUOTED}|[^{{}}\"])*)\}}(p\d+)?")
-_SHARDING = re.compile(rf"<@[^,]*, \[((?:{_QUOTED}|[^\]\"])*)\]")
-_MESH_OF = re.compile(rf"<@([^,]*), \[(?:{_QUOTED}|[^\]\"])*\]")
-
-
+_SHARDING = re.compile(rf"<@([^,]*), \[((?:{_QUOTED}|[^\]\"])*)\]")
 _ESCAPED = re.compile(rb"\\(?:([0-9A-F]{2})|(.))")
 
 
@@ -400,7 +401,7 @@ def shardings_in(text: str) -> tuple[Dimensions, ...]:
             Dimension(axes_in(inner), "?" not in _AXIS.sub("", inner), int(p[1:]) if p else None)
             for inner, p in _LIST.findall(dimensions)
         )
-        for dimensions in _SHARDING.findall(text)
+        for _, dimensions in _SHARDING.findall(text)
     )
 
 
@@ -415,7 +416,7 @@ def shardings_of(text: str, names: Names) -> tuple[Dimensions, ...]:
         axes = (names.get((mesh, own), own) + axis.removeprefix(own) for axis, own in wholes)
         return dataclasses.replace(one, axes=tuple(axes))
 
-    meshes = [symbol.strip('"') for symbol in _MESH_OF.findall(text)]
+    meshes = [symbol.strip('"') for symbol, _ in _SHARDING.findall(text)]
     return tuple(
         tuple(renamed(dimension, mesh) for dimension in dimensions)
         for mesh, dimensions in zip(meshes, found, strict=True)

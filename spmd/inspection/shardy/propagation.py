@@ -14,7 +14,7 @@ from jax.extend.mlir import ir
 
 from spmd.inspection.records.report import Source
 from spmd.inspection.shardy import passes
-from spmd.inspection.shardy.passes import Dimensions, Factors, Rule
+from spmd.inspection.shardy.passes import Dimensions, Rule
 
 _EDGES = "debug-propagation-edge-sharding=true"
 _PASSES = (
@@ -30,6 +30,7 @@ _PASSES = (
 _MANUAL = "sdy.manual_computation"
 _EDGE = "sdy.data_flow_edge"
 _CONSTRAINT = "sdy.sharding_constraint"
+_STEPS = "sdy.propagation_edges"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,14 +100,13 @@ class Move:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """An operation, or a way of control flow, that relates dimensions of values.
+class Link(Rule):
+    """An operation, or a way of control flow, that relates dimensions of values by a rule.
 
     Attributes:
         frames: of its Python code, innermost first.
         values: indices of its operands, then of its results.
         operands: how many of them are operands.
-        factors: of each value, by dimension; they, `sizes` and `stops` are those of its `Rule`.
         edges: what the pass did here, as it writes that.
         op_name: its name stack.
     """
@@ -115,9 +115,6 @@ class Link:
     frames: tuple[Source, ...]
     values: tuple[int, ...]
     operands: int
-    factors: tuple[Factors, ...]
-    sizes: Mapping[str, int]
-    stops: frozenset[str] = frozenset()
     edges: str = ""
     op_name: str = ""
 
@@ -218,7 +215,7 @@ class _Reader:
 
     def read(self) -> Propagation:
         body = passes.block_of(self.main)
-        operations = [*_program(body)]
+        operations = [*passes.operations_in(self.main, passes.HOLDERS)]
         self._stand_ins(operations)
         self._arguments(body.arguments)
         self.has_manual = any(operation.name == _MANUAL for operation in operations)
@@ -325,8 +322,8 @@ class _Reader:
                 frames=self.frames_of(operation),
                 values=values,
                 operands=len(operation.operands),
-                edges=_edges(operation),
-                op_name=_op_name(operation) if text else "",
+                edges=passes.text_of(operation, _STEPS),
+                op_name=passes.op_name_of(operation.location) if text else "",
             )
 
     def _flow(self, edge: Any) -> None:
@@ -341,8 +338,8 @@ class _Reader:
             frames=self.frames_of(owner),
             values=values,
             operands=len(values) - 1,
-            edges=_edges(edge),
-            op_name=_op_name(owner),
+            edges=passes.text_of(edge, _STEPS),
+            op_name=passes.op_name_of(owner.location),
         )
 
     def _result(self, operation: Any, i: int, result: Any) -> None:
@@ -358,6 +355,7 @@ class _Reader:
         frames = self.frames_of(operation)
         holders = passes.holders_of(operation) if self.has_manual else ()
         name = _owner_name(operation.operands[0]) if edge else _short(operation.name)
+        owner = _owner(operation.operands[0]) if edge else operation
         self._add(
             result,
             name=name,
@@ -367,7 +365,7 @@ class _Reader:
             mark=self._mark(operation, i, dimensions, origins, frames),
             plain=not edge,
             local=any(one.name == _MANUAL for one in holders),
-            op_name=_op_name(_owner(operation.operands[0]) if edge else operation),
+            op_name=passes.op_name_of(owner.location),
             operation=operation,
         )
 
@@ -401,23 +399,12 @@ class _Reader:
         return mark
 
     def _link(self, rule: Rule, **fields: Any) -> None:
-        of_rule = {"factors": rule.factors, "sizes": rule.sizes, "stops": rule.stops}
         for value in dict.fromkeys(fields["values"]):
             self.found.values[value].links.append(len(self.found.links))
-        self.found.links.append(Link(**of_rule, **fields))
+        self.found.links.append(Link(rule.factors, rule.sizes, rule.stops, **fields))
 
 
 # Control flow
-
-
-def _program(block: Any) -> Iterator[Any]:
-    """All operations that are part of the program, in its order."""
-    for view in block.operations:
-        operation = view.operation
-        yield operation
-        if operation.name in passes.HOLDERS:
-            for inner in passes.blocks(operation):
-                yield from _program(inner)
 
 
 def _owner(raw: Any) -> Any:
@@ -433,14 +420,6 @@ def _frames(operation: Any) -> tuple[Source, ...]:
         if not frames or passes.takes_part_in_loops(one):
             frames = passes.frames_of(one.location)
     return frames
-
-
-def _op_name(operation: Any) -> str:
-    return passes.op_name_of(operation.location)
-
-
-def _edges(operation: Any) -> str:
-    return passes.text_of(operation, "sdy.propagation_edges")
 
 
 def _sources(raw: Any) -> list[Any]:

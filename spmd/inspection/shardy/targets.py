@@ -56,7 +56,6 @@ class AnyTarget:
     rules = "for any backend: what the shardings ask for; the bytes of its compiler may differ"
 
     def __init__(self, functions: Mapping[str, Any], sizes: Mapping[str, int]):
-        self.functions = functions
         self.sizes = sizes
 
     def sent(self, operation: Any, asked: Exchange) -> Sequence[Exchange]:
@@ -165,9 +164,7 @@ def _same(asked: Exchange, kind: str, shape: Shape) -> Exchange:
 
 def _is_constant(value: Any) -> bool:
     """Whether all elements are one constant, which every device has."""
-    maker = passes.maker_of(value)
-    while maker is not None and maker.name == "stablehlo.broadcast_in_dim":
-        maker = passes.maker_of(maker.operands[0])
+    maker = passes.maker_of(value, through="stablehlo.broadcast_in_dim")
     return maker is not None and maker.name in ("sdy.constant", "stablehlo.constant")
 
 

@@ -22,7 +22,7 @@ from spmd.inspection.records import origins
 from spmd.inspection.records.names import user_source
 from spmd.inspection.records.origins import Origins, ValueOrigins, Why
 from spmd.inspection.records.report import Collective
-from spmd.inspection.records.sums import shares, totals
+from spmd.inspection.records.sums import grouped, sum_of
 from spmd.inspection.shardy import conflicts, passes
 from spmd.inspection.shardy.propagation import Mark, Propagation, Value, propagate
 
@@ -63,7 +63,14 @@ def why(f: Any, name: str, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Wh
         raise explain(subject, [failure])
     f = stage_of(f)
     if isinstance(f, COMPILED):
-        raise explain(subject, [_compiled(f)])
+        failure = Failure(
+            what="cannot read propagation out of a compiled program",
+            got=f"{type(f).__module__}.{type(f).__name__}",
+            expected="a function with its arguments, or what it was lowered to",
+            fix="lowered = f.lower(*args); lowered.why(name); compiled = lowered.compile()",
+            error=ReportError,
+        )
+        raise explain(subject, [failure])
     with entered(mesh):
         lowered = lower(f, args, kwargs, subject=subject, verb="why")
     module = passes.module_of(lowered, subject=subject)
@@ -71,25 +78,16 @@ def why(f: Any, name: str, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Wh
     found = propagate(module, subject=subject)
     return Why(
         name=name,
-        function=function_of(module),
+        function=function_of(passes.name_of(module)),
         mesh=found.axis_sizes,
         values=tuple(describe(found, i) for i in _named(found, name, subject)),
     )
 
 
-def _compiled(f: Any) -> Failure:
-    return Failure(
-        what="cannot read propagation out of a compiled program",
-        got=f"{type(f).__module__}.{type(f).__name__}",
-        expected="a function with its arguments, or what it was lowered to",
-        fix="lowered = f.lower(*args); lowered.why(name); compiled = lowered.compile()",
-        error=ReportError,
-    )
-
-
-def function_of(module: Any) -> str:
-    """The name of the function that a module was lowered from."""
-    name = re.sub("^(p?jit|pmap)_", "", passes.name_of(module))
+def function_of(module: str) -> str:
+    """The name of the function that a module of some name was lowered from."""
+    name = re.sub("^(p?jit|pmap)_", "", module)
+    # XLA's names hold no angle brackets.
     return "<lambda>" if name.strip("_") == "lambda" else name
 
 
@@ -304,15 +302,14 @@ def _unknown(error: Exception) -> Origins:
 
 def _lines(found: Sequence[Collective]) -> dict[_Line, frozenset[str]]:
     """The lines of collectives, most bytes first, with the operations that exchange there."""
-    words: dict[str | None, tuple[_Line, set[str]]] = {}
-    parts = (shares(one, lambda part: (part.source, part.op_name)) for one in found)
-    for one in itertools.chain.from_iterable(share.values() for share in parts):
-        if one.source:
-            place = (one.source.file, one.source.line)
-            _, names = words.setdefault(str(one.source), (place, set()))
-            names.update(re.split(r"[/:()]", one.op_name))
-    ranked = totals(found, "line")
-    return {words[line][0]: frozenset(words[line][1]) for line in ranked if line in words}
+    groups = grouped(found, lambda one: one.source and (one.source.file, one.source.line))
+    groups.pop(None, None)
+    ranked = sorted(groups, key=lambda line: -sum_of(groups[line]).wire_bytes)
+    parts = {line: [part for one in groups[line] for part in one.parts or [one]] for line in ranked}
+    return {
+        line: frozenset(re.split(r"[/:()]", "/".join(part.op_name for part in of_line)))
+        for line, of_line in parts.items()
+    }
 
 
 def _listed(found: Propagation, lines: Mapping[_Line, frozenset[str]]) -> Origins:

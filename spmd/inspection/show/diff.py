@@ -10,6 +10,7 @@ from rich.text import Text
 from spmd.inspection.records.diff import Delta, Diff, Pair
 from spmd.inspection.records.report import Collective, Total
 from spmd.inspection.records.sizes import show_bytes
+from spmd.inspection.show import words
 from spmd.inspection.show.layout import (
     Cell,
     Column,
@@ -22,21 +23,6 @@ from spmd.inspection.show.layout import (
     sections,
 )
 from spmd.inspection.show.terminal import LIMIT, RESHARDS, axes_cell, line_cell, reshard_cells
-from spmd.inspection.show.words import (
-    NO_MODULE,
-    TITLES,
-    Show,
-    compared,
-    figures,
-    known,
-    modules,
-    plural,
-    ranking,
-    reshards,
-    show_flops,
-    signed,
-    total_cells,
-)
 
 _MARKS = {"+": "green", "-": "red", "~": "yellow"}
 
@@ -47,10 +33,10 @@ def render_diff(diff: Diff, *, limit: int | None = LIMIT) -> RenderableType:
     bodies = [
         ("Differences of the whole", _header(diff) if diff.header else None),
         ("Collectives", _collectives(diff, limit)),
-        (TITLES["totals"], _totals(diff)),
-        (TITLES["modules"], _modules(diff)),
-        (TITLES["figures"], _figures(diff)),
-        (TITLES["reshards"], _reshards(diff)),
+        (words.TITLES["totals"], _totals(diff)),
+        (words.TITLES["modules"], _modules(diff)),
+        (words.TITLES["figures"], _figures(diff)),
+        (words.TITLES["reshards"], _reshards(diff)),
     ]
     return sections(Flow(Text.assemble((a, "bold"), " -> ", (b, "bold"))), bodies)
 
@@ -83,8 +69,8 @@ def _collectives(diff: Diff, limit: int | None) -> RenderableType:
         f"{len(diff.unchanged)} unchanged",
     )
     if not diff:
-        return Flow(Text(f"the same in both: {plural(len(diff.unchanged), 'collective')}"))
-    rows = sorted(compared(diff), key=_size_of_change)
+        return Flow(Text(f"the same in both: {words.plural(len(diff.unchanged), 'collective')}"))
+    rows = sorted(words.compared(diff), key=_size_of_change)
     shown = rows[:limit]
     table = Grid(_COLUMNS, (_row(*row, _mesh(diff)) for row in shown))
     hidden = not_shown(len(rows) - len(shown), "row")
@@ -96,7 +82,7 @@ _Sides = tuple[Collective, ...]
 
 
 def _size_of_change(marked: tuple[str, _Sides]) -> int:
-    first, *second = map(ranking, marked[1])
+    first, *second = map(words.ranking, marked[1])
     return -abs(first - sum(second))
 
 
@@ -122,10 +108,10 @@ def _row(mark: str, sides: _Sides, mesh: Mapping[str, int]) -> Row:
     )
 
 
-def _both(sides: _Sides, name: str, show: Show) -> Cell:
+def _both(sides: _Sides, name: str, show: words.Show) -> Cell:
     """A figure, or that of one report and that of the other."""
     values = dict.fromkeys(getattr(one, name) for one in sides)
-    return cell(" -> ".join(known(value, show) for value in values))
+    return cell(" -> ".join(words.known(value, show) for value in values))
 
 
 _CHANGES: dict[str, Callable[[Collective], str]] = {
@@ -169,30 +155,25 @@ def _totals(diff: Diff) -> RenderableType | None:
     differing = [delta for delta in diff.totals if delta.a != delta.b]
     if not differing:
         return None
+    mesh = _mesh(diff)
     rows = [
-        Row(
-            cells=(
-                cell(one.kind),
-                axes_cell(one.mesh_axes, _mesh(diff)),
-                *_total_cells(one.a, one.b),
-            )
-        )
-        for one in differing
+        Row(cells=(cell(d.kind), axes_cell(d.mesh_axes, mesh), *_total_cells(d.a, d.b)))
+        for d in differing
     ]
     everything = (cell("all"), cell(""), *_total_cells(*diff.total))
     rows.append(Row(cells=everything, style="bold", rule=True))
     same = len(diff.totals) - len(differing)
-    note = [Flow(Text(f"{plural(same, 'more sum')} of kind and axes without a change"))]
+    note = [Flow(Text(f"{words.plural(same, 'more sum')} of kind and axes without a change"))]
     table = Grid((Column(title="kind"), Column(title="mesh axes"), *_SUMS), rows)
     return Group(table, *note * bool(same))
 
 
 def _modules(diff: Diff) -> RenderableType | None:
-    differing = modules(diff)
+    differing = words.modules(diff)
     if not differing:
         return None
     rows = (
-        Row(cells=(cell(one.module or NO_MODULE), *_total_cells(one.a, one.b)))
+        Row(cells=(cell(one.module or words.NO_MODULE), *_total_cells(one.a, one.b)))
         for one in differing[:LIMIT]
     )
     hidden = not_shown(len(differing[LIMIT:]), "module")
@@ -200,24 +181,24 @@ def _modules(diff: Diff) -> RenderableType | None:
 
 
 def _total_cells(a: Total, b: Total) -> Iterator[Cell]:
-    return map(cell, total_cells(a, b, show_change))
+    return map(cell, words.total_cells(a, b, show_change))
 
 
-def show_change(a: int, b: int, show: Show = show_bytes) -> str:
+def show_change(a: int, b: int, show: words.Show = show_bytes) -> str:
     """A difference with its sign, and its share of the first figure."""
     if a == b:
         return "none"
-    return signed(b - a, show) + (f" ({(b - a) / a:+.1%})" if a else "")
+    return words.signed(b - a, show) + (f" ({(b - a) / a:+.1%})" if a else "")
 
 
 def _figures(diff: Diff) -> RenderableType | None:
-    rows = [_figure_row(*figure) for figure in figures(diff, show_flops, str)]
+    rows = [_figure_row(*figure) for figure in words.figures(diff, words.show_flops, str)]
     return Grid((Column(title="figure"), *_DELTAS), rows) if rows else None
 
 
-def _figure_row(delta: Delta, show: Show) -> Row:
+def _figure_row(delta: Delta, show: words.Show) -> Row:
     name = {"flops": "FLOPs", "hbm_bytes": "HBM bytes"}.get(delta.name)
-    sides = (known(delta.a, show), known(delta.b, show))
+    sides = (words.known(delta.a, show), words.known(delta.b, show))
     change = "unknown" if "unknown" in sides else show_change(delta.a or 0, delta.b or 0, show)
     return Row(cells=tuple(map(cell, (name or delta.name.replace("_", " "), *sides, change))))
 
@@ -225,6 +206,6 @@ def _figure_row(delta: Delta, show: Show) -> Row:
 def _reshards(diff: Diff) -> RenderableType | None:
     rows = [
         Row(cells=(cell(mark, style=_MARKS[mark]), *reshard_cells(one)))
-        for mark, one in reshards(diff)
+        for mark, one in words.reshards(diff)
     ]
     return Grid((Column(), *RESHARDS), rows) if rows else None

@@ -9,16 +9,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from spmd.inspection.records.pictures import (
-    Picture,
-    Pictures,
-    Shard,
-    Sheet,
-    heading,
-    sheets,
-    show_devices,
-    summary,
-)
+from spmd.inspection.records import pictures
 from spmd.inspection.show.layout import Indented, clean
 from spmd.inspection.show.words import ends, more_sheets
 
@@ -34,12 +25,12 @@ _STYLES = (
 _ROWS, _SHEETS = 16, 6
 
 
-def render_picture(picture: Picture) -> RenderableType:
+def render_picture(picture: pictures.Picture) -> RenderableType:
     """The picture with its heading, the sizes of shards, and notes."""
-    parts: list[RenderableType] = [Text(clean(heading(picture)), style="bold")]
+    parts: list[RenderableType] = [Text(clean(pictures.heading(picture)), style="bold")]
     if picture.shards:
-        parts.append(Text(summary(picture)))
-    found = sheets(picture)
+        parts.append(Text(pictures.summary(picture)))
+    found = pictures.sheets(picture)
     for sheet in found[:_SHEETS]:
         parts += [Text(sheet.title)] if sheet.title else []
         parts.append(_Drawn(picture, sheet))
@@ -49,7 +40,7 @@ def render_picture(picture: Picture) -> RenderableType:
     return Indented(Group(*parts), by=0)
 
 
-def render_pictures(many: Pictures) -> RenderableType:
+def render_pictures(many: pictures.Pictures) -> RenderableType:
     """The pictures of a tree, each under its path."""
     parts: list[RenderableType] = []
     for path, picture in many.drawn:
@@ -62,7 +53,7 @@ def render_pictures(many: Pictures) -> RenderableType:
 class _Drawn:
     """One sheet, with as many columns as there is room for."""
 
-    def __init__(self, picture: Picture, sheet: Sheet):
+    def __init__(self, picture: pictures.Picture, sheet: pictures.Sheet):
         self.picture, self.sheet = picture, sheet
         self.number = {shard: i for i, shard in enumerate(picture.shards)}
 
@@ -95,8 +86,8 @@ class _Drawn:
         style = _STYLES[self.number[shard] % len(_STYLES)]
         return Text(f" {self._text(shard)} ", style=style if all(shard.shape) else "dim")
 
-    def _text(self, shard: Shard) -> str:
-        devices = show_devices(shard.devices)
+    def _text(self, shard: pictures.Shard) -> str:
+        devices = pictures.show_devices(shard.devices)
         return f"{self.picture.platform} {devices}".strip() if all(shard.shape) else devices
 
 

@@ -19,7 +19,11 @@ def scalars(report: Report) -> dict[str, float | int]:
         found |= _sums(direction, by_direction.get(direction, Total.zeros()))
     for (kind, axes), part in sorted(report.totals("kind", "axis").items()):
         found |= _sums(f"{kind}/{'+'.join(axes) or 'none'}", part)
-    return found | _cost(report, total.wire_bytes) | _memory(report) | _reshards(report)
+    reshards = {
+        "reshards/arguments": len(report.reshards),
+        "reshards/bytes": sum(one.nbytes for one in report.reshards),
+    }
+    return found | _cost(report, total.wire_bytes) | _memory(report) | reshards
 
 
 def _sums(name: str, total: Total) -> dict[str, int]:
@@ -46,10 +50,3 @@ def _memory(report: Report) -> dict[str, int]:
         return {}
     parts = ("arguments", "outputs", "temporaries", "aliased", "code", "peak")
     return {f"memory/{part}_bytes": getattr(report.memory, part) for part in parts}
-
-
-def _reshards(report: Report) -> dict[str, int]:
-    return {
-        "reshards/arguments": len(report.reshards),
-        "reshards/bytes": sum(one.nbytes for one in report.reshards),
-    }

@@ -26,6 +26,7 @@ from spmd.inspection.records.report import (
 )
 from spmd.inspection.records.sizes import show_bytes
 from spmd.inspection.records.sums import KEYS, NO_MODULE, by_line, grouped, line_of, spread, sum_of
+from spmd.inspection.show import words
 from spmd.inspection.show.layout import (
     Cell,
     Column,
@@ -38,24 +39,6 @@ from spmd.inspection.show.layout import (
     clean,
     not_shown,
     sections,
-)
-from spmd.inspection.show.words import (
-    ANOTHER_BACKEND,
-    NO_LINE,
-    PREDICTED,
-    TITLES,
-    bounded,
-    costs,
-    directions,
-    known,
-    marks,
-    number_of,
-    plural,
-    ranking,
-    show_backend,
-    show_flops,
-    why_none,
-    wire,
 )
 
 #: Rows of the ledger that are drawn where nothing else is asked for.
@@ -76,13 +59,13 @@ def render_report(
     """Everything that a report tells, section by section, as `Report.show` says."""
     bodies = [
         ("Collectives, by bytes on the wire", render_collectives(report, all_frames, limit)),
-        (TITLES["totals"], render_totals(report)),
+        (words.TITLES["totals"], render_totals(report)),
         ("Bytes on the wire, by source", render_sources(report, limit)),
     ]
     if not report.collectives:
         del bodies[1:3]
     elif any(module for module in report.totals("module")):
-        bodies.append((TITLES["modules"], render_modules(report, limit)))
+        bodies.append((words.TITLES["modules"], render_modules(report, limit)))
     if not report.predicted:
         title = "Communication and computation, per device and call"
         bodies.append((title, render_cost(report)))
@@ -91,21 +74,21 @@ def render_report(
     if report.findings or skipped_findings(report):
         bodies.insert(0, ("Findings", _findings(report, limit)))
     if report.reshards and not report.findings:
-        bodies.append((TITLES["reshards"], render_reshards(report.reshards)))
+        bodies.append((words.TITLES["reshards"], render_reshards(report.reshards)))
     return sections(render_header(report), bodies)
 
 
 def render_header(report: Report) -> RenderableType:
     """What was compiled, for which devices, by which versions."""
     name = Text(clean(report.name), style="bold")
-    devices = plural(report.num_devices, "device")
+    devices = words.plural(report.num_devices, "device")
     axes = show_mesh(report.mesh)
     where = Text.assemble("mesh ", axes, f" of {devices}") if axes else Text(f"{devices}, no mesh")
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     lines = [
-        Flow(Text.assemble(name, " on ", clean(show_backend(report))), where),
-        Flow(Text(f"CPU stand-in: {ANOTHER_BACKEND}", "yellow")) if report.stand_in else None,
-        Flow(Text(PREDICTED, style="yellow")) if report.predicted else None,
+        Flow(Text.assemble(name, " on ", clean(words.show_backend(report))), where),
+        Flow(Text(f"CPU stand-in: {words.ANOTHER_BACKEND}", "yellow")) if report.stand_in else None,
+        Flow(Text(words.PREDICTED, style="yellow")) if report.predicted else None,
         Flow(Text(clean(str(report.unread)), style="bold red")) if report.unread else None,
         Flow(Text(clean(report.prediction), style="yellow")) if report.prediction else None,
         Flow(Text(clean(versions), style="dim")) if versions else None,
@@ -124,7 +107,7 @@ def show_mesh(mesh: Mapping[str, int]) -> Text:
 
 def axis_style(axis: str, mesh: Iterable[str]) -> str:
     """The colour of an axis, or of the one that it is a part of: the same in all sections."""
-    number = number_of(axis, mesh)
+    number = words.number_of(axis, mesh)
     return "" if number is None else _AXIS_STYLES[number % len(_AXIS_STYLES)]
 
 
@@ -138,7 +121,7 @@ def axes_cell(mesh_axes: Sequence[str], mesh: Iterable[str]) -> Cell:
 def source_cell(source: Source | None, *, prefix: str = "") -> Cell:
     """A line with its function, or as much of the path as there is room for."""
     if source is None:
-        return cell(NO_LINE, style="dim")
+        return cell(words.NO_LINE, style="dim")
     path = short_path(source.file)
     base = PurePath(path).name or path
     function = source.function
@@ -206,14 +189,14 @@ def render_collectives(
 ) -> RenderableType:
     """The ledger as a table, the most bytes on the wire first."""
     if not report.collectives:
-        why = why_none(report)
+        why = words.why_none(report)
         text = f"no collectives: {why}" if why else "no collectives in the text that was understood"
         return Indented(Flow(Text(text)), by=0)
-    ranked = sorted(report.collectives, key=lambda one: -ranking(one))
+    ranked = sorted(report.collectives, key=lambda one: -words.ranking(one))
     shown = ranked[:limit]
     rest = ranked[len(shown) :]
     table = Grid(_LEDGER, (_ledger_row(one, report.mesh, all_frames) for one in shown))
-    sent = f" ({wire(sum_of(rest))} on the wire)"
+    sent = f" ({words.wire(sum_of(rest))} on the wire)"
     return Indented(Group(table, *not_shown(len(rest), "row", sent)), by=0)
 
 
@@ -225,8 +208,8 @@ def _ledger_row(one: Collective, mesh: Iterable[str], all_frames: bool) -> Row:
             shapes_cell(one.shapes),
             cell(show_bytes(one.payload_bytes)),
             cell(show_bytes(one.wire_bytes)),
-            figure_cell(known(one.executions)),
-            figure_cell(known(one.total_wire_bytes, show_bytes), "bold"),
+            figure_cell(words.known(one.executions)),
+            figure_cell(words.known(one.total_wire_bytes, show_bytes), "bold"),
             cell(one.direction),
             line_cell(one),
         ),
@@ -247,7 +230,7 @@ def _parts(one: Collective, all_lines: bool) -> Iterator[Text]:
     found = by_line(one)
     if not one.parts or [line_of(share) for share in found] == [line_of(one)]:
         return
-    figures = [show_bytes(ranking(share)) for share in found]
+    figures = [show_bytes(words.ranking(share)) for share in found]
     width = max(map(len, figures))
     most = len(found) if all_lines else LINES_OF_ONE
     for figure, share in list(zip(figures, found, strict=True))[:most]:
@@ -256,12 +239,12 @@ def _parts(one: Collective, all_lines: bool) -> Iterator[Text]:
         shown = shapes[0] if len(shapes[0]) < _WIDE else shapes[-1]
         yield Text.assemble(f"{figure:>{width}}  ", place, "  ", (str(shown), "dim"))
     if rest := found[most:]:
-        figure = show_bytes(sum(map(ranking, rest)))
-        yield Text(f"{figure:>{width}}  {plural(len(rest), 'more line')}", style="dim")
+        figure = show_bytes(sum(map(words.ranking, rest)))
+        yield Text(f"{figure:>{width}}  {words.plural(len(rest), 'more line')}", style="dim")
 
 
 def _marks(one: Collective) -> Iterator[Text]:
-    yield from (Text(text, "yellow" if doubt else "dim") for text, doubt in marks(one))
+    yield from (Text(text, "yellow" if doubt else "dim") for text, doubt in words.marks(one))
     if one.source is None and one.op_name:
         yield Text(clean(one.op_name), "dim")
 
@@ -296,7 +279,7 @@ def render_totals(report: Report) -> RenderableType:
     ]
     if len(rows) > 1:
         rows.append(_total_row(cell("all"), cell(""), report.total, 0, last=True))
-    ways = [Text(f"{clean(name)} {sent}") for name, sent in directions(report)]
+    ways = [Text(f"{clean(name)} {sent}") for name, sent in words.directions(report)]
     if ways:
         ways[0] = Text("by direction: ") + ways[0]
     return Indented(Group(Grid(_TOTALS, rows), Flow(*ways)), by=0)
@@ -308,9 +291,9 @@ def _total_row(kind: Cell, axes: Cell, total: Total, most: int, *, last: bool = 
             kind,
             axes,
             cell(f"{total.sites:,}"),
-            cell(bounded(total, f"{total.executions:,}")),
-            cell(bounded(total, show_bytes(total.payload_bytes))),
-            cell(wire(total)),
+            cell(words.bounded(total, f"{total.executions:,}")),
+            cell(words.bounded(total, show_bytes(total.payload_bytes))),
+            cell(words.wire(total)),
             cell("" if last else bar(total.wire_bytes, most), style="cyan"),
         ),
         rule=last,
@@ -345,7 +328,7 @@ def render_sources(report: Report, limit: int | None = LIMIT) -> RenderableType:
 
 def _ranked(groups: Mapping[Any, list[Collective]]) -> dict[Any, list[Collective]]:
     """Groups of collectives, the most bytes on the wire first."""
-    return dict(sorted(groups.items(), key=lambda item: -sum(map(ranking, item[1]))))
+    return dict(sorted(groups.items(), key=lambda item: -sum(map(words.ranking, item[1]))))
 
 
 _MODULES = (Column(title="module"), *_SOURCES[1:])
@@ -363,9 +346,9 @@ def render_modules(report: Report, limit: int | None = LIMIT) -> RenderableType:
 
 
 def _file_row(file: str | None, found: Iterable[Collective]) -> Row:
-    path = NO_LINE if file is None else short_path(file)
+    path = words.NO_LINE if file is None else short_path(file)
     name = cell(path, PurePath(path).name or path)
-    return Row(cells=(name, cell(wire(sum_of(found))), cell("")), style="bold")
+    return Row(cells=(name, cell(words.wire(sum_of(found))), cell("")), style="bold")
 
 
 def _line_rows(lines: Mapping[Source, list[Collective]], mesh: Iterable[str]) -> Iterator[Row]:
@@ -379,7 +362,7 @@ def _sum_row(name: Cell, found: Iterable[Collective], mesh: Iterable[str]) -> Ro
     kinds = dict.fromkeys((one.kind, one.mesh_axes) for one in found)
     parts = [Text.assemble(clean(k), " ", axes_cell(axes, mesh)[0]) for k, axes in kinds]
     short = [] if len(parts) < 2 else [Text.assemble(parts[0], f" + {len(parts) - 1} more")]
-    return Row(cells=(name, cell(wire(sum_of(found))), (Text("; ").join(parts), *short)))
+    return Row(cells=(name, cell(words.wire(sum_of(found))), (Text("; ").join(parts), *short)))
 
 
 # Cost
@@ -391,7 +374,7 @@ def render_cost(report: Report) -> RenderableType:
     bound, of_bounds = "lower bound", "ratio of lower bounds"
     computed, sent = bool(cost.unknown_loops or cost.opaque_calls), bool(total.unknown)
     figures = [
-        ("FLOPs", show_flops(cost.flops), bound if computed else ""),
+        ("FLOPs", words.show_flops(cost.flops), bound if computed else ""),
         ("HBM bytes", show_bytes(cost.hbm_bytes), bound if cost.unknown_loops else ""),
         ("wire bytes", show_bytes(total.wire_bytes), bound if sent else ""),
     ]
@@ -409,9 +392,9 @@ def render_cost(report: Report) -> RenderableType:
 def _uncounted(report: Report) -> Iterator[Text]:
     cost, unknown = report.cost, report.total.unknown
     reasons = (
-        (cost.unknown_loops, plural(cost.unknown_loops, "loop") + " of unknown length"),
-        (cost.opaque_calls, plural(cost.opaque_calls, "custom call")),
-        (unknown, plural(unknown, "collective") + " of unknown runs"),
+        (cost.unknown_loops, words.plural(cost.unknown_loops, "loop") + " of unknown length"),
+        (cost.opaque_calls, words.plural(cost.opaque_calls, "custom call")),
+        (unknown, words.plural(unknown, "collective") + " of unknown runs"),
     )
     reasons = [text for count, text in reasons if count]
     for place, text in enumerate(reasons):
@@ -471,7 +454,7 @@ def render_findings(findings: Sequence[Finding], limit: int | None = LIMIT) -> R
     shown = findings[:limit]
     parts: list[RenderableType] = []
     for one in shown:
-        where = [f"{figure} {short}" for figure, short, _ in costs(one)]
+        where = [f"{figure} {short}" for figure, short, _ in words.costs(one)]
         where += [clean(str(one.source))] * bool(one.source)
         parts.append(Flow(Text(clean(one.subject), style="yellow"), Text("; ".join(where))))
         parts += [Indented(Flow(Text(clean(fact), style="dim"))) for fact in one.facts]

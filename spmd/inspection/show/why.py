@@ -9,17 +9,9 @@ from rich.text import Text
 
 from spmd.inspection.records.arrays import Source
 from spmd.inspection.records.origins import ValueOrigins, Why
+from spmd.inspection.show import words
 from spmd.inspection.show.layout import Flow, Indented, clean
 from spmd.inspection.show.terminal import axis_style, show_mesh
-from spmd.inspection.show.words import (
-    Sentence,
-    Word,
-    plural,
-    sentences,
-    show_array,
-    show_place,
-    spec_words,
-)
 
 #: Values that are drawn; a line may make hundreds, most of them alike.
 MOST = 12
@@ -30,7 +22,8 @@ def render_why(why: Why) -> RenderableType:
     head = Text.assemble((clean(why.name), "bold"), " in ", clean(why.function))
     where = Text.assemble("mesh ", show_mesh(why.mesh)) if why.mesh else Text("no mesh")
     count = len(why.values)
-    parts: list[RenderableType] = [Flow(head, where, *[Text(plural(count, "value"))] * (count > 1))]
+    counted = [Text(words.plural(count, "value"))] * (count > 1)
+    parts: list[RenderableType] = [Flow(head, where, *counted)]
     for value in why.values[:MOST]:
         parts += [Text(), *_value(value, why.mesh)]
     if count > MOST:
@@ -39,23 +32,19 @@ def render_why(why: Why) -> RenderableType:
 
 
 def _value(value: ValueOrigins, mesh: Iterable[str]) -> Iterator[RenderableType]:
-    array = show_array(value.dtype, value.shape)
+    array = words.show_array(value.dtype, value.shape)
     title = Text.assemble((clean(value.name), "bold"), " ", array, ": ")
-    yield Flow(title + _text(spec_words(value.spec), mesh), *_place(value.source))
-    for sentence in sentences(value):
-        yield _line(sentence, mesh)
+    yield Flow(title + _text(words.spec_words(value.spec), mesh), *_place(value.source))
+    for sentence in words.sentences(value):
+        text = _text(sentence.words, mesh)
+        if sentence.quiet:
+            text.stylize("dim")
+        yield Indented(Flow(text, *_place(sentence.source)), by=2 * sentence.depth)
 
 
-def _line(sentence: Sentence, mesh: Iterable[str]) -> RenderableType:
-    text = _text(sentence.words, mesh)
-    if sentence.quiet:
-        text.stylize("dim")
-    return Indented(Flow(text, *_place(sentence.source)), by=2 * sentence.depth)
-
-
-def _text(words: Iterable[Word], mesh: Iterable[str]) -> Text:
-    return Text.assemble(*((clean(word.text), axis_style(word.axis, mesh)) for word in words))
+def _text(said: Iterable[words.Word], mesh: Iterable[str]) -> Text:
+    return Text.assemble(*((clean(word.text), axis_style(word.axis, mesh)) for word in said))
 
 
 def _place(source: Source | None) -> Sequence[Text]:
-    return [Text(show_place(source), style="dim")] if source else []
+    return [Text(words.show_place(source), style="dim")] if source else []

@@ -12,18 +12,10 @@ import itertools
 import sys
 from typing import TypeAlias
 
+from spmd.inspection.records import origins
 from spmd.inspection.records.arrays import Source
 from spmd.inspection.records.diff import Delta, Diff, ModuleDelta
 from spmd.inspection.records.names import short_path
-from spmd.inspection.records.origins import (
-    REASONS,
-    Annotation,
-    Conflict,
-    Origin,
-    Spec,
-    Step,
-    ValueOrigins,
-)
 from spmd.inspection.records.report import (
     DIRECTIONS,
     Collective,
@@ -238,7 +230,7 @@ class Sentence:
 
 
 def sentences(
-    value: ValueOrigins, *, steps: int = sys.maxsize, conflicts: int = sys.maxsize
+    value: origins.ValueOrigins, *, steps: int = sys.maxsize, conflicts: int = sys.maxsize
 ) -> Iterator[Sentence]:
     """What is known of a value: origins, dimensions that are whole, conflicts.
 
@@ -260,7 +252,7 @@ def show_array(dtype: str, shape: Iterable[int]) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
-def spec_words(spec: Spec) -> tuple[Word, ...]:
+def spec_words(spec: origins.Spec) -> tuple[Word, ...]:
     """Axes by dimension, as a PartitionSpec is written."""
     comma = Word(", ")
     entries = [_entry(axes) for axes in spec]
@@ -278,7 +270,7 @@ def _entry(axes: tuple[str, ...]) -> tuple[Word, ...]:
     return (Word("("), *[*joined][1:], Word(")"))
 
 
-def annotation_words(one: Annotation | None) -> tuple[Word, ...]:
+def annotation_words(one: origins.Annotation | None) -> tuple[Word, ...]:
     """What the user wrote, and where."""
     if one is None:
         return (Word("an annotation that the passes do not name"),)
@@ -293,7 +285,7 @@ def annotation_words(one: Annotation | None) -> tuple[Word, ...]:
 _ARROWS = {"forward": "->", "backward": "<-", "sideways": "<>"}
 
 
-def _origin(value: ValueOrigins, origin: Origin) -> Sentence:
+def _origin(value: origins.ValueOrigins, origin: origins.Origin) -> Sentence:
     own = not origin.steps and origin.annotation == value.annotation
     said = "its own annotation, " if own else "from "
     priority = "" if origin.priority is None else f", priority {origin.priority}"
@@ -307,7 +299,7 @@ def _origin(value: ValueOrigins, origin: Origin) -> Sentence:
     )
 
 
-def _steps(steps: tuple[Step, ...], most: int) -> Iterator[Sentence]:
+def _steps(steps: tuple[origins.Step, ...], most: int) -> Iterator[Sentence]:
     if len(steps) <= most:
         yield from map(_step, steps)
         return
@@ -318,7 +310,7 @@ def _steps(steps: tuple[Step, ...], most: int) -> Iterator[Sentence]:
     yield from map(_step, steps[-half:])
 
 
-def _step(step: Step) -> Sentence:
+def _step(step: origins.Step) -> Sentence:
     reached = "" if step.value == step.operation else f" to {step.value}"
     text = f"{step.operation}{reached} {show_array('', step.shape)}, dimension {step.dimension}"
     return Sentence(
@@ -326,7 +318,7 @@ def _step(step: Step) -> Sentence:
     )
 
 
-def _whole(value: ValueOrigins) -> Iterator[Sentence]:
+def _whole(value: origins.ValueOrigins) -> Iterator[Sentence]:
     """What is to be said of dimensions that are not split and met nothing."""
     if not value.shape:
         yield Sentence(words=(Word("a scalar has no dimension to split"),))
@@ -339,8 +331,8 @@ def _whole(value: ValueOrigins) -> Iterator[Sentence]:
         yield Sentence(words=(Word(text),), quiet=True)
 
 
-def _conflict(one: Conflict) -> Iterator[Sentence]:
-    reason = REASONS.get(one.reason, one.reason)
+def _conflict(one: origins.Conflict) -> Iterator[Sentence]:
+    reason = origins.REASONS.get(one.reason, one.reason)
     head = Word(f" did not reach dimension {one.dimension}: {reason}")
     yield Sentence(words=(Word(one.axis, one.axis), head))
     away = f"{plural(one.distance, 'operation')} away" if one.distance else "at this value"

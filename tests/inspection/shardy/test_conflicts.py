@@ -97,7 +97,7 @@ def at_border(found, place):
         others = [row for row in rows if row[0] == k]
         for axis in theirs:
             if not has(mine, axis):
-                lost = conflicts.route_of(found, j, axis).mark
+                lost = conflicts.route_of(found, j, axis)[0]
                 why, met = reason(found, place, k, factor, axis, (j, e), others)
                 won, against = (None, met) if why == "tie" else (met, None)
                 yield k, i, d, axis, why, lost, won, against, found.values[i].axes[d]
@@ -138,7 +138,7 @@ def reason(found, place, k, factor, axis, other, others):
 
 def mark(found, i, axes, axis):
     """The annotation that an axis of a value comes from, of which a part may be asked for."""
-    return conflicts.route_of(found, i, axis if axis in axes else axis.split(":(")[0]).mark
+    return conflicts.route_of(found, i, axis if axis in axes else axis.split(":(")[0])[0]
 
 
 def told(found, i):

@@ -56,11 +56,11 @@ def in_notebook(record: Paged) -> str | None:
     the page's script runs and reaches nothing of the notebook. A notebook that is not trusted
     strips the frame and keeps the sentence before it.
     """
-    if importlib.util.find_spec("jinja2") is None:
+    if not _has_jinja2():
         return None
     if isinstance(record, (Picture, Pictures)):
         view = sheets.view(record) | {"fragment": True, "picture_style": _text("picture.css")}
-        return _environment("pictures").get_template("pictures.html.j2").render(**view)
+        return _environment().get_template("pictures.html.j2").render(**view)
     page = record.to_html()
     if len(page) > LARGEST_CELL:
         return None
@@ -85,15 +85,25 @@ def embed(data: Any) -> str:
 
 
 def _page(template: str, subject: str, view: Mapping[str, Any], more_style: str = "") -> str:
-    environment = _environment(subject)
+    if not _has_jinja2():
+        failure = Failure(
+            what="cannot be drawn as HTML: Jinja2 is not installed",
+            fix="pip install 'spmd[html]'",
+            error=ReportError,
+        )
+        raise explain(subject, [failure])
     style, script = _text("page.css") + more_style, _text("page.js")
-    page = environment.get_template(template).render(
-        **view,
-        style=style,
-        script=script,
-        style_hash=_hash(style),
-        script_hash=_hash(script),
-        json=embed(view.get("data", _NO_DATA)),
+    page = (
+        _environment()
+        .get_template(template)
+        .render(
+            **view,
+            style=style,
+            script=script,
+            style_hash=_hash(style),
+            script_hash=_hash(script),
+            json=embed(view.get("data", _NO_DATA)),
+        )
     )
     # A name may hold a lone surrogate, which no file and no notebook can.
     return page.encode("utf-8", "replace").decode("utf-8")
@@ -123,19 +133,12 @@ def _hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def _environment(subject: str) -> Any:
-    if importlib.util.find_spec("jinja2") is None:
-        failure = Failure(
-            what="cannot be drawn as HTML: Jinja2 is not installed",
-            fix="pip install 'spmd[html]'",
-            error=ReportError,
-        )
-        raise explain(subject, [failure])
-    return _made_environment()
+def _has_jinja2() -> bool:
+    return importlib.util.find_spec("jinja2") is not None
 
 
 @functools.cache
-def _made_environment() -> Any:
+def _environment() -> Any:
     import jinja2
 
     made = jinja2.Environment(

@@ -8,24 +8,15 @@ from typing import Any
 from spmd.inspection.records.diff import Delta, Diff, TotalDelta
 from spmd.inspection.records.report import Collective
 from spmd.inspection.records.sizes import show_bytes
+from spmd.inspection.show import words
 from spmd.inspection.show.page.view import count, place_name, places, show_shapes, typeset
-from spmd.inspection.show.words import (
-    Show,
-    compared,
-    figures,
-    known,
-    modules,
-    reshards,
-    signed,
-    total_cells,
-)
 
 _MARKS = {"+": "added", "-": "removed", "~": "changed"}
 
 
 def view(diff: Diff) -> dict[str, Any]:
     """Everything that the template draws."""
-    rows = [_row(*row) for row in compared(diff)]
+    rows = [_row(*row) for row in words.compared(diff)]
     everything = TotalDelta(kind="all", mesh_axes=(), a=diff.total[0], b=diff.total[1])
     return {
         "title": " → ".join(diff.names),
@@ -33,9 +24,9 @@ def view(diff: Diff) -> dict[str, Any]:
         "mesh": {**diff.meshes[0], **diff.meshes[1]},
         "rows": sorted(rows, key=lambda row: -abs(row["rank"])),
         "totals": [(one, _total_cells(one)) for one in (*diff.totals, everything)],
-        "modules": [(one, _total_cells(one)) for one in modules(diff)],
-        "figures": [_figure(*figure) for figure in figures(diff, count, count)],
-        "reshards": [(_MARKS[mark], one) for mark, one in reshards(diff)],
+        "modules": [(one, _total_cells(one)) for one in words.modules(diff)],
+        "figures": [_figure(*figure) for figure in words.figures(diff, count, count)],
+        "reshards": [(_MARKS[mark], one) for mark, one in words.reshards(diff)],
     }
 
 
@@ -47,9 +38,9 @@ def _row(mark: str, sides: tuple[Collective, ...]) -> dict[str, Any]:
         "class": _MARKS[mark],
         "one": one,
         "shapes": _both(show_shapes(side.shapes) for side in sides),
-        "runs": _both(known(side.executions) for side in sides),
-        "wire": _both(known(side.total_wire_bytes, show_bytes) for side in sides),
-        "change": known(change, signed),
+        "runs": _both(words.known(side.executions) for side in sides),
+        "wire": _both(words.known(side.total_wire_bytes, show_bytes) for side in sides),
+        "change": words.known(change, words.signed),
         "rank": change or 0,
         "place": place,
         "name": place_name(one) or place,
@@ -70,14 +61,14 @@ def _both(texts: Iterator[str]) -> str:
 
 def _total_cells(one: Any) -> list[str]:
     """Of a sum by anything: sites, bytes in the first and the second report, and the change."""
-    cells = total_cells(one.a, one.b, lambda a, b: signed(b - a))
+    cells = words.total_cells(one.a, one.b, lambda a, b: words.signed(b - a))
     return [*map(typeset, cells)]
 
 
 _NAMES = {"flops": "FLOPs", "hbm_bytes": "main memory traffic", "peak": "memory, all together"}
 
 
-def _figure(delta: Delta, show: Show) -> tuple[str, ...]:
+def _figure(delta: Delta, show: words.Show) -> tuple[str, ...]:
     name = _NAMES.get(delta.name, delta.name.replace("_", " "))
-    change = known(delta.change, lambda change: signed(change, show))
-    return name, known(delta.a, show), known(delta.b, show), change
+    change = words.known(delta.change, lambda change: words.signed(change, show))
+    return name, words.known(delta.a, show), words.known(delta.b, show), change

@@ -20,15 +20,7 @@ from spmd.inspection.records.report import (
 )
 from spmd.inspection.records.sizes import show_bytes, show_count
 from spmd.inspection.records.sums import NO_MODULE, by_line, grouped, line_of, spread, sum_of
-from spmd.inspection.show.words import (
-    NO_LINE,
-    directions,
-    marks,
-    number_of,
-    ranking,
-    show_place,
-    wire,
-)
+from spmd.inspection.show import words
 
 _COLORS = 6
 _LEVELS = 9
@@ -37,7 +29,7 @@ _LEVELS = 9
 def view(report: Report) -> dict[str, Any]:
     """Everything that the template and the script of the page draw."""
     found = report.collectives
-    order = sorted(range(len(found)), key=lambda i: -ranking(found[i]))
+    order = sorted(range(len(found)), key=lambda i: -words.ranking(found[i]))
     groups = _groups(report.origins)
     return {
         "title": report.name or "report",
@@ -45,7 +37,7 @@ def view(report: Report) -> dict[str, Any]:
         "figures": [*_figures(report)],
         "skipped": skipped_findings(report),
         "totals": report.totals("kind", "axis"),
-        "directions": [(name, typeset(sent)) for name, sent in directions(report)],
+        "directions": [(name, typeset(sent)) for name, sent in words.directions(report)],
         "modules": _modules(report),
         "files": _files(report, groups),
         "lost": _lost(report),
@@ -53,7 +45,8 @@ def view(report: Report) -> dict[str, Any]:
         "kinds": sorted({one.kind for one in found}),
         "axes": sorted({axis for one in found for axis in one.axis_names}),
         "groups": [(_title(rows[0][1]), rows) for rows in groups.values()],
-        "made": _made(groups),
+        # What leads from an argument to its value:
+        "made": {one.name: f"value-{i}" for i, one in reversed(groups.get("argument", []))},
         "memory": _memory(report.memory) if report.memory else None,
         "data": data(report),
     }
@@ -87,7 +80,7 @@ def count(number: int) -> str:
 
 def color(axis: str, mesh: Mapping[str, int]) -> int:
     """The colour that an axis has everywhere on the page."""
-    return (number_of(axis, mesh) or 0) % _COLORS
+    return (words.number_of(axis, mesh) or 0) % _COLORS
 
 
 def percent(part: int, whole: int) -> float:
@@ -102,8 +95,8 @@ def _figures(report: Report) -> Iterator[tuple[str, str, str]]:
     """Label, figure and what it is of."""
     total, cost = report.total, report.cost
     unknown = f"; {total.unknown:,} run an unknown number of times" if total.unknown else ""
-    yield "On the wire", typeset(wire(total)), "sent by each device in a call"
-    runs = "1 run" if total.executions == 1 else f"{total.executions:,} runs"
+    yield "On the wire", typeset(words.wire(total)), "sent by each device in a call"
+    runs = words.plural(total.executions, "run")
     yield "Collectives", f"{total.sites:,}", f"{runs} in a call{unknown}"
     loops = "a lower bound: a loop of unknown length" if cost.unknown_loops else "per device"
     yield "FLOPs", count(cost.flops), loops
@@ -171,7 +164,7 @@ def _sent(report: Report) -> dict[tuple[str, int], dict[str, Any]]:
     filled = {key: percent(total.wire_bytes, most) for key, total in sums.items()}
     return {
         key: {
-            "wire": typeset(wire(sums[key])),
+            "wire": typeset(words.wire(sums[key])),
             "share": filled[key],
             # Levels start at 1, so that a line that sends anything is seen.
             "level": min(_LEVELS, 1 + int(filled[key] * _LEVELS / 100)),
@@ -188,19 +181,19 @@ def _what(one: Collective) -> str:
 def _lost(report: Report) -> str:
     """Bytes of what has no line, in words; empty where all have one."""
     lost = grouped(report.collectives, line_of).get(None)
-    return typeset(wire(sum_of(lost))) if lost else ""
+    return typeset(words.wire(sum_of(lost))) if lost else ""
 
 
 # Ledger
 
 
 def _row(index: int, one: Collective) -> dict[str, Any]:
-    place, name = show_place(one.source), place_name(one)
+    place, name = words.show_place(one.source), place_name(one)
     function = one.source.function.rpartition(".<locals>.")[2] if one.source else ""
     return {
         "index": index,
         "one": one,
-        "rank": ranking(one),
+        "rank": words.ranking(one),
         "place": place,
         "places": "\n".join(places(one)),
         "name": name,
@@ -211,17 +204,18 @@ def _row(index: int, one: Collective) -> dict[str, Any]:
 
 def places(one: Collective) -> list[str]:
     """The lines that have a part in a collective, and its own."""
-    found = [show_place(share.source) for share in (*by_line(one), one)]
+    found = [words.show_place(share.source) for share in (*by_line(one), one)]
     return [*dict.fromkeys(filter(None, found))]
 
 
 def place_name(one: Collective) -> str:
     """The line of a collective, or how many lines have a part in it."""
-    return spread(one) or show_place(one.source).rpartition("/")[2]
+    return spread(one) or words.show_place(one.source).rpartition("/")[2]
 
 
 def _marks(one: Collective) -> list[str]:
-    return [text for text, _ in marks(one)] + ["line of its consumer"] * one.source_is_consumer
+    consumer = ["line of its consumer"] * one.source_is_consumer
+    return [text for text, _ in words.marks(one)] + consumer
 
 
 def _detail(one: Collective, frames: dict[Source, int]) -> dict[str, Any]:
@@ -241,9 +235,9 @@ def _parts(one: Collective) -> Iterator[str]:
     """What each line has in a combined collective, in words."""
     for share in by_line(one) if one.parts else ():
         source = share.source
-        place = f"{show_place(source)} {source.function}" if source else NO_LINE
+        place = f"{words.show_place(source)} {source.function}" if source else words.NO_LINE
         used = "for " if share.source_is_consumer else ""
-        yield f"{show_bytes(ranking(share))} {used}{place}: {show_shapes(share.shapes)}"
+        yield f"{show_bytes(words.ranking(share))} {used}{place}: {show_shapes(share.shapes)}"
 
 
 def show_shapes(shapes: Shapes) -> str:
@@ -267,12 +261,7 @@ def _groups(origins: Origins) -> dict[Any, list[tuple[int, ValueOrigins]]]:
 
 def _title(value: ValueOrigins) -> str:
     titles = {"argument": "Arguments", "output": "Outputs"}
-    return titles.get(value.kind) or show_place(value.source) or NO_LINE
-
-
-def _made(groups: Mapping[Any, list[tuple[int, ValueOrigins]]]) -> dict[str, str]:
-    """What leads from an argument to its value."""
-    return {value.name: f"value-{i}" for i, value in reversed(groups.get("argument", []))}
+    return titles.get(value.kind) or words.show_place(value.source) or words.NO_LINE
 
 
 # Mesh and memory
