@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 import dataclasses
+import functools
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from spmd.inspection.findings.values import (
     Lines,
@@ -309,12 +310,14 @@ def _together(demands: Sequence[_Demand], flops: int) -> list[Product]:
 
 def _demands(found: Propagation) -> dict[Place, list[_Demand]]:
     """The products of a program by their innermost line."""
-    lines, demands = Lines(found), {}
-    trips: dict[Any, int | None] = {}
+    lines, demands, trips = Lines(found), {}, functools.cache(trip_count)
     for link in found.links:
         if link.name in PRODUCTS:
             made = found.values[link.values[-1]]
-            if times := _times(made.operation, trips):
+            around = passes.holders_of(made.operation) if made.operation is not None else ()
+            loops = (one for one in around if one.name == "stablehlo.while")
+            # What runs unknown often is left out.
+            if times := math.prod(trips(loop) or 0 for loop in loops):
                 one = _Demand(
                     link=link,
                     flops=times * _flops(found, link),
@@ -353,16 +356,3 @@ def _flops(found: Propagation, link: Link) -> int:
         outputs = math.prod(link.sizes[name] for names in own for name in names)
         terms = math.prod(made.shape) * math.prod(kernel.shape) // max(1, outputs)
     return terms * (8 if made.dtype.startswith("c") else 2)
-
-
-def _times(operation: Any, trips: dict[Any, int | None]) -> int | None:
-    """How often an operation runs in one call; None where a loop around it runs unknown often."""
-    times = 1
-    for loop in passes.holders_of(operation):
-        if loop.name == "stablehlo.while":
-            if loop not in trips:
-                trips[loop] = trip_count(loop)
-            if (trip := trips[loop]) is None:
-                return None
-            times *= trip
-    return times
