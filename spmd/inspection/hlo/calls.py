@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import itertools
 import operator
 
-from spmd.inspection.hlo.loops import Constants, Surroundings
+from spmd.inspection.hlo.loops import Constants, Reader
 from spmd.inspection.hlo.text import Instruction, Module, base_opcode
 
 
@@ -50,6 +50,9 @@ class Visit:
             unknown_loops=self.unknown_loops | other.unknown_loops,
         )
 
+
+Modules = Sequence[tuple[Module, Mapping[str, Visit]]]
+"""The modules of a program, each with how its computations run."""
 
 _Call = tuple[Instruction, str, str]
 """An instruction, a computation that runs inside it, and the attribute that names that."""
@@ -111,7 +114,7 @@ def _program_order(entry: str, calls: Mapping[str, list[_Call]]) -> list[str]:
 def _called(
     module: Module, name: str, calls: list[_Call], here: Visit
 ) -> Iterator[tuple[str, Visit]]:
-    around = Surroundings(module.computations[name], module, here.constants)
+    around = Reader(module, module.computations[name], here.constants)
     for one, group in itertools.groupby(calls, key=operator.itemgetter(0)):
         kind = base_opcode(one)
         loop = around.loop(one) if kind == "while" else None

@@ -7,6 +7,7 @@ makes their operands, or by what uses their results.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import dataclasses
 import functools
 import heapq
 import itertools
@@ -102,15 +103,13 @@ def divided(total: int, weights: Sequence[int]) -> list[int]:
     return [end - start for start, end in itertools.pairwise([0, *ends])]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class Divider:
     """Finds the parts of the combined collectives of a module."""
 
-    def __init__(
-        self, module: Module, visited: Mapping[str, Visit], around: Callable[[str], Around]
-    ):
-        self.module = module
-        self.visited = visited
-        self.around = around
+    module: Module
+    visited: Mapping[str, Visit]
+    around: Callable[[str], Around]
 
     def parts(self, whole: Collective, places: Sequence[Place]) -> tuple[Part, ...]:
         """The parts of a collective, by operand; `places` are its own, then what it runs in."""

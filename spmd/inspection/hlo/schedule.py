@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
 import re
 from typing import TypeAlias
@@ -12,6 +12,12 @@ from spmd.inspection.hlo.calls import calls_of
 from spmd.inspection.records.report import Shape
 
 # Values
+
+Path: TypeAlias = tuple[int, ...]
+"""A place in nested tuples, by index."""
+
+Aliases: TypeAlias = dict[Path, tuple[int, Path]]
+"""By place in a result, the operand and the place in it where that lies."""
 
 ARGUMENT, OUTPUT, TEMPORARY, ELSEWHERE = "argument", "output", "temporary", "elsewhere"
 _NEVER = -1
@@ -59,7 +65,7 @@ def arrays_in(value: Value) -> Iterator[Array]:
             yield from arrays_in(element)
 
 
-def value_at(value: Value, path: Sequence[int]) -> Value:
+def value_at(value: Value, path: Path) -> Value:
     """The part of a value at a path of indices; None where it has no such part."""
     for index in path:
         if not isinstance(value, tuple) or index >= len(value):
@@ -152,9 +158,9 @@ class Schedule:
         fused = self.fused(one)
         return fused is not None and _is_pointwise(fused, operand)
 
-    def new(self, one: hlo.Instruction, kept: Mapping[tuple[int, ...], Value]) -> Value:
+    def new(self, one: hlo.Instruction, kept: Mapping[Path, Value]) -> Value:
         """The value of an instruction, all of whose arrays are new but those kept, by path."""
-        made: dict[tuple[int, ...], Value] = {}
+        made: dict[Path, Value] = {}
         for leaf in hlo.leaves(one.type, self.tiled):
             if leaf.path in kept:
                 made[leaf.path] = kept[leaf.path]
@@ -295,11 +301,9 @@ _RULES: dict[str, Callable[[_Walk, hlo.Instruction, list[Value]], Value]] = {
 }
 
 
-def _aliases(
-    one: hlo.Instruction, operands: list[Value], *, tiled: bool
-) -> dict[tuple[int, ...], Value]:
+def _aliases(one: hlo.Instruction, operands: list[Value], *, tiled: bool) -> dict[Path, Value]:
     """Results that lie in an operand because the program says so."""
-    kept: dict[tuple[int, ...], Value] = {}
+    kept: dict[Path, Value] = {}
     if "output_to_operand_aliasing=" in one.attributes:
         text = one.attribute("output_to_operand_aliasing") or ""
         for path, (number, inner) in parse_aliases(text).items():
@@ -310,12 +314,12 @@ def _aliases(
     return {path: value for path, value in kept.items() if value is not None}
 
 
-def _printed_aliases(one: hlo.Instruction, operands: list[Value]) -> dict[tuple[int, ...], Value]:
+def _printed_aliases(one: hlo.Instruction, operands: list[Value]) -> dict[Path, Value]:
     """TPU prints what lies in the same memory: operands count first, then results."""
     text = one.attributes.partition('"aliasing_operands"')[2].partition("]}]}")[0]
     count = len(hlo.tuple_elements(one.type)) if one.type.startswith("(") else 0
     paths = [(i,) for i in range(count)] or [()]
-    kept: dict[tuple[int, ...], Value] = {}
+    kept: dict[Path, Value] = {}
     for group in _GROUP.findall(text + "]}"):
         numbers = hlo.integers(group)
         sources = [operands[n] for n in numbers if n < len(operands)]
@@ -355,21 +359,20 @@ def _dims(text: str) -> str:
     return text.partition("[")[2]
 
 
-def _assembled(made: Mapping[tuple[int, ...], Value]) -> Value:
+def _assembled(made: Mapping[Path, Value]) -> Value:
     """The value whose arrays stand at these paths."""
     if not made or () in made:
         return made.get(())
-    inner: dict[int, dict[tuple[int, ...], Value]] = {}
+    inner: dict[int, dict[Path, Value]] = {}
     for path, value in made.items():
         inner.setdefault(path[0], {})[path[1:]] = value
     return tuple(_assembled(inner.get(i, {})) for i in range(max(inner) + 1))
 
 
-def parse_aliases(text: str) -> dict[tuple[int, ...], tuple[int, tuple[int, ...]]]:
-    """Reads ``{1}: (0, {})``: by path in a result, the operand and the path in it that it is."""
-    return {
-        hlo.integers(out): (int(n), hlo.integers(inner)) for out, n, inner in _PAIR.findall(text)
-    }
+def parse_aliases(text: str) -> Aliases:
+    """Reads ``{1}: (0, {})``."""
+    found = _PAIR.findall(text)
+    return {hlo.integers(out): (int(n), hlo.integers(inner)) for out, n, inner in found}
 
 
 def _has_line(one: hlo.Instruction) -> bool:
