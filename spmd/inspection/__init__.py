@@ -73,16 +73,9 @@ if TYPE_CHECKING:
     from spmd.inspection.shardy.why import why as why
 
 _COMPILING = {
-    "fits": "compile.fits",
-    "report": "compile.report",
-    "sweep": "compile.sweep",
-    "topology": "compile.topology",
-    "hbm_bytes": "compile.topology",
-    "is_described": "compile.topology",
-    "is_stand_in": "compile.topology",
-    "preview": "compile.preview",
+    **{name: f"compile.{name}" for name in ("fits", "preview", "report", "sweep", "visualize")},
+    **dict.fromkeys(("topology", "hbm_bytes", "is_described", "is_stand_in"), "compile.topology"),
     "why": "shardy.why",
-    "visualize": "compile.visualize",
 }
 
 

@@ -25,13 +25,10 @@ _Place = tuple[int, int]
 """A value and one of its dimensions."""
 
 #: What keeps two products in a row from being one product: activations, norms and masks.
-_NONLINEAR = frozenset(
-    (
-        *("abs", "clamp", "cosine", "erf", "exponential", "exponential_minus_one", "log"),
-        *("log_plus_one", "logistic", "maximum", "minimum", "power", "rsqrt", "select", "sine"),
-        *("sqrt", "tanh"),
-    )
-)
+_NONLINEAR = frozenset({
+    "abs", "clamp", "cosine", "erf", "exponential", "exponential_minus_one", "log", "log_plus_one",
+    "logistic", "maximum", "minimum", "power", "rsqrt", "select", "sine", "sqrt", "tanh",
+})  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,18 +195,13 @@ def _sums(link: Link, factors: set[str]) -> bool:
 
 def _is_batch(found: Propagation, places: frozenset[_Place]) -> bool:
     """Whether anything tells these dimensions from those of a weight."""
-
-    def uses() -> Iterator[tuple[Link, int, int]]:
-        return ((link, i, d) for i, d in places for link in _links(found, i, backward=False))
-
-    return any(d == 0 and _is_row(link, i, d) for link, i, d in uses()) and (
+    uses = [(link, i, d) for i, d in places for link in _links(found, i, backward=False)]
+    rows = [(link, i) for link, i, d in uses if d == 0 and _is_row(link, i, d)]
+    return bool(rows) and (
         # It is the batch of a convolution, which knows its kernel,
-        any(
-            link.name == "convolution" and link.values[0] == i and d == 0 and _is_row(link, i, d)
-            for link, i, d in uses()
-        )
+        any(link.name == "convolution" and link.values[0] == i for link, i in rows)
         # or its values are positions in a table, as tokens are.
-        or any(link.name == "gather" and link.values[1] == i for link, i, _ in uses())
+        or any(link.name == "gather" and link.values[1] == i for link, i, _ in uses)
         or _is_deep(found, places)
         or _is_in_gradient(found, places)
     )

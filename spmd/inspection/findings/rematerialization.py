@@ -22,14 +22,13 @@ from typing import Any, NamedTuple
 import weakref
 
 from jax.sharding import AbstractMesh
-import numpy as np
 
 from spmd import _jax
 from spmd._recover import parse_op_sharding
 from spmd.errors import RecoveryError
 from spmd.inspection.findings.values import show_axes
-from spmd.inspection.hlo.groups import expand_replica_groups
-from spmd.inspection.hlo.text import Module, frames_of, parse_instruction, parse_shapes
+from spmd.inspection.hlo.groups import counted, expand_replica_groups
+from spmd.inspection.hlo.text import Module, frames_of, integers, parse_instruction, parse_shapes
 from spmd.inspection.records.names import user_source
 from spmd.inspection.records.report import Shape, Source
 
@@ -334,11 +333,9 @@ def _tiling(text: str) -> _Tiling | None:
 
 
 def _by_tiles(sizes: str, iota: str, moved: str | None, listed: str, rest: str) -> _Tiling:
-    tiles = _ints(sizes)
-    devices = _ints(listed)
+    tiles, devices = integers(sizes), integers(listed)
     if iota:
-        grid = np.arange(math.prod(tiles)).reshape(_ints(iota))
-        devices = tuple(grid.transpose(_ints(moved) or None).ravel().tolist())
+        devices = tuple(counted(integers(iota), integers(moved)).ravel().tolist())
     groups = _GROUPS.search(rest)
     kinds = groups[1].replace(" ", "").split(",") if groups else []
     last = len(kinds) or int("last_tile_dim_replicate" in rest)
@@ -354,10 +351,6 @@ def _by_mesh(mesh: str, dimensions: str, rest: str) -> _Tiling:
     devices = tuple(itertools.chain.from_iterable(zip(*groups, strict=True)))
     plain = not re.search(r"\b(?:unreduced|manual)=\{.", rest)
     return _Tiling(tiles=tiles, devices=devices, plain=plain)
-
-
-def _ints(text: str | None) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", text or "")))
 
 
 def _axes(one: _Tiling, axis_sizes: Mapping[str, int]) -> _Axes | None:

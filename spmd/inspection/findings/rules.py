@@ -20,7 +20,7 @@ from spmd.inspection.findings.batch import batch_finding, unsplit_batches
 from spmd.inspection.findings.rematerialization import Rematerialization
 from spmd.inspection.findings.values import Place, name_of, value_findings, whole_arguments
 from spmd.inspection.findings.work import Repeated, Work, work_finding
-from spmd.inspection.hlo.calls import Visit
+from spmd.inspection.hlo.calls import Modules, Visit
 from spmd.inspection.hlo.ledger import is_collective
 from spmd.inspection.hlo.memory import donations
 from spmd.inspection.hlo.text import Computation, Instruction, Module, parse_shapes
@@ -45,7 +45,7 @@ class Program:
     """
 
     report: Report
-    modules: Sequence[tuple[Module, Mapping[str, Visit]]]
+    modules: Modules
     parameters: Sequence[str]
     donated: Sequence[str]
     propagation: Propagation | None

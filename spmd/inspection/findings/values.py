@@ -125,8 +125,10 @@ def shard_of(found: Propagation, value: Value) -> Shape:
 
 
 def _is_whole(value: Value) -> bool:
-    """Whether every device holds all of a value, though nobody asked for that."""
-    return not value.local and not any(value.axes) and value.mark is None
+    """Whether every device holds all of a large result, though nobody asked for that."""
+    asked = value.local or any(value.axes) or value.mark is not None
+    kept = value.kind == "result" and value.name not in _FREE
+    return kept and not asked and _nbytes(value) >= LARGE
 
 
 def _largest_by_line(lines: Lines, sizes: Mapping[int, int]) -> Iterator[tuple[int, int]]:
@@ -150,10 +152,9 @@ def _large_results(found: Propagation) -> Iterator[int]:
     wholes = [v.shape for v in found.values if v.kind == "argument" and not any(v.axes)]
     arguments = {*wholes, *(s[1:] for s in wholes), *((1, *s[1:]) for s in wholes)}
     for i, value in enumerate(found.values):
-        if value.kind == "result" and value.plain and value.name not in _FREE:
-            large = _is_whole(value) and _nbytes(value) >= LARGE
-            if large and not _forms(found, i) & arguments and frames_at(value):
-                yield i
+        whole = value.plain and _is_whole(value)
+        if whole and not _forms(found, i) & arguments and frames_at(value):
+            yield i
 
 
 #: What turns a value over, or writes it otherwise, and leaves it what it is.
@@ -186,9 +187,8 @@ def _residuals(found: Propagation) -> Iterator[int]:
     backward = [link for link in found.links if direction_of(link.op_name) == "backward"]
     for i in {i for link in backward for i in link.values[: link.operands]}:
         value = found.values[i]
-        forward = value.kind == "result" and direction_of(value.op_name) == "forward"
-        large = _nbytes(value) >= LARGE and _is_whole(value)
-        if forward and large and value.name not in _FREE and not _is_argument(found, i):
+        forward = _is_whole(value) and direction_of(value.op_name) == "forward"
+        if forward and not _is_argument(found, i):
             yield i
 
 

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 import dataclasses
+import functools
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from spmd.inspection.findings.values import (
-    Lines,
-    Place,
-    name_of,
-    parts_of,
-    place_of,
-    show_axes,
-    where,
-)
-from spmd.inspection.hlo.calls import Visit
+from spmd.inspection.findings import values
+from spmd.inspection.hlo.calls import Modules
 from spmd.inspection.hlo.cost import products_of
-from spmd.inspection.hlo.text import Module, frames_of
+from spmd.inspection.hlo.text import frames_of
 from spmd.inspection.records.report import Finding, Report, Source
 from spmd.inspection.records.sizes import show_count
 from spmd.inspection.shardy import passes
@@ -68,7 +61,7 @@ class Repeated:
     most: Sequence[Product]
     source: Source | None
     total: int
-    lines: frozenset[Place]
+    lines: frozenset[values.Place]
 
     def makes_whole(self, one: Finding, mesh: Mapping[str, int], unused: Container[str]) -> bool:
         """Whether a value is whole since no axis at all splits the product on its line."""
@@ -80,7 +73,7 @@ class Repeated:
     @property
     def fact(self) -> str:
         """What is repeated, in a sentence."""
-        place = f", most of it at {name_of(self.source)}" if self.source else ""
+        place = f", most of it at {values.name_of(self.source)}" if self.source else ""
         return (
             f"{_show(self.flops)} of the {_show(self.total)} that each device computes in one "
             f"call would be saved if {_names(self.axes)} split them{place}"
@@ -90,14 +83,9 @@ class Repeated:
 class Work:
     """What devices compute alike. A cause takes what follows from it, so nothing is said twice."""
 
-    def __init__(
-        self,
-        found: Propagation,
-        report: Report,
-        modules: Sequence[tuple[Module, Mapping[str, Visit]]],
-    ):
+    def __init__(self, found: Propagation, report: Report, modules: Modules):
         self._sizes, self._total = found.axis_sizes, report.cost.flops
-        self._lines = Lines(found)
+        self._lines = values.Lines(found)
         devices = math.prod(self._sizes.values())
         # Of several meshes that give an axis several sizes, which one is missing cannot be known.
         known = devices > 1 and not found.names and devices == report.num_devices
@@ -135,7 +123,7 @@ class Work:
         )
         if flops < max(MANY, SHARE * self._total):
             return None
-        lines: dict[Place, list[Product]] = {}
+        lines: dict[values.Place, list[Product]] = {}
         for one in products:
             lines.setdefault(self._lines[one.link.values[-1]].key, []).append(one)
         most = max(lines.values(), key=lambda ones: sum(one.flops for one in ones))
@@ -151,17 +139,17 @@ class Work:
         )
 
 
-def work_finding(found: Propagation, one: Repeated, values: Sequence[Finding]) -> Finding:
+def work_finding(found: Propagation, one: Repeated, wholes: Sequence[Finding]) -> Finding:
     """The finding on work repeated for no known cause, with those on values whole because of it."""
     largest = max(one.most, key=lambda product: product.flops)
     return Finding(
         kind="duplicated-work",
         subject=f"the {one.devices} devices along {_names(one.axes)} compute the same products",
         source=one.source,
-        nbytes=max((value.nbytes for value in values), default=0),
+        nbytes=max((value.nbytes for value in wholes), default=0),
         flops=one.flops,
-        measure="memory" if values else "",
-        facts=(one.fact, *(value.subject for value in values)),
+        measure="memory" if wholes else "",
+        facts=(one.fact, *(value.subject for value in wholes)),
         fix=_fix(found, one, largest),
     )
 
@@ -189,9 +177,10 @@ def _fix(found: Propagation, one: Repeated, product: Product) -> str:
         if d is None:
             return f"use a mesh without {axis!r}, or sizes that its {found.axis_sizes[axis]} divide"
         entries[d].append(axis)
+    spec, there = values.show_axes(entries), values.where(one.source)
     return (
-        f"with_sharding_constraint(value, {show_axes(entries)}) {where(one.source)}, or "
-        f"{_names(one.axes)} in the spec of an argument that it is made of"
+        f"with_sharding_constraint(value, {spec}) {there}, or {_names(one.axes)} in the spec of an "
+        "argument that it is made of"
     )
 
 
@@ -199,7 +188,7 @@ def _dimension(
     found: Propagation, shape: Sequence[int], entries: Sequence[Sequence[str]], axis: str
 ) -> int | None:
     """The dimension that an axis should split: a whole one first, then the largest on a device."""
-    parts = [parts_of(found, axes) for axes in entries]
+    parts = [values.parts_of(found, axes) for axes in entries]
     n = found.axis_sizes[axis]
     fits = [d for d, size in enumerate(shape) if size % (parts[d] * n) == 0]
     return max(fits, key=lambda d: (not entries[d], shape[d] // parts[d]), default=None)
@@ -215,16 +204,16 @@ class _Made(NamedTuple):
     scope: str
 
 
-def _compiled(modules: Sequence[tuple[Module, Mapping[str, Visit]]]) -> dict[Place, list[_Made]]:
+def _compiled(modules: Modules) -> dict[values.Place, list[_Made]]:
     """The products of the compiled program by their innermost line."""
-    found: dict[Place, list[_Made]] = {}
+    found: dict[values.Place, list[_Made]] = {}
     for module, visited in modules:
         for name, visit in visited.items():
             for one, flops in products_of(module.computations[name]):
                 caller = [visit.caller] if visit.caller else []
                 frames = (source for i in (one, *caller) for source in frames_of(i, module))
                 made = _Made(flops * (visit.executions or 0), _scope(one.op_name))
-                found.setdefault(place_of(next(frames, None)), []).append(made)
+                found.setdefault(values.place_of(next(frames, None)), []).append(made)
     return found
 
 
@@ -249,13 +238,16 @@ class _Demand:
     local: bool
 
 
-def _products(found: Propagation, compiled: Mapping[Place, list[_Made]]) -> Iterator[Product]:
+def _products(
+    found: Propagation, compiled: Mapping[values.Place, list[_Made]]
+) -> Iterator[Product]:
     """The products of a program, with what each device computes of them.
 
     The partitioner does better than the annotations demand, or worse: so each product is found
     again in the compiled program, by its line, its scopes and its FLOPs.
     """
-    nowhere = compiled.get(place_of(None), [])  # what the compiler writes anew may have no line
+    # What the compiler writes anew may have no line.
+    nowhere = compiled.get(values.place_of(None), [])
     for place, demands in _demands(found).items():
         pool = compiled.get(place, nowhere)
         local = [one for one in demands if one.local]
@@ -307,21 +299,22 @@ def _together(demands: Sequence[_Demand], flops: int) -> list[Product]:
     return []
 
 
-def _demands(found: Propagation) -> dict[Place, list[_Demand]]:
+def _demands(found: Propagation) -> dict[values.Place, list[_Demand]]:
     """The products of a program by their innermost line."""
-    lines, demands = Lines(found), {}
-    trips: dict[Any, int | None] = {}
+    lines, demands, trips = values.Lines(found), {}, functools.cache(trip_count)
     for link in found.links:
         if link.name in PRODUCTS:
             made = found.values[link.values[-1]]
-            if times := _times(made.operation, trips):
+            loops = (o for o in passes.holders_of(made.operation) if o.name == "stablehlo.while")
+            # What runs an unknown number of times is left out.
+            if times := math.prod(trips(loop) or 0 for loop in loops):
                 one = _Demand(
                     link=link,
                     flops=times * _flops(found, link),
                     ways=_ways(found, link),
                     local=made.local,
                 )
-                demands.setdefault(place_of(lines[link.values[-1]].inner), []).append(one)
+                demands.setdefault(values.place_of(lines[link.values[-1]].inner), []).append(one)
     return demands
 
 
@@ -336,8 +329,8 @@ def _ways(found: Propagation, link: Link) -> list[tuple[int, frozenset[str]]]:
     subsets = [frozenset(some) for n in counts for some in itertools.combinations(sizes, n)]
     subsets.sort(key=lambda chosen: (not chosen >= wholes, len(chosen ^ wholes)))
     return [
-        (parts_of(found, parts), frozenset(sizes) - wholes),
-        *((parts_of(found, chosen), frozenset(sizes) - chosen) for chosen in subsets),
+        (values.parts_of(found, parts), frozenset(sizes) - wholes),
+        *((values.parts_of(found, chosen), frozenset(sizes) - chosen) for chosen in subsets),
     ]
 
 
@@ -353,16 +346,3 @@ def _flops(found: Propagation, link: Link) -> int:
         outputs = math.prod(link.sizes[name] for names in own for name in names)
         terms = math.prod(made.shape) * math.prod(kernel.shape) // max(1, outputs)
     return terms * (8 if made.dtype.startswith("c") else 2)
-
-
-def _times(operation: Any, trips: dict[Any, int | None]) -> int | None:
-    """How often an operation runs in one call; None where a loop around it runs unknown often."""
-    times = 1
-    for loop in passes.holders_of(operation):
-        if loop.name == "stablehlo.while":
-            if loop not in trips:
-                trips[loop] = trip_count(loop)
-            if (trip := trips[loop]) is None:
-                return None
-            times *= trip
-    return times

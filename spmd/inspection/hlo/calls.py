@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import itertools
 import operator
-from typing import Any
 
-from spmd.inspection.hlo.loops import Constants, Surroundings
+from spmd.inspection.hlo.loops import Constants, Reader
 from spmd.inspection.hlo.text import Instruction, Module, base_opcode
 
 
@@ -39,24 +38,21 @@ class Visit:
     unknown_loops: frozenset[str] = frozenset()
 
     def __add__(self, other: Visit) -> Visit:
-        return Visit(
-            executions=None
-            if self.executions is None or other.executions is None
-            else self.executions + other.executions,
+        a, b = self.executions, other.executions
+        return dataclasses.replace(
+            self,
+            executions=None if a is None or b is None else a + b,
             conditional=self.conditional and other.conditional,
             in_loop=self.in_loop or other.in_loop,
             in_fusion=self.in_fusion and other.in_fusion,
             is_async=self.is_async and other.is_async,
-            caller=self.caller,
-            home=self.home,
-            constants={
-                index: value
-                for index, value in self.constants.items()
-                if other.constants.get(index) == value
-            },
+            constants=dict(self.constants.items() & other.constants.items()),
             unknown_loops=self.unknown_loops | other.unknown_loops,
         )
 
+
+Modules = Sequence[tuple[Module, Mapping[str, Visit]]]
+"""The modules of a program, each with how its computations run."""
 
 _Call = tuple[Instruction, str, str]
 """An instruction, a computation that runs inside it, and the attribute that names that."""
@@ -118,19 +114,20 @@ def _program_order(entry: str, calls: Mapping[str, list[_Call]]) -> list[str]:
 def _called(
     module: Module, name: str, calls: list[_Call], here: Visit
 ) -> Iterator[tuple[str, Visit]]:
-    around = Surroundings(module.computations[name], module, here.constants)
+    around = Reader(module, module.computations[name], here.constants)
     for one, group in itertools.groupby(calls, key=operator.itemgetter(0)):
         kind = base_opcode(one)
         loop = around.loop(one) if kind == "while" else None
-        common: dict[str, Any] = {
-            "conditional": here.conditional or kind == "conditional",
-            "in_loop": here.in_loop or kind == "while",
-            "in_fusion": here.in_fusion or kind == "fusion",
-            "is_async": here.is_async or one.opcode.endswith("-start"),
-            "caller": one,
-            "home": name,
-            "unknown_loops": frozenset([one.name] if loop and loop.trips is None else []),
-        }
+        inside = dataclasses.replace(
+            here,
+            conditional=here.conditional or kind == "conditional",
+            in_loop=here.in_loop or kind == "while",
+            in_fusion=here.in_fusion or kind == "fusion",
+            is_async=here.is_async or one.opcode.endswith("-start"),
+            caller=one,
+            home=name,
+            unknown_loops=frozenset([one.name] if loop and loop.trips is None else []),
+        )
         for index, (_, callee, role) in enumerate(group):
             if loop:
                 times = _times(here.executions, loop.trips, tests=role == "condition")
@@ -138,10 +135,7 @@ def _called(
             else:
                 argument, times = _argument(one, index), here.executions
                 constants = around.constants_of(argument) if argument else {}
-            yield (
-                callee,
-                dataclasses.replace(here, executions=times, constants=constants, **common),
-            )
+            yield callee, dataclasses.replace(inside, executions=times, constants=constants)
 
 
 def _times(executions: int | None, trips: int | None, *, tests: bool) -> int | None:

@@ -7,20 +7,12 @@ import functools
 import math
 import re
 
+from spmd.inspection.hlo import text as hlo
 from spmd.inspection.hlo.calls import Visit
-from spmd.inspection.hlo.text import (
-    Computation,
-    Instruction,
-    Module,
-    base_opcode,
-    integers,
-    parse_shapes,
-    tuple_elements,
-)
 from spmd.inspection.records.report import Cost, Shape
 
 
-def cost_of(module: Module, visited: Mapping[str, Visit]) -> Cost:
+def cost_of(module: hlo.Module, visited: Mapping[str, Visit]) -> Cost:
     """Sum what one device computes and moves in one call, with the loops and calls not in it.
 
     Both branches of a conditional count, and what runs an unknown number of times does not.
@@ -42,7 +34,7 @@ def cost_of(module: Module, visited: Mapping[str, Visit]) -> Cost:
 # Computing
 
 
-def products_of(computation: Computation) -> Iterator[tuple[Instruction, int]]:
+def products_of(computation: hlo.Computation) -> Iterator[tuple[hlo.Instruction, int]]:
     """What multiplies matrices or convolves in a computation, each with its FLOPs.
 
     A multiplication with its addition counts as two.
@@ -52,29 +44,17 @@ def products_of(computation: Computation) -> Iterator[tuple[Instruction, int]]:
         rule = _FLOPS.get(one.opcode)
         if rule:
             types = types or {other.name: other.type for other in computation.instructions}
-            named = (parse_shapes(types.get(name, "")) for name in one.operand_names)
-            operands = parse_shapes(one.operands) or [shapes[0] for shapes in named if shapes]
+            named = (hlo.parse_shapes(types.get(name, "")) for name in one.operand_names)
+            operands = hlo.parse_shapes(one.operands) or [shapes[0] for shapes in named if shapes]
             yield one, rule(one, operands)
 
 
-def _result_type(one: Instruction) -> str:
-    """The type of what an instruction gives, or of what its start will have given at its end.
-
-    Starts give (operands, result, contexts...), copies (result, operand, contexts...), and
-    all-reduces the result alone.
-    """
-    elements = tuple_elements(one.type)
-    if not one.opcode.endswith("-start") or len(elements) < 2 or one.opcode == "all-reduce-start":
-        return one.type
-    return elements[0] if one.opcode == "copy-start" else elements[1]
-
-
 def _product_flops(
-    one: Instruction, operands: Sequence[Shape], contracted: Iterable[int] | None
+    one: hlo.Instruction, operands: Sequence[Shape], contracted: Iterable[int] | None
 ) -> int:
     if contracted is None:
         return 0
-    result = parse_shapes(_result_type(one))[0]
+    result = hlo.parse_shapes(hlo.result_type(one))[0]
     sums = math.prod(result.dims) * math.prod(operands[0].dims[d] for d in contracted)
     return _flops_per_term(result) * sums
 
@@ -84,7 +64,7 @@ def _flops_per_term(result: Shape) -> int:
     return 8 if result.dtype.startswith("c") else 2
 
 
-def _convolution_flops(one: Instruction, operands: Sequence[Shape]) -> int:
+def _convolution_flops(one: hlo.Instruction, operands: Sequence[Shape]) -> int:
     """Each output adds up input features times those kernel positions that meet the input.
 
     TPU writes matrix products with batch dimensions as convolutions whose windows lie mostly
@@ -93,7 +73,7 @@ def _convolution_flops(one: Instruction, operands: Sequence[Shape]) -> int:
     labels = re.match(r"(\w+)_(\w+)->(\w+)", one.attribute("dim_labels") or "")
     if not labels:
         return 0
-    result = parse_shapes(one.type)[0]
+    result = hlo.parse_shapes(one.type)[0]
     sizes = [
         dict(zip(names, shape.dims, strict=True))
         for names, shape in zip(labels.groups(), (*operands, result), strict=True)
@@ -157,36 +137,36 @@ _MOVING_CALLS = (*_HALVES, "X64Combine")
 _CALLS = ("custom-call", "custom-call-start")
 
 
-def _library_product(one: Instruction) -> tuple[int, ...] | None:
+def _library_product(one: hlo.Instruction) -> tuple[int, ...] | None:
     """The dimensions that a library's matrix product sums over; None for another call."""
     if not _PRODUCT_CALL.search(_target(one)):
         return None
     found = _CONTRACTED.search(one.attributes)
-    return integers(found[1]) if found else None
+    return hlo.integers(found[1]) if found else None
 
 
-def _is_opaque(one: Instruction) -> bool:
+def _is_opaque(one: hlo.Instruction) -> bool:
     if one.opcode not in _CALLS or _library_product(one) is not None:
         return False
     return not _is_empty_call(one) and _target(one) not in _MOVING_CALLS
 
 
-def _is_empty_call(one: Instruction) -> bool:
+def _is_empty_call(one: hlo.Instruction) -> bool:
     return bool(_EMPTY_CALLS.search(_target(one)))
 
 
-def _is_half(one: Instruction) -> bool:
+def _is_half(one: hlo.Instruction) -> bool:
     return one.opcode in _CALLS and _target(one) in _HALVES
 
 
-def _target(one: Instruction) -> str:
+def _target(one: hlo.Instruction) -> str:
     """What a custom call calls."""
     return (one.attribute("custom_call_target") or "").strip('"')
 
 
-_FLOPS: dict[str, Callable[[Instruction, Sequence[Shape]], int]] = {
+_FLOPS: dict[str, Callable[[hlo.Instruction, Sequence[Shape]], int]] = {
     "dot": lambda one, shapes: _product_flops(
-        one, shapes, integers(one.attribute("lhs_contracting_dims"))
+        one, shapes, hlo.integers(one.attribute("lhs_contracting_dims"))
     ),
     "convolution": _convolution_flops,
     **dict.fromkeys(_CALLS, lambda one, shapes: _product_flops(one, shapes, _library_product(one))),
@@ -210,14 +190,14 @@ def hbm_size(type_text: str) -> int:
         shape.nbytes
         for text in _TYPE.findall(type_text)
         if not _OTHER_SPACE.search(text)
-        for shape in parse_shapes(text)
+        for shape in hlo.parse_shapes(text)
     )
 
 
 @functools.lru_cache(maxsize=65536)
 def _logical_size(type_text: str) -> int:
     # Inside a fusion nothing has a place yet: what is sliced from main memory is read from there.
-    return sum(shape.nbytes for shape in parse_shapes(type_text))
+    return sum(shape.nbytes for shape in hlo.parse_shapes(type_text))
 
 
 # Names for places, and what is counted inside or was counted at its start.
@@ -238,29 +218,27 @@ _DEEPEST = 50
 class _Traffic:
     """Bytes that instructions read from and write to main memory."""
 
-    def __init__(self, module: Module):
+    def __init__(self, module: hlo.Module):
         self.module = module
         self.fusions: dict[str, _Fused | None] = {}
         self.depth = 0
 
-    def of(self, computation: Computation) -> Iterator[int]:
+    def of(self, computation: hlo.Computation) -> Iterator[int]:
         types = {one.name: one.type for one in computation.instructions}
         for one in computation.instructions:
             if one.opcode not in _FREE and not one.opcode.endswith(_LATER):
                 yield self._instruction(one, types)
 
-    def _instruction(self, one: Instruction, types: Mapping[str, str]) -> int:
+    def _instruction(self, one: hlo.Instruction, types: Mapping[str, str]) -> int:
         operands = [types.get(name, "") for name in one.operand_names]
-        result = _result_type(one)
-        match base_opcode(one):
+        result = hlo.result_type(one)
+        match hlo.base_opcode(one):
             case "fusion":
                 names = one.callees().get("calls", ())
                 return sum(fused.total() for name in names if (fused := self.fused(name)))
             case "custom-call" if _is_empty_call(one):
                 return 0
-            case kind if operands and (
-                kind in _SLICES or (one.opcode in _CALLS and _target(one) in _HALVES)
-            ):
+            case kind if operands and (kind in _SLICES or _is_half(one)):
                 read = min(hbm_size(operands[0]), _logical_size(result))
                 return read + sum(map(hbm_size, operands[1:])) + hbm_size(result)
             case "dynamic-update-slice" if len(operands) > 1:
@@ -293,7 +271,7 @@ class _Fused:
     `used` has the bytes that are needed of a value; all of one that is not in it.
     """
 
-    def __init__(self, traffic: _Traffic, computation: Computation):
+    def __init__(self, traffic: _Traffic, computation: hlo.Computation):
         self.traffic = traffic
         self.used: dict[str, int] = {}
         self.instructions = {one.name: one for one in computation.instructions}
@@ -303,7 +281,7 @@ class _Fused:
         if opcodes.isdisjoint(_PARTIAL) and (self.root is None or self.root.opcode != "tuple"):
             return
         self.in_place = {one.name for output, _ in self._outputs() for one in self._updates(output)}
-        self.users: dict[str, list[Instruction]] = {}
+        self.users: dict[str, list[hlo.Instruction]] = {}
         for one in computation.instructions:
             for name in dict.fromkeys(one.operand_names):
                 self.users.setdefault(name, []).append(one)
@@ -330,7 +308,7 @@ class _Fused:
         )
         return next(found, None)
 
-    def _used_by(self, one: Instruction, user: Instruction, size: int) -> int:
+    def _used_by(self, one: hlo.Instruction, user: hlo.Instruction, size: int) -> int:
         """Bytes of a value that one of its users needs."""
         if user.opcode == "fusion":
             return self._used_in_fusion(one, user, size)
@@ -347,26 +325,26 @@ class _Fused:
             return self.used.get(user.name, size) * size // max(1, _logical_size(user.type))
         return size
 
-    def _used_by_update(self, user: Instruction, size: int) -> int:
+    def _used_by_update(self, user: hlo.Instruction, size: int) -> int:
         if user.name not in self.in_place:
             return self.used.get(user.name, size) if user is not self.root else size
         # A slice is overwritten; what a scatter adds to is read.
         return self._new(user) if user.opcode == "scatter" else 0
 
-    def _used_in_fusion(self, one: Instruction, user: Instruction, size: int) -> int:
+    def _used_in_fusion(self, one: hlo.Instruction, user: hlo.Instruction, size: int) -> int:
         fused = self.traffic.fused(user.callees().get("calls", ("",))[0])
         places = [i for i, name in enumerate(user.operand_names) if name == one.name]
         uses = [fused.parameter_use(i) if fused else None for i in places]
         return sum(size if use is None else use for use in uses)
 
-    def _outputs(self) -> list[tuple[Instruction, str]]:
+    def _outputs(self) -> list[tuple[hlo.Instruction, str]]:
         """What makes each element of the result, with the type that says where it lies."""
         if self.root is None or self.root.opcode != "tuple":
             return [(self.root, self.root.type)] if self.root else []
-        elements = zip(self.root.operand_names, tuple_elements(self.root.type), strict=False)
+        elements = zip(self.root.operand_names, hlo.tuple_elements(self.root.type), strict=False)
         return [(self.instructions[n], text) for n, text in elements if n in self.instructions]
 
-    def _updates(self, one: Instruction) -> list[Instruction]:
+    def _updates(self, one: hlo.Instruction) -> list[hlo.Instruction]:
         """The updates that make a value of a parameter, in its place; none for one that is new."""
         found = []
         for _ in self.instructions:
@@ -383,13 +361,13 @@ class _Fused:
             one = self.instructions[operand[0]]
         return []
 
-    def _written(self, one: Instruction, text: str) -> int:
+    def _written(self, one: hlo.Instruction, text: str) -> int:
         """Bytes of an element of the result that are new."""
         if one.opcode == "parameter":
             return 0
         updates = self._updates(one)
         return min(hbm_size(text), sum(map(self._new, updates))) if updates else hbm_size(text)
 
-    def _new(self, update: Instruction) -> int:
+    def _new(self, update: hlo.Instruction) -> int:
         name = update.operand_names[2 if update.opcode == "scatter" else 1]
         return _logical_size(self.instructions[name].type) if name in self.instructions else 0

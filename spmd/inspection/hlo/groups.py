@@ -52,14 +52,14 @@ def expand_replica_groups(text: str) -> Groups:
         return tuple(integers(group) for group in re.findall(r"\{([\d, ]+)\}", text))
     if iota := _IOTA.match(text):
         shape, dims, perm = map(integers, iota.groups())
-        return _rows(_iota(dims, perm).reshape(shape[0], -1))
+        return _rows(counted(dims, perm).reshape(shape[0], -1))
     if mesh := _MESH.match(text):
         return _mesh_groups(mesh["axes"], mesh["devices"], mesh["names"])
     raise ValueError(f"replica groups in an unknown spelling: {text!r}")
 
 
-def _iota(dims: Sequence[int], perm: Sequence[int]) -> np.ndarray:
-    # The V2 device list of XLA: count up, reshape, transpose.
+def counted(dims: Sequence[int], perm: Sequence[int]) -> np.ndarray:
+    """The devices of an iota form, XLA's V2 device list: count up, reshape, transpose."""
     ids = np.arange(math.prod(dims)).reshape(dims)
     return ids.transpose(perm) if perm else ids
 
@@ -72,7 +72,7 @@ def _mesh_groups(axes: str, devices: str | None, names: str) -> Groups:
     sizes = {name: int(size) for name, size in _MESH_AXIS.findall(axes)}
     iota = _DEVICE_IOTA.match((devices or "").strip())
     ids = np.array(integers(devices) or range(math.prod(sizes.values())))
-    ids = _iota(*map(integers, iota.groups())) if iota else ids
+    ids = counted(*map(integers, iota.groups())) if iota else ids
     # Split each axis where a reference takes a part of it, `'x':(pre)size`, then bring the parts
     # that are named to the end, in the order in which they are named.
     references = [

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
+import functools
 import itertools
 import warnings
 
+from spmd.inspection.hlo import text as hlo
 from spmd.inspection.hlo.calls import Visit, calls_of, visits
 from spmd.inspection.hlo.groups import logical_groups, mesh_axes_of, numbering, written_groups
-from spmd.inspection.hlo.parts import Around, Divider, Origin, Whole
-from spmd.inspection.hlo.text import (
-    Computation,
-    Instruction,
-    Module,
-    base_opcode,
-    frames_of,
-    parse_modules,
-    parse_shapes,
-    tuple_elements,
-)
+from spmd.inspection.hlo.parts import Around, Divider, Origin, Place
 from spmd.inspection.records.names import direction_of, user_source
-from spmd.inspection.records.report import KINDS, Collective, Shape, Shapes, Source
+from spmd.inspection.records.report import KINDS, Collective, Shapes, Source
 
 
 def collectives(hlo_text: str, axis_sizes: Mapping[str, int]) -> tuple[Collective, ...]:
@@ -36,7 +28,7 @@ def collectives(hlo_text: str, axis_sizes: Mapping[str, int]) -> tuple[Collectiv
         One record per place in the program, in the order in which the program reaches them. Lines
         that were not understood are in the `unread` of `parse_modules`, and a warning says so.
     """
-    modules = parse_modules(hlo_text)
+    modules = hlo.parse_modules(hlo_text)
     if unread := [line for module in modules for line in module.unread]:
         text = f"collectives: {len(unread)} lines not understood; first: {unread[0].strip()[:200]}"
         warnings.warn(text, stacklevel=2)
@@ -44,35 +36,30 @@ def collectives(hlo_text: str, axis_sizes: Mapping[str, int]) -> tuple[Collectiv
 
 
 def ledger(
-    module: Module, visited: Mapping[str, Visit], axis_sizes: Mapping[str, int]
+    module: hlo.Module, visited: Mapping[str, Visit], axis_sizes: Mapping[str, int]
 ) -> Iterator[Collective]:
     """List the collectives of a module whose computations run as `visited` says."""
     reader = _Reader(module, visited, axis_sizes)
-    for one, computation in _in_program_order(module, visited):
-        if is_collective(one) and not reader.goes_on(one, computation):
-            yield reader.record(one, computation, visited[computation.name])
+    for one, home in _in_program_order(module, visited):
+        if is_collective(one) and not reader.goes_on(one, home):
+            yield reader.record(one, home)
 
 
-def _in_program_order(
-    module: Module, visited: Mapping[str, Visit]
-) -> Iterator[tuple[Instruction, Computation]]:
-    """Every instruction that runs, where the program first reaches it, with its computation."""
-    if not visited:
-        return
+def _in_program_order(module: hlo.Module, visited: Mapping[str, Visit]) -> Iterator[Place]:
+    """Every instruction that runs, where the program first reaches it."""
+    rest = {name: iter(module.computations[name].instructions) for name in visited}
     entered = {module.entry}
-    entry = module.computations[module.entry]
-    pending = [(entry, iter(entry.instructions))]
+    pending = [module.entry] if visited else []
     while pending:
-        computation, rest = pending[-1]
-        one = next(rest, None)
+        home = pending[-1]
+        one = next(rest[home], None)
         if one is None:
             pending.pop()
             continue
-        yield one, computation
+        yield one, home
         inside = dict.fromkeys(name for name, _ in calls_of(one) if name in visited)
-        callees = [module.computations[name] for name in reversed(inside) if name not in entered]
+        pending += [name for name in reversed(inside) if name not in entered]
         entered.update(inside)
-        pending += [(callee, iter(callee.instructions)) for callee in callees]
 
 
 def wire_bytes(kind: str, operand: int, result: int, group_size: int) -> int:
@@ -108,9 +95,9 @@ def wire_bytes(kind: str, operand: int, result: int, group_size: int) -> int:
     return operand
 
 
-def is_collective(one: Instruction) -> bool:
+def is_collective(one: hlo.Instruction) -> bool:
     """Whether an instruction exchanges data between devices, or starts to."""
-    kind = base_opcode(one)
+    kind = hlo.base_opcode(one)
     if kind not in KINDS:
         return False
     # Transfers to and from the host share the opcodes of those between devices.
@@ -123,7 +110,7 @@ def is_collective(one: Instruction) -> bool:
 _FUSED = '"async_collective_fusion_config"'
 
 
-def _channels(module: Module, target: str) -> dict[str, list[str]]:
+def _channels(module: hlo.Module, target: str) -> dict[str, list[str]]:
     """The computations that call a target, by the channel of the collective beside the call."""
     mark = f'custom_call_target="{target}"'
     found: dict[str, list[str]] = {}
@@ -134,45 +121,42 @@ def _channels(module: Module, target: str) -> dict[str, list[str]]:
     return found
 
 
-def _channel(one: Instruction) -> str:
+def _channel(one: hlo.Instruction) -> str:
     return one.attribute("channel_id") or ""
 
 
 class _Reader:
     """Turns instructions of one module into records; groups that occur again are read once."""
 
-    def __init__(self, module: Module, visited: Mapping[str, Visit], axis_sizes: Mapping[str, int]):
+    def __init__(
+        self, module: hlo.Module, visited: Mapping[str, Visit], axis_sizes: Mapping[str, int]
+    ):
         self.module = module
         self.visited = visited
         self.axis_sizes = axis_sizes
         self.crossed: dict[object, tuple[tuple[str, ...], int]] = {}
-        self.around: dict[str, Around] = {}
+        self.around = functools.cache(lambda name: Around(module.computations[name]))
         self.starts = _channels(module, "AsyncCollectiveStart")
         self.waits = _channels(module, "AsyncCollectiveDone") if self.starts else {}
-        self.divider = Divider(module, visited, self._around)
+        self.divider = Divider(module, visited, self.around)
 
-    def goes_on(self, one: Instruction, computation: Computation) -> bool:
+    def goes_on(self, one: hlo.Instruction, home: str) -> bool:
         """Whether this is a later part of a collective that another fusion starts."""
         if not self.starts or _FUSED not in one.attributes:
             return False
-        return computation.name not in self.starts.get(_channel(one), [computation.name])
+        return home not in self.starts.get(_channel(one), [home])
 
-    def _starts(self, one: Instruction, computation: Computation) -> bool:
-        return computation.name in self.starts.get(_channel(one), ())
-
-    def record(self, one: Instruction, computation: Computation, visit: Visit) -> Collective:
-        kind, shapes = _exchange(one, computation, self._around(computation).types, visit)
+    def record(self, one: hlo.Instruction, home: str) -> Collective:
+        visit, starts = self.visited[home], home in self.starts.get(_channel(one), ())
+        kind, shapes = _exchange(one, home, self.around(home).types, visit)
         mesh_axes, group_size = self._crossing(one)
-        origin = self._origin(one, computation, visit)
+        places = [(one, home), *self._holder(one, visit, starts)]
+        origin = self._origin(places)
         operand, result = (sum(shape.nbytes for shape in side) for side in shapes)
         payload, wire = max(operand, result), wire_bytes(kind, operand, result, group_size)
         # One all-to-all takes its operand in pieces, one for each member of a group.
         combined = 1 if kind == "all-to-all" else max(1, len(shapes.operands))
-        parts = ()
-        if combined > 1:
-            whole = Whole(one, computation, kind, shapes, payload, wire, origin)
-            parts = self.divider.parts(whole, [*self._holder(one, computation, visit)])
-        return Collective(
+        whole = Collective(
             kind=kind,
             mesh_axes=mesh_axes,
             shapes=shapes,
@@ -182,27 +166,18 @@ class _Reader:
             group_size=group_size,
             executions=visit.executions,
             source=user_source(origin.frames),
-            source_is_consumer=origin.is_consumer,
-            frames=origin.frames,
-            direction=origin.direction,
-            op_name=origin.op_name,
-            is_async=one.opcode.endswith("-start")
-            or visit.is_async
-            or self._starts(one, computation),
+            **origin._asdict(),
+            is_async=one.opcode.endswith("-start") or visit.is_async or starts,
             combined=combined,
             conditional=visit.conditional,
             in_loop=visit.in_loop,
             name=one.name,
             groups=written_groups(one),
-            parts=parts,
         )
+        parts = self.divider.parts(whole, places) if combined > 1 else ()
+        return dataclasses.replace(whole, parts=parts) if parts else whole
 
-    def _around(self, computation: Computation) -> Around:
-        if computation.name not in self.around:
-            self.around[computation.name] = Around(computation)
-        return self.around[computation.name]
-
-    def _crossing(self, one: Instruction) -> tuple[tuple[str, ...], int]:
+    def _crossing(self, one: hlo.Instruction) -> tuple[tuple[str, ...], int]:
         key = numbering(one), written_groups(one)
         if key not in self.crossed:
             groups = logical_groups(one, self.module)
@@ -210,76 +185,64 @@ class _Reader:
             self.crossed[key] = axes, max(map(len, groups), default=1)
         return self.crossed[key]
 
-    def _origin(self, one: Instruction, computation: Computation, visit: Visit) -> Origin:
+    def _origin(self, places: Sequence[Place]) -> Origin:
         """The frames and the name of a collective.
 
         What has no frames takes those of the operation around it, of its reduction, of the first
         operation that uses its result, or of the last that makes its data.
         """
-        places = [(one, computation), *self._holder(one, computation, visit)]
         op_name = next((place.op_name for place, _ in places if place.op_name), "")
         for place, _ in places:
-            if frames := frames_of(place, self.module):
+            if frames := hlo.frames_of(place, self.module):
                 return Origin(frames, op_name, direction_of(place.op_name))
         near = self._nearest(places, op_name)
         # A reduction that the user wrote has its line in the function that adds two elements.
-        frames = self._reduction_frames(one)
-        return dataclasses.replace(near, frames=frames, is_consumer=False) if frames else near
+        frames = self._reduction_frames(places[0][0])
+        return near._replace(frames=frames, source_is_consumer=False) if frames else near
 
-    def _nearest(self, places: Sequence[tuple[Instruction, Computation]], op_name: str) -> Origin:
+    def _nearest(self, places: Sequence[Place], op_name: str) -> Origin:
         for others, uses in ((Around.users, True), (Around.makers, False)):
-            near = (others(self._around(computation), one) for one, computation in places)
+            near = (others(self.around(home), one) for one, home in places)
             for other in itertools.chain.from_iterable(near):
                 op_name = op_name or other.op_name
-                if frames := frames_of(other, self.module):
+                if frames := hlo.frames_of(other, self.module):
                     direction = direction_of(other.op_name)
-                    return Origin(frames, op_name, direction, is_consumer=uses)
+                    return Origin(frames, op_name, direction, source_is_consumer=uses)
         return Origin((), op_name, direction_of(op_name))
 
-    def _reduction_frames(self, one: Instruction) -> tuple[Source, ...]:
+    def _reduction_frames(self, one: hlo.Instruction) -> tuple[Source, ...]:
         function = self.module.computations.get(one.callees().get("to_apply", ("",))[0])
-        found = (frames_of(i, self.module) for i in function.instructions) if function else ()
+        found = (hlo.frames_of(i, self.module) for i in function.instructions) if function else ()
         return next(filter(None, found), ())
 
-    def _holder(
-        self, one: Instruction, computation: Computation, visit: Visit
-    ) -> Iterator[tuple[Instruction, Computation]]:
-        """The operation that holds a collective, in its computation; the one that waits for it."""
-        if self._starts(one, computation):
-            for waiting in self.waits.get(_channel(one), ()):
-                visit = self.visited.get(waiting, visit)
+    def _holder(self, one: hlo.Instruction, visit: Visit, starts: bool) -> Iterator[Place]:
+        """The operation that holds a collective; of one that starts it, what waits for it."""
+        for waiting in self.waits.get(_channel(one), ()) if starts else ():
+            visit = self.visited.get(waiting, visit)
         if (visit.in_fusion or visit.is_async) and visit.caller:
-            yield visit.caller, self.module.computations[visit.home]
+            yield visit.caller, visit.home
 
 
 # What is exchanged
 
 
 def _exchange(
-    one: Instruction, computation: Computation, types: Mapping[str, str], visit: Visit
+    one: hlo.Instruction, home: str, types: Mapping[str, str], visit: Visit
 ) -> tuple[str, Shapes]:
     """The kind of a collective, and its shapes."""
-    kind = base_opcode(one)
+    kind = hlo.base_opcode(one)
     # Some printers write the operands' types in place, others only their names.
     named = (types[name] for name in one.operand_names if name in types)
-    operands = parse_shapes(one.operands) or parse_shapes(" ".join(named))
-    results = _result_shapes(one)
+    operands = hlo.parse_shapes(one.operands) or hlo.parse_shapes(" ".join(named))
+    results = hlo.parse_shapes(hlo.result_type(one))
     fusion = visit.caller if visit.in_fusion else None
     match kind:
-        case "all-reduce" if fusion and computation.name.startswith("all-reduce-scatter"):
+        case "all-reduce" if fusion and home.startswith("all-reduce-scatter"):
             # On TPU a reduce-scatter is a fusion around an all-reduce and the slice of it.
-            return "reduce-scatter", Shapes(operands, _result_shapes(fusion))
+            return "reduce-scatter", Shapes(operands, hlo.parse_shapes(hlo.result_type(fusion)))
         case "ragged-all-to-all":  # the others are where to write, offsets and sizes
             operands = operands[:1]
         case "send" | "recv":  # of data, a context and a token
-            results = parse_shapes(tuple_elements(one.type)[0])
+            results = hlo.parse_shapes(hlo.tuple_elements(one.type)[0])
             operands = results
     return kind, Shapes(operands, results)
-
-
-def _result_shapes(one: Instruction) -> tuple[Shape, ...]:
-    # A start gives (operands, results, contexts...); that of an all-reduce gives the results.
-    started = one.opcode.endswith("-start") and one.opcode != "all-reduce-start"
-    elements = tuple_elements(one.type)
-    text = elements[1] if started and len(elements) > 1 else one.type
-    return parse_shapes(text)

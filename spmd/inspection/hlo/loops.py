@@ -88,57 +88,17 @@ class Loop:
     constants: Constants
 
 
-class Surroundings:
-    """The computation that loops and calls stand in, and what is known of its tuple parameter."""
-
-    def __init__(self, computation: Computation, module: Module, constants: Constants):
-        self.computation = computation
-        self.module = module
-        self.constants = constants
-
-    @functools.cached_property
-    def _reader(self) -> _Reader:
-        return _Reader(self.module, self.computation, [_State()], self.constants)
-
-    def constants_of(self, operand: str) -> Constants:
-        """The elements of a tuple that are constants."""
-        value = self._reader.value(operand)
-        if isinstance(value, _State):
-            return self.constants
-        elements = value if isinstance(value, list) else ()
-        numbers = {i: one for i, one in enumerate(elements) if isinstance(one, _Number)}
-        return {i: one.offset for i, one in numbers.items() if one.index is None}
-
-    def loop(self, instruction: Instruction) -> Loop:
-        """Work out a ``while``: its trip count, and the constants that its body may rely on."""
-        callees = instruction.callees()
-        body = self.module.computations.get(callees.get("body", ("",))[0])
-        condition = self.module.computations.get(callees.get("condition", ("",))[0])
-        if body is None or condition is None or not instruction.operand_names:
-            return Loop(trips=instruction.trip_count, constants={})
-        start = self.constants_of(instruction.operand_names[0])
-        after = _Reader(self.module, body, [_State()], {}).elements()
-        # What the body hands on as it got it.
-        kept = {i: one for i, one in enumerate(after) if isinstance(one, _Number)}
-        kept = {i: one for i, one in kept.items() if (one.index, one.offset) == (i, 0)}
-        known = {i: n for i, n in start.items() if i in kept and kept[i].valid.holds(n)}
-        trips = instruction.trip_count
-        if trips is None:
-            trips = _trips(self.module, condition, body, start, known)
-        return Loop(trips=trips, constants=known)
-
-
 def _trips(
     module: Module, condition: Computation, body: Computation, start: Constants, known: Constants
 ) -> int | None:
-    test = _Reader(module, condition, [_State()], known).result()
+    test = Reader(module, condition, known).result()
     if not isinstance(test, _Test):
         return None
     counter, limit, direction = test
     if counter.index is None:
         return None if _HOLDS[direction](counter.offset, limit) else 0
-    after = _Reader(module, body, [_State()], known).elements()
-    first, moved = start.get(counter.index), _at(after, counter.index)
+    first = start.get(counter.index)
+    moved = _at(Reader(module, body, known).elements(), counter.index)
     if first is None or not isinstance(moved, _Number) or moved.index != counter.index:
         return None
     trips = count_trips(first + counter.offset, limit, moved.offset, direction)
@@ -190,27 +150,51 @@ def _range(type_text: str) -> _Range | None:
     return _Range(0, size - 1) if found[1] == "u" else _Range(-size // 2, size // 2 - 1)
 
 
-class _Reader:
+@dataclasses.dataclass(eq=False)
+class Reader:
     """Reads integers out of one computation, at most `_DEEPEST` calls deep.
 
     Its parameters have the values `arguments`, and known elements of a loop's state `constants`.
     """
 
-    def __init__(
-        self,
-        module: Module,
-        computation: Computation,
-        arguments: Sequence[object],
-        constants: Constants,
-        depth: int = 0,
-    ):
-        self.module = module
-        self.root = computation.root
-        self.arguments = arguments
-        self.constants = constants
-        self.depth = depth
-        self.instructions = {one.name: one for one in computation.instructions}
-        self.values: dict[str, object] = {}
+    module: Module
+    computation: Computation
+    constants: Constants
+    arguments: Sequence[object] = (_State(),)
+    depth: int = 0
+    values: dict[str, object] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def instructions(self) -> dict[str, Instruction]:
+        """By name."""
+        return {one.name: one for one in self.computation.instructions}
+
+    def constants_of(self, operand: str) -> Constants:
+        """The elements of a tuple that are constants."""
+        value = self.value(operand)
+        if isinstance(value, _State):
+            return self.constants
+        elements = value if isinstance(value, list) else ()
+        numbers = {i: one for i, one in enumerate(elements) if isinstance(one, _Number)}
+        return {i: one.offset for i, one in numbers.items() if one.index is None}
+
+    def loop(self, instruction: Instruction) -> Loop:
+        """Work out a ``while``: its trip count, and the constants that its body may rely on."""
+        callees = instruction.callees()
+        body = self.module.computations.get(callees.get("body", ("",))[0])
+        condition = self.module.computations.get(callees.get("condition", ("",))[0])
+        if body is None or condition is None or not instruction.operand_names:
+            return Loop(trips=instruction.trip_count, constants={})
+        start = self.constants_of(instruction.operand_names[0])
+        after = Reader(self.module, body, {}).elements()
+        # What the body hands on as it got it.
+        kept = {i: one for i, one in enumerate(after) if isinstance(one, _Number)}
+        kept = {i: one for i, one in kept.items() if (one.index, one.offset) == (i, 0)}
+        known = {i: n for i, n in start.items() if i in kept and kept[i].valid.holds(n)}
+        trips = instruction.trip_count
+        if trips is None:
+            trips = _trips(self.module, condition, body, start, known)
+        return Loop(trips=trips, constants=known)
 
     def value(self, name: str) -> object:
         """A `_Number`, a `_Test`, a `_State`, a list of values for a tuple, or None."""
@@ -238,10 +222,13 @@ class _Reader:
         return found
 
     def operands(self, one: Instruction) -> list[object]:
+        """The values of an instruction's operands, which were read before it."""
         return [self.values.get(name) for name in one.operand_names]
 
     def result(self) -> object:
-        return self.value(self.root.name) if self.root else None
+        """The value of the computation."""
+        root = self.computation.root
+        return self.value(root.name) if root else None
 
     def elements(self) -> list[object]:
         """The values of the elements of the result; none where that is no tuple."""
@@ -259,11 +246,11 @@ def _fitted(number: _Number, limits: _Range | None) -> _Number | None:
     return dataclasses.replace(number, valid=number.valid & fits)
 
 
-def _read_same(reader: _Reader, one: Instruction) -> object:
+def _read_same(reader: Reader, one: Instruction) -> object:
     return _at(reader.operands(one), 0)
 
 
-def _read_constant(reader: _Reader, one: Instruction) -> object:
+def _read_constant(reader: Reader, one: Instruction) -> object:
     limits = _range(one.type)
     try:
         return limits and _Number(None, int(one.operands), limits)
@@ -271,7 +258,7 @@ def _read_constant(reader: _Reader, one: Instruction) -> object:
         return None
 
 
-def _read_element(reader: _Reader, one: Instruction) -> object:
+def _read_element(reader: Reader, one: Instruction) -> object:
     whole, index = _read_same(reader, one), int(one.attribute("index") or 0)
     if not isinstance(whole, _State):
         return _at(whole, index) if isinstance(whole, list) else None
@@ -281,7 +268,7 @@ def _read_element(reader: _Reader, one: Instruction) -> object:
     return _Number(index, 0, limits) if known is None else _Number(None, known, limits)
 
 
-def _read_sum(reader: _Reader, one: Instruction) -> object:
+def _read_sum(reader: Reader, one: Instruction) -> object:
     values = [value for value in reader.operands(one) if isinstance(value, _Number)]
     if len(values) != 2:
         return None
@@ -303,7 +290,7 @@ def _smallest(offset: int, number: _Number, type_text: str) -> int:
     return (offset + size // 2) % size - size // 2
 
 
-def _read_comparison(reader: _Reader, one: Instruction) -> object:
+def _read_comparison(reader: Reader, one: Instruction) -> object:
     values = [value for value in reader.operands(one) if isinstance(value, _Number)]
     direction = one.attribute("direction")
     if len(values) != 2 or direction not in _SWAPPED:
@@ -314,26 +301,26 @@ def _read_comparison(reader: _Reader, one: Instruction) -> object:
     return _Test(a, b.offset, direction) if b.index is None else None
 
 
-def _read_not(reader: _Reader, one: Instruction) -> object:
+def _read_not(reader: Reader, one: Instruction) -> object:
     test = _read_same(reader, one)
     return test._replace(direction=_NEGATED[test.direction]) if isinstance(test, _Test) else None
 
 
-def _read_call(reader: _Reader, one: Instruction) -> object:
+def _read_call(reader: Reader, one: Instruction) -> object:
     role = "to_apply" if one.opcode == "call" else "calls"
     callee = reader.module.computations.get(one.callees().get(role, ("",))[0])
     if callee is None or reader.depth == _DEEPEST:
         return None
     arguments, depth = reader.operands(one), reader.depth + 1
-    return _Reader(reader.module, callee, arguments, reader.constants, depth).result()
+    return Reader(reader.module, callee, reader.constants, arguments, depth).result()
 
 
-_RULES: dict[str, Callable[[_Reader, Instruction], object]] = {
+_RULES: dict[str, Callable[[Reader, Instruction], object]] = {
     **dict.fromkeys(_SAME, _read_same),
     "constant": _read_constant,
     "parameter": lambda reader, one: _at(reader.arguments, int(one.operands)),
     "get-tuple-element": _read_element,
-    "tuple": _Reader.operands,
+    "tuple": Reader.operands,
     "add": _read_sum,
     "subtract": _read_sum,
     "compare": _read_comparison,

@@ -7,7 +7,7 @@ that reads it, unless it lies in the memory of another.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 import heapq
 import itertools
 import math
@@ -18,6 +18,7 @@ from spmd.inspection.hlo.schedule import (
     ELSEWHERE,
     OUTPUT,
     TEMPORARY,
+    Aliases,
     Array,
     Schedule,
     arrays_in,
@@ -198,15 +199,13 @@ def _in_use(arrays: Iterable[Array], length: int) -> list[int]:
 # Arguments and results
 
 
-def donations(header: str) -> dict[tuple[int, ...], tuple[int, tuple[int, ...]]]:
+def donations(header: str) -> Aliases:
     """By path of an output, the parameter and the path in it where that output lies."""
     text = header.partition("input_output_alias={")[2]
     return parse_aliases(text.partition("entry_computation_layout")[0])
 
 
-def _place_results(
-    schedule: Schedule, donated: Mapping[tuple[int, ...], tuple[int, tuple[int, ...]]]
-) -> None:
+def _place_results(schedule: Schedule, donated: Aliases) -> None:
     for path, (number, inner) in donated.items():
         argument = value_at(schedule.parameters.get(number), inner)
         for result, given in pairs_of(value_at(schedule.result, path), argument):

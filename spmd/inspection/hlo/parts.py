@@ -16,17 +16,19 @@ from typing import NamedTuple
 from spmd.inspection.hlo.calls import Visit
 from spmd.inspection.hlo.text import Computation, Instruction, Module, frames_of
 from spmd.inspection.records.names import direction_of, is_written, joined, user_source
-from spmd.inspection.records.report import Part, Shapes, Source
+from spmd.inspection.records.report import Collective, Part, Shapes, Source
+
+Place = tuple[Instruction, str]
+"""An instruction, and the name of the computation that it stands in."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(NamedTuple):
     """Where an exchange comes from, under the names of the fields of its record."""
 
     frames: tuple[Source, ...]
     op_name: str
     direction: str
-    is_consumer: bool = False
+    source_is_consumer: bool = False
 
 
 class Around:
@@ -75,18 +77,6 @@ class Around:
                     heapq.heappush(pending, way * j)
 
 
-class Whole(NamedTuple):
-    """A combined collective, and what is known of it as a whole."""
-
-    one: Instruction
-    computation: Computation
-    kind: str
-    shapes: Shapes
-    payload_bytes: int
-    wire_bytes: int
-    origin: Origin
-
-
 class _Value(NamedTuple):
     """A result of an instruction, or an element of it, by the indices of nested tuples."""
 
@@ -94,8 +84,6 @@ class _Value(NamedTuple):
     computation: str
     element: tuple[int, ...] = ()
 
-
-_Place = tuple[Instruction, Computation]
 
 #: Their result is their operand in another form; a slice is stacked into, or taken from, an array.
 _PASSES_ON = {
@@ -115,61 +103,52 @@ def divided(total: int, weights: Sequence[int]) -> list[int]:
     return [end - start for start, end in itertools.pairwise([0, *ends])]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class Divider:
     """Finds the parts of the combined collectives of a module."""
 
-    def __init__(
-        self,
-        module: Module,
-        visited: Mapping[str, Visit],
-        around: Callable[[Computation], Around],
-    ):
-        self.module = module
-        self.visited = visited
-        self.around = around
+    module: Module
+    visited: Mapping[str, Visit]
+    around: Callable[[str], Around]
 
-    def parts(self, whole: Whole, holders: Sequence[_Place]) -> tuple[Part, ...]:
-        """The parts of a collective, in the order of its operands; `holders` is what it runs in."""
+    def parts(self, whole: Collective, places: Sequence[Place]) -> tuple[Part, ...]:
+        """The parts of a collective, by operand; `places` are its own, then what it runs in."""
         operands, results = whole.shapes
+        results = results if len(results) == len(operands) else ()
         weights = [shape.nbytes for shape in operands]
-        payloads, wires = (divided(n, weights) for n in (whole.payload_bytes, whole.wire_bytes))
-        places = [(whole.one, whole.computation), *holders]
+        shares = [divided(n, weights) for n in (whole.payload_bytes, whole.wire_bytes)]
+        columns = zip(operands, *shares, self._origins(whole, places), strict=True)
         return tuple(
             Part(
-                shapes=Shapes(
-                    (shape,), results[i : i + 1] if len(results) == len(operands) else ()
-                ),
-                payload_bytes=payloads[i],
-                wire_bytes=wires[i],
+                shapes=Shapes((shape,), results[i : i + 1]),
+                payload_bytes=payload,
+                wire_bytes=wire,
                 source=user_source(origin.frames),
-                source_is_consumer=origin.is_consumer,
-                frames=origin.frames,
-                direction=origin.direction,
-                op_name=origin.op_name,
+                **origin._asdict(),
             )
-            for i, (shape, origin) in enumerate(
-                zip(operands, self._origins(whole, places), strict=True)
-            )
+            for i, (shape, payload, wire, origin) in enumerate(columns)
         )
 
-    def _origins(self, whole: Whole, places: Sequence[_Place]) -> Iterator[Origin]:
-        count, operands = len(whole.shapes.operands), whole.one.operand_names
+    def _origins(self, whole: Collective, places: Sequence[Place]) -> Iterator[Origin]:
+        count, operands = len(whole.shapes.operands), places[0][0].operand_names
         names = joined(next((one.op_name for one, _ in places if one.op_name), ""))
         names = names if len(names) == count else [names[0], *[""] * (count - 1)]
         for i, name in enumerate(names):
             if len(operands) != count:  # not XLA's own text
                 yield Origin((), name, direction_of(name))
                 continue
-            found = self._origin(whole, places, i, name)
+            found = self._origin(places, i, name)
             # The compiler kept what it knew of the first. A psum of a tree is all of one line.
             if not found.frames and (i == 0 or is_written(name or names[0])):
-                own = whole.origin
-                found = dataclasses.replace(found, frames=own.frames, is_consumer=own.is_consumer)
+                found = found._replace(
+                    frames=whole.frames, source_is_consumer=whole.source_is_consumer
+                )
             yield found
 
-    def _origin(self, whole: Whole, places: Sequence[_Place], i: int, name: str) -> Origin:
+    def _origin(self, places: Sequence[Place], i: int, name: str) -> Origin:
         """Where a part comes from: its line, its name and its direction."""
-        made = [*self._made_by(_Value(whole.one.operand_names[i], whole.computation.name))]
+        whole, home = places[0]
+        made = [*self._made_by(_Value(whole.operand_names[i], home))]
         own = (one.op_name for one, _ in made if not self._is_loops(one))
         stack = name or next(filter(None, own), "")
         for one, is_consumer in self._candidates(made, places, i, name):
@@ -179,7 +158,7 @@ class Divider:
         return Origin((), stack, direction_of(stack))
 
     def _candidates(
-        self, made: Sequence[_Place], places: Sequence[_Place], i: int, name: str
+        self, made: Sequence[Place], places: Sequence[Place], i: int, name: str
     ) -> Iterator[tuple[Instruction, bool]]:
         """Instructions that may have the line of a part, and whether they use its result.
 
@@ -199,24 +178,23 @@ class Divider:
 
     # What makes an operand
 
-    def _made_by(self, value: _Value | None) -> Iterator[_Place]:
+    def _made_by(self, value: _Value | None) -> Iterator[Place]:
         """What makes a value, from what only hands it on to what makes it.
 
         Operations with several results come last: their line is that of one of the results.
         """
         seen: set[_Value] = set()
-        several: list[_Place] = []
+        several: list[Place] = []
         while value and value not in seen:
             seen.add(value)
-            computation = self.module.computations[value.computation]
-            around = self.around(computation)
+            around = self.around(value.computation)
             if (place := around.places.get(value.name)) is None:
                 break
             one = around.instructions[place]
             if value.element or one.opcode == "get-tuple-element":
-                several.append((one, computation))
+                several.append((one, value.computation))
             else:
-                yield one, computation
+                yield one, value.computation
             value = self._before(one, value, seen)
         yield from several
 
@@ -227,9 +205,8 @@ class Divider:
             return self._argument(one, value, seen)
         if inside := one.callees().get(_CALLS.get(one.opcode, "")):
             called = self.module.computations.get(inside[0])
-            return (
-                _Value(called.root.name, called.name, element) if called and called.root else None
-            )
+            root = called.root if called else None
+            return _Value(root.name, inside[0], element) if root else None
         operand = _PASSES_ON.get(one.opcode, len(names))
         if one.opcode == "get-tuple-element":
             operand, element = 0, (int(one.attribute("index") or 0), *element)
@@ -256,9 +233,9 @@ class Divider:
 
     # Who uses a result
 
-    def _users(self, places: Sequence[_Place], i: int) -> Iterator[Instruction]:
-        for one, computation in places:
-            around = self.around(computation)
+    def _users(self, places: Sequence[Place], i: int) -> Iterator[Instruction]:
+        for one, home in places:
+            around = self.around(home)
             for element in _elements(around, one, i):
                 yield element
                 yield from around.users(element)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
 import re
 from typing import TypeAlias
 
-from spmd.inspection.hlo.text import (
-    Computation,
-    Instruction,
-    Module,
-    integers,
-    leaves,
-    tuple_elements,
-)
+from spmd.inspection.hlo import text as hlo
+from spmd.inspection.hlo.calls import calls_of
 from spmd.inspection.records.report import Shape
 
 # Values
+
+Path: TypeAlias = tuple[int, ...]
+"""A place in nested tuples, by index."""
+
+Aliases: TypeAlias = dict[Path, tuple[int, Path]]
+"""By place in a result, the operand and the place in it where that lies."""
 
 ARGUMENT, OUTPUT, TEMPORARY, ELSEWHERE = "argument", "output", "temporary", "elsewhere"
 _NEVER = -1
@@ -40,7 +40,7 @@ class Array:
         reader: the first instruction that has a line and reads it.
     """
 
-    made_by: Instruction
+    made_by: hlo.Instruction
     shape: Shape
     nbytes: int
     birth: int
@@ -48,8 +48,8 @@ class Array:
     home: str = TEMPORARY
     since: int = _NEVER
     lies_in: Array | None = None
-    writer: Instruction | None = None
-    reader: Instruction | None = None
+    writer: hlo.Instruction | None = None
+    reader: hlo.Instruction | None = None
 
 
 Value: TypeAlias = "Array | tuple[Value, ...] | None"
@@ -65,7 +65,7 @@ def arrays_in(value: Value) -> Iterator[Array]:
             yield from arrays_in(element)
 
 
-def value_at(value: Value, path: Sequence[int]) -> Value:
+def value_at(value: Value, path: Path) -> Value:
     """The part of a value at a path of indices; None where it has no such part."""
     for index in path:
         if not isinstance(value, tuple) or index >= len(value):
@@ -109,19 +109,19 @@ _PAIR = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 class Schedule:
     """Walks the entry of a module, and on the way what it calls, in the order of execution."""
 
-    def __init__(self, module: Module):
+    def __init__(self, module: hlo.Module):
         self.module = module
         self.arrays: list[Array] = []
         self.parameters: dict[int, Value] = {}
         # What may lie in the memory of its operands, which is not printed.
-        self.offers: list[tuple[Instruction, list[Value], Value]] = []
+        self.offers: list[tuple[hlo.Instruction, list[Value], Value]] = []
         self.now = 0
         entry = module.computations[module.entry]
         self.tiled = any("T(" in one.type for one in entry.instructions)
         self._walked: set[str] = set()
         self.result = self.walk(entry, None)
 
-    def walk(self, computation: Computation, operands: list[Value] | None) -> Value:
+    def walk(self, computation: hlo.Computation, operands: list[Value] | None) -> Value:
         """Walks one computation and gives its result; the entry has the program's arguments."""
         self._walked.add(computation.name)
         walk = _Walk(self, operands)
@@ -132,26 +132,24 @@ class Schedule:
             array.death = max(array.death, self.now)
         return result
 
-    def called(self, one: Instruction, operands: list[Value], *roles: str) -> list[Value]:
-        """Walks the computations that an instruction names and gives their results.
+    def called(self, one: hlo.Instruction, operands: list[Value]) -> list[Value]:
+        """Walks the computations that an instruction calls and gives their results.
 
         In a compiled module each has one caller. In any other, what it needs at the second call
         is not looked at again.
         """
-        named = one.callees()
-        names = [name for role in roles for name in named.get(role, ())]
         return [
             self.walk(self.module.computations[name], operands)
-            for name in names
+            for name, _ in calls_of(one)
             if name in self.module.computations and name not in self._walked
         ]
 
-    def fused(self, one: Instruction) -> Computation | None:
+    def fused(self, one: hlo.Instruction) -> hlo.Computation | None:
         """The inside of a fusion; None for another instruction."""
         found = _CALLS.search(one.attributes) if one.opcode == "fusion" else None
         return self.module.computations.get(found[1]) if found else None
 
-    def may_overwrite(self, one: Instruction, operand: int, result: int) -> bool:
+    def may_overwrite(self, one: hlo.Instruction, operand: int, result: int) -> bool:
         """Whether a result of an instruction may lie where one of its operands does."""
         if one.opcode in _IN_PLACE:
             return operand == result
@@ -160,16 +158,15 @@ class Schedule:
         fused = self.fused(one)
         return fused is not None and _is_pointwise(fused, operand)
 
-    def new(self, one: Instruction, kept: Mapping[tuple[int, ...], Value]) -> Value:
+    def new(self, one: hlo.Instruction, kept: Mapping[Path, Value]) -> Value:
         """The value of an instruction, all of whose arrays are new but those kept, by path."""
-        made: dict[tuple[int, ...], Value] = {}
-        for leaf in leaves(one.type, self.tiled):
+        made: dict[Path, Value] = {}
+        for leaf in hlo.leaves(one.type, self.tiled):
             if leaf.path in kept:
                 made[leaf.path] = kept[leaf.path]
-                continue
-            array = Array(one, leaf.shape, leaf.nbytes, self.now, self.now)
-            self.arrays.append(array)
-            made[leaf.path] = array
+            else:
+                made[leaf.path] = array = Array(one, leaf.shape, leaf.nbytes, self.now, self.now)
+                self.arrays.append(array)
         return _assembled(made)
 
 
@@ -181,7 +178,7 @@ class _Walk:
         self.operands = operands
         self.values: dict[str, Value] = {}
 
-    def step(self, one: Instruction) -> None:
+    def step(self, one: hlo.Instruction) -> None:
         """Gives one instruction its value."""
         operands = [self.values.get(name) for name in one.operand_names]
         rule = _RULES.get(one.opcode)
@@ -196,7 +193,7 @@ class _Walk:
         self.values[one.name] = value
         self.schedule.now += 1
 
-    def _read(self, one: Instruction, operands: Iterable[Value]) -> None:
+    def _read(self, one: hlo.Instruction, operands: Iterable[Value]) -> None:
         has_line = _has_line(one)
         for value in operands:
             for array in arrays_in(value):
@@ -206,7 +203,7 @@ class _Walk:
 
     # Rules
 
-    def _parameter(self, one: Instruction, operands: list[Value]) -> Value:
+    def _parameter(self, one: hlo.Instruction, operands: list[Value]) -> Value:
         number = int(one.operands)
         if self.operands is not None:
             return self.operands[number] if number < len(self.operands) else None
@@ -216,19 +213,19 @@ class _Walk:
         self.schedule.parameters[number] = value
         return value
 
-    def _first(self, one: Instruction, operands: list[Value]) -> Value:
+    def _first(self, one: hlo.Instruction, operands: list[Value]) -> Value:
         return operands[0] if operands else None
 
-    def _element(self, one: Instruction, operands: list[Value]) -> Value:
+    def _element(self, one: hlo.Instruction, operands: list[Value]) -> Value:
         found = _INDEX.search(one.attributes)
         return value_at(operands[0], (int(found[1]),)) if found and operands else None
 
-    def _call(self, one: Instruction, operands: list[Value]) -> Value:
-        results = self.schedule.called(one, operands, "to_apply")
+    def _call(self, one: hlo.Instruction, operands: list[Value]) -> Value:
+        results = self.schedule.called(one, operands)
         return results[0] if results else self.schedule.new(one, {})
 
-    def _loop(self, one: Instruction, operands: list[Value]) -> Value:
-        results = self.schedule.called(one, operands, "condition", "body")
+    def _loop(self, one: hlo.Instruction, operands: list[Value]) -> Value:
+        results = self.schedule.called(one, operands)
         state = operands[0] if operands else None
         # What an iteration hands on lies where its own state lay.
         for old, new in pairs_of(state, results[-1] if results else None):
@@ -238,20 +235,18 @@ class _Walk:
                 old.writer = new.writer or line_of(new)
         return state
 
-    def _branches(self, one: Instruction, operands: list[Value]) -> Value:
+    def _branches(self, one: hlo.Instruction, operands: list[Value]) -> Value:
         # Branch k takes operand k + 1, and all leave their results in the same place.
-        named, value = one.callees(), None
-        roles = ("branch_computations", "true_computation", "false_computation")
-        names = [name for role in roles for name in named.get(role, ())]
-        for name, operand in zip(names, operands[1:], strict=False):
+        value = None
+        for (name, _), operand in zip(calls_of(one), operands[1:], strict=False):
             if name in self.schedule.module.computations:
                 value = self.schedule.walk(self.schedule.module.computations[name], [operand])
         return value if value is not None else self.schedule.new(one, {})
 
-    def _started(self, one: Instruction, operands: list[Value]) -> Value:
+    def _started(self, one: hlo.Instruction, operands: list[Value]) -> Value:
         """``(operands, results, ...)``, except for a copy, whose result comes first."""
         if one.opcode == "async-start":
-            self.schedule.called(one, operands, "calls")
+            self.schedule.called(one, operands)
         if one.opcode == "all-reduce-start":
             return self.schedule.new(one, {})
         if one.opcode == "copy-start":
@@ -259,13 +254,13 @@ class _Walk:
         kept = {(0, i): value for i, value in enumerate(operands)}
         return self.schedule.new(one, {(0,): self._first(one, operands), **kept})
 
-    def _awaited(self, one: Instruction, operands: list[Value]) -> Value:
+    def _awaited(self, one: hlo.Instruction, operands: list[Value]) -> Value:
         value = self._first(one, operands)
         if one.opcode.endswith("-update") or one.opcode == "all-reduce-done":
             return value
         return value_at(value, (0,) if one.opcode in ("copy-done", "recv-done") else (1,))
 
-    def _computed(self, one: Instruction, operands: list[Value]) -> Value:
+    def _computed(self, one: hlo.Instruction, operands: list[Value]) -> Value:
         kept = _aliases(one, operands, tiled=self.schedule.tiled)
         value = self.schedule.new(one, kept)
         if kept or "update" in one.name:
@@ -277,7 +272,7 @@ class _Walk:
             self.schedule.offers.append((one, operands, value))
         return value
 
-    def _part_written(self, one: Instruction, operands: list[Value]) -> Instruction | None:
+    def _part_written(self, one: hlo.Instruction, operands: list[Value]) -> hlo.Instruction | None:
         """The instruction that makes the part which an update stores; None where unknown."""
         fused = self.schedule.fused(one)
         if fused is None:
@@ -293,7 +288,7 @@ class _Walk:
         return found if found is not None and _has_line(found) else None
 
 
-_RULES: dict[str, Callable[[_Walk, Instruction, list[Value]], Value]] = {
+_RULES: dict[str, Callable[[_Walk, hlo.Instruction, list[Value]], Value]] = {
     "parameter": _Walk._parameter,
     **dict.fromkeys(("constant", "after-all", "send-done"), lambda walk, one, operands: None),
     **dict.fromkeys((*_RENAMES, "add-dependency"), _Walk._first),
@@ -306,11 +301,9 @@ _RULES: dict[str, Callable[[_Walk, Instruction, list[Value]], Value]] = {
 }
 
 
-def _aliases(
-    one: Instruction, operands: list[Value], *, tiled: bool
-) -> dict[tuple[int, ...], Value]:
+def _aliases(one: hlo.Instruction, operands: list[Value], *, tiled: bool) -> dict[Path, Value]:
     """Results that lie in an operand because the program says so."""
-    kept: dict[tuple[int, ...], Value] = {}
+    kept: dict[Path, Value] = {}
     if "output_to_operand_aliasing=" in one.attributes:
         text = one.attribute("output_to_operand_aliasing") or ""
         for path, (number, inner) in parse_aliases(text).items():
@@ -321,21 +314,21 @@ def _aliases(
     return {path: value for path, value in kept.items() if value is not None}
 
 
-def _printed_aliases(one: Instruction, operands: list[Value]) -> dict[tuple[int, ...], Value]:
+def _printed_aliases(one: hlo.Instruction, operands: list[Value]) -> dict[Path, Value]:
     """TPU prints what lies in the same memory: operands count first, then results."""
     text = one.attributes.partition('"aliasing_operands"')[2].partition("]}]}")[0]
-    count = len(tuple_elements(one.type)) if one.type.startswith("(") else 0
+    count = len(hlo.tuple_elements(one.type)) if one.type.startswith("(") else 0
     paths = [(i,) for i in range(count)] or [()]
-    kept: dict[tuple[int, ...], Value] = {}
+    kept: dict[Path, Value] = {}
     for group in _GROUP.findall(text + "]}"):
-        numbers = integers(group)
+        numbers = hlo.integers(group)
         sources = [operands[n] for n in numbers if n < len(operands)]
         results = [n - len(operands) for n in numbers if n >= len(operands)]
         kept |= {paths[r]: sources[0] for r in results if sources and r < len(paths)}
     return kept
 
 
-def _is_pointwise(fused: Computation, number: int) -> bool:
+def _is_pointwise(fused: hlo.Computation, number: int) -> bool:
     """Whether a fusion may write its result over a parameter.
 
     Each element of the result needs no other element of the parameter, or the parameter is what
@@ -366,25 +359,26 @@ def _dims(text: str) -> str:
     return text.partition("[")[2]
 
 
-def _assembled(made: Mapping[tuple[int, ...], Value]) -> Value:
+def _assembled(made: Mapping[Path, Value]) -> Value:
     """The value whose arrays stand at these paths."""
     if not made or () in made:
         return made.get(())
-    inner: dict[int, dict[tuple[int, ...], Value]] = {}
+    inner: dict[int, dict[Path, Value]] = {}
     for path, value in made.items():
         inner.setdefault(path[0], {})[path[1:]] = value
     return tuple(_assembled(inner.get(i, {})) for i in range(max(inner) + 1))
 
 
-def parse_aliases(text: str) -> dict[tuple[int, ...], tuple[int, tuple[int, ...]]]:
-    """Reads ``{1}: (0, {})``: by path in a result, the operand and the path in it that it is."""
-    return {integers(out): (int(n), integers(inner)) for out, n, inner in _PAIR.findall(text)}
+def parse_aliases(text: str) -> Aliases:
+    """Reads ``{1}: (0, {})``."""
+    found = _PAIR.findall(text)
+    return {hlo.integers(out): (int(n), hlo.integers(inner)) for out, n, inner in found}
 
 
-def _has_line(one: Instruction) -> bool:
+def _has_line(one: hlo.Instruction) -> bool:
     return "stack_frame_id=" in one.attributes or "source_line=" in one.attributes
 
 
-def line_of(array: Array) -> Instruction | None:
+def line_of(array: Array) -> hlo.Instruction | None:
     """The instruction whose line an array has: what made it, or else what wrote into it."""
     return array.made_by if _has_line(array.made_by) else array.writer

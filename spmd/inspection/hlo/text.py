@@ -137,9 +137,8 @@ class Computation:
     @property
     def root(self) -> Instruction | None:
         """The instruction whose result is that of the computation: the last one without a mark."""
-        return next((i for i in self.instructions if i.is_root), None) or (
-            self.instructions[-1] if self.instructions else None
-        )
+        last = self.instructions[-1] if self.instructions else None
+        return next((one for one in self.instructions if one.is_root), last)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +183,18 @@ class Module:
 def base_opcode(one: Instruction) -> str:
     """What an instruction does, or starts to do: ``call`` for a ``call-start``."""
     return one.opcode.removesuffix("-start")
+
+
+def result_type(one: Instruction) -> str:
+    """The type of what an instruction gives, or of what its start will have given at its end.
+
+    Starts give (operands, result, contexts...), copies (result, operand, contexts...), and
+    all-reduces the result alone.
+    """
+    elements = tuple_elements(one.type)
+    if not one.opcode.endswith("-start") or len(elements) < 2 or one.opcode == "all-reduce-start":
+        return one.type
+    return elements[0] if one.opcode == "copy-start" else elements[1]
 
 
 def integers(text: str | None) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import math
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +25,7 @@ class Split:
     @classmethod
     def of(cls, size: int, axes: Sequence[str], mesh: Mapping[str, int]) -> Split:
         """The split of a dimension of so many elements over axes of a mesh."""
-        parts = 1
-        for axis in axes:
-            parts *= mesh[axis]
+        parts = math.prod(mesh[axis] for axis in axes)
         return cls(axes=tuple(axes), parts=parts, block=-(-size // parts))
 
     def range_at(

@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 import re
 import types
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from spmd.errors import Failure, ReportError, explain
 from spmd.inspection.records.origins import Annotation, Later, Origins, Step, known
@@ -33,31 +33,34 @@ _SCHEMA = re.compile(r"spmd-report/(\d+)")
 def encode(report: Report) -> dict[str, Any]:
     """A report as JSON values, as `Report.to_json` says."""
     frames = _Table[Source]()
-    data = {"schema": SCHEMA, **values(report)}
+    special = {Collective: functools.partial(_encode_collective, frames=frames)}
+    data = {"schema": SCHEMA, **values(report, special)}
     data["mesh"] = [{"axis": name, "size": size} for name, size in report.mesh.items()]
-    data["collectives"] = [_encode_collective(one, frames) for one in report.collectives]
     data["origins"] = _encode_origins(report.origins, frames)
     data["frames"] = values(tuple(frames))
     data["totals"] = _encode_totals(report)
     return data
 
 
-def values(value: Any, tables: Mapping[type, _Table[Any]] = types.MappingProxyType({})) -> Any:
-    """JSON values of a record, and of all that it holds; an index for each that is in a table."""
-    if type(value) in tables:
-        return tables[type(value)][value]
+_Special: TypeAlias = Mapping[type, Callable[[Any], Any]]
+
+
+def values(value: Any, special: _Special = types.MappingProxyType({})) -> Any:
+    """JSON values of a record, and of all that it holds; `special` has those of some types."""
+    if type(value) in special:
+        return special[type(value)](value)
     if dataclasses.is_dataclass(value):
-        return _fields(value, tables)
+        return _fields(value, special)
     if isinstance(value, Mapping):
-        return {key: values(inner, tables) for key, inner in value.items()}
+        return {key: values(inner, special) for key, inner in value.items()}
     if hasattr(value, "_asdict"):
-        return values(value._asdict(), tables)
-    return [values(one, tables) for one in value] if isinstance(value, tuple) else value
+        return values(value._asdict(), special)
+    return [values(one, special) for one in value] if isinstance(value, tuple) else value
 
 
-def _fields(record: Any, tables: Mapping[type, _Table[Any]]) -> dict[str, Any]:
+def _fields(record: Any, special: _Special) -> dict[str, Any]:
     names = (field.name for field in dataclasses.fields(record))
-    return {name: values(getattr(record, name), tables) for name in names if name[0] != "_"}
+    return {name: values(getattr(record, name), special) for name in names if name[0] != "_"}
 
 
 class _Table(dict[_T, int]):
@@ -67,14 +70,14 @@ class _Table(dict[_T, int]):
         return self.setdefault(key, len(self))
 
 
-def without_frames(one: Collective) -> Collective:
-    """A collective whose stacks, and those of its parts, are left out."""
+def without_frames(one: Collective) -> dict[str, Any]:
+    """The JSON values of a collective whose stacks, and those of its parts, are left out."""
     parts = tuple(dataclasses.replace(part, frames=()) for part in one.parts)
-    return dataclasses.replace(one, frames=(), parts=parts)
+    return values(dataclasses.replace(one, frames=(), parts=parts))
 
 
 def _encode_collective(one: Collective, frames: _Table[Source]) -> dict[str, Any]:
-    data = values(without_frames(one))
+    data = without_frames(one)
     data["frames"] = [frames[frame] for frame in one.frames]
     for part, encoded in zip(one.parts, data["parts"], strict=True):
         encoded["frames"] = [frames[frame] for frame in part.frames]
@@ -89,10 +92,10 @@ _SHARED = {"annotations": Annotation, "steps": Step}
 
 def _encode_origins(origins: Origins, frames: _Table[Source]) -> dict[str, Any]:
     tables: dict[type, _Table[Any]] = {record: _Table() for record in _SHARED.values()}
-    tables[Source] = frames
-    data = values(origins, tables)
+    indices = {one: table.__getitem__ for one, table in (*tables.items(), (Source, frames))}
+    data = values(origins, indices)
     for name, record in _SHARED.items():
-        data[name] = [_fields(one, tables) for one in tables[record]]
+        data[name] = [_fields(one, indices) for one in tables[record]]
     return data
 
 
@@ -190,16 +193,16 @@ def _check_version(data: Any, subject: str) -> None:
             fix="pass what report.to_json() gives or report.save() writes",
             error=ReportError,
         )
-        raise explain(subject, [failure])
-    versions = data.get("versions")
-    writer = versions.get("spmd") if isinstance(versions, Mapping) else None
-    failure = Failure(
-        what="is a report of a version that this spmd does not read",
-        expected=expected,
-        got=got + (f", written by spmd {writer}" if writer else ""),
-        fix="install the version of spmd that wrote it, or write the report anew",
-        error=ReportError,
-    )
+    else:
+        versions = data.get("versions")
+        writer = versions.get("spmd") if isinstance(versions, Mapping) else None
+        failure = Failure(
+            what="is a report of a version that this spmd does not read",
+            expected=expected,
+            got=got + (f", written by spmd {writer}" if writer else ""),
+            fix="install the version of spmd that wrote it, or write the report anew",
+            error=ReportError,
+        )
     raise explain(subject, [failure])
 
 

@@ -158,10 +158,9 @@ class Diff(Paged):
         return bool(self.changed or self.added or self.removed)
 
     def __repr__(self) -> str:
-        counts = (f"{len(self.changed)} changed", f"{len(self.added)} added")
         return (
-            f"<Diff of {self.names[0]} and {self.names[1]}: {', '.join(counts)}, "
-            f"{len(self.removed)} removed collectives>"
+            f"<Diff of {self.names[0]} and {self.names[1]}: {len(self.changed)} changed, "
+            f"{len(self.added)} added, {len(self.removed)} removed collectives>"
         )
 
     def show(self, console: Console | None = None, *, limit: int | None = 40) -> None:
@@ -180,15 +179,7 @@ class Diff(Paged):
             A dictionary for `json.dumps` with schema ``spmd-diff/1``. Collectives are as in a
             report, without stack frames; ``different`` is what `bool` of this says.
         """
-        slim = codec.without_frames
-        bare = dataclasses.replace(
-            self,
-            unchanged=tuple(Pair(a=slim(pair.a), b=slim(pair.b)) for pair in self.unchanged),
-            changed=tuple(Pair(a=slim(pair.a), b=slim(pair.b)) for pair in self.changed),
-            added=tuple(map(slim, self.added)),
-            removed=tuple(map(slim, self.removed)),
-        )
-        data = codec.values(bare)
+        data = codec.values(self, {Collective: codec.without_frames})
         for pair, record in zip(data["changed"], self.changed, strict=True):
             pair["changes"] = list(record.changes)
         return {"schema": SCHEMA, "different": bool(self), **data}
@@ -262,13 +253,11 @@ def _report(given: Reportlike, name: str) -> Report:
 
 
 def _names(a: Reportlike, b: Reportlike, first: Report, second: Report) -> tuple[str, str]:
-    names = tuple(
+    x, y = (
         os.fspath(given) if isinstance(given, (str, os.PathLike)) else report.name
         for given, report in ((a, first), (b, second))
     )
-    if names[0] == names[1]:
-        return f"{names[0]} (a)", f"{names[1]} (b)"
-    return names[0], names[1]
+    return (f"{x} (a)", f"{y} (b)") if x == y else (x, y)
 
 
 def _header(a: Report, b: Report) -> Iterator[Difference]:

@@ -151,10 +151,8 @@ def direction_of(op_name: str) -> str:
 
 def user_source(frames: Sequence[Source]) -> Source | None:
     """The innermost frame outside of libraries, or the innermost one if all are in libraries."""
-    for frame in frames:
-        if not is_library(frame.file):
-            return frame
-    return frames[0] if frames else None
+    users = (frame for frame in frames if not is_library(frame.file))
+    return next(users, frames[0] if frames else None)
 
 
 def users_own(source: Source | None) -> Source | None:
@@ -175,10 +173,7 @@ def is_library(file: str) -> bool:
     # A module's text may come from another machine, whose folders are not ours.
     if file.startswith("<frozen ") or _ELSEWHERE.search(file):
         return True
-    return any(
-        folder in path.parents
-        for folder in tuple({Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")})
-    )
+    return any(Path(sysconfig.get_path(s)) in path.parents for s in ("stdlib", "platstdlib"))
 
 
 _ELSEWHERE = re.compile(r"[\\/](?:site-packages|dist-packages|lib(?:64)?[\\/]python3\.\d+t?)[\\/]")

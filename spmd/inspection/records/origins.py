@@ -196,9 +196,7 @@ class Later:
 
 def known(origins: Origins) -> Later:
     """Origins that are there already."""
-    later = Later(lambda: origins)
-    later.get()
-    return later
+    return Later(lambda: origins)
 
 
 UNKNOWN = known(Origins(missing="The report does not hold where its shardings come from."))

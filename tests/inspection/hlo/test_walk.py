@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmd.inspection.hlo import loops, text as hlo_text
+from spmd.inspection.hlo import calls, loops, text as hlo_text
 from spmd.inspection.hlo.calls import visits
 
 
@@ -263,12 +263,13 @@ def test_many_loops_do_not_read_their_surroundings_anew(monkeypatch):
     """A computation with a thousand loops is opened once, not once for each."""
     opened = []
 
-    class Reader(loops._Reader):
+    class Reader(loops.Reader):
         def __init__(self, module, computation, *rest):
             opened.append(computation.name)
             super().__init__(module, computation, *rest)
 
-    monkeypatch.setattr(loops, "_Reader", Reader)
+    for module in (calls, loops):
+        monkeypatch.setattr(module, "Reader", Reader)
     module = _module(body=[X], test=[X], main=[X, *[_loop(f"w{i}", "body") for i in range(1000)]])
     assert visits(module)["body"].unknown_loops == {f"w{i}" for i in range(1000)}
     assert opened.count("main") == 1
