@@ -145,6 +145,19 @@ def test_nested_calls_that_differ_are_two_functions(in_mesh):
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+def test_nested_calls_whose_results_differ_are_two_functions(in_mesh):
+    """Calls that differ in the specs of their results alone keep each its own."""
+
+    def inner_function(x):
+        return jnp.sin(x) * 2
+
+    one = pjit(inner_function, out_axis_resources=P("data"))
+    two = pjit(inner_function, out_axis_resources=P(None, "model"))
+    lowered = pjit(lambda x: (one(x), two(x), one(x))).lower(X)
+    assert len(re.findall(r"func\.func private @inner_function", lowered.as_text())) == 2
+    assert lowered.compile().out_specs == (P("data"), P(None, "model"), P("data"))
+
+
 def test_jit_of_uncommitted_inputs_runs_on_the_whole_mesh(mesh):
     """`jax.jit` of a call runs on all devices of the mesh, even where no spec says anything."""
     for options in ({"in_axis_resources": P("data")}, {}):

@@ -173,6 +173,8 @@ def _logical(opcode: str, attributes: str, replicas: int, partitions: int):
         ("all-to-all", "replica_groups={}", [(0, 3), (1, 4), (2, 5)]),
         # With a channel and no flag: replicas, with all their partitions.
         ("all-reduce", "channel_id=1, replica_groups={{0},{1}}", [(0, 1, 2), (3, 4, 5)]),
+        ("all-gather", "channel_id=1, replica_groups={{0,1}}", [(0, 1, 2, 3, 4, 5)]),
+        ("reduce-scatter", "channel_id=1, replica_groups={{0},{1}}", [(0, 1, 2), (3, 4, 5)]),
         # These have no flag: with a channel they name partitions, within each replica.
         ("all-to-all", "channel_id=1, replica_groups={{0,2},{1}}", [(0, 2), (1,), (3, 5), (4,)]),
         (

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 from hardware import needs_libtpu
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 import numpy as np
@@ -218,6 +219,15 @@ def _programs():
     def looped(x):
         return jax.lax.fori_loop(0, 4, lambda i, h: jnp.tanh(h @ x), x)
 
+    def skipped(x):
+        first = x @ x
+        return first + (first @ first) @ x
+
+    def turned(x):
+        # Rows lie behind each other for one sort, and columns for the other.
+        by_row = with_layout_constraint(jnp.sort(x, axis=1), Layout((1, 0)))
+        return jnp.sort(by_row, axis=0)[0]
+
     def s(*dims, dtype=F32):
         return jax.ShapeDtypeStruct(dims, dtype)
 
@@ -246,6 +256,8 @@ def _programs():
         "loop": (looped, P(), P(), (s(512, 512),), ()),
         "gather": (lambda x: jnp.sin(x) @ x, P("data"), P(), (s(512, 512),), ()),
         "sort": (lambda x: jnp.sort(x, axis=0) @ x, P(), P(), (s(512, 512),), ()),
+        "skip": (skipped, P(), P(), (s(512, 512),), ()),
+        "turn": (turned, P(), P(), (s(512, 512),), ()),
     }
 
 
@@ -491,6 +503,45 @@ def test_results_over_operands_that_die():
     found = _buffers(_hlo(body))
     # a lies where b does, and d where c does; b and c live together.
     assert sum(b.nbytes for b in found if b.at_peak and b.kind == "temporary") == 800
+
+
+def test_an_output_is_taken_as_soon_as_an_operand_lies_in_it():
+    """Off TPU nothing hides in an output in whose memory an operand of it lies already."""
+    body = """
+  %p = f32[100]{0} parameter(0)
+  %a = f32[100]{0} custom-call(%p), custom_call_target="x"
+  %b = f32[100]{0} custom-call(%a), custom_call_target="x"
+  %c = f32[100]{0} custom-call(%b), custom_call_target="x"
+  ROOT %r = f32[100]{0} add(%a, %c) """
+    # a lies where r does, and is still needed: b and c, which live together, lie elsewhere.
+    found = _buffers(_hlo(body))
+    assert _sizes(found) == {"p": 400, "r": 400, "b": 400, "c": 400}
+    assert _alive(found) == {"b", "c"}
+
+
+@pytest.mark.parametrize(
+    ("opcode", "order", "temporaries"),
+    [
+        ("negate", "1,0", 800),
+        ("copy", "1,0", 800),
+        ("copy", "0,1", 1600),  # each element is written where another one is still to be read
+    ],
+)
+def test_a_fusion_that_moves_elements_needs_another_place(opcode, order, temporaries):
+    """A result lies over the operand of a fusion only where each element stays in its place."""
+    more = f"""%inside (q: f32[10,20]) -> f32[10,20] {{
+  %q = f32[10,20]{{1,0}} parameter(0)
+  ROOT %o = f32[10,20]{{{order}}} {opcode}(%q)
+}}
+
+"""
+    body = f"""
+  %p = f32[] parameter(0)
+  %a = f32[10,20]{{1,0}} custom-call(%p), custom_call_target="x"
+  %b = f32[10,20]{{{order}}} fusion(%a), kind=kLoop, calls=%inside
+  ROOT %r = f32[] custom-call(%b), custom_call_target="x" """
+    found = _buffers(_hlo(body, more=more))
+    assert sum(b.nbytes for b in found if b.at_peak and b.kind == "temporary") == temporaries
 
 
 def test_modules_without_a_program():
