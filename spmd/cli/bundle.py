@@ -6,15 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from spmd.cli.options import (
-    FAILED,
-    OK,
-    CommandError,
-    add_command as add,
-    add_devices,
-    reading,
-    set_device_count,
-)
+from spmd.cli import options
+from spmd.cli.options import FAILED, OK, CommandError, add_command as add
 
 _EXAMPLES = """\
 examples:
@@ -30,17 +23,19 @@ def add_command(commands: Any) -> None:
     holds = "Show what a bundle holds: names, types, specs, versions. Its code is not run."
     parser = add(commands, "bundle", _bundle, about, description=holds, epilog=_EXAMPLES)
     parser.add_argument("path", metavar="PATH", help="the file that Compiled.save wrote")
-    add_devices(parser, "compare with so many virtual CPU devices instead of those that JAX finds")
+    options.add_devices(
+        parser, "compare with so many virtual CPU devices instead of those that JAX finds"
+    )
 
 
 def _bundle(args: argparse.Namespace) -> int:
     if args.devices is not None:
         if args.devices < 1:
             raise CommandError(f"--devices {args.devices} is too few: at least 1 is needed.")
-        set_device_count(args.devices)
+        options.set_device_count(args.devices)
     from spmd.bundle import contents
 
-    with reading(args.path):
+    with options.reading(args.path):
         found = contents(args.path)
     print("\n".join(_lines(found)))
     return FAILED if found.differences else OK

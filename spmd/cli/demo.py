@@ -8,20 +8,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from spmd.cli.options import (
-    FAILED,
-    OK,
-    CommandError,
-    add_command as add,
-    add_devices,
-    add_outputs,
-    at_least,
-    in_a_folder,
-    near,
-    parse_axes,
-    set_device_count,
-    writable,
-)
+from spmd.cli import options
+from spmd.cli.options import FAILED, OK, CommandError, add_command as add
 from spmd.demo import AXES, BATCH, DEVICES, HEADS, Options, pages
 
 _PAGE = "spmd-demo.html"
@@ -43,17 +31,13 @@ examples:
 def add_command(commands: Any) -> None:
     """Adds ``demo`` to the commands of the command line."""
     about = "train a small transformer on virtual devices and show what the partitioner did"
-    add_arguments(add(commands, "demo", _demo, about, description=_ABOUT, epilog=_EXAMPLES))
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the demo's options on a parser."""
+    parser = add(commands, "demo", _demo, about, description=_ABOUT, epilog=_EXAMPLES)
     parser.add_argument(
         "--mesh",
         metavar="AXES",
         help="sizes of the axes data and model, such as data=8 (default: data=4,model=2)",
     )
-    add_devices(parser, f"virtual CPU devices (default: {DEVICES})")
+    options.add_devices(parser, f"virtual CPU devices (default: {DEVICES})", default=DEVICES)
     parser.add_argument("--steps", type=int, default=400, metavar="N", help="default: 400")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     parser.add_argument(
@@ -61,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="train the same steps unsharded on one device, and compare the loss curves",
     )
-    add_outputs(
+    options.add_outputs(
         parser,
         json="write the report to FILE too",
         html="write the page of the step to FILE, and those of the slip and of the difference "
@@ -70,33 +54,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    options = options_from(args)
+    asked = options_from(args)
     if importlib.util.find_spec("optax") is None:
         raise CommandError("the demo needs optax: pip install 'spmd[demo]'")
-    set_device_count(options.devices)
+    options.set_device_count(asked.devices)
     from rich.console import Console
 
     from spmd.demo.run import run
 
-    report = run(options, Console(highlight=False))
+    report = run(asked, Console(highlight=False))
     failed = report.verification is not None and not report.verification.passed
     return FAILED if failed else OK
 
 
 def options_from(args: argparse.Namespace) -> Options:
     """Checks parsed arguments."""
-    devices = DEVICES if args.devices is None else args.devices
-    at_least("--devices", devices)
-    at_least("--steps", args.steps)
+    options.at_least("--devices", args.devices)
+    options.at_least("--steps", args.steps)
     if not 0 <= args.seed < 2**31:
         raise CommandError(f"--seed {args.seed} is not between 0 and 2147483647.")
-    mesh = _mesh_of(args.mesh, devices)
-    _check_mesh(mesh, devices)
+    mesh = _mesh_of(args.mesh, args.devices)
+    _check_mesh(mesh, args.devices)
     if args.json is not None:
-        in_a_folder(args.json, "--json")
+        options.in_a_folder(args.json, "--json")
     return Options(
         mesh=mesh,
-        devices=devices,
+        devices=args.devices,
         steps=args.steps,
         seed=args.seed,
         verify=args.verify,
@@ -111,7 +94,7 @@ def _page(given: Path | None) -> Path | None:
     try:
         # What was asked for comes first: its name is the one to say.
         for path in (page, *pages(page).values()):
-            writable(path, "--html", ".html")
+            options.writable(path, "--html", ".html")
     except CommandError:
         if given:
             raise
@@ -124,12 +107,12 @@ def _mesh_of(text: str | None, devices: int) -> dict[str, int]:
     if text is None:
         model = 2 if devices % 2 == 0 else 1
         return {"data": devices // model, "model": model}
-    mesh = parse_axes(text)
+    mesh = options.parse_axes(text)
     for name in mesh:
         if name not in AXES:
             raise CommandError(
                 f"--mesh {text} names the axis '{name}', "
-                f"but the demo's are 'data' and 'model'{near(name, AXES)}"
+                f"but the demo's are 'data' and 'model'{options.near(name, AXES)}"
             )
     return mesh | {name: 1 for name in AXES if name not in mesh}
 

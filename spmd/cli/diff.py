@@ -35,7 +35,5 @@ def _diff(args: argparse.Namespace) -> int:
 
     with reading():
         found = diff(args.a, args.b)
-    draw(found, args.json)
-    if args.html:
-        args.html.write_text(found.to_html(), encoding="utf-8")
+    draw(found, args.json, args.html)
     return FAILED if found else OK

@@ -39,9 +39,9 @@ def add_outputs(parser: argparse.ArgumentParser, **about: str) -> None:
         parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=text)
 
 
-def add_devices(parser: argparse.ArgumentParser, about: str) -> None:
+def add_devices(parser: argparse.ArgumentParser, about: str, default: int | None = None) -> None:
     """Adds ``--devices``, a number of virtual CPU devices."""
-    parser.add_argument("--devices", type=int, metavar="N", help=about)
+    parser.add_argument("--devices", type=int, default=default, metavar="N", help=about)
 
 
 # What is asked
@@ -212,10 +212,12 @@ def reading(path: str = "") -> Iterator[None]:
         raise CommandError(f"{name} cannot be read: {why}.") from None
 
 
-def draw(drawable: Any, json_file: Path | None = None) -> None:
-    """Prints a record or a picture, and writes it to a file if there is one."""
+def draw(drawable: Any, json_file: Path | None = None, html_file: Path | None = None) -> None:
+    """Prints a record or a picture, and writes it to the files that there are."""
     from rich.console import Console
 
     Console(highlight=False).print(drawable)
     if json_file:
         json_file.write_text(json.dumps(drawable.to_json(), indent=1) + "\n", encoding="utf-8")
+    if html_file:
+        html_file.write_text(drawable.to_html(), encoding="utf-8")

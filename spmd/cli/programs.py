@@ -9,15 +9,8 @@ import inspect
 import math
 from typing import Any
 
-from spmd.cli.options import (
-    CommandError,
-    add_command,
-    add_devices,
-    at_least,
-    load,
-    parse_axes,
-    set_device_count,
-)
+from spmd.cli import options
+from spmd.cli.options import CommandError
 
 _DEVICES = 8
 
@@ -41,7 +34,7 @@ def add_program_command(
 ) -> argparse.ArgumentParser:
     """Adds a command that takes a function; `several` allows more than one topology."""
     description = f"{about[0].upper()}{about[1:]}.\n\n{_ABOUT_FUNCTION}"
-    parser = add_command(commands, name, run, about, description=description, epilog=epilog)
+    parser = options.add_command(commands, name, run, about, description=description, epilog=epilog)
     parser.add_argument("function", metavar="FUNCTION", help="such as train:step or train.py:step")
     parser.add_argument("--args", metavar="ARGS", help="what it is called with; default: nothing")
     parser.add_argument("--mesh", metavar="AXES", help="axis sizes, such as data=4,model=2")
@@ -52,7 +45,7 @@ def add_program_command(
         help="devices that need not be there, such as v5e:4x4 or cpu:64"
         + ("; once for each mesh to compare" if several else ""),
     )
-    add_devices(
+    options.add_devices(
         parser, "virtual CPU devices to start JAX with (default: as many as the mesh has, else 8)"
     )
     parser.add_argument(
@@ -67,11 +60,11 @@ def add_program_command(
 
 def start(args: argparse.Namespace) -> dict[str, int] | None:
     """Checks mesh and devices, and has JAX start on them; gives the axis sizes."""
-    axes = None if args.mesh is None else parse_axes(args.mesh, open_size=True)
+    axes = None if args.mesh is None else options.parse_axes(args.mesh, open_size=True)
     if args.topology and axes is None and not isinstance(args.topology, str):
         raise CommandError("--topology needs --mesh, such as --mesh data=-1,model=4.")
     if args.devices is not None:
-        at_least("--devices", args.devices)
+        options.at_least("--devices", args.devices)
     fixed = axes if axes and -1 not in axes.values() and not args.topology else None
     needed = math.prod(fixed.values()) if fixed else _DEVICES
     if args.devices is not None and not args.topology and axes and args.devices < needed:
@@ -80,14 +73,14 @@ def start(args: argparse.Namespace) -> dict[str, int] | None:
             f"{args.devices}: leave --devices out."
         )
     if not args.real:
-        set_device_count(args.devices or needed)
+        options.set_device_count(args.devices or needed)
     return axes
 
 
 def call(args: argparse.Namespace) -> tuple[Any, Any, tuple, dict[str, Any]]:
     """The function, the mesh to compile for, or None for its own, and what it is called with."""
     axes = start(args)
-    function, mesh = load(args.function, "FUNCTION"), mesh_of(args.topology, axes)
+    function, mesh = options.load(args.function, "FUNCTION"), mesh_of(args.topology, axes)
     values, keywords = shapes(args.args, mesh)
     if why := misfit(function, *values, **keywords):
         given = f"--args {args.args} gives it" if args.args else "without --args it gets"
@@ -122,7 +115,7 @@ def shapes(path: str | None, mesh: Any) -> tuple[tuple, dict[str, Any]]:
 
     from spmd.inspection.compile.carrying import shape_on
 
-    given = () if path is None else load(path, "--args")
+    given = () if path is None else options.load(path, "--args")
     with mesh if mesh is not None else contextlib.nullcontext():
         given = given() if callable(given) else given
     given = jax.tree_util.tree_map_with_path(

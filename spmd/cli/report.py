@@ -66,7 +66,6 @@ def _report(args: argparse.Namespace) -> int:
         "max_bytes": parse_limits("--max-bytes", args.max_bytes),
         "max_count": _counts(parse_limits("--max-count", args.max_count)),
     }
-    limits = {name: limit for name, limit in limits.items() if limit}
     # A slip in a limit is told before anything compiles, which may take minutes.
     budget = read_budget(limits)
     function, mesh, values, keywords = call(args)
@@ -86,7 +85,7 @@ def _report(args: argparse.Namespace) -> int:
             report.save(path)
     if args.trace:
         report.save_trace(args.trace)
-    return _hold(report, limits) if limits else OK
+    return _hold(report, limits) if any(limits.values()) else OK
 
 
 def _counts(limits: dict[str, str]) -> dict[str, int]:
@@ -107,9 +106,8 @@ def _suspects(function: Any, values: tuple, keywords: dict[str, Any], mesh: Any)
     from spmd.testing._assertions import show
 
     found = spmd.preview(function, *values, mesh=mesh, **keywords).collectives
-    moved = [one for one in found if one.kind in ("all-to-all", "collective-permute")]
-    if moved:
-        lines = dict.fromkeys(f"            {show(one)}\n" for one in moved)
+    moved = (one for one in found if one.kind in ("all-to-all", "collective-permute"))
+    if lines := dict.fromkeys(f"            {show(one)}\n" for one in moved):
         text = (
             "  here      lines where an array is split anew, as a preview says:\n"
             f"{''.join(lines)}"

@@ -12,18 +12,8 @@ import math
 import re
 from typing import Any
 
-from spmd.cli.options import (
-    OK,
-    CommandError,
-    add_command as add,
-    add_outputs,
-    draw,
-    load,
-    parse_axes,
-    reading,
-    set_device_count,
-    writable,
-)
+from spmd.cli import options
+from spmd.cli.options import OK, CommandError, add_command as add
 from spmd.cli.programs import mesh_of, misfit
 
 _EXAMPLES = """\
@@ -55,15 +45,12 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--shape", metavar="SIZES", help="of the array, such as 8,16")
     parser.add_argument("--spec", metavar="SPEC", help="of a .npy file, such as \"P('data')\"")
     parser.add_argument("--topology", metavar="NAME", help="devices, such as v5e:4x4")
-    add_outputs(parser, html="write a page to FILE too")
+    options.add_outputs(parser, html="write a page to FILE too")
 
 
 def _show(args: argparse.Namespace) -> int:
-    writable(args.html, "--html", ".html")
-    picture = _picture(args)
-    draw(picture)
-    if args.html:
-        picture.save(args.html)
+    options.writable(args.html, "--html", ".html")
+    options.draw(_picture(args), html_file=args.html)
     return OK
 
 
@@ -88,7 +75,7 @@ def _of_report(args: argparse.Namespace) -> Any:
     from spmd.inspection import Report
     from spmd.inspection.records.pictures import of_argument
 
-    with reading(args.what):
+    with options.reading(args.what):
         report = Report.load(args.what)
     if args.argument is None:
         paths = ", ".join(one.path for one in report.arguments) or "none: it is of an older version"
@@ -99,7 +86,7 @@ def _of_report(args: argparse.Namespace) -> Any:
 def _of_spec(args: argparse.Namespace, spec: tuple[Any, ...], shape: tuple[int, ...]) -> Any:
     if args.mesh is None:
         raise CommandError("show needs --mesh for a PartitionSpec, such as --mesh data=4,model=2.")
-    axes = parse_axes(args.mesh, open_size=bool(args.topology))
+    axes = options.parse_axes(args.mesh, open_size=bool(args.topology))
     from jax.sharding import AbstractMesh, PartitionSpec
 
     import spmd
@@ -115,13 +102,13 @@ def _of_spec(args: argparse.Namespace, spec: tuple[Any, ...], shape: tuple[int, 
 
 
 def _of_object(args: argparse.Namespace) -> Any:
-    axes = None if args.mesh is None else parse_axes(args.mesh)
+    axes = None if args.mesh is None else options.parse_axes(args.mesh)
     shape = None if args.shape is None else parse_shape(args.shape)
-    set_device_count(math.prod(axes.values()) if axes else 8)
+    options.set_device_count(math.prod(axes.values()) if axes else 8)
     import spmd
 
     mesh = mesh_of(args.topology or None, axes)
-    found = load(args.what, "WHAT")
+    found = options.load(args.what, "WHAT")
     with mesh if mesh is not None else contextlib.nullcontext():
         if callable(found) and not hasattr(found, "sharding"):
             if why := misfit(found):
@@ -146,43 +133,35 @@ def _npy_shape(path: str) -> tuple[int, ...]:
     import numpy as np
 
     try:
-        with reading(path):
+        with options.reading(path):
             return np.load(path, mmap_mode="r", allow_pickle=False).shape
     except ValueError as error:
         raise CommandError(f"{path} holds no array: {error}.") from None
 
 
 _UNCONSTRAINED = object()
-_NAMES = ("P", "PartitionSpec")
 
 
 def parse_spec(text: str) -> tuple[Any, ...]:
     """Reads ``P('data', None)``, without running anything: None, names and tuples of names."""
-    wrong = CommandError(
+    try:
+        match ast.parse(text.strip(), mode="eval").body:
+            case ast.Call(func=ast.Name("P" | "PartitionSpec"), args=entries, keywords=[]):
+                return tuple(map(_entry, entries))
+    except (SyntaxError, ValueError):
+        pass
+    raise CommandError(
         f"{text} is no PartitionSpec: write P('data', None), with axis names in quotes."
     )
-    try:
-        call = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError:
-        raise wrong from None
-    if not isinstance(call, ast.Call) or call.keywords or ast.unparse(call.func) not in _NAMES:
-        raise wrong
-    entries = tuple(map(_entry, call.args))
-    if not all(_is_entry(entry) for entry in entries):
-        raise wrong
-    return entries
 
 
 def _entry(node: ast.expr) -> Any:
+    """One entry of a spec; a ValueError for anything else."""
     if isinstance(node, ast.Attribute) and node.attr == "UNCONSTRAINED":
         return _UNCONSTRAINED
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        return ...
-
-
-def _is_entry(entry: Any) -> bool:
-    if isinstance(entry, tuple):
-        return all(isinstance(name, str) for name in entry)
-    return entry is None or entry is _UNCONSTRAINED or isinstance(entry, str)
+    match ast.literal_eval(node):
+        case None | str() as entry:
+            return entry
+        case tuple(names) if all(isinstance(name, str) for name in names):
+            return names
+    raise ValueError

@@ -35,10 +35,8 @@ def run(argv: Sequence[str]) -> int:
     if code >= 0:
         return code
     name = signal.Signals(-code).name
-    sys.stderr.write(
-        f"spmd: the compiler ended its process with {name}; its last words are above.\n"
-    )
-    sys.stderr.flush()
+    text = f"spmd: the compiler ended its process with {name}; its last words are above."
+    print(text, file=sys.stderr, flush=True)
     if -code == signal.SIGABRT:
         _wait(argv, **{_ASKED: "1"})
     return USAGE

@@ -29,13 +29,13 @@ def _sweep(args: argparse.Namespace) -> int:
     function = load(args.function, "FUNCTION")
     import spmd
 
-    places = [(name, axes) for name in args.topology]
-
     def args_of(mesh: Any) -> tuple:
         values, keywords = shapes(args.args, mesh)
         return inspect.signature(function).bind(*values, **keywords).args
 
-    with doing(args, f"compiling {args.function} for {len(places)} meshes"):
-        sweep = spmd.sweep(function, meshes=places, args_of=args_of)
+    with doing(args, f"compiling {args.function} for {len(args.topology)} meshes"):
+        sweep = spmd.sweep(
+            function, meshes=[(name, axes) for name in args.topology], args_of=args_of
+        )
     draw(sweep)
     return OK

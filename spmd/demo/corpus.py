@@ -38,8 +38,5 @@ class Corpus:
 def load() -> Corpus:
     """Read the text that ships with the package."""
     text = importlib.resources.files("spmd.demo").joinpath(_FILE).read_text("ascii")
-    characters = "".join(sorted(set(text)))
-    numbers = {character: i for i, character in enumerate(characters)}
-    return Corpus(
-        characters=characters, numbers=np.array([numbers[c] for c in text], dtype=np.int32)
-    )
+    characters, numbers = np.unique(list(text), return_inverse=True)
+    return Corpus(characters="".join(characters), numbers=numbers.astype(np.int32))

@@ -18,7 +18,7 @@ from spmd.demo.records import TOLERANCE, DemoReport, Parameter, Verification
 from spmd.inspection import Diff, Report
 from spmd.inspection.records.sizes import show_bytes
 from spmd.inspection.show.diff import render_diff
-from spmd.inspection.show.layout import Flow, Indented
+from spmd.inspection.show.layout import Flow, Indented, sections
 from spmd.inspection.show.terminal import render_findings
 
 _PLAIN_LINES = 8
@@ -40,7 +40,13 @@ def follow(
 @contextlib.contextmanager
 def _step_printer(what: str, steps: int, console: Console):
     if not console.is_interactive:
-        yield _plain_printer(what, steps, console)
+        every = max(1, steps // _PLAIN_LINES)
+
+        def show(done: int, loss: float, speed: float) -> None:
+            if done % every == 0 or done == steps:
+                console.print(f"{what} {done}/{steps}  loss {loss:.3f}  {speed:,.0f} tokens/s")
+
+        yield show
         return
     bar = Progress(
         TextColumn("{task.description}"),
@@ -57,32 +63,18 @@ def _step_printer(what: str, steps: int, console: Console):
         yield lambda done, loss, speed: bar.update(task, completed=done, loss=loss, speed=speed)
 
 
-def _plain_printer(what: str, steps: int, console: Console):
-    every = max(1, steps // _PLAIN_LINES)
-
-    def show(done: int, loss: float, speed: float) -> None:
-        if done % every == 0 or done == steps:
-            console.print(f"{what} {done}/{steps}  loss {loss:.3f}  {speed:,.0f} tokens/s")
-
-    return show
-
-
 def print_report(console: Console, report: DemoReport) -> None:
     """Draw everything that is known after training."""
-    sections = [
+    slip, repair, verification = report.slip, report.repair, report.verification
+    bodies = [
         ("Loss", _loss(report, console)),
         ("Parameters", _parameters(report.parameters)),
         ("One parameter on the mesh", report.picture),
         ("One step, compiled", report.step),
+        ("A slip, found", _slip(slip, repair) if slip and repair else None),
+        ("Verification", _verification(verification) if verification else None),
     ]
-    if report.slip and report.repair:
-        sections.append(("A slip, found", _slip(report.slip, report.repair)))
-    if report.verification:
-        sections.append(("Verification", _verification(report.verification)))
-    for title, body in sections:
-        console.print()
-        console.print(Text(title, style="bold"))
-        console.print(Indented(body))
+    console.print(sections(Group(), bodies))
 
 
 def _loss(report: DemoReport, console: Console) -> RenderableType:

@@ -26,7 +26,13 @@ def run(options: Options, console: Console) -> records.DemoReport:
     """
     text = corpus.load()
     config = train.config_of(text)
-    _print_start(options, text, config, console)
+    versions = f"[bold]spmd {spmd.__version__} on JAX {jax.__version__}[/]"
+    mesh = ", ".join(f"{name}={size}" for name, size in options.mesh.items())
+    console.print(f"{versions}: mesh {mesh} of {options.devices} virtual CPU devices")
+    console.print(
+        f"{config.layers} layers, {train.model.count_parameters(config):,} parameters; "
+        f"{len(text.numbers):,} characters of text, {config.vocab} kinds"
+    )
     report = _train(options, text, console)
     render.print_report(console, report)
     if options.json:
@@ -53,23 +59,9 @@ def _mesh(options: Options) -> spmd.Mesh:
     return spmd.make_mesh(options.mesh)
 
 
-def _print_start(
-    options: Options, text: corpus.Corpus, config: train.model.Config, console: Console
-) -> None:
-    """What is about to run, in two lines."""
-    versions = f"[bold]spmd {spmd.__version__} on JAX {jax.__version__}[/]"
-    mesh = ", ".join(f"{name}={size}" for name, size in options.mesh.items())
-    console.print(f"{versions}: mesh {mesh} of {options.devices} virtual CPU devices")
-    console.print(
-        f"{config.layers} layers, {train.model.count_parameters(config):,} parameters; "
-        f"{len(text.numbers):,} characters of text, {config.vocab} kinds"
-    )
-
-
 def _train(options: Options, text: corpus.Corpus, console: Console) -> records.DemoReport:
     start = time.perf_counter()
-    mesh = _mesh(options)
-    with mesh:
+    with _mesh(options):
         trainer = train.Trainer(text, options.steps, options.seed)
         with console.status("compiling the training step"):
             compiled = trainer.step.lower(trainer.state, trainer.sample_batch()).compile()
@@ -80,12 +72,15 @@ def _train(options: Options, text: corpus.Corpus, console: Console) -> records.D
         )
         losses = tuple(follow(trainer.losses(), what="training"))
         trained_at = time.perf_counter()
-        slip = _slip(trainer, console) if options.mesh["data"] > 1 else None
-    verification = None
+        slip = verification = None
+        if options.mesh["data"] > 1:
+            with console.status("compiling the step with a slip"):
+                slip = spmd.report(trainer.slip, trainer.state, trainer.sample_batch())
     if options.verify:
         with console.status("compiling the unsharded step"):
             losses_of_one = train.unsharded_losses(text, options.steps, options.seed)
         verification = records.compare(losses, tuple(follow(losses_of_one, what="unsharded")))
+    params, _ = trainer.state
     return records.DemoReport(
         options=options,
         spmd_version=spmd.__version__,
@@ -95,25 +90,13 @@ def _train(options: Options, text: corpus.Corpus, console: Console) -> records.D
         compile_seconds=compiled_at - start,
         train_seconds=trained_at - compiled_at,
         losses=losses,
-        parameters=tuple(
-            records.parameter_of(name, array) for name, array in _params(trainer).items()
-        ),
-        picture=Pictures(pictures={_PICTURED: picture_of(_params(trainer)[_PICTURED], None)}),
+        # The dict of a pytree comes back sorted; show it in the order of the forward pass.
+        parameters=tuple(records.parameter_of(n, params[n]) for n in train.model.param_specs()),
+        picture=Pictures(pictures={_PICTURED: picture_of(params[_PICTURED], None)}),
         step=compiled.report(),
         slip=slip,
         verification=verification,
     )
-
-
-def _slip(trainer: train.Trainer, console: Console) -> spmd.Report:
-    with console.status("compiling the step with a slip"):
-        return spmd.report(trainer.slip, trainer.state, trainer.sample_batch())
-
-
-def _params(trainer: train.Trainer) -> dict[str, jax.Array]:
-    # The dict of a pytree comes back sorted; show it in the order of the forward pass.
-    params, _ = trainer.state
-    return {name: params[name] for name in train.model.param_specs()}
 
 
 def _write(path: Path, option: str, text: str) -> None:

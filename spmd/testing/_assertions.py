@@ -8,19 +8,14 @@ from pathlib import Path
 import sys
 from typing import Any
 
-from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, explain
-from spmd.inspection.records.names import components, direction_of, is_written, short_path, stacks
+from spmd.errors import ArgumentError, Failure, did_you_mean, explain
+from spmd.inspection.records.names import components, direction_of, is_written, stacks
 from spmd.inspection.records.report import DIRECTIONS, Collective, Report, Source
 from spmd.inspection.records.sizes import show_bytes
 from spmd.inspection.records.sums import line_of, shares
-from spmd.testing._budgets import (
-    SUBJECT,
-    Budget,
-    Violation,
-    check_axes,
-    read_budget,
-    violations,
-)
+from spmd.inspection.show import words
+from spmd.testing import _budgets
+from spmd.testing._budgets import SUBJECT, Budget, Violation, read_budget, refuse
 
 # pytest shows the user's line and the message, and no frame of this file.
 __tracebackhide__ = True
@@ -96,16 +91,14 @@ def assert_collectives(
     given = {"none": none, "only": only, "max_bytes": max_bytes, "max_count": max_count}
     # Misspelled limits are told before anything compiles.
     budgets = {None: read_budget(given), **_read_within(within)}
-    if within is None and not budgets[None].limits_anything:
-        failure = Failure(
-            what="is given no limit, so it would assert nothing",
+    if within is None and budgets[None] == Budget():
+        raise refuse(
+            "is given no limit, so it would assert nothing",
             expected="none=, only=, max_bytes=, max_count= or within=",
             fix="spmd.report(f, *args), for the report alone",
-            error=OptionError,
         )
-        raise explain(SUBJECT, [failure])
     report = as_report(f, args, mesh, kwargs, subject=SUBJECT)
-    check_axes(budgets.values(), report.mesh)
+    _budgets.check_axes(budgets.values(), report.mesh)
     if broken := [*_broken(report, budgets)]:
         raise AssertionError(_tell(report, broken))
     return report
@@ -118,14 +111,14 @@ def as_report(f: Any, args: Any, mesh: Any, kwargs: Mapping[str, Any], *, subjec
 
         f = report(f, *args, mesh=mesh, **kwargs)
     elif args or kwargs or mesh is not None:
-        failure = Failure(
-            what="takes no arguments and no mesh with a Report",
+        raise refuse(
+            "takes no arguments and no mesh with a Report",
+            subject=subject,
             got=", ".join([f"{len(args)} arguments"] * bool(args) + [f"{k}=" for k in kwargs])
             or "mesh=",
             fix="give the Report alone, or the function instead of it",
             error=ArgumentError,
         )
-        raise explain(subject, [failure])
     _refuse_one_device(f, subject)
     return f
 
@@ -163,25 +156,23 @@ def _read_within(within: Any) -> dict[str | None, Budget]:
     if not isinstance(within, Mapping) or not all(
         isinstance(place, str) and isinstance(given, Mapping) for place, given in within.items()
     ):
-        failure = Failure(
-            what="cannot read within",
+        raise refuse(
+            "cannot read within",
             given=f"{within!r}"[:200],
             expected="a dict of limits by place: {'loop': {'none': ['all-gather']}}",
             error=ArgumentError,
         )
-        raise explain(SUBJECT, [failure])
     return {place: read_budget(given, f"within[{place!r}] ") for place, given in within.items()}
 
 
 def _broken(report: Report, budgets: Mapping[str | None, Budget]) -> Iterator[tuple]:
     if report.unread:
-        text = f"all limits: not known to be kept, {report.unread}"
-        yield None, Violation(text=text, collectives=())
+        yield None, Violation(f"all limits: not known to be kept, {report.unread}", ())
     for place, budget in budgets.items():
         found = report.collectives if place is None else _part(report, place, budget)
         # Over an axis of size 1 some backends keep an exchange of a device with itself.
         part = tuple(one for one in found if one.group_size > 1)
-        for violation in violations(part, budget):
+        for violation in _budgets.violations(part, budget):
             yield place, violation
 
 
@@ -191,13 +182,11 @@ def _part(report: Report, place: str, budget: Budget) -> tuple[Collective, ...]:
         return part
     known = sorted({name for one in report.collectives for name in _places(one)})
     shown = ", ".join(map(repr, (*_PLACES, *known[:_MOST_SHOWN])))
-    failure = Failure(
-        what=f"finds no collective within {place!r}{did_you_mean(place, (*_PLACES, *known))}",
+    raise refuse(
+        f"finds no collective within {place!r}{did_you_mean(place, (*_PLACES, *known))}",
         expected=f"a place where `{report.name}` has collectives: {shown}",
         fix=f"if it is meant to have none, write within={{{place!r}: {{..., 'empty_ok': True}}}}",
-        error=OptionError,
     )
-    raise explain(SUBJECT, [failure])
 
 
 def _shares_in(one: Collective, place: str) -> list[Collective]:
@@ -247,12 +236,14 @@ def _places(one: Collective) -> Iterator[str]:
 
 def _tell(report: Report, broken: list[tuple[str | None, Violation]]) -> str:
     limits = "a limit" if len(broken) == 1 else f"{len(broken)} limits"
-    lines = [f"`{report.name}` breaks {limits} on its collectives ({show_target(report)})."]
-    for number, (place, violation) in enumerate(broken, start=1):
+    mesh = ", ".join(f"{name}={size}" for name, size in report.mesh.items())
+    target = f"{f'mesh {mesh}' if mesh else 'no mesh'}; {words.show_backend(report)}"
+    lines = [f"`{report.name}` breaks {limits} on its collectives ({target})."]
+    for number, (place, (text, found)) in enumerate(broken, start=1):
         where = "" if place is None else f"within {place!r}: "
-        lines += [f"{number}. {where}{violation.text}", *_rows(violation.collectives)]
+        lines += [f"{number}. {where}{text}", *_rows(found)]
     count = len(report.collectives)
-    if any(len(violation.collectives) == count for _, violation in broken):
+    if any(len(found) == count for _, (_, found) in broken):
         return "\n".join(lines)
     if count > _MOST_SHOWN:
         lines.append(f"The program has {count} collectives; print(report) lists them.")
@@ -262,27 +253,10 @@ def _tell(report: Report, broken: list[tuple[str | None, Violation]]) -> str:
     return "\n".join(lines)
 
 
-def show_target(report: Report) -> str:
-    """The mesh and the devices of a report: ``mesh data=4, model=2; cpu``."""
-    mesh = ", ".join(f"{name}={size}" for name, size in report.mesh.items())
-    return f"{f'mesh {mesh}' if mesh else 'no mesh'}; {show_backend(report)}"
-
-
-def show_backend(report: Report) -> str:
-    """What a report was compiled for: ``tpu (TPU v5 lite)``."""
-    kind = "" if report.device_kind in ("", report.backend) else f" ({report.device_kind})"
-    return f"{report.backend}{kind}"
-
-
 def _rows(found: tuple[Collective, ...]) -> list[str]:
     # What is unknown may be the most.
     ordered = sorted(
-        found,
-        key=lambda one: (
-            one.executions is None,
-            one.wire_bytes if one.total_wire_bytes is None else one.total_wire_bytes,
-        ),
-        reverse=True,
+        found, key=lambda one: (one.executions is None, words.ranking(one)), reverse=True
     )
     rows = [f"     {show(one)}" for one in ordered[:_MOST_SHOWN]]
     more = len(ordered) - len(rows)
@@ -317,4 +291,4 @@ def _where(one: Collective) -> str:
     used = "used " if one.source_is_consumer else ""
     more = len(shares(one, line_of)) - 1
     others = f" and {more} more line{'s' * (more > 1)}" if more else ""
-    return f"{used}at {short_path(one.source.file)}:{one.source.line}{function}{others}"
+    return f"{used}at {words.show_place(one.source)}{function}{others}"

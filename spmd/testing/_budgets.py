@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
-from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, explain
+from spmd.errors import ArgumentError, Failure, OptionError, SpmdError, did_you_mean, explain
 from spmd.inspection.records.report import KINDS, Collective
 from spmd.inspection.records.sizes import parse_bytes, show_bytes
 
@@ -15,8 +15,13 @@ __tracebackhide__ = True
 
 SUBJECT = "assert_collectives"
 
-#: What a budget consists of; `empty_ok` is for a place in `within`.
-OPTIONS = ("none", "only", "max_bytes", "max_count")
+
+def refuse(
+    what: str, *, subject: str = SUBJECT, error: type[SpmdError] = OptionError, **told: str
+) -> SpmdError:
+    """The error that an assertion was given something which it cannot take."""
+    return explain(subject, [Failure(what=what, error=error, **told)])
+
 
 # Keys
 
@@ -49,38 +54,25 @@ def _key(text: Any, option: str, *, bare_axis: bool) -> Key:
     if not isinstance(text, str):
         axis = "a mesh axis, " if bare_axis else ""
         forms = f"a kind such as 'all-gather', {axis}both as 'all-gather@model', or '*'"
-        raise _refuse(f"cannot read {text!r} in {option}", forms, ArgumentError)
+        raise refuse(f"cannot read {text!r} in {option}", expected=forms, error=ArgumentError)
     kind, at, axis = text.partition("@")
     if kind == "*" or kind in KINDS:
         return Key(text=text, kind=None if kind == "*" else kind, axis=axis if at else None)
     if bare_axis and not at:
         return Key(text=text, kind=None, axis=text)
-    failure = Failure(
-        what=f"knows no collective {kind!r}{did_you_mean(kind, KINDS)}",
+    raise refuse(
+        f"knows no collective {kind!r}{did_you_mean(kind, KINDS)}",
         given=f"{option} has {text!r}",
         expected=f"one of {', '.join(KINDS)}, or '*' for all of them",
         fix="for all collectives over a mesh axis write '*@axis'",
-        error=OptionError,
     )
-    raise explain(SUBJECT, [failure])
-
-
-def _refuse(what: str, expected: str, error: type) -> Exception:
-    return explain(SUBJECT, [Failure(what=what, expected=expected, error=error)])
 
 
 # Budgets
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Limit:
-    """The most that is allowed of one key.
-
-    Attributes:
-        key: what it is on.
-        most: bytes, or runs.
-        given: as the user wrote it.
-    """
+class Limit(NamedTuple):
+    """The most bytes or runs that are allowed of one key, and what the user wrote for it."""
 
     key: Key
     most: int
@@ -105,11 +97,6 @@ class Budget:
     max_count: tuple[Limit, ...] = ()
     empty_ok: bool = False
 
-    @property
-    def limits_anything(self) -> bool:
-        """Whether there is a limit in it; an empty `only` is one."""
-        return bool(self.all_keys()) or self.only is not None
-
     def all_keys(self) -> tuple[Key, ...]:
         """Every key that a limit is on."""
         limits = (*self.max_bytes, *self.max_count)
@@ -121,14 +108,11 @@ def read_budget(options: Mapping[str, Any], where: str = "") -> Budget:
 
     An error says `where` before an option's name, such as ``"within['loop'] "``.
     """
-    known = (*OPTIONS, "empty_ok") if where else OPTIONS
+    known = [field.name for field in dataclasses.fields(Budget)]
     for name in options:
         if name not in known:
-            raise _refuse(
-                f"knows no option {name!r} of {where.strip()}{did_you_mean(name, known)}",
-                f"some of {', '.join(known)}",
-                OptionError,
-            )
+            what = f"knows no option {name!r} of {where.strip()}{did_you_mean(name, known)}"
+            raise refuse(what, expected=f"some of {', '.join(known)}")
     only = options.get("only")
     return Budget(
         none=_keys(options.get("none", ()), f"{where}none"),
@@ -143,8 +127,8 @@ def _keys(given: Any, option: str) -> tuple[Key, ...]:
     # A lone string would be read letter by letter.
     entries = (given,) if isinstance(given, str) else given
     if isinstance(entries, Mapping) or not isinstance(entries, Iterable):
-        what = f"cannot read {option} = {given!r}"
-        raise _refuse(what, "a list of kinds, such as ['all-gather']", ArgumentError)
+        forms = "a list of kinds, such as ['all-gather']"
+        raise refuse(f"cannot read {option} = {given!r}", expected=forms, error=ArgumentError)
     return tuple(_key(entry, option, bare_axis=False) for entry in entries)
 
 
@@ -162,14 +146,13 @@ def _read_bytes(given: Any, option: str) -> int:
     try:
         return parse_bytes(given)
     except ValueError as error:
-        why = str(error)
-    raise _refuse(f"cannot read {option} = {given!r}", why, OptionError)
+        raise refuse(f"cannot read {option} = {given!r}", expected=str(error)) from None
 
 
 def _read_count(given: Any, option: str) -> int:
     if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
         return given
-    raise _refuse(f"cannot read {option} = {given!r}", "a whole number of runs", OptionError)
+    raise refuse(f"cannot read {option} = {given!r}", expected="a whole number of runs")
 
 
 def check_axes(budgets: Iterable[Budget], mesh: Mapping[str, int]) -> None:
@@ -195,14 +178,8 @@ def check_axes(budgets: Iterable[Budget], mesh: Mapping[str, int]) -> None:
 # Violations
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Violation:
-    """A limit that a program breaks.
-
-    Attributes:
-        text: which limit, and by how much.
-        collectives: what breaks it.
-    """
+class Violation(NamedTuple):
+    """Which limit a program breaks, and by how much; and what breaks it."""
 
     text: str
     collectives: tuple[Collective, ...]
@@ -217,14 +194,13 @@ def violations(found: Iterable[Collective], budget: Budget) -> Iterator[Violatio
 
     for key in budget.none:
         if broken := matching(key):
-            text = f"none, {key}: allowed 0, found {len(broken)}"
-            yield Violation(text=text, collectives=broken)
+            yield Violation(f"none, {key}: allowed 0, found {len(broken)}", broken)
     if budget.only is not None:
         others = tuple(one for one in found if not any(key.matches(one) for key in budget.only))
         if others:
             allowed = ", ".join(map(str, budget.only)) or "nothing"
             text = f"only: allowed {allowed}; found {len(others)} of something else"
-            yield Violation(text=text, collectives=others)
+            yield Violation(text, others)
     for limit in budget.max_bytes:
         given = f" ({limit.given})" if isinstance(limit.given, str) else ""
         allowed = f"max_bytes, {limit.key}: allowed {limit.most:,} bytes{given} per device and call"
@@ -251,10 +227,10 @@ def _exceeded(
     if total > most:
         at_least = "at least " if unknown else ""
         text = f"{allowed}, found {at_least}{show(total)}, {total - most:,} too many"
-        yield Violation(text=text, collectives=found)
+        yield Violation(text, found)
     elif unknown:
         text = (
             f"{allowed}, found an unknown number: {len(unknown)} of {len(found)} in a loop without "
             f"a known trip count; all others together {show(total)}"
         )
-        yield Violation(text=text, collectives=unknown)
+        yield Violation(text, unknown)

@@ -9,7 +9,7 @@ combined into one exchange is taken apart again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 import dataclasses
 import itertools
 import os
@@ -18,12 +18,13 @@ import re
 import sys
 from typing import Any
 
-from spmd.errors import Failure, OptionError, explain
 from spmd.inspection.records.diff import matched
-from spmd.inspection.records.names import direction_of, joined, place, stacks
+from spmd.inspection.records.names import direction_of, joined, place, short_path, stacks
 from spmd.inspection.records.report import Collective, Report, Shape
 from spmd.inspection.records.sizes import show_bytes
-from spmd.testing._assertions import as_report, show_backend
+from spmd.inspection.show.words import show_backend
+from spmd.testing._assertions import as_report
+from spmd.testing._budgets import refuse
 
 # pytest shows the user's line and the message, and no frame of this file.
 __tracebackhide__ = True
@@ -33,7 +34,6 @@ _TITLE = (
     "# spmd golden, version 1: collectives per device and call, one row per group of equal ones"
 )
 _COLUMNS = "# kind | axes | shapes | payload | runs | how many | direction | place"
-_FACTS = ("mesh", "backend", "jax")
 #: What a difference of a fact means.
 _NOTES = {
     "backend": "; rows of two backends cannot agree: keep a golden for each",
@@ -106,7 +106,14 @@ def assert_golden(
     """
     where = _locate(Path(path), sys._getframe(1).f_code.co_filename)
     report = as_report(f, args, mesh, kwargs, subject=SUBJECT)
-    hold(report, where, sessions[-1].update if update is None else update)
+    if report.unread:  # neither a golden nor a comparison would tell what the program exchanges
+        raise AssertionError(f"The exchanges of `{report.name}` are not known: {report.unread}")
+    if sessions[-1].update if update is None else update:
+        _write(where, golden_text(report))
+    elif not where.is_file():
+        raise AssertionError(_missing(report, where))
+    elif told := _compare(report, where):
+        raise AssertionError(told)
     return report
 
 
@@ -116,18 +123,6 @@ def _locate(path: Path, caller: str) -> Path:
     # The code of a notebook or of a prompt is in no folder.
     folder = Path(caller).parent if Path(caller).is_file() else Path.cwd()
     return Path(os.path.abspath(folder / path))
-
-
-def hold(report: Report, path: Path, update: bool) -> None:
-    """Compares a report with a golden file, or writes the file; unread text is an error."""
-    if report.unread:  # neither a golden nor a comparison would tell what the program exchanges
-        raise AssertionError(f"The exchanges of `{report.name}` are not known: {report.unread}")
-    if update:
-        _write(path, golden_text(report))
-    elif not path.is_file():
-        raise AssertionError(_missing(report, path))
-    elif told := compare(read(path), report, path):
-        raise AssertionError(told)
 
 
 def golden_text(report: Report) -> str:
@@ -248,19 +243,6 @@ def _cell(text: str) -> str:
 # Files
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Golden:
-    """What a golden file says.
-
-    Attributes:
-        facts: mesh, backend and release of JAX, in words.
-        rows: how many there are of each row.
-    """
-
-    facts: Mapping[str, str]
-    rows: Counter[Row]
-
-
 _ROW = re.compile(
     r"(?P<kind>[\w\-]+) \| (?P<axes>[^|]+) \| (?P<shapes>[^|]+) \| (?P<payload_bytes>\d+) B"
     r" \| (?P<runs>[^|]+) \| x(?P<count>\d+) \| (?P<direction>\w+)"
@@ -268,8 +250,8 @@ _ROW = re.compile(
 )
 
 
-def read(path: Path) -> Golden:
-    """Reads a golden file; another file is an error."""
+def _read(path: Path) -> tuple[dict[str, str], Counter[Row]]:
+    """The facts and the rows of a golden file; another file is an error."""
     lines = path.read_text(encoding="utf-8").splitlines()
     if not lines or lines[0] != _TITLE:
         raise _unreadable(path, 1, lines[0] if lines else "", _TITLE)
@@ -282,7 +264,7 @@ def read(path: Path) -> Golden:
         elif line.strip():
             row, count = _parse(line, path, number)
             rows[row] += count
-    return Golden(facts=facts, rows=rows)
+    return facts, rows
 
 
 def _parse(line: str, path: Path, number: int) -> tuple[Row, int]:
@@ -296,26 +278,24 @@ def _parse(line: str, path: Path, number: int) -> tuple[Row, int]:
 
 
 def _unreadable(path: Path, number: int, line: str, expected: str) -> Exception:
-    failure = Failure(
-        what=f"cannot read {_show_path(path)}, line {number}",
+    return refuse(
+        f"cannot read {short_path(str(path))}, line {number}",
+        subject=SUBJECT,
         given=line[:200] or "nothing",
         expected=expected,
         fix="write it again with pytest --spmd-update",
-        error=OptionError,
     )
-    return explain(SUBJECT, [failure])
 
 
 def _write(path: Path, text: str) -> None:
     session = sessions[-1]
     if session.texts.setdefault(path, text) != text:
-        failure = Failure(
-            what=f"has written {_show_path(path)} otherwise a moment ago",
+        raise refuse(
+            f"has written {short_path(str(path))} otherwise a moment ago",
+            subject=SUBJECT,
             expected="a file of its own for each golden",
             fix="give one of the two another name",
-            error=OptionError,
         )
-        raise explain(SUBJECT, [failure])
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
         # Another worker of the same run may read or write here: no one sees half a file.
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -328,22 +308,22 @@ def _write(path: Path, text: str) -> None:
 # Comparison
 
 
-def compare(golden: Golden, report: Report, path: Path) -> str:
-    """Says how a report differs from a golden; an empty string where it does not."""
+def _compare(report: Report, path: Path) -> str:
+    """Says how a report differs from a golden file; an empty string where it does not."""
+    then, golden = _read(path)
     now, rows = _facts(report), rows_of(report)
-    other_jax = golden.facts.get("jax") != now["jax"]
-    missing, extra = _unmatched(golden.rows, rows, any_place=other_jax)
-    told = [f for f in _FACTS if golden.facts.get(f) != now[f]]
+    told = [fact for fact in now if then.get(fact) != now[fact]]
+    missing, extra = _unmatched(golden, rows, any_place="jax" in told)
     if not missing and not extra and set(told) <= {"jax"}:
         return ""
-    lines = [f"`{report.name}` does not exchange what its golden {_show_path(path)} says."]
+    lines = [f"`{report.name}` does not exchange what its golden {short_path(str(path))} says."]
     for fact in told:
-        then = golden.facts.get(fact, "unknown")
-        lines.append(f"  {fact:<8} golden {then}, now {now[fact]}{_NOTES.get(fact, '')}")
-    lines += _section("only now", "+", extra, golden.rows, rows)
-    lines += _section("only in the golden", "-", missing, golden.rows, rows)
+        both = f"golden {then.get(fact, 'unknown')}, now {now[fact]}"
+        lines.append(f"  {fact:<8} {both}{_NOTES.get(fact, '')}")
+    lines += _section("only now", "+", extra, golden, rows)
+    lines += _section("only in the golden", "-", missing, golden, rows)
     if missing or extra:
-        sums = f"golden {_sum(golden.rows)}, now {_sum(rows)}"
+        sums = f"golden {_sum(golden)}, now {_sum(rows)}"
         lines.append(f"payload of all rows, per device: {sums}")
     return "\n".join([*lines, "If this is meant: pytest --spmd-update, and review the file."])
 
@@ -404,9 +384,5 @@ def _sum(rows: Counter[Row]) -> str:
 def _missing(report: Report, path: Path) -> str:
     rows = rows_of(report)
     lines = _section("it would hold", "+", rows, Counter(), rows) or ["it would hold no rows"]
-    first = f"`{report.name}` has no golden {_show_path(path)}."
+    first = f"`{report.name}` has no golden {short_path(str(path))}."
     return "\n".join([first, *lines, "Write it with pytest --spmd-update, and commit it."])
-
-
-def _show_path(path: Path) -> str:
-    return str(path).removeprefix(os.getcwd() + os.sep)

@@ -12,10 +12,9 @@ import numpy as np
 
 from spmd import _jax
 from spmd._mesh import current_mesh, plain_mesh, show_devices
-from spmd._resolve import is_equivalent, show_aval, show_sharding, spec_failure
-from spmd._spec import UNCONSTRAINED, ParsedPartitionSpec, broadcast_prefix, show_spec
-from spmd.errors import ArgumentError, Failure, RecoveryError, SpecTypeError, explain
-from spmd.op_sharding import parse_op_sharding
+from spmd._resolve import is_equivalent, recovered, show_aval, show_sharding, spec_failure
+from spmd._spec import UNCONSTRAINED, ParsedPartitionSpec, broadcast_prefix, show_spec, spec_of
+from spmd.errors import ArgumentError, Failure, SpecTypeError, explain
 
 # pytest shows the user's line and the message, and no frame of this file.
 __tracebackhide__ = True
@@ -48,9 +47,8 @@ def assert_sharding(x: Any, expected: Any, *, mesh: Any = None) -> None:
         assert_sharding(params, {"embed": P("model"), "layers": P(None, "model")})
     """
     paths, treedef = jtu.tree_flatten_with_path(x)
-    names = ["x" + jtu.keystr(path) for path, _ in paths]
-    values = [value for _, value in paths]
-    if not paths:
+    leaves = [("x" + jtu.keystr(path), value) for path, value in paths]
+    if not leaves:
         failure = Failure(
             what="has nothing to look at",
             expected="an array, or a pytree with one or more",
@@ -58,12 +56,12 @@ def assert_sharding(x: Any, expected: Any, *, mesh: Any = None) -> None:
             error=ArgumentError,
         )
         raise explain(_SUBJECT, [failure])
-    _refuse_tracers(names, values)
+    _refuse_tracers(leaves)
     wanted = _spread(expected, treedef)
     mesh = _read_mesh(mesh)
     failures = [
         failure
-        for name, value, (spec_name, spec) in zip(names, values, wanted, strict=True)
+        for (name, value), (spec_name, spec) in zip(leaves, wanted, strict=True)
         if (failure := _check(value, name, spec, spec_name, mesh))
     ]
     if failures:
@@ -73,9 +71,8 @@ def assert_sharding(x: Any, expected: Any, *, mesh: Any = None) -> None:
 # Arguments
 
 
-def _refuse_tracers(names: Sequence[str], values: Sequence[Any]) -> None:
-    traced = [n for n, v in zip(names, values, strict=True) if isinstance(v, _jax.core.Tracer)]
-    if traced:
+def _refuse_tracers(leaves: Sequence[tuple[str, Any]]) -> None:
+    if traced := [name for name, value in leaves if isinstance(value, _jax.core.Tracer)]:
         failure = Failure(
             what=f"cannot see where {traced[0]} is: it is traced, and has no place yet",
             expected="arrays, outside of jit, grad, vmap and shard_map",
@@ -195,13 +192,9 @@ def _parts(sharding: Sharding, mesh: Any, ndim: int) -> list[Any] | None:
 def _spec_on(sharding: Sharding, mesh: Any, ndim: int) -> PartitionSpec | None:
     if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
         return sharding.spec
-    if not isinstance(mesh, Mesh) or sharding._device_assignment != tuple(mesh.devices.flat):
-        return None
-    try:
-        recovered: Any = parse_op_sharding(sharding._to_xla_hlo_sharding(ndim).to_proto(), mesh)
-    except RecoveryError:
-        return None
-    return recovered.to_partition_spec()
+    found = recovered(sharding, ndim, mesh) if isinstance(mesh, Mesh) else None
+    spec = None if found is sharding else spec_of(found)
+    return None if spec is None else spec.to_partition_spec()
 
 
 # Failures

@@ -82,15 +82,12 @@ def spmd_golden(request: pytest.FixtureRequest) -> Callable[..., Any]:
         from spmd.testing import _goldens
 
         if name in taken:
-            from spmd.errors import Failure, OptionError, explain
-
-            failure = Failure(
-                what="is called twice in one test for one file",
+            raise _goldens.refuse(
+                "is called twice in one test for one file",
+                subject="spmd_golden",
                 given="no name" if name is None else f"name={name!r}",
                 fix="spmd_golden(f, ..., name='another'), which is a file of its own",
-                error=OptionError,
             )
-            raise explain("spmd_golden", [failure])
         taken.add(name)
         return _goldens.assert_golden(f, _golden_path(request, name), *args, **kwargs)
 
@@ -122,27 +119,21 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     config, goldens = session.config, session.config.stash.get(_session, None)
     is_worker = hasattr(config, "workerinput")  # of pytest-xdist
     if is_worker and goldens is not None:
-        config.workeroutput["spmd_goldens"] = _digests(goldens)  # pyright: ignore
+        # A checksum of each text that was to be written, and whether the file changed by it.
+        config.workeroutput["spmd_goldens"] = {  # pyright: ignore
+            str(path): (zlib.crc32(text.encode()), path in goldens.updated)
+            for path, text in goldens.texts.items()
+        }
     elif _conflicts(config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-def _digests(goldens: Any) -> dict[str, tuple[int, bool]]:
-    """A checksum of each text that was to be written, and whether the file changed by it."""
-    return {
-        str(path): (zlib.crc32(text.encode()), path in goldens.updated)
-        for path, text in goldens.texts.items()
-    }
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Takes what a worker of pytest-xdist has written."""
     written = node.config.stash[_written]
-    for path, (checksum, updated) in (
-        getattr(node, "workeroutput", {}).get("spmd_goldens", {}).items()
-    ):
-        written.setdefault(path, []).append((checksum, updated))
+    for path, one in getattr(node, "workeroutput", {}).get("spmd_goldens", {}).items():
+        written.setdefault(path, []).append(one)
 
 
 def _conflicts(config: pytest.Config) -> list[str]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from spmd import __main__ as cli
-from spmd.cli import programs, show
+from spmd.cli import options
 from spmd.cli.options import CommandError, load, parse_axes, parse_limits, parse_vary
 from spmd.inspection import Report, show_bytes
 
@@ -47,8 +47,7 @@ def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     # The process of the tests has its devices already.
-    for command in (programs, show):
-        monkeypatch.setattr(command, "set_device_count", lambda count: None)
+    monkeypatch.setattr(options, "set_device_count", lambda count: None)
     yield tmp_path
     sys.modules.pop("a_train", None)
 

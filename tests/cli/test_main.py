@@ -10,7 +10,7 @@ import pytest
 
 import spmd
 from spmd import __main__ as cli
-from spmd.cli import demo, options
+from spmd.cli import options
 
 # Runs the command line beside an empty `spmd`, so that what it imports itself can be told from
 # what the package imports.
@@ -165,7 +165,7 @@ def test_too_few_devices_in_a_started_process(monkeypatch, capsys):
     """A process whose JAX already runs on fewer devices gets one sentence."""
     for name in ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
-    monkeypatch.setattr(demo, "set_device_count", lambda count: None)
+    monkeypatch.setattr(options, "set_device_count", lambda count: None)
     assert cli.main(["demo", "--mesh", "data=16", "--devices", "16", "--steps", "1"]) == 2
     assert capsys.readouterr().err == (
         "spmd: JAX has already started with 8 devices, and 16 are needed: "

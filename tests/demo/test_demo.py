@@ -19,7 +19,7 @@ from rich.console import Console
 
 import spmd
 from spmd import Report
-from spmd.cli.demo import add_arguments, options_from
+from spmd.cli.demo import add_command, options_from
 from spmd.cli.options import CommandError
 from spmd.demo import Options, corpus, model, records, render, run, train
 from spmd.inspection import Cost, Picture, Pictures, Shard
@@ -330,16 +330,16 @@ def test_the_page_of_the_step_is_written(report):
 def test_a_page_that_nobody_asked_for_stops_nothing(tmp_path, monkeypatch):
     """Where the default page cannot be written there is none; one that is asked for is an error."""
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    add_command(parser.add_subparsers())
     monkeypatch.chdir(tmp_path)
-    assert options_from(parser.parse_args([])).html == Path("spmd-demo.html")
+    assert options_from(parser.parse_args(["demo"])).html == Path("spmd-demo.html")
     Path("spmd-demo-slip.html").mkdir()
-    assert options_from(parser.parse_args([])).html is None
+    assert options_from(parser.parse_args(["demo"])).html is None
     Path("spmd-demo-slip.html").rmdir()
     Path("spmd-demo.html").mkdir()
-    assert options_from(parser.parse_args([])).html is None
+    assert options_from(parser.parse_args(["demo"])).html is None
     with pytest.raises(CommandError, match=r"--html spmd-demo\.html cannot be written"):
-        options_from(parser.parse_args(["--html", "spmd-demo.html"]))
+        options_from(parser.parse_args(["demo", "--html", "spmd-demo.html"]))
 
 
 def test_output_in_a_pipe_is_plain(report):
