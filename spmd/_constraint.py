@@ -43,7 +43,7 @@ from spmd._spec import (
     SpecSync,
     parse_specs,
 )
-from spmd.errors import ArgumentError, Failure, explain, show_value
+from spmd.errors import ArgumentError, Failure, explain, refuse, show_value
 
 _SUBJECT = "with_sharding_constraint"
 
@@ -77,8 +77,7 @@ def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
         mesh = mesh_of([x for x in specs.leaves if isinstance(x, Sharding)])
     if mesh is None:
         failures = [no_mesh(constraint=True)]
-    if failures:
-        raise explain(_SUBJECT, failures)
+    refuse(_SUBJECT, failures)
     mesh = auto_mesh(mesh)
     names = ["x" + jtu.keystr(path) for path, _ in paths]
     values = [value for _, value in paths]
@@ -102,19 +101,19 @@ def _resolve(
 ) -> list[Any]:
     failures, resources, manual = [], [], _jax.mesh.manual_axes()
     for value, leaf, name, where in zip(values, leaves, names, given, strict=True):
+        concrete = not isinstance(value, _jax.core.Tracer)
         if (aval := _jax.core.aval_of(value)) is None:
             failures.append(_no_array(value, name))
             continue
-        if not isinstance(value, _jax.core.Tracer) and getattr(value, "is_deleted", bool)():
+        if concrete and getattr(value, "is_deleted", bool)():
             failures.append(gone_failure(name))
             continue
-        eager = not isinstance(value, _jax.core.Tracer) and _jax.core.trace_state_clean()
+        eager = concrete and _jax.core.trace_state_clean()
         row = (leaf, aval, f"argument {name}", where, mesh)
         [(resource, failure)] = resolve_leaves([row], mesh, manual, boundary=eager)
         resources.append(resource)
         failures.append(failure)
-    if failures := [f for f in failures if f]:
-        raise explain(_SUBJECT, failures)
+    refuse(_SUBJECT, failures)
     return resources
 
 
@@ -140,17 +139,10 @@ sharding_constraint_p = _jax.core.Primitive("sharding_constraint")
 
 
 def _constraint_impl(x: Any, *, axis_resources: Any, mesh: Any) -> Any:
-    if failure := spec_failure(
-        axis_resources,
-        _jax.core.abstractify(x),
-        mesh,
-        "argument x",
-        "axis_resources",
-        boundary=True,
-    ):
-        raise explain(_SUBJECT, [failure])  # under eager grad or vmap: the user's call saw a tracer
-    if failure := described_failure(mesh):
-        raise explain(_SUBJECT, [failure])
+    # Under eager grad or vmap the user's call saw a tracer.
+    aval, where = _jax.core.abstractify(x), ("argument x", "axis_resources")
+    refuse(_SUBJECT, [spec_failure(axis_resources, aval, mesh, *where, boundary=True)])
+    refuse(_SUBJECT, [described_failure(mesh)])
     wanted, placed = _eager_sharding(x, axis_resources, mesh), placed_sharding(x)
     in_place = placed is None or is_equivalent(placed, wanted, x.ndim)
     if in_place or not isinstance(axis_resources, ParsedPartitionSpec):
@@ -184,8 +176,7 @@ def _constraint_abstract_eval(x: Any, *, axis_resources: Any, mesh: Any) -> Any:
     outer = enclosing_pjit()
     if outer is not None and outer[0] != mesh:
         raise explain(_SUBJECT, [nested_mesh_failure(mesh, outer)])
-    if failure := other_manual_mesh(mesh):
-        raise explain(_SUBJECT, [failure])
+    refuse(_SUBJECT, [other_manual_mesh(mesh)])
     return x
 
 

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType
 import numpy as np
 
 from spmd import _jax
-from spmd.errors import ArgumentError, Failure, MeshError, explain
+from spmd.errors import ArgumentError, Failure, MeshError, explain, refuse
 
 
 class Mesh(jax.sharding.Mesh):
@@ -175,8 +175,7 @@ def make_mesh(
         >>> make_mesh({"data": 4, "model": 2})
     """
     pool = list(jax.devices() if devices is None else devices)
-    if failure := _axes_failure(axes, axis_names):
-        raise explain("Mesh", [failure])
+    refuse("Mesh", [_axes_failure(axes, axis_names)])
     names, sizes = tuple(axes), [*axes.values()]
     if -1 in sizes:
         sizes[sizes.index(-1)] = len(pool) // -math.prod(sizes)
@@ -329,10 +328,8 @@ def described_failure(mesh: Any) -> Failure | None:
 
 def check_parts(mesh: Any, subject: str) -> None:
     """Checks that the devices of this process form a box of a mesh: they hold a part of a value."""
-    if isinstance(mesh, AbstractMesh):
-        return
-    if failure := scattered_failure(mesh, jax.process_index()):
-        raise explain(subject, [failure])
+    if not isinstance(mesh, AbstractMesh):
+        refuse(subject, [scattered_failure(mesh, jax.process_index())])
 
 
 def scattered_failure(mesh: Any, process: int) -> Failure | None:

@@ -24,7 +24,7 @@ import numpy as np
 from spmd import _jax
 from spmd._mesh import show_mesh
 from spmd._spec import REPLICATED, ParsedPartitionSpec
-from spmd.errors import Failure, RecoveryError, SpecTypeError, explain
+from spmd.errors import Failure, RecoveryError, SpecTypeError, explain, refuse
 
 _Type = _jax.core.OpSharding.Type
 
@@ -235,8 +235,7 @@ def parse_op_sharding(op_sharding: Any, mesh: Any) -> ParsedPartitionSpec | list
     """
     failures: list[Failure] = []
     spec = _parse(op_sharding, mesh, "", failures)
-    if failures:
-        raise explain("OpSharding", failures)
+    refuse("OpSharding", failures)
     return spec
 
 

@@ -26,7 +26,7 @@ from spmd._spec import (
     show_spec,
     spec_of,
 )
-from spmd.errors import Failure, MeshError, RecoveryError, did_you_mean, explain
+from spmd.errors import Failure, MeshError, RecoveryError, did_you_mean, explain, refuse
 
 # Leaves
 
@@ -298,8 +298,8 @@ def get_aval_sharding_proto(aval: Any, spec: ParsedPartitionSpec | PartitionSpec
         TypeError: `spec` is no spec.
     """
     parsed = parsed_spec(spec)
-    if failure := spec_failure(parsed, aval, mesh, "the value", "spec", boundary=False):
-        raise explain("get_aval_sharding_proto", [failure])
+    failure = spec_failure(parsed, aval, mesh, "the value", "spec", boundary=False)
+    refuse("get_aval_sharding_proto", [failure])
     sharding = NamedSharding(plain_mesh(mesh), parsed.to_partition_spec())
     return sharding._to_xla_hlo_sharding(len(aval.shape)).to_proto()
 

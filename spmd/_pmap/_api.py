@@ -30,7 +30,7 @@ from spmd._pmap._threads import Entries, Starts
 from spmd._spec import UNSPECIFIED
 from spmd._starting import not_starting
 from spmd._trace import Signature, Trace, differences, trace
-from spmd.errors import Failure, OptionError, explain
+from spmd.errors import Failure, OptionError, explain, refuse
 
 _MISSING: Any = object()
 
@@ -180,8 +180,7 @@ def _run_inside(line: _Line, flat: Flat, nest: Nest) -> Any:
     """Runs a call that is part of what another `pmap` maps, on an axis of its mesh."""
     rows = zip(flat.leaves, flat.signature.arg_names, strict=True)
     gone = [n for x, n in rows if isinstance(x, _jax.core.Array) and x.is_deleted()]
-    if gone:
-        raise explain(line.options.subject, [_dispatch.gone_failure(n) for n in gone])
+    refuse(line.options.subject, map(_dispatch.gone_failure, gone))
     axes, size = find_mapping(line.options, flat.signature)
     axis = nest.axis(line.options, size)
     parts = [nest.origin(x) for x in flat.leaves]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 import contextlib
-from contextlib import nullcontext
 import functools
 import math
 import threading
@@ -22,7 +21,7 @@ import numpy as np
 from spmd import _jax
 from spmd._mesh import enclosing_pjit
 from spmd._pmap._options import UNNAMED, PmapOptions, parse
-from spmd.errors import Failure, MeshError, OptionError, explain
+from spmd.errors import Failure, MeshError, OptionError, explain, refuse
 
 
 class DeviceCountError(MeshError, ValueError):
@@ -71,17 +70,16 @@ class Nest:
         depth: How many are open where the trace is.
         complete: Whether `levels` were all that the trace met.
         splits: Per leaf of the outermost arguments ``{dimension: axis}`` of inner levels.
-        rule_of: The message's subject where a rule of a traced function is being traced: its mesh
-            is made already.
+        made: The mesh, where a rule of a function is being traced that was traced before.
     """
 
-    def __init__(self, options: PmapOptions, levels: Sequence[Level], rule_of: str = ""):
+    def __init__(self, options: PmapOptions, levels: Sequence[Level], made: Any = None):
         self.options = options
         self.levels = [*levels]
         self.depth = 0
         self.complete = True
         self.splits: dict[int, dict[int, Hashable]] = {}
-        self.rule_of = rule_of
+        self.made = made
         self._parts: list[Sequence[Part]] = []
 
     @property
@@ -98,6 +96,8 @@ class Nest:
 
     def mesh(self) -> Any:
         """The mesh of the levels that are known."""
+        if self.made is not None:
+            return self.made
         sizes = tuple(level.size for level in self.levels)
         devices = devices_of(self.options, math.prod(sizes))
         if len(devices) < math.prod(sizes):
@@ -119,7 +119,7 @@ class Nest:
         values of two levels. So above the innermost they say no mesh.
         """
         outer, _here.nest = _nest(), self
-        mesh = nullcontext() if self.innermost else _jax.mesh.abstract_mesh_set(None)
+        mesh = contextlib.nullcontext() if self.innermost else _jax.mesh.abstract_mesh_set(None)
         self._parts.append(parts)
         try:
             with mesh:
@@ -161,11 +161,10 @@ class Nest:
             failures.append(_sibling_failure("size", size, known.size, known.subject))
         if known is not None and None not in (name, known.name) and known.name != name:
             failures.append(_sibling_failure("axis_name", name, known.name, known.subject))
-        if failures:
-            raise explain(options.subject, failures)
-        if known is None and self.rule_of:
-            raise explain(options.subject, [_rule_failure(self.rule_of)])
-        if known is None or (name is not None and known.name is None and not self.rule_of):
+        refuse(options.subject, failures)
+        if known is None and self.made is not None:
+            raise explain(options.subject, [_rule_failure(self.levels[0].subject)])
+        if known is None or (name is not None and known.name is None):
             self.levels[self.depth : self.depth + 1] = [level]
             self.complete = False
             self.mesh()  # too few devices are said where the user's code is
@@ -211,26 +210,9 @@ def _rule_nest() -> Nest | None:
     if not depth:
         return None
     levels = [Level(n, s, subject) for n, s in mesh.shape.items()]
-    nest = _RuleNest(_OUTER, levels, subject)
-    nest.depth, nest.made = depth, mesh
+    nest = Nest(_OUTER, levels, mesh)
+    nest.depth = depth
     return nest
-
-
-class _RuleNest(Nest):
-    """The levels of a function that was traced before.
-
-    Attributes:
-        made: Its mesh.
-    """
-
-    made: Any
-
-    @property
-    def names(self) -> tuple[Hashable, ...]:
-        return self.made.axis_names
-
-    def mesh(self) -> Any:
-        return self.made
 
 
 def run_in_nest(options: PmapOptions, size: int, run: Callable[[Nest], Any]) -> Any:

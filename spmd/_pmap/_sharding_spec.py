@@ -1,10 +1,4 @@
-"""The code of `spmd.sharding_spec`: how `pmap` says where the parts of an array lie.
-
-A `ShardingSpec` knows no devices and no axis names. `sharding` says, dimension by dimension, how an
-array is split; each number of parts in it is a *sharded axis*, counted from 0 in that order.
-`mesh_mapping` says, from major to minor, what each axis of a mesh does: it walks along one sharded
-axis, or it replicates. The devices are numbered by their places in that mesh, row by row.
-"""
+"""The code of `spmd.sharding_spec`, whose docstring says what the fields of its records mean."""
 
 from __future__ import annotations
 
@@ -18,6 +12,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDevic
 import numpy as np
 
 from spmd import _jax
+from spmd._pmap._options import is_integer
 from spmd._recover import tile_axes
 from spmd._resolve import get_aval_sharding_proto, spec_failure
 from spmd._spec import ParsedPartitionSpec, show_spec
@@ -28,6 +23,7 @@ from spmd.errors import (
     ShardingError,
     SpecTypeError,
     explain,
+    refuse,
     show_value,
 )
 
@@ -71,7 +67,7 @@ class Chunked:
         failures = [_count_failure("chunks", n, 1) for n in given]
         if not given:
             failures = [_no_chunks()]
-        _refuse("Chunked", failures)
+        refuse("Chunked", failures)
         object.__setattr__(self, "chunks", tuple(int(n) for n in given))
 
     def __repr__(self) -> str:
@@ -95,7 +91,7 @@ class Unstacked:
     __module__ = "spmd.sharding_spec"
 
     def __post_init__(self) -> None:
-        _refuse("Unstacked", [_count_failure("size", self.size, 1)])
+        refuse("Unstacked", [_count_failure("size", self.size, 1)])
         object.__setattr__(self, "size", int(self.size))
 
     def __repr__(self) -> str:
@@ -122,7 +118,7 @@ class ShardedAxis:
     __module__ = "spmd.sharding_spec"
 
     def __post_init__(self) -> None:
-        _refuse("ShardedAxis", [_count_failure("axis", self.axis, 0)])
+        refuse("ShardedAxis", [_count_failure("axis", self.axis, 0)])
         object.__setattr__(self, "axis", int(self.axis))
 
 
@@ -143,7 +139,7 @@ class Replicated:
     __module__ = "spmd.sharding_spec"
 
     def __post_init__(self) -> None:
-        _refuse("Replicated", [_count_failure("replicas", self.replicas, 1)])
+        refuse("Replicated", [_count_failure("replicas", self.replicas, 1)])
         object.__setattr__(self, "replicas", int(self.replicas))
 
 
@@ -186,10 +182,10 @@ class ShardingSpec:
             _kind_failure(f"mesh_mapping[{i}]", entry, Assignment)
             for i, entry in enumerate(mapping)
         ]
-        _refuse("ShardingSpec", failures)
+        refuse("ShardingSpec", failures)
         object.__setattr__(self, "sharding", sharding)
         object.__setattr__(self, "mesh_mapping", mapping)
-        _refuse("ShardingSpec", [_mapping_failure(self)])
+        refuse("ShardingSpec", [_mapping_failure(self)])
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
@@ -208,7 +204,7 @@ class ShardingSpec:
         Raises:
             ValueError: The array cannot be split so.
         """
-        _refuse("ShardingSpec", _shape_failures(self, shape))
+        refuse("ShardingSpec", _shape_failures(self, shape))
         parts = [
             Unstacked(n) if isinstance(s, Chunked) and s.chunks == (n,) else s
             for s, n in zip(self.sharding, shape, strict=True)
@@ -283,8 +279,7 @@ class ShardingSpec:
         parsed = ParsedPartitionSpec.from_user_input(spec, "spec", allow_unconstrained=True)
         value = jax.ShapeDtypeStruct((1,) * ndim, np.float32)
         failure = spec_failure(parsed, value, mesh, "the array", "spec", boundary=False)
-        if failure := failure or _vague_failure(spec):
-            raise explain("PartitionSpec", [failure])
+        refuse("PartitionSpec", [failure or _vague_failure(spec)])
         split = [*parsed.partitions, *[()] * (ndim - len(parsed.partitions))]
         numbers = {name: i for i, name in enumerate(n for part in split for n in part)}
         sharding = [
@@ -357,7 +352,7 @@ def spec_to_indices(shape: Sequence[int], spec: ShardingSpec) -> tuple[Index, ..
     Raises:
         ValueError: The array has another rank, or a dimension that cannot be split so.
     """
-    _refuse("ShardingSpec", _shape_failures(spec, shape))
+    refuse("ShardingSpec", _shape_failures(spec, shape))
     return tuple(_index(shape, spec, place) for place in np.ndindex(*spec.mesh_shape))
 
 
@@ -417,20 +412,14 @@ def _index(shape: Sequence[int], spec: ShardingSpec, place: Sequence[int]) -> In
 # Failures
 
 
-def _refuse(subject: str, failures: Iterable[Failure | None]) -> None:
-    if found := [f for f in failures if f]:
-        raise explain(subject, found)
-
-
 def _count_failure(name: str, value: Any, least: int) -> Failure | None:
-    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if is_integer and value >= least:
+    if is_integer(value) and value >= least:
         return None
     return Failure(
         what=f"cannot take this {name}",
         expected=f"an integer from {least}",
         got=show_value(value),
-        error=ShardingError if is_integer else ArgumentError,
+        error=ShardingError if is_integer(value) else ArgumentError,
     )
 
 

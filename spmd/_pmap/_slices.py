@@ -14,7 +14,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from spmd import _jax
-from spmd._pmap._options import UNNAMED
+from spmd._pmap._options import UNNAMED, repeated_devices
 from spmd.errors import (
     ArgumentError,
     DonatedArrayError,
@@ -23,6 +23,7 @@ from spmd.errors import (
     ShardingError,
     SpmdError,
     explain,
+    refuse,
     show_value,
 )
 
@@ -196,22 +197,15 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[Any]) -> Any:
         failures.append(_no_sequence(shards))
     elif len(shards) != len(devices):
         failures.append(_number_failure(len(shards), len(devices)))
-    if failures:
-        raise explain("device_put_sharded", failures)
-    first, *others = [jtu.tree_flatten_with_path(s) for s in shards]
-    failures = [
-        _tree_failure(i, tree, first[1])
-        for i, (_, tree) in enumerate(others, 1)
-        if tree != first[1]
-    ]
-    if failures:
-        raise explain("device_put_sharded", failures)
-    rows = [[leaf for _, leaf in leaves] for leaves, _ in (first, *others)]
-    names = [jtu.keystr(path) for path, _ in first[0]]
+    refuse("device_put_sharded", failures)
+    paths, first = jtu.tree_flatten_with_path(shards[0])
+    rows, trees = zip(*map(jtu.tree_flatten, shards), strict=True)
+    differ = [_tree_failure(i, tree, first) for i, tree in enumerate(trees) if tree != first]
+    refuse("device_put_sharded", differ)
+    names = [jtu.keystr(path) for path, _ in paths]
     columns = [_column(name, leaves) for name, *leaves in zip(names, *rows, strict=True)]
-    if failures := [f for _, found in columns for f in found]:
-        raise explain("device_put_sharded", failures)
-    return jtu.tree_unflatten(first[1], [_stack(leaves, devices) for leaves, _ in columns])
+    refuse("device_put_sharded", [f for _, found in columns for f in found])
+    return jtu.tree_unflatten(first, [_stack(leaves, devices) for leaves, _ in columns])
 
 
 def device_put_replicated(x: Any, devices: Sequence[Any]) -> Any:
@@ -228,11 +222,10 @@ def device_put_replicated(x: Any, devices: Sequence[Any]) -> Any:
         TypeError: A leaf is no array.
         ValueError: There is no device, or one comes twice.
     """
-    failures = _device_failures(devices)
     paths, tree = jtu.tree_flatten_with_path(x)
     columns = [_column(jtu.keystr(path), [leaf]) for path, leaf in paths]
-    if failures := failures + [f for _, found in columns for f in found]:
-        raise explain("device_put_replicated", failures)
+    failures = [f for _, found in columns for f in found]
+    refuse("device_put_replicated", _device_failures(devices) + failures)
     leaves = [_stack(found * len(devices), devices) for found, _ in columns]
     return jtu.tree_unflatten(tree, leaves)
 
@@ -338,14 +331,9 @@ def _elsewhere(index: int) -> Failure:
 
 
 def _device_failures(devices: Sequence[Any]) -> list[Failure]:
-    twice = [d for d in dict.fromkeys(devices) if [*devices].count(d) > 1]
-    failures = [
-        Failure(what=f"has {d} twice", expected="each device once", error=OptionError)
-        for d in twice
-    ]
     if not len(devices):
-        failures.append(Failure(what="has no device", given="devices=[]", error=OptionError))
-    return failures
+        return [Failure(what="has no device", given="devices=[]", error=OptionError)]
+    return repeated_devices(devices)
 
 
 def _no_sequence(shards: Any) -> Failure:
