@@ -11,21 +11,12 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 import numpy as np
 
-from spmd import _jax
+from spmd import _jax, errors
 from spmd._pmap._options import is_integer
 from spmd._recover import tile_axes
 from spmd._resolve import get_aval_sharding_proto, spec_failure
 from spmd._spec import ParsedPartitionSpec, show_spec
-from spmd.errors import (
-    ArgumentError,
-    Failure,
-    RecoveryError,
-    ShardingError,
-    SpecTypeError,
-    explain,
-    refuse,
-    show_value,
-)
+from spmd.errors import Failure, explain, refuse, show_value
 
 #: Per dimension a slice, or a number where the parts do not have the dimension.
 Index = tuple[slice | int, ...]
@@ -64,10 +55,11 @@ class Chunked:
         given: Any = chunks
         if len(chunks) == 1 and isinstance(chunks[0], Iterable):
             given = tuple(chunks[0])
-        failures = [_count_failure("chunks", n, 1) for n in given]
         if not given:
-            failures = [_no_chunks()]
-        refuse("Chunked", failures)
+            what = "needs a number of chunks"
+            fix = "say NoSharding() for a dimension that is not split"
+            raise explain("Chunked", [Failure(what=what, fix=fix)])
+        refuse("Chunked", [_count_failure("chunks", n, 1) for n in given])
         object.__setattr__(self, "chunks", tuple(int(n) for n in given))
 
     def __repr__(self) -> str:
@@ -175,14 +167,9 @@ class ShardingSpec:
 
     def __post_init__(self) -> None:
         sharding, mapping = tuple(self.sharding), tuple(self.mesh_mapping)
-        failures = [
-            _kind_failure(f"sharding[{i}]", entry, Sharding) for i, entry in enumerate(sharding)
-        ]
-        failures += [
-            _kind_failure(f"mesh_mapping[{i}]", entry, Assignment)
-            for i, entry in enumerate(mapping)
-        ]
-        refuse("ShardingSpec", failures)
+        kinds = (("sharding", sharding, Sharding), ("mesh_mapping", mapping, Assignment))
+        rows = [(f"{name}[{i}]", e, kind) for name, es, kind in kinds for i, e in enumerate(es)]
+        refuse("ShardingSpec", [_kind_failure(*row) for row in rows])
         object.__setattr__(self, "sharding", sharding)
         object.__setattr__(self, "mesh_mapping", mapping)
         refuse("ShardingSpec", [_mapping_failure(self)])
@@ -224,11 +211,7 @@ class ShardingSpec:
             ValueError: The number of names is not that of the mesh axes.
         """
         names = self._names(axis_names)
-        along = {
-            m.axis: name
-            for m, name in zip(self.mesh_mapping, names, strict=True)
-            if isinstance(m, ShardedAxis)
-        }
+        along = _along(self, names)
         entries: list[tuple[Any, ...]] = [()] * len(self.sharding)
         for axis, (dim, _) in enumerate(_sharded_axes(self)):
             entries[dim] += (along[axis],)
@@ -250,7 +233,12 @@ class ShardingSpec:
         count = math.prod(self.mesh_shape)
         found = np.array(jax.devices()[:count] if devices is None else devices, dtype=object)
         if found.size != count:
-            raise explain("ShardingSpec", [_device_failure(self, found.size, count)])
+            failure = Failure(
+                what="needs another number of devices",
+                expected=f"{count} for its {'x'.join(map(str, self.mesh_shape)) or '1'} mesh",
+                got=str(found.size),
+            )
+            raise explain("ShardingSpec", [failure])
         names = self._names(axis_names)
         spec = self.to_partition_spec(names)
         # A sharding needs a mesh with an axis, even for one device.
@@ -335,7 +323,13 @@ class ShardingSpec:
         if axis_names is None:
             return [f"axis_{i}" for i in range(count)]
         if len(axis_names) != count:
-            raise explain("ShardingSpec", [_names_failure(axis_names, count)])
+            failure = Failure(
+                what="needs another number of axis names",
+                given=f"axis_names={axis_names!r}"[:100],
+                expected=f"{count}, one for each entry of mesh_mapping",
+                got=str(len(axis_names)),
+            )
+            raise explain("ShardingSpec", [failure])
         return axis_names
 
 
@@ -390,13 +384,15 @@ def _sharded_axes(spec: ShardingSpec) -> list[tuple[int, int]]:
     return axes
 
 
+def _along(spec: ShardingSpec, values: Sequence[Any]) -> dict[int, Any]:
+    """Of values, one per mesh axis, that of each sharded axis."""
+    pairs = zip(spec.mesh_mapping, values, strict=True)
+    return {m.axis: value for m, value in pairs if isinstance(m, ShardedAxis)}
+
+
 def _index(shape: Sequence[int], spec: ShardingSpec, place: Sequence[int]) -> Index:
     """The part of the device at a place in the mesh."""
-    along = {
-        m.axis: at
-        for m, at in zip(spec.mesh_mapping, place, strict=True)
-        if isinstance(m, ShardedAxis)
-    }
+    along = _along(spec, place)
     starts, sizes = [0] * len(shape), [*shape]
     for axis, (dim, parts) in enumerate(_sharded_axes(spec)):
         sizes[dim] //= parts
@@ -419,14 +415,7 @@ def _count_failure(name: str, value: Any, least: int) -> Failure | None:
         what=f"cannot take this {name}",
         expected=f"an integer from {least}",
         got=show_value(value),
-        error=ShardingError if is_integer(value) else ArgumentError,
-    )
-
-
-def _no_chunks() -> Failure:
-    return Failure(
-        what="needs a number of chunks",
-        fix="say NoSharding() for a dimension that is not split",
+        error=errors.ShardingError if is_integer(value) else errors.ArgumentError,
     )
 
 
@@ -435,7 +424,10 @@ def _kind_failure(name: str, value: Any, kinds: Any) -> Failure | None:
         return None
     expected = " or ".join(k.__name__ for k in kinds.__args__)
     return Failure(
-        what=f"cannot read {name}", expected=expected, got=show_value(value), error=SpecTypeError
+        what=f"cannot read {name}",
+        expected=expected,
+        got=show_value(value),
+        error=errors.SpecTypeError,
     )
 
 
@@ -483,24 +475,6 @@ def _rank_failure(rank: int | None, ndim: int) -> Failure:
     )
 
 
-def _device_failure(spec: ShardingSpec, found: int, count: int) -> Failure:
-    shape = "x".join(map(str, spec.mesh_shape)) or "1"
-    return Failure(
-        what="needs another number of devices",
-        expected=f"{count} for its {shape} mesh",
-        got=str(found),
-    )
-
-
-def _names_failure(names: Sequence[Any], count: int) -> Failure:
-    return Failure(
-        what="needs another number of axis names",
-        given=f"axis_names={names!r}"[:100],
-        expected=f"{count}, one for each entry of mesh_mapping",
-        got=str(len(names)),
-    )
-
-
 def _vague_failure(spec: PartitionSpec) -> Failure | None:
     if not any(e is PartitionSpec.UNCONSTRAINED for e in spec):
         return None
@@ -508,7 +482,7 @@ def _vague_failure(spec: PartitionSpec) -> Failure | None:
         what="has no ShardingSpec: it leaves a dimension to the partitioner",
         given=show_spec(spec),
         fix="take that of the array that exists, with sharding_spec_of",
-        error=RecoveryError,
+        error=errors.RecoveryError,
     )
 
 
@@ -518,5 +492,5 @@ def _no_array(value: Any) -> Failure:
         what="cannot tell how it is split" if traced else "needs an array",
         expected="a jax.Array that exists",
         got="a tracer: the program decides" if traced else show_value(value),
-        error=ArgumentError,
+        error=errors.ArgumentError,
     )
