@@ -69,17 +69,6 @@ def not_callable(fun: Any, fix: str) -> Failure:
     )
 
 
-def _unhashable_function(fun: Any) -> Failure:
-    return Failure(
-        what="cannot hash the function: its programs are kept under it",
-        given=f"{fun!r}"[:100],
-        expected="a function whose result depends on its arguments alone",
-        got=f"a {type(fun).__name__} without __hash__",
-        fix="freeze its class (@dataclass(frozen=True)), or pass what changes as an argument",
-        error=ArgumentError,
-    )
-
-
 def global_name(wrapper: Any) -> str | None:
     """The name by which pickle finds a wrapped function in its module, if it does."""
     name = getattr(wrapper, "__qualname__", "")
@@ -94,7 +83,15 @@ def _weakly_referable(fun: Callable) -> Callable:
     try:
         hash(fun)
     except TypeError:
-        raise explain("pjit", [_unhashable_function(fun)]) from None
+        failure = Failure(
+            what="cannot hash the function: its programs are kept under it",
+            given=f"{fun!r}"[:100],
+            expected="a function whose result depends on its arguments alone",
+            got=f"a {type(fun).__name__} without __hash__",
+            fix="freeze its class (@dataclass(frozen=True)), or pass what changes as an argument",
+            error=ArgumentError,
+        )
+        raise explain("pjit", [failure]) from None
     try:
         weakref.ref(fun)
     except TypeError:

@@ -466,20 +466,3 @@ def _keys(treedef: Any) -> list[str]:
         if len(seen) == n:
             return [jtu.keystr((k,)) for k in seen]
     return [f"[{i}]" for i in range(n)]
-
-
-__all__ = [
-    "BATCH",
-    "FROM_ARRAY",
-    "REPLICATED",
-    "UNCONSTRAINED",
-    "UNSPECIFIED",
-    "ParsedPartitionSpec",
-    "SpecSync",
-    "SpecTree",
-    "broadcast_prefix",
-    "parse_specs",
-    "show_origin",
-    "show_spec",
-    "spec_of",
-]

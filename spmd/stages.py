@@ -31,7 +31,7 @@ from spmd._resolve import (
     placed_sharding,
     show_sharding,
 )
-from spmd.errors import ArgumentError, Failure, RecoveryError, ShardingError, explain
+from spmd.errors import ArgumentError, Failure, RecoveryError, ShardingError, explain, refuse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,15 +231,14 @@ class Lowered(Stage):
             OutOfMemoryError: The compiler says that the program does not fit the devices.
         """
         if isinstance(self.mesh, jax.sharding.AbstractMesh):
-            failure: Any = described_failure(self.mesh)
-            raise explain(self._call.subject, [failure])
+            refuse(self._call.subject, [described_failure(self.mesh)])
         options = None if compiler_options is None else dict(compiler_options)
         if options is not None or not _jax.lowering.is_compiled(self._lowering):
             count("compiles")
         try:
             executable = self._lowering.compile(options)
         except RuntimeError as error:
-            if failure := self._out_of_memory(error):
+            if failure := opened("oom_failure")(error, given=show_mesh(self.mesh)):
                 raise explain(self._call.subject, [failure]) from error
             raise
         return Compiled(self, self._shardings, self._lowering.const_args, executable)
@@ -263,9 +262,6 @@ class Lowered(Stage):
             ReportError: Nothing has that name, or this jaxlib lacks the passes of Shardy.
         """
         return opened("why")(self, name)
-
-    def _out_of_memory(self, error: RuntimeError) -> Failure | None:
-        return opened("oom_failure")(error, given=show_mesh(self.mesh))
 
 
 def _check_dialect(dialect: str | None) -> None:
@@ -338,7 +334,7 @@ class Compiled(Stage):
         flat = self._flatten(args, kwargs)
         values = (*self._signature.consts, *flat)
         if any(isinstance(x, _jax.core.Tracer) for x in flat):
-            raise explain(self._call.subject, [_traced_call()])
+            raise explain(self._call.subject, [_TRACED_CALL])
         if self._described:
             raise explain(self._call.subject, [self._described])
         self._check(flat)
@@ -522,14 +518,13 @@ def _spec_or_sharding(proto: Any, mesh: Any) -> Any:
     return jax.sharding.PartitionSpec(*parts)
 
 
-def _traced_call() -> Failure:
-    return Failure(
-        what="was compiled ahead of time and cannot be transformed",
-        expected="arrays",
-        got="values that are being traced by jit, grad or vmap",
-        fix="call the pjit function instead of its compiled form",
-        error=ArgumentError,
-    )
+_TRACED_CALL = Failure(
+    what="was compiled ahead of time and cannot be transformed",
+    expected="arrays",
+    got="values that are being traced by jit, grad or vmap",
+    fix="call the pjit function instead of its compiled form",
+    error=ArgumentError,
+)
 
 
 def _static_mismatch(sig: Origin, got: Sequence[Any]) -> Failure:
