@@ -177,7 +177,7 @@ def check_spmd_axes(
     axes: Sequence[Any], mesh: Any, resources: Sequence[Any], dims: Sequence[Any], subject: str
 ) -> None:
     """A mesh axis that splits the mapped dimension exists, and splits no other one too."""
-    if unknown := [a for a in axes if mesh is not None and a not in mesh.shape]:
+    if mesh is not None and (unknown := [a for a in axes if a not in mesh.shape]):
         failure = _unmapped(
             unknown,
             unknown[0],

@@ -326,12 +326,16 @@ def to_shardings(resources: Iterable[Any], mesh: Any, *, inside: bool = False) -
     return tuple([to_sharding(r, mesh, inside=inside) for r in resources])
 
 
-def _named(mesh: Any, spec: PartitionSpec) -> NamedSharding:
+def trimmed(spec: PartitionSpec) -> PartitionSpec:
+    """Returns the shortest spec that means the same: P('x') for P('x', None)."""
     parts = list(spec)
-    # P('x', None) and P('x') mean the same: one form, so that equal programs compile once.
     while parts and parts[-1] is None:
         parts.pop()
-    return NamedSharding(mesh, PartitionSpec(*parts))
+    return PartitionSpec(*parts)
+
+
+def _named(mesh: Any, spec: PartitionSpec) -> NamedSharding:
+    return NamedSharding(mesh, trimmed(spec))  # one form, so that equal programs compile once
 
 
 def is_equivalent(a: Sharding, b: Sharding, ndim: int) -> bool:

@@ -30,6 +30,7 @@ from spmd._resolve import (
     place,
     placed_sharding,
     show_sharding,
+    trimmed,
 )
 from spmd.errors import ArgumentError, Failure, RecoveryError, ShardingError, explain, refuse
 
@@ -359,19 +360,18 @@ class Compiled(Stage):
         if split.statics != sig.statics:
             raise explain(subject, [_static_mismatch(sig, split.statics)])
         if tree != self.in_tree:
-            raise explain(subject, [_tree_mismatch(self.in_tree, tree)])
+            failure = Failure(
+                what="was compiled for another structure of arguments",
+                expected=str(self.in_tree),
+                got=str(tree),
+                error=ArgumentError,
+            )
+            raise explain(subject, [failure])
         return flat
 
     def _check(self, flat: list[Any]) -> None:
-        skip = len(self._signature.consts)
-        rows = zip(
-            flat,
-            self._call.arg_names[skip:],
-            self._jaxpr.in_avals[skip:],
-            self._shardings[skip:],
-            strict=True,
-        )
-        failures = [_argument_mismatch(*row) for row in rows]
+        rows = zip(flat, self._taken_arguments(), strict=True)
+        failures = [_argument_mismatch(value, *row) for value, row in rows]
         if failures := [f for f in failures if f]:
             raise explain(self._call.subject, failures)
 
@@ -420,18 +420,11 @@ class Compiled(Stage):
 
     def _moved_arguments(self) -> list[tuple[str, Any, Any, Any]]:
         """Name, aval, given and wanted sharding of each argument that a call would move first."""
-        skip = len(self._signature.consts)
-        rows = zip(
-            self._call.arg_names[skip:],
-            self._jaxpr.in_avals[skip:],
-            self._placed[skip:],
-            self._shardings[skip:],
-            strict=True,
-        )
+        placed = self._placed[len(self._signature.consts) :]
         return [
-            row
-            for row in rows
-            if row[2] is not None and not is_equivalent(row[2], row[3], row[1].ndim)
+            (name, aval, given, wanted)
+            for (name, aval, wanted), given in zip(self._taken_arguments(), placed, strict=True)
+            if given is not None and not is_equivalent(given, wanted, aval.ndim)
         ]
 
     def runtime_executable(self) -> Any:
@@ -510,12 +503,9 @@ def _specs(protos: Any, mesh: Any, count_all: int) -> list[Any]:
 def _spec_or_sharding(proto: Any, mesh: Any) -> Any:
     try:
         parsed: Any = parse_op_sharding(proto, mesh)
-        parts = list(parsed.to_partition_spec())
     except RecoveryError:
         return proto  # no PartitionSpec says it: what the compiler said
-    while parts and parts[-1] is None:
-        parts.pop()  # P('x') rather than P('x', None), as in JAX's own shardings
-    return jax.sharding.PartitionSpec(*parts)
+    return trimmed(parsed.to_partition_spec())  # as in JAX's own shardings
 
 
 _TRACED_CALL = Failure(
@@ -528,26 +518,15 @@ _TRACED_CALL = Failure(
 
 
 def _static_mismatch(sig: Origin, got: Sequence[Any]) -> Failure:
-    def name(where: Any) -> str:
-        return where if isinstance(where, str) else sig.params.position_name(where)
-
     def show(statics: Sequence[Any]) -> str:
-        return ", ".join(f"{name(where)}={s.value!r}" for where, s in statics) or "none"
+        shown = (f"{sig.params.call_name(where)}={s.value!r}" for where, s in statics)
+        return ", ".join(shown) or "none"
 
     return Failure(
         what="was compiled for other static arguments",
         expected=show(sig.statics),
         got=show(got),
         fix="compile it again for these values",
-        error=ArgumentError,
-    )
-
-
-def _tree_mismatch(expected: Any, got: Any) -> Failure:
-    return Failure(
-        what="was compiled for another structure of arguments",
-        expected=str(expected),
-        got=str(got),
         error=ArgumentError,
     )
 
