@@ -99,7 +99,10 @@ def parse_parameters(
     `static_option` is what a user calls `static_argnums`.
     """
     signature = _signature(fun)
-    names, variadic, more = _positional(signature)
+    names = _names_of(signature, _KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD)
+    by_position = {*_names_of(signature, _KINDS.POSITIONAL_ONLY)}
+    variadic = next(iter(_names_of(signature, _KINDS.VAR_POSITIONAL)), None)
+    known = (*names, *_names_of(signature, _KINDS.KEYWORD_ONLY))
     rows = (
         (static_option, static_argnums, "static_argnames", static_argnames),
         ("donate_argnums", donate_argnums, "donate_argnames", donate_argnames),
@@ -110,8 +113,8 @@ def parse_parameters(
         by_name = _strs(subject, names_option, given_names)
         if signature is not None:
             failures.append(_range_failure(nums_option, nums, names, variadic))
-            failures.append(_name_failure(names_option, by_name, (*names, *more), signature))
-        resolved.append(_both_ways(nums, by_name, names, _positional_only(signature)))
+            failures.append(_name_failure(names_option, by_name, known, signature))
+        resolved.append(_both_ways(nums, by_name, names, by_position))
     (static_nums, static_names), (donate_nums, donate_names) = resolved
     params = Parameters(
         signature=signature,
@@ -137,19 +140,13 @@ def _signature(fun: Callable, *, follow_wrapped: bool = True) -> inspect.Signatu
         return None
 
 
-def _positional(
-    signature: inspect.Signature | None,
-) -> tuple[tuple[str, ...], str | None, tuple[str, ...]]:
-    if signature is None:
-        return (), None, ()
-    kinds = inspect.Parameter
-    params = list(signature.parameters.values())
-    names = [
-        p.name for p in params if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
-    ]
-    variadic = [p.name for p in params if p.kind is kinds.VAR_POSITIONAL]
-    keyword = [p.name for p in params if p.kind is kinds.KEYWORD_ONLY]
-    return tuple(names), (variadic or [None])[0], tuple(keyword)
+_KINDS = inspect.Parameter
+
+
+def _names_of(signature: inspect.Signature | None, *kinds: Any) -> tuple[str, ...]:
+    """The parameters of some kinds, in order."""
+    params = signature.parameters.values() if signature else ()
+    return tuple(p.name for p in params if p.kind in kinds)
 
 
 def _ints(subject: str, option: str, value: Any) -> tuple[int, ...]:
@@ -203,9 +200,8 @@ def _range_failure(
 def _name_failure(
     option: str, given: Sequence[str], names: Sequence[str], signature: inspect.Signature
 ) -> Failure | None:
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    bad = [] if takes_any else [g for g in given if g not in names]
-    if not bad:
+    bad = [g for g in given if g not in names]
+    if not bad or _names_of(signature, _KINDS.VAR_KEYWORD):
         return None
     return Failure(
         what=f"has no argument {', '.join(map(repr, bad))}{did_you_mean(bad[0], names)}",
@@ -226,11 +222,6 @@ def _both_ways(
     at |= {names.index(n) for n in by_name if n in names and n not in unnamed}
     called = {*by_name, *(names[i] for i in at if i < len(names) and names[i] not in unnamed)}
     return tuple(sorted(at)), tuple(sorted(called))
-
-
-def _positional_only(signature: inspect.Signature | None) -> set[str]:
-    params = signature.parameters.values() if signature else ()
-    return {p.name for p in params if p.kind is p.POSITIONAL_ONLY}
 
 
 def _overlap(params: Parameters) -> Failure | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 import functools
 import sys
@@ -139,7 +139,7 @@ def parse(
     params = parse_parameters(
         fun, subject, static_argnums, static_argnames, donate_argnums, donate_argnames
     )
-    failures = _choice_failures(mesh, positional_semantics, implicit_reshard)
+    failures = [*_choice_failures(mesh, positional_semantics, implicit_reshard)]
     if any(isinstance(x, NamedSharding) for s in specs for x in s.leaves):
         _, clash = mesh_of_leaves(
             [x for s in specs for x in s.leaves], [n for s in specs for n in s.names]
@@ -176,31 +176,24 @@ def _one_of(subject: str, name: str, value: Any, alias: str, other: Any) -> tupl
     raise explain(subject, [failure])
 
 
-def _choice_failures(mesh: Any, semantics: str, reshard: str | None) -> list[Failure]:
-    failures = []
+def _choice_failures(mesh: Any, semantics: str, reshard: str | None) -> Iterator[Failure]:
     if mesh is not None and not isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
-        failures.append(
-            Failure(
-                what="cannot use this mesh",
-                given=f"mesh={mesh!r}"[:100],
-                expected="a spmd.Mesh, a jax.sharding.Mesh or an AbstractMesh",
-                got=type(mesh).__name__,
-                error=ArgumentError,
-            )
+        yield Failure(
+            what="cannot use this mesh",
+            given=f"mesh={mesh!r}"[:100],
+            expected="a spmd.Mesh, a jax.sharding.Mesh or an AbstractMesh",
+            got=type(mesh).__name__,
+            error=ArgumentError,
         )
     if semantics not in ("global", "local"):
-        failures.append(
-            Failure(
-                what="cannot read positional_semantics",
-                expected="'global' or 'local'",
-                got=repr(semantics),
-                error=OptionError,
-            )
+        yield Failure(
+            what="cannot read positional_semantics",
+            expected="'global' or 'local'",
+            got=repr(semantics),
+            error=OptionError,
         )
     if reshard is not None and reshard not in _dispatch.RESHARD_MODES:
-        failure = _dispatch.bad_reshard_mode(reshard)
-        failures.append(replace(failure, what="cannot read implicit_reshard"))
-    return failures
+        yield replace(_dispatch.bad_reshard_mode(reshard), what="cannot read implicit_reshard")
 
 
 def mesh_clash(where: str, mesh: Any, specs: Sequence[SpecTree]) -> list[Failure]:

@@ -218,29 +218,22 @@ def resolve_leaves(
     over them. At a boundary dimensions must divide evenly. What comes back for a leaf is a spec, a
     marker or a NamedSharding.
     """
-    return [_resolve_leaf(*row, mesh, manual, boundary) for row in rows]
 
-
-def _resolve_leaf(
-    leaf: Any,
-    aval: Any,
-    subject: str,
-    given: str,
-    on: Any,
-    mesh: Any,
-    manual: frozenset[Any],
-    boundary: bool,
-) -> tuple[Any, Failure | None]:
-    # What shard_map took away explains a shape that does not fit: it comes first.
-    failure = _devices_failure(leaf, mesh, subject, given)
-    if failure := failure or _manual_failure(leaf, manual, subject, given):
-        return leaf, failure
-    leaf = canonical_leaf(leaf)
-    if isinstance(leaf, Sharding) and not isinstance(leaf, NamedSharding):
-        leaf = recovered(leaf, aval.ndim, mesh)
+    def resolved(
+        leaf: Any, aval: Any, subject: str, given: str, on: Any
+    ) -> tuple[Any, Failure | None]:
+        # What shard_map took away explains a shape that does not fit: it comes first.
+        failure = _devices_failure(leaf, mesh, subject, given)
+        if failure := failure or _manual_failure(leaf, manual, subject, given):
+            return leaf, failure
+        leaf = canonical_leaf(leaf)
         if isinstance(leaf, Sharding) and not isinstance(leaf, NamedSharding):
-            return leaf, _unsaid_failure(leaf, mesh, subject, given)
-    return leaf, spec_failure(leaf, aval, on, subject, given, boundary=boundary)
+            leaf = recovered(leaf, aval.ndim, mesh)
+            if isinstance(leaf, Sharding) and not isinstance(leaf, NamedSharding):
+                return leaf, _unsaid_failure(leaf, mesh, subject, given)
+        return leaf, spec_failure(leaf, aval, on, subject, given, boundary=boundary)
+
+    return [resolved(*row) for row in rows]
 
 
 def _unsaid_failure(sharding: Any, mesh: Any, subject: str, given: str) -> Failure:

@@ -6,7 +6,7 @@ Each holds the result of one more step of the same line that an eager call walks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import contextlib
 from dataclasses import dataclass
 import os
@@ -397,11 +397,11 @@ class Compiled(Stage):
         """Reports every collective with its line, axes and bytes, the FLOPs, and the memory."""
         return opened("report")(self)
 
-    def _taken_arguments(self) -> list[tuple[str, Any, Any]]:
+    def _taken_arguments(self) -> Iterable[tuple[str, Any, Any]]:
         """Name, aval and sharding of each argument of a call."""
         skip = len(self._signature.consts)
         names, avals = self._call.arg_names[skip:], self._jaxpr.in_avals[skip:]
-        return [*zip(names, avals, self._shardings[skip:], strict=True)]
+        return zip(names, avals, self._shardings[skip:], strict=True)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the program to a file, which :func:`spmd.load` reads without compiling again.

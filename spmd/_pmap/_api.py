@@ -153,10 +153,9 @@ class _Line:
             return
 
         def make() -> bool:
-            if "local" in flat.semantics:
-                return True  # compiled when they are on the devices
-            _dispatch.check_alive(values, plan.call)
-            _dispatch.prepare(values, _jax.transform.plain_jaxpr(plan.jaxpr), plan.call)
+            if "local" not in flat.semantics:  # else compiled when they are on the devices
+                _dispatch.check_alive(values, plan.call)
+                _dispatch.prepare(values, _jax.transform.plain_jaxpr(plan.jaxpr), plan.call)
             return True
 
         self.programs.get(_key(flat.signature), make)

@@ -118,7 +118,7 @@ class Nest:
         Types say for which axes of the mesh a value is one of one device, and JAX refuses to mix
         values of two levels. So above the innermost they say no mesh.
         """
-        outer, _here.nest = _nest(), self
+        outer, _here.nest = _here.nest, self
         mesh = contextlib.nullcontext() if self.innermost else _jax.mesh.abstract_mesh_set(None)
         self._parts.append(parts)
         try:
@@ -172,7 +172,13 @@ class Nest:
         return self.names[self.depth]
 
 
-_here = threading.local()
+class _Here(threading.local):
+    """The `pmap` whose function this thread is tracing."""
+
+    nest: Nest | None = None
+
+
+_here = _Here()
 
 #: Stands for options that are not known any more: every device may be chosen, none was.
 _OUTER = parse(
@@ -189,15 +195,11 @@ _OUTER = parse(
 )
 
 
-def _nest() -> Nest | None:
-    return getattr(_here, "nest", None)
-
-
 def nest_here() -> Nest | None:
     """The `pmap` whose function is being traced in this thread."""
     if _jax.core.trace_state_clean():
         return None
-    return _nest() or _rule_nest()
+    return _here.nest or _rule_nest()
 
 
 def _rule_nest() -> Nest | None:
@@ -220,7 +222,7 @@ def run_in_nest(options: PmapOptions, size: int, run: Callable[[Nest], Any]) -> 
     levels = [Level(options.axis_name, size, options.subject)]
     while True:
         nest = Nest(options, levels)
-        outer, _here.nest = _nest(), None
+        outer, _here.nest = _here.nest, None
         try:
             result = run(nest)
         except Deeper:

@@ -73,7 +73,6 @@ class Mapped:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Computes the results of all devices."""
         name = self._axis
-        specs = [spec_along(a, name).to_partition_spec() for a in self._axes]
         outs = self._options.out_axes
         # What is counted from the end stands in front until the rank is known.
         out_specs = [spec_along(a and max(a, 0), name).to_partition_spec() for a in outs.leaves]
@@ -82,7 +81,7 @@ class Mapped:
             # Inside of another one the mesh is that of the context.
             mesh=None if self._nest.depth else self._nest.mesh(),
             axis_names={name},
-            in_specs=tuple(specs),
+            in_specs=tuple(spec_along(a, name).to_partition_spec() for a in self._axes),
             out_specs=jtu.tree_unflatten(outs.treedef, out_specs),
             check_vma=False,
         )
@@ -135,9 +134,8 @@ class Mapped:
         """Where the slices come from."""
         outermost = self._nest.depth == 1 and self._nest.made is None
         parts = []
-        for i, (x, axis, aval) in enumerate(
-            zip(slices, self._axes, self._signature.avals, strict=True)
-        ):
+        rows = zip(slices, self._axes, self._signature.avals, strict=True)
+        for i, (x, axis, aval) in enumerate(rows):
             known = self._parts[i] if self._parts else None
             whole = Part(x, i, tuple(range(aval.ndim))) if outermost else known
             if whole is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,12 +28,10 @@ class AxisTree:
     """A parsed `in_axes` or `out_axes`; each leaf stands for all leaves below it.
 
     Attributes:
-        name: The option it was given as.
         leaves: Per leaf an axis, negative ones counted from the end, or None.
         treedef: The structure; None is a leaf.
     """
 
-    name: str
     leaves: tuple[int | None, ...]
     treedef: Any
 
@@ -116,8 +114,7 @@ def parse(
         for option, tree in (("in_axes", in_axes), ("out_axes", out_axes))
     ]
     failures += [_name_failure(axis_name), _axis_size_failure(axis_size)]
-    failures += _devices_failures(devices)
-    failures += [_shapes_failure(global_arg_shapes)]
+    failures += [*_devices_failures(devices), _shapes_failure(global_arg_shapes)]
     refuse(subject, failures)
     return PmapOptions(
         name=name,
@@ -162,7 +159,7 @@ def _parse_axes(name: str, tree: Any, failures: list[Failure | None]) -> AxisTre
         if leaf is not None and not is_integer(leaf)
     ]
     leaves = [leaf if not isinstance(leaf, np.integer) else int(leaf) for _, leaf in paths]
-    return AxisTree(name=name, leaves=tuple(leaves), treedef=treedef)
+    return AxisTree(leaves=tuple(leaves), treedef=treedef)
 
 
 def is_integer(value: Any) -> bool:
@@ -192,26 +189,25 @@ def _axis_size_failure(axis_size: Any) -> Failure | None:
     )
 
 
-def _devices_failures(devices: Any) -> list[Failure]:
+def _devices_failures(devices: Any) -> Iterator[Failure]:
     if devices is None:
-        return []
+        return
     if not len(devices):
-        no_device = Failure(
+        yield Failure(
             what="has no device to run on",
             given=f"devices={devices!r}",
             expected="at least one device, or None for those of the backend",
             error=OptionError,
         )
-        return [no_device]
-    return repeated_devices(devices, given=f"devices= with {len(devices)}")
+    yield from repeated_devices(devices, given=f"devices= with {len(devices)}")
 
 
 def repeated_devices(devices: Sequence[Any], given: str = "") -> list[Failure]:
     """A failure for each device that is there more than once; `given` is what a user wrote."""
     twice = [d for d in dict.fromkeys(devices) if [*devices].count(d) > 1]
-    what, expected = "has {} twice", "each device once"
+    expected = "each device once"
     return [
-        Failure(what=what.format(d), given=given, expected=expected, error=OptionError)
+        Failure(what=f"has {d} twice", given=given, expected=expected, error=OptionError)
         for d in twice
     ]
 
