@@ -277,8 +277,8 @@ def split_arguments(params: Parameters, args: tuple, kwargs: Mapping, subject: s
     positions = tuple(i for i in range(len(args)) if i not in nums)
     statics = [(i, args[i]) for i in params.static_nums if i < len(args)]
     statics += [(n, kwargs[n]) for n in params.static_names if n in kwargs]
-    failures = [_unhashable(params, where, v) for where, v in statics if not _hashable(v)]
-    if failures:
+    found = [_hash_failure(params, where, v) for where, v in statics]
+    if failures := [f for f in found if f]:
         raise explain(subject, failures)
     rest = {k: v for k, v in kwargs.items() if k not in params.static_names}
     return Split(
@@ -313,22 +313,18 @@ def _check_positions(params: Parameters, count: int, subject: str) -> None:
             raise explain(subject, [failure])
 
 
-def _hashable(value: Any) -> bool:
+def _hash_failure(params: Parameters, where: Any, value: Any) -> Failure | None:
     try:
         hash(value)
     except TypeError:
-        return False
-    return True
-
-
-def _unhashable(params: Parameters, where: Any, value: Any) -> Failure:
-    return Failure(
-        what=f"cannot hash static argument {params.call_name(where)}",
-        expected="a value with __hash__ and __eq__: it is part of the key of the compile cache",
-        got=show_value(value),
-        fix="pass something hashable such as a tuple, or do not declare it static",
-        error=StaticArgumentError,
-    )
+        return Failure(
+            what=f"cannot hash static argument {params.call_name(where)}",
+            expected="a value with __hash__ and __eq__: it is part of the key of the compile cache",
+            got=show_value(value),
+            fix="pass something hashable such as a tuple, or do not declare it static",
+            error=StaticArgumentError,
+        )
+    return None
 
 
 def join_arguments(split_positions: Sequence[int], statics: Any, dynamic: Any) -> tuple[list, dict]:
@@ -417,11 +413,8 @@ _MISSING = object()
 
 def _spec_order(params: Parameters) -> list[str]:
     """Parameters that take a spec, in the order of the entries."""
-    if params.signature is None:
-        return []
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    all_names = [n for n, p in params.signature.parameters.items() if p.kind not in kinds]
-    return [n for n in all_names if n not in params.static_names]
+    kinds = (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD, _KINDS.KEYWORD_ONLY)
+    return [n for n in _names_of(params.signature, *kinds) if n not in params.static_names]
 
 
 def _entry_for(specs: SpecTree, name: str, index: int | None, known: set[str]) -> tuple[Any, str]:

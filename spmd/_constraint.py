@@ -79,12 +79,13 @@ def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
         failures = [no_mesh(constraint=True)]
     refuse(_SUBJECT, failures)
     mesh = auto_mesh(mesh)
-    names = ["x" + jtu.keystr(path) for path, _ in paths]
-    values = [value for _, value in paths]
-    leaves = _resolve(
-        values, [specs.leaves[i] for i in found], mesh, names, [specs.names[i] for i in found]
-    )
-    out = [_constrain(v, leaf, mesh) for v, leaf in zip(values, leaves, strict=True)]
+    resolved = [
+        _resolve(value, specs.leaves[i], mesh, "x" + jtu.keystr(path), specs.names[i])
+        for (path, value), i in zip(paths, found, strict=True)
+    ]
+    refuse(_SUBJECT, [failure for _, failure in resolved])
+    rows = zip(paths, resolved, strict=True)
+    out = [_constrain(value, resource, mesh) for (_, value), (resource, _) in rows]
     return jtu.tree_unflatten(treedef, out)
 
 
@@ -96,34 +97,22 @@ def _constrain(value: Any, resource: Any, mesh: Any) -> Any:
     return sharding_constraint_p.bind(value, axis_resources=resource, mesh=mesh)
 
 
-def _resolve(
-    values: list, leaves: list, mesh: Any, names: list[str], given: list[str]
-) -> list[Any]:
-    failures, resources, manual = [], [], _jax.mesh.manual_axes()
-    for value, leaf, name, where in zip(values, leaves, names, given, strict=True):
-        concrete = not isinstance(value, _jax.core.Tracer)
-        if (aval := _jax.core.aval_of(value)) is None:
-            failures.append(_no_array(value, name))
-            continue
-        if concrete and getattr(value, "is_deleted", bool)():
-            failures.append(gone_failure(name))
-            continue
-        eager = concrete and _jax.core.trace_state_clean()
-        row = (leaf, aval, f"argument {name}", where, mesh)
-        [(resource, failure)] = resolve_leaves([row], mesh, manual, boundary=eager)
-        resources.append(resource)
-        failures.append(failure)
-    refuse(_SUBJECT, failures)
-    return resources
-
-
-def _no_array(value: Any, name: str) -> Failure:
-    return Failure(
-        what=f"cannot constrain {name}: it is no array",
-        got=show_value(value),
-        expected="arrays and numbers",
-        error=ArgumentError,
-    )
+def _resolve(value: Any, leaf: Any, mesh: Any, name: str, given: str) -> tuple[Any, Failure | None]:
+    """What a leaf of the specs says of a value, and what is wrong with it."""
+    if (aval := _jax.core.aval_of(value)) is None:
+        return leaf, Failure(
+            what=f"cannot constrain {name}: it is no array",
+            got=show_value(value),
+            expected="arrays and numbers",
+            error=ArgumentError,
+        )
+    concrete = not isinstance(value, _jax.core.Tracer)
+    if concrete and getattr(value, "is_deleted", bool)():
+        return leaf, gone_failure(name)
+    row = (leaf, aval, f"argument {name}", given, mesh)
+    eager = concrete and _jax.core.trace_state_clean()
+    [found] = resolve_leaves([row], mesh, _jax.mesh.manual_axes(), boundary=eager)
+    return found
 
 
 # Parameters

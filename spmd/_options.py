@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 import functools
 import sys
-from typing import Any
+from typing import Any, ClassVar
 import weakref
 
 import jax
@@ -42,6 +42,8 @@ class PjitOptions:
     _hash: int = field(init=False, compare=False)
     #: The first words of a message.
     subject: str = field(init=False, compare=False)
+    #: What to declare an argument static with.
+    static_option: ClassVar[str] = "static_argnames"
 
     def __post_init__(self) -> None:
         parts = (self.name, self.in_specs, self.out_specs, self.params, self.mesh)
@@ -50,11 +52,6 @@ class PjitOptions:
 
     def __hash__(self) -> int:
         return self._hash
-
-    @property
-    def static_option(self) -> str:
-        """What to declare an argument static with."""
-        return "static_argnames"
 
 
 def not_callable(fun: Any, fix: str) -> Failure:

@@ -53,17 +53,15 @@ def mesh_of_leaves(leaves: Sequence[Any], names: Sequence[str]) -> tuple[Any, li
             found.setdefault(auto_mesh(leaf.mesh), name)
     if len(found) < 2:
         return next(iter(found), None), []
-    return next(iter(found)), [
-        Failure(
-            what="got shardings on different meshes",
-            given="\n".join(
-                f"{name} on {show_mesh(m)}, {_devices_text(m)}" for m, name in found.items()
-            ),
-            expected="one mesh for all of them",
-            fix="build all NamedShardings from the same mesh",
-            error=MeshError,
-        )
-    ]
+    given = [f"{name} on {show_mesh(m)}, {_devices_text(m)}" for m, name in found.items()]
+    failure = Failure(
+        what="got shardings on different meshes",
+        given="\n".join(given),
+        expected="one mesh for all of them",
+        fix="build all NamedShardings from the same mesh",
+        error=MeshError,
+    )
+    return next(iter(found)), [failure]
 
 
 def _devices_text(mesh: Any) -> str:

@@ -98,12 +98,10 @@ class Nest:
         """The mesh of the levels that are known."""
         if self.made is not None:
             return self.made
-        sizes = tuple(level.size for level in self.levels)
-        devices = devices_of(self.options, math.prod(sizes))
+        options, sizes = self.options, tuple(level.size for level in self.levels)
+        devices = devices_of(options, math.prod(sizes))
         if len(devices) < math.prod(sizes):
-            raise explain(
-                self.options.subject, [_device_failure(self.options, sizes, len(devices))]
-            )
+            raise explain(options.subject, [_device_failure(options, sizes, len(devices))])
         return _mesh(tuple(devices), self.names, sizes)
 
     @property

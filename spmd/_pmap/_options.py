@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.tree_util as jtu
@@ -19,8 +19,6 @@ from spmd.errors import ArgumentError, Failure, OptionError, explain, refuse, sh
 
 #: The name of an axis that the user has not named.
 UNNAMED = "pmap"
-
-_STATIC = "static_broadcasted_argnums"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +69,8 @@ class PmapOptions:
     axis_size: int | None
     global_arg_shapes: tuple[tuple[int, ...] | None, ...] | None
 
-    @property
-    def static_option(self) -> str:
-        """What to declare an argument static with."""
-        return _STATIC
+    #: What to declare an argument static with.
+    static_option: ClassVar[str] = "static_broadcasted_argnums"
 
     @property
     def positional_semantics(self) -> str:
@@ -103,8 +99,9 @@ def parse(
     """Reads everything that can be read without arguments."""
     name = _jax.core.fun_name(fun)
     subject = f"pmap of `{name}`"
+    static = PmapOptions.static_option
     params = parse_parameters(
-        fun, subject, static_broadcasted_argnums, (), donate_argnums, (), _STATIC
+        fun, subject, static_broadcasted_argnums, (), donate_argnums, (), static
     )
     # Here an argument that is passed by name is no positional one.
     params = replace(params, own=None, static_names=(), donate_names=())
@@ -125,17 +122,19 @@ def parse(
         devices=None if devices is None else tuple(devices),
         backend=backend,
         axis_size=None if axis_size is None else int(axis_size),
-        global_arg_shapes=_shapes(global_arg_shapes) if global_arg_shapes is not None else None,
+        global_arg_shapes=_shapes(global_arg_shapes),
     )
 
 
-def _shapes(given: Sequence[Any]) -> tuple[tuple[int, ...] | None, ...]:
+def _shapes(given: Any) -> tuple[tuple[int, ...] | None, ...] | None:
+    if given is None:
+        return None
     return tuple(None if s is None else tuple(int(n) for n in s) for s in given)
 
 
 def _shapes_failure(given: Any) -> Failure | None:
     try:
-        _shapes(() if given is None else given)
+        _shapes(given)
     except (TypeError, ValueError):
         return Failure(
             what="cannot read global_arg_shapes",
