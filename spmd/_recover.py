@@ -79,7 +79,8 @@ def unflatten_superdims(assignment: Sequence[int]) -> list[tuple[int, int]]:
         _check_permutation(devices, devices.size)
         return _superdims(devices)
     except _NoSpecError as e:
-        raise explain("Device assignment", [e.failure]) from None
+        failure = e.failure
+    raise explain("Device assignment", [failure])
 
 
 def explode_superdims(
@@ -138,7 +139,8 @@ def unflatten_array(named_sizes: Mapping[Any, int], assignment: Sequence[int]) -
                 raise _part_of_axis(named_sizes, p, "moves a part")
         return [names[p.axis] for p in pieces]
     except _NoSpecError as e:
-        raise explain("Device assignment", [e.failure]) from None
+        failure = e.failure
+    raise explain("Device assignment", [failure])
 
 
 class _Piece(NamedTuple):
