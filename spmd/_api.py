@@ -137,6 +137,11 @@ class _Line:
             check_refs(flat, plan, options)
         return flat, plan
 
+    def clear(self) -> None:
+        """Forgets all traces and programs."""
+        make_plan.evict_weakref(self.fun)
+        evict_trace(self.fun)
+
 
 class PjitFunction:
     """What `pjit` returns: call it, or stop on the way with `trace`, `lower` or `eval_shape`.
@@ -193,8 +198,7 @@ class PjitFunction:
         """Forgets the traces and programs of this function."""
         dispatch: Any = type(self).__call__
         dispatch._clear_cache()
-        make_plan.evict_weakref(self._line.fun)
-        evict_trace(self._line.fun)
+        self._line.clear()
 
 
 def pjit_function(fun: Callable, options: PjitOptions) -> PjitFunction:
@@ -202,11 +206,15 @@ def pjit_function(fun: Callable, options: PjitOptions) -> PjitFunction:
     line = _Line(fun=fun, options=options)
     miss = functools.partial(_call, line)
     dispatch = _dispatch.dispatcher(fun, options.name, miss, options.params, options)
-    body = {"__call__": staticmethod(dispatch), "__slots__": (), "__module__": "spmd"}
-    wrapped: Any = type("PjitFunction", (PjitFunction,), body)()
+    return instance_of(PjitFunction, fun, line, dispatch)
+
+
+def instance_of(kind: type[PjitFunction], fun: Callable, line: Any, call: Callable) -> Any:
+    """Makes the only object of a class below `kind`: `fun` with a line, called by `call`."""
+    body = {"__call__": staticmethod(call), "__slots__": (), "__module__": "spmd"}
+    wrapped: Any = type(kind.__name__, (kind,), body)()
     wrapped._line = line
-    functools.update_wrapper(wrapped, fun)
-    return wrapped
+    return functools.update_wrapper(wrapped, fun)
 
 
 @_jax.core.api_boundary

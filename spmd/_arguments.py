@@ -76,11 +76,13 @@ class Parameters:
         given += [k for k in sorted(kwargs) if k not in self.static_names]
         return bound == given
 
-    def position_name(self, i: int) -> str:
-        """What the user calls the positional argument `i`."""
-        if i < len(self.names):
-            return self.names[i]
-        return f"{self.variadic or 'args'}[{i - len(self.names)}]"
+    def call_name(self, where: int | str) -> str:
+        """What the user calls the argument at a position, or of a name."""
+        if isinstance(where, str):
+            return where
+        if where < len(self.names):
+            return self.names[where]
+        return f"{self.variadic or 'args'}[{where - len(self.names)}]"
 
 
 def parse_parameters(
@@ -97,40 +99,38 @@ def parse_parameters(
     `static_option` is what a user calls `static_argnums`.
     """
     signature = _signature(fun)
-    names, variadic, more = _positional(signature)
-    options = {
-        "static": (
-            _ints(subject, static_option, static_argnums),
-            _strs(subject, "static_argnames", static_argnames),
-        ),
-        "donate": (
-            _ints(subject, "donate_argnums", donate_argnums),
-            _strs(subject, "donate_argnames", donate_argnames),
-        ),
-    }
-    failures, resolved = [], {}
-    for kind, (nums, by_name) in options.items():
+    names = _names_of(signature, _KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD)
+    by_position = {*_names_of(signature, _KINDS.POSITIONAL_ONLY)}
+    variadic = next(iter(_names_of(signature, _KINDS.VAR_POSITIONAL)), None)
+    known = (*names, *_names_of(signature, _KINDS.KEYWORD_ONLY))
+    rows = (
+        (static_option, static_argnums, "static_argnames", static_argnames),
+        ("donate_argnums", donate_argnums, "donate_argnames", donate_argnames),
+    )
+    failures, resolved = [], []
+    for nums_option, given_nums, names_option, given_names in rows:
+        nums = _ints(subject, nums_option, given_nums)
+        by_name = _strs(subject, names_option, given_names)
         if signature is not None:
-            option = static_option if kind == "static" else f"{kind}_argnums"
-            failures += _range_failures(option, nums, names, variadic)
-            failures += _name_failures(f"{kind}_argnames", by_name, (*names, *more), signature)
-        resolved[kind] = _both_ways(nums, by_name, names, _positional_only(signature))
-    if failures:
-        raise explain(subject, failures)
-    both = _overlap(resolved["static"], resolved["donate"], names)
-    if both:
-        raise explain(subject, [both])
-    (sn, ss), (dn, ds) = resolved["static"], resolved["donate"]
-    return Parameters(
+            failures.append(_range_failure(nums_option, nums, names, variadic))
+            failures.append(_name_failure(names_option, by_name, known, signature))
+        resolved.append(_both_ways(nums, by_name, names, by_position))
+    (static_nums, static_names), (donate_nums, donate_names) = resolved
+    params = Parameters(
         signature=signature,
         own=_signature(fun, follow_wrapped=False) or signature,
         names=names,
         variadic=variadic,
-        static_nums=sn,
-        static_names=ss,
-        donate_nums=dn,
-        donate_names=ds,
+        static_nums=static_nums,
+        static_names=static_names,
+        donate_nums=donate_nums,
+        donate_names=donate_names,
     )
+    if not any(failures):
+        failures = [_overlap(params)]
+    if failures := [f for f in failures if f]:
+        raise explain(subject, failures)
+    return params
 
 
 def _signature(fun: Callable, *, follow_wrapped: bool = True) -> inspect.Signature | None:
@@ -140,19 +140,13 @@ def _signature(fun: Callable, *, follow_wrapped: bool = True) -> inspect.Signatu
         return None
 
 
-def _positional(
-    signature: inspect.Signature | None,
-) -> tuple[tuple[str, ...], str | None, tuple[str, ...]]:
-    if signature is None:
-        return (), None, ()
-    kinds = inspect.Parameter
-    params = list(signature.parameters.values())
-    names = [
-        p.name for p in params if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
-    ]
-    variadic = [p.name for p in params if p.kind is kinds.VAR_POSITIONAL]
-    keyword = [p.name for p in params if p.kind is kinds.KEYWORD_ONLY]
-    return tuple(names), (variadic or [None])[0], tuple(keyword)
+_KINDS = inspect.Parameter
+
+
+def _names_of(signature: inspect.Signature | None, *kinds: Any) -> tuple[str, ...]:
+    """The parameters of some kinds, in order."""
+    params = signature.parameters.values() if signature else ()
+    return tuple(p.name for p in params if p.kind in kinds)
 
 
 def _ints(subject: str, option: str, value: Any) -> tuple[int, ...]:
@@ -187,40 +181,34 @@ def _one_or_all(values: Sequence[Any]) -> str:
     return repr(values[0] if len(values) == 1 else tuple(values))
 
 
-def _range_failures(
+def _range_failure(
     option: str, nums: Sequence[int], names: Sequence[str], variadic: str | None
-) -> list[Failure]:
+) -> Failure | None:
     n = len(names)
     bad = [i for i in nums if not -n <= i < n and not (variadic and i >= 0)]
     if not bad:
-        return []
-    return [
-        Failure(
-            what=f"has no argument {', '.join(map(str, bad))}",
-            given=f"{option}={_one_or_all(nums)}",
-            expected=f"positions from {-n} to {n - 1}" if n else "no positions",
-            got=f"{n} positional argument{'s' * (n != 1)}: {', '.join(names) or 'none'}",
-            error=OptionError,
-        )
-    ]
+        return None
+    return Failure(
+        what=f"has no argument {', '.join(map(str, bad))}",
+        given=f"{option}={_one_or_all(nums)}",
+        expected=f"positions from {-n} to {n - 1}" if n else "no positions",
+        got=f"{n} positional argument{'s' * (n != 1)}: {', '.join(names) or 'none'}",
+        error=OptionError,
+    )
 
 
-def _name_failures(
+def _name_failure(
     option: str, given: Sequence[str], names: Sequence[str], signature: inspect.Signature
-) -> list[Failure]:
-    if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
-        return []
+) -> Failure | None:
     bad = [g for g in given if g not in names]
-    if not bad:
-        return []
-    return [
-        Failure(
-            what=f"has no argument {', '.join(map(repr, bad))}{did_you_mean(bad[0], names)}",
-            given=f"{option}={_one_or_all(given)}",
-            expected=f"names out of {', '.join(names) or 'none: it takes no arguments'}",
-            error=OptionError,
-        )
-    ]
+    if not bad or _names_of(signature, _KINDS.VAR_KEYWORD):
+        return None
+    return Failure(
+        what=f"has no argument {', '.join(map(repr, bad))}{did_you_mean(bad[0], names)}",
+        given=f"{option}={_one_or_all(given)}",
+        expected=f"names out of {', '.join(names) or 'none: it takes no arguments'}",
+        error=OptionError,
+    )
 
 
 def _both_ways(
@@ -236,15 +224,10 @@ def _both_ways(
     return tuple(sorted(at)), tuple(sorted(called))
 
 
-def _positional_only(signature: inspect.Signature | None) -> set[str]:
-    params = signature.parameters.values() if signature else ()
-    return {p.name for p in params if p.kind is p.POSITIONAL_ONLY}
-
-
-def _overlap(static: Any, donate: Any, names: Sequence[str]) -> Failure | None:
-    nums = sorted(set(static[0]) & set(donate[0]))
-    called = sorted(set(static[1]) & set(donate[1]))
-    both = called or [names[i] if i < len(names) else str(i) for i in nums]
+def _overlap(params: Parameters) -> Failure | None:
+    nums = sorted({*params.static_nums} & {*params.donate_nums})
+    called = sorted({*params.static_names} & {*params.donate_names})
+    both = called or [params.names[i] if i < len(params.names) else str(i) for i in nums]
     if not both:
         return None
     return Failure(
@@ -294,8 +277,8 @@ def split_arguments(params: Parameters, args: tuple, kwargs: Mapping, subject: s
     positions = tuple(i for i in range(len(args)) if i not in nums)
     statics = [(i, args[i]) for i in params.static_nums if i < len(args)]
     statics += [(n, kwargs[n]) for n in params.static_names if n in kwargs]
-    failures = [_unhashable(params, where, v) for where, v in statics if not _hashable(v)]
-    if failures:
+    found = [_hash_failure(params, where, v) for where, v in statics]
+    if failures := [f for f in found if f]:
         raise explain(subject, failures)
     rest = {k: v for k, v in kwargs.items() if k not in params.static_names}
     return Split(
@@ -330,23 +313,18 @@ def _check_positions(params: Parameters, count: int, subject: str) -> None:
             raise explain(subject, [failure])
 
 
-def _hashable(value: Any) -> bool:
+def _hash_failure(params: Parameters, where: Any, value: Any) -> Failure | None:
     try:
         hash(value)
     except TypeError:
-        return False
-    return True
-
-
-def _unhashable(params: Parameters, where: Any, value: Any) -> Failure:
-    name = where if isinstance(where, str) else params.position_name(where)
-    return Failure(
-        what=f"cannot hash static argument {name}",
-        expected="a value with __hash__ and __eq__: it is part of the key of the compile cache",
-        got=show_value(value),
-        fix="pass something hashable such as a tuple, or do not declare it static",
-        error=StaticArgumentError,
-    )
+        return Failure(
+            what=f"cannot hash static argument {params.call_name(where)}",
+            expected="a value with __hash__ and __eq__: it is part of the key of the compile cache",
+            got=show_value(value),
+            fix="pass something hashable such as a tuple, or do not declare it static",
+            error=StaticArgumentError,
+        )
+    return None
 
 
 def join_arguments(split_positions: Sequence[int], statics: Any, dynamic: Any) -> tuple[list, dict]:
@@ -377,8 +355,7 @@ def describe_leaves(
     for path, _ in jtu.tree_flatten_with_path(dummy)[0]:
         side, key, *rest = path
         where = positions[key.idx] if side.idx == 0 else str(key.key)
-        top = where if isinstance(where, str) else params.position_name(where)
-        names.append(top + jtu.keystr(tuple(rest)))
+        names.append(params.call_name(where) + jtu.keystr(tuple(rest)))
         donated.append(where in params.donate_nums or where in params.donate_names)
     return tuple(names), tuple(donated)
 
@@ -402,14 +379,17 @@ def argument_specs(
     extra = sum(p >= len(params.names) for p in positions)
     entries = {n: i if n in params.names else i + extra for i, n in enumerate(order)}
     called = [
-        (params.position_name(p), i, t)
+        (params.call_name(p), i, t)
         for i, (p, t) in enumerate(zip(positions, args.children(), strict=True))
     ]
     named = zip(kwargs.node_data()[1], kwargs.children(), strict=True)
     called += [(str(n), entries.get(n), t) for n, t in named]
     known = {*order, *(name for name, *_ in called)}
+    # Entries beyond the parameters belong to nothing.
     most = max(len(order) + extra, len(called))
-    failures = _too_many_entries(specs, called, most)
+    is_tuple = specs.treedef.node_data()[0] is tuple
+    too_many = is_tuple and len(specs.treedef.children()) > most
+    failures = [_arity_failure(specs, called)] if too_many else []
     out: list[int] = []
     for name, index, sub in called:
         entry, key = _entry_for(specs, name, index, known)
@@ -433,11 +413,8 @@ _MISSING = object()
 
 def _spec_order(params: Parameters) -> list[str]:
     """Parameters that take a spec, in the order of the entries."""
-    if params.signature is None:
-        return []
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    all_names = [n for n, p in params.signature.parameters.items() if p.kind not in kinds]
-    return [n for n in all_names if n not in params.static_names]
+    kinds = (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD, _KINDS.KEYWORD_ONLY)
+    return [n for n in _names_of(params.signature, *kinds) if n not in params.static_names]
 
 
 def _entry_for(specs: SpecTree, name: str, index: int | None, known: set[str]) -> tuple[Any, str]:
@@ -447,23 +424,13 @@ def _entry_for(specs: SpecTree, name: str, index: int | None, known: set[str]) -
     have the `known` names.
     """
     top = specs.indices()
-    kind = specs.treedef.node_data()
-    if kind is None:
-        return top, ""
-    if kind[0] is tuple and index is not None and index < len(top):
+    kind, _ = specs.treedef.node_data()
+    if kind is tuple and index is not None and index < len(top):
         return top[index], f"[{index}]"
-    if kind[0] is dict and set(top) <= known:
+    if kind is dict and set(top) <= known:
         # A parameter without an entry is left out, as if the option had not been given.
         return (top[name], f"[{name!r}]") if name in top else (len(specs.leaves), "")
     return _MISSING, ""
-
-
-def _too_many_entries(specs: SpecTree, called: Sequence[Any], most: int) -> list[Failure]:
-    """Entries beyond the parameters belong to nothing."""
-    kind = specs.treedef.node_data()
-    if kind is None or kind[0] is not tuple or len(specs.treedef.children()) <= most:
-        return []
-    return [_arity_failure(specs, called)]
 
 
 def _arity_failure(specs: SpecTree, called: Sequence[Any]) -> Failure:

@@ -69,11 +69,8 @@ class PjitCall:
 
     def keep(self, ins: Sequence[bool], outs: Sequence[bool]) -> PjitCall:
         """The call of a jaxpr of which only some inputs and outputs are left."""
-        return replace(
-            self,
-            out_axis_resources=tuple(compress(self.out_axis_resources, outs)),
-            **{n: tuple(compress(getattr(self, n), ins)) for n in _PER_INPUT},
-        )
+        at_in = [i for i, kept in enumerate(ins) if kept]
+        return self._select(at_in, [i for i, kept in enumerate(outs) if kept])
 
     def add_inputs(
         self, names: Sequence[str], *, leading: bool = False, resources: Sequence[Any] = ()

@@ -43,7 +43,7 @@ from spmd._spec import (
     SpecSync,
     parse_specs,
 )
-from spmd.errors import ArgumentError, Failure, explain, show_value
+from spmd.errors import ArgumentError, Failure, explain, refuse, show_value
 
 _SUBJECT = "with_sharding_constraint"
 
@@ -77,15 +77,15 @@ def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
         mesh = mesh_of([x for x in specs.leaves if isinstance(x, Sharding)])
     if mesh is None:
         failures = [no_mesh(constraint=True)]
-    if failures:
-        raise explain(_SUBJECT, failures)
+    refuse(_SUBJECT, failures)
     mesh = auto_mesh(mesh)
-    names = ["x" + jtu.keystr(path) for path, _ in paths]
-    values = [value for _, value in paths]
-    leaves = _resolve(
-        values, [specs.leaves[i] for i in found], mesh, names, [specs.names[i] for i in found]
-    )
-    out = [_constrain(v, leaf, mesh) for v, leaf in zip(values, leaves, strict=True)]
+    resolved = [
+        _resolve(value, specs.leaves[i], mesh, "x" + jtu.keystr(path), specs.names[i])
+        for (path, value), i in zip(paths, found, strict=True)
+    ]
+    refuse(_SUBJECT, [failure for _, failure in resolved])
+    rows = zip(paths, resolved, strict=True)
+    out = [_constrain(value, resource, mesh) for (_, value), (resource, _) in rows]
     return jtu.tree_unflatten(treedef, out)
 
 
@@ -97,34 +97,22 @@ def _constrain(value: Any, resource: Any, mesh: Any) -> Any:
     return sharding_constraint_p.bind(value, axis_resources=resource, mesh=mesh)
 
 
-def _resolve(
-    values: list, leaves: list, mesh: Any, names: list[str], given: list[str]
-) -> list[Any]:
-    failures, resources, manual = [], [], _jax.mesh.manual_axes()
-    for value, leaf, name, where in zip(values, leaves, names, given, strict=True):
-        if (aval := _jax.core.aval_of(value)) is None:
-            failures.append(_no_array(value, name))
-            continue
-        if not isinstance(value, _jax.core.Tracer) and getattr(value, "is_deleted", bool)():
-            failures.append(gone_failure(name))
-            continue
-        eager = not isinstance(value, _jax.core.Tracer) and _jax.core.trace_state_clean()
-        row = (leaf, aval, f"argument {name}", where, mesh)
-        [(resource, failure)] = resolve_leaves([row], mesh, manual, boundary=eager)
-        resources.append(resource)
-        failures.append(failure)
-    if failures := [f for f in failures if f]:
-        raise explain(_SUBJECT, failures)
-    return resources
-
-
-def _no_array(value: Any, name: str) -> Failure:
-    return Failure(
-        what=f"cannot constrain {name}: it is no array",
-        got=show_value(value),
-        expected="arrays and numbers",
-        error=ArgumentError,
-    )
+def _resolve(value: Any, leaf: Any, mesh: Any, name: str, given: str) -> tuple[Any, Failure | None]:
+    """What a leaf of the specs says of a value, and what is wrong with it."""
+    if (aval := _jax.core.aval_of(value)) is None:
+        return leaf, Failure(
+            what=f"cannot constrain {name}: it is no array",
+            got=show_value(value),
+            expected="arrays and numbers",
+            error=ArgumentError,
+        )
+    concrete = not isinstance(value, _jax.core.Tracer)
+    if concrete and getattr(value, "is_deleted", bool)():
+        return leaf, gone_failure(name)
+    row = (leaf, aval, f"argument {name}", given, mesh)
+    eager = concrete and _jax.core.trace_state_clean()
+    [found] = resolve_leaves([row], mesh, _jax.mesh.manual_axes(), boundary=eager)
+    return found
 
 
 # Parameters
@@ -140,17 +128,10 @@ sharding_constraint_p = _jax.core.Primitive("sharding_constraint")
 
 
 def _constraint_impl(x: Any, *, axis_resources: Any, mesh: Any) -> Any:
-    if failure := spec_failure(
-        axis_resources,
-        _jax.core.abstractify(x),
-        mesh,
-        "argument x",
-        "axis_resources",
-        boundary=True,
-    ):
-        raise explain(_SUBJECT, [failure])  # under eager grad or vmap: the user's call saw a tracer
-    if failure := described_failure(mesh):
-        raise explain(_SUBJECT, [failure])
+    # Under eager grad or vmap the user's call saw a tracer.
+    aval, where = _jax.core.abstractify(x), ("argument x", "axis_resources")
+    refuse(_SUBJECT, [spec_failure(axis_resources, aval, mesh, *where, boundary=True)])
+    refuse(_SUBJECT, [described_failure(mesh)])
     wanted, placed = _eager_sharding(x, axis_resources, mesh), placed_sharding(x)
     in_place = placed is None or is_equivalent(placed, wanted, x.ndim)
     if in_place or not isinstance(axis_resources, ParsedPartitionSpec):
@@ -184,8 +165,7 @@ def _constraint_abstract_eval(x: Any, *, axis_resources: Any, mesh: Any) -> Any:
     outer = enclosing_pjit()
     if outer is not None and outer[0] != mesh:
         raise explain(_SUBJECT, [nested_mesh_failure(mesh, outer)])
-    if failure := other_manual_mesh(mesh):
-        raise explain(_SUBJECT, [failure])
+    refuse(_SUBJECT, [other_manual_mesh(mesh)])
     return x
 
 

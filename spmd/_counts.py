@@ -5,7 +5,7 @@ Tests and users count compiles instead of guessing them from timings.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 import threading
 
 
@@ -25,15 +25,11 @@ class Counts:
 
     def __sub__(self, earlier: Counts) -> Counts:
         """Returns what was done since `earlier`."""
-        return Counts(
-            traces=self.traces - earlier.traces,
-            lowerings=self.lowerings - earlier.lowerings,
-            compiles=self.compiles - earlier.compiles,
-        )
+        return Counts(**{n: getattr(self, n) - getattr(earlier, n) for n in _values})
 
 
 _lock = threading.Lock()
-_values = {"traces": 0, "lowerings": 0, "compiles": 0}
+_values = asdict(Counts())
 
 
 def counts() -> Counts:

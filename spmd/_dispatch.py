@@ -91,6 +91,7 @@ def _turn(call: PjitCall) -> Any:
     return starting if call.mesh is None or call.mesh.size > 1 else contextlib.nullcontext()
 
 
+@dataclass(slots=True, eq=False)
 class _Repeater:
     """What runs a call: the first time in Python, later in C++ where that may be.
 
@@ -99,11 +100,8 @@ class _Repeater:
         dispatch: The function, from the second time on.
     """
 
-    __slots__ = ("dispatch", "prepared")
-
-    def __init__(self) -> None:
-        self.prepared = False
-        self.dispatch: Callable | None = None
+    prepared: bool = False
+    dispatch: Callable | None = None
 
 
 @_jax.core.weakref_lru_cache
@@ -357,12 +355,10 @@ def _place_ref(ref: Any, sharding: Any) -> None:
     held = _jax.dispatch.buffer_of(ref)
     if held.committed and is_equivalent(held.sharding, sharding, held.ndim):
         return
-    same_devices = held.sharding.device_set == sharding.device_set
-    new = (
-        _jax.dispatch.reshard([held], [sharding])[0]
-        if same_devices
-        else jax.device_put(held, sharding)
-    )
+    if held.sharding.device_set == sharding.device_set:
+        (new,) = _jax.dispatch.reshard([held], [sharding])
+    else:
+        new = jax.device_put(held, sharding)
     _jax.dispatch.set_buffer(ref, new)
 
 
@@ -418,11 +414,9 @@ def fast_path_data(
     if (
         any(isinstance(a, _jax.core.Tracer) for a in (*args, *outs))
         or not _jax.core.trace_state_clean()
+        or "local" in call.in_positional_semantics
+        or not results_repeat(outs)
     ):
-        return None
-    if "local" in call.in_positional_semantics:
-        return None
-    if not results_repeat(outs):
         return None
     prepared = prepare(args, _jax.transform.plain_jaxpr(jaxpr), call)
     if prepared.moves:
@@ -506,7 +500,7 @@ def _with_deletions(
     It sees what `Array.delete` has marked, so that is called for each array that a call has taken.
     On one device XLA itself refuses an array that is gone, and nothing else is needed.
     """
-    nums, names, gone = params.donate_nums, params.donate_names, _jax.dispatch.ArrayImpl.is_deleted
+    nums, names, gone = params.donate_nums, params.donate_names, _jax.core.Array.is_deleted
 
     def twice(args: tuple, kwargs: dict[str, Any], arrays: list[Any]) -> bool:
         """Whether a donated array is among the arguments more than once."""

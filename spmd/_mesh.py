@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType
 import numpy as np
 
 from spmd import _jax
-from spmd.errors import ArgumentError, Failure, MeshError, explain
+from spmd.errors import ArgumentError, Failure, MeshError, explain, refuse
 
 
 class Mesh(jax.sharding.Mesh):
@@ -50,7 +50,14 @@ class Mesh(jax.sharding.Mesh):
     def __new__(cls, devices: Any, axis_names: Any, axis_types: Any = None) -> Mesh:
         plain = jax.sharding.Mesh(np.asarray(devices), axis_names, axis_types)
         if len(plain.shape) < len(plain.axis_names):
-            raise explain("Mesh", [_same_names(plain.axis_names)])
+            failure = Failure(
+                what="cannot be built",
+                given=f"axis_names={tuple(plain.axis_names)}",
+                expected="a name of its own for each axis",
+                fix="rename one of them: a PartitionSpec could not tell them apart",
+                error=MeshError,
+            )
+            raise explain("Mesh", [failure])
         # JAX interns its meshes and always builds the base class.
         self = object.__new__(cls)
         self.__dict__.update(vars(plain), _plain=plain)
@@ -78,7 +85,13 @@ class Mesh(jax.sharding.Mesh):
     def __reduce__(self) -> Any:
         # Devices do not pickle; the process that reads this has its own of the same ids.
         if is_described(self):
-            raise explain("Mesh", [_described_pickle(self)])
+            failure = Failure(
+                what="cannot be pickled: its devices are only described",
+                got=show_mesh(self),
+                fix="send the name and the sizes, and call spmd.topology with them there",
+                error=MeshError,
+            )
+            raise explain("Mesh", [failure])
         ids = [(d.platform, d.id) for d in self.devices.flat]
         return (_unpickle, (ids, self.devices.shape, self.axis_names, self.axis_types))
 
@@ -87,25 +100,6 @@ class Mesh(jax.sharding.Mesh):
 
     def __deepcopy__(self, memo: Any) -> Mesh:
         return self
-
-
-def _same_names(names: Sequence[Any]) -> Failure:
-    return Failure(
-        what="cannot be built",
-        given=f"axis_names={tuple(names)}",
-        expected="a name of its own for each axis",
-        fix="rename one of them: a PartitionSpec could not tell them apart",
-        error=MeshError,
-    )
-
-
-def _described_pickle(mesh: Any) -> Failure:
-    return Failure(
-        what="cannot be pickled: its devices are only described",
-        got=show_mesh(mesh),
-        fix="send the name and the sizes, and call spmd.topology with them there",
-        error=MeshError,
-    )
 
 
 def _unpickle(ids: Any, shape: Any, axis_names: Any, axis_types: Any) -> Mesh:
@@ -175,8 +169,7 @@ def make_mesh(
         >>> make_mesh({"data": 4, "model": 2})
     """
     pool = list(jax.devices() if devices is None else devices)
-    if failure := _axes_failure(axes, axis_names):
-        raise explain("Mesh", [failure])
+    refuse("Mesh", [_axes_failure(axes, axis_names)])
     names, sizes = tuple(axes), [*axes.values()]
     if -1 in sizes:
         sizes[sizes.index(-1)] = len(pool) // -math.prod(sizes)
@@ -260,18 +253,15 @@ def current_mesh() -> Any:
     if entered.empty:
         return _jax.mesh.abstract_mesh_value() if was_set.empty else was_set
     if not was_set.empty and was_set != entered:
-        raise explain("Mesh", [_ambiguous(entered, was_set)])
+        failure = Failure(
+            what="is ambiguous here",
+            given=f"`with mesh:` on {show_mesh(entered)} and jax.set_mesh on {show_mesh(was_set)}",
+            expected="one mesh: JAX does not record which of the two is inner",
+            fix="enter one of them only, use `with spmd.Mesh(...)`, or pass pjit(..., mesh=...)",
+            error=MeshError,
+        )
+        raise explain("Mesh", [failure])
     return entered
-
-
-def _ambiguous(entered: Any, was_set: Any) -> Failure:
-    return Failure(
-        what="is ambiguous here",
-        given=f"`with mesh:` on {show_mesh(entered)} and jax.set_mesh on {show_mesh(was_set)}",
-        expected="one mesh: JAX does not record which of the two is inner",
-        fix="enter one of them only, use `with spmd.Mesh(...)`, or pass pjit(..., mesh=...)",
-        error=MeshError,
-    )
 
 
 def active_mesh() -> Any:
@@ -329,10 +319,8 @@ def described_failure(mesh: Any) -> Failure | None:
 
 def check_parts(mesh: Any, subject: str) -> None:
     """Checks that the devices of this process form a box of a mesh: they hold a part of a value."""
-    if isinstance(mesh, AbstractMesh):
-        return
-    if failure := scattered_failure(mesh, jax.process_index()):
-        raise explain(subject, [failure])
+    if not isinstance(mesh, AbstractMesh):
+        refuse(subject, [scattered_failure(mesh, jax.process_index())])
 
 
 def scattered_failure(mesh: Any, process: int) -> Failure | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 import functools
 import sys
-from typing import Any
+from typing import Any, ClassVar
 import weakref
 
 import jax
@@ -42,6 +42,8 @@ class PjitOptions:
     _hash: int = field(init=False, compare=False)
     #: The first words of a message.
     subject: str = field(init=False, compare=False)
+    #: What to declare an argument static with.
+    static_option: ClassVar[str] = "static_argnames"
 
     def __post_init__(self) -> None:
         parts = (self.name, self.in_specs, self.out_specs, self.params, self.mesh)
@@ -50,11 +52,6 @@ class PjitOptions:
 
     def __hash__(self) -> int:
         return self._hash
-
-    @property
-    def static_option(self) -> str:
-        """What to declare an argument static with."""
-        return "static_argnames"
 
 
 def not_callable(fun: Any, fix: str) -> Failure:
@@ -65,17 +62,6 @@ def not_callable(fun: Any, fix: str) -> Failure:
         expected="something callable",
         got=type(fun).__name__,
         fix=fix,
-        error=ArgumentError,
-    )
-
-
-def _unhashable_function(fun: Any) -> Failure:
-    return Failure(
-        what="cannot hash the function: its programs are kept under it",
-        given=f"{fun!r}"[:100],
-        expected="a function whose result depends on its arguments alone",
-        got=f"a {type(fun).__name__} without __hash__",
-        fix="freeze its class (@dataclass(frozen=True)), or pass what changes as an argument",
         error=ArgumentError,
     )
 
@@ -94,7 +80,15 @@ def _weakly_referable(fun: Callable) -> Callable:
     try:
         hash(fun)
     except TypeError:
-        raise explain("pjit", [_unhashable_function(fun)]) from None
+        failure = Failure(
+            what="cannot hash the function: its programs are kept under it",
+            given=f"{fun!r}"[:100],
+            expected="a function whose result depends on its arguments alone",
+            got=f"a {type(fun).__name__} without __hash__",
+            fix="freeze its class (@dataclass(frozen=True)), or pass what changes as an argument",
+            error=ArgumentError,
+        )
+        raise explain("pjit", [failure]) from None
     try:
         weakref.ref(fun)
     except TypeError:
@@ -142,7 +136,7 @@ def parse(
     params = parse_parameters(
         fun, subject, static_argnums, static_argnames, donate_argnums, donate_argnames
     )
-    failures = _choice_failures(mesh, positional_semantics, implicit_reshard)
+    failures = [*_choice_failures(mesh, positional_semantics, implicit_reshard)]
     if any(isinstance(x, NamedSharding) for s in specs for x in s.leaves):
         _, clash = mesh_of_leaves(
             [x for s in specs for x in s.leaves], [n for s in specs for n in s.names]
@@ -179,31 +173,24 @@ def _one_of(subject: str, name: str, value: Any, alias: str, other: Any) -> tupl
     raise explain(subject, [failure])
 
 
-def _choice_failures(mesh: Any, semantics: str, reshard: str | None) -> list[Failure]:
-    failures = []
+def _choice_failures(mesh: Any, semantics: str, reshard: str | None) -> Iterator[Failure]:
     if mesh is not None and not isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
-        failures.append(
-            Failure(
-                what="cannot use this mesh",
-                given=f"mesh={mesh!r}"[:100],
-                expected="a spmd.Mesh, a jax.sharding.Mesh or an AbstractMesh",
-                got=type(mesh).__name__,
-                error=ArgumentError,
-            )
+        yield Failure(
+            what="cannot use this mesh",
+            given=f"mesh={mesh!r}"[:100],
+            expected="a spmd.Mesh, a jax.sharding.Mesh or an AbstractMesh",
+            got=type(mesh).__name__,
+            error=ArgumentError,
         )
     if semantics not in ("global", "local"):
-        failures.append(
-            Failure(
-                what="cannot read positional_semantics",
-                expected="'global' or 'local'",
-                got=repr(semantics),
-                error=OptionError,
-            )
+        yield Failure(
+            what="cannot read positional_semantics",
+            expected="'global' or 'local'",
+            got=repr(semantics),
+            error=OptionError,
         )
     if reshard is not None and reshard not in _dispatch.RESHARD_MODES:
-        failure = _dispatch.bad_reshard_mode(reshard)
-        failures.append(replace(failure, what="cannot read implicit_reshard"))
-    return failures
+        yield replace(_dispatch.bad_reshard_mode(reshard), what="cannot read implicit_reshard")
 
 
 def mesh_clash(where: str, mesh: Any, specs: Sequence[SpecTree]) -> list[Failure]:

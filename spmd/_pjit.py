@@ -107,7 +107,14 @@ _jax.core.custom_typechecks[pjit_p] = _pjit_typecheck
 
 def _pjit_stage(trace: Any, source_info: Any, *args: Any, jaxpr: Any, call: PjitCall) -> Any:
     if call.compiler_options:
-        raise explain(call.subject, [_nested_options(call)])
+        failure = Failure(
+            what="cannot have compiler_options inside of another program",
+            given=f"compiler_options={dict(call.compiler_options)}{_jax.core.used_at()}",
+            expected="options on the outermost function: a program is compiled as a whole",
+            fix="move them to the outer pjit or jit",
+            error=OptionError,
+        )
+        raise explain(call.subject, [failure])
     resources = (*call.in_axis_resources, *call.out_axis_resources)
     if call.inline and all(r is UNSPECIFIED for r in resources):
         inner = _jax.core.inner_jaxpr(jaxpr)
@@ -118,16 +125,6 @@ def _pjit_stage(trace: Any, source_info: Any, *args: Any, jaxpr: Any, call: Pjit
 
 
 _jax.transform.custom_staging_rules[pjit_p] = _pjit_stage
-
-
-def _nested_options(call: PjitCall) -> Failure:
-    return Failure(
-        what="cannot have compiler_options inside of another program",
-        given=f"compiler_options={dict(call.compiler_options)}{_jax.core.used_at()}",
-        expected="options on the outermost function: a program is compiled as a whole",
-        fix="move them to the outer pjit or jit",
-        error=OptionError,
-    )
 
 
 # Lowering
@@ -180,46 +177,37 @@ def check_spmd_axes(
     axes: Sequence[Any], mesh: Any, resources: Sequence[Any], dims: Sequence[Any], subject: str
 ) -> None:
     """A mesh axis that splits the mapped dimension exists, and splits no other one too."""
-    if unknown := [a for a in axes if mesh is not None and a not in mesh.shape]:
-        raise explain(subject, [_unknown_failure(unknown, mesh)])
+    if mesh is not None and (unknown := [a for a in axes if a not in mesh.shape]):
+        failure = _unmapped(
+            unknown,
+            unknown[0],
+            expected=f"mesh axes out of {', '.join(map(repr, mesh.axis_names))}",
+            got=f"an unknown axis{did_you_mean(unknown[0], mesh.axis_names)}",
+            fix="use an axis of the mesh, or enter the mesh that has it",
+        )
+        raise explain(subject, [failure])
     if repeated := [a for i, a in enumerate(axes) if a in axes[:i]]:
-        raise explain(subject, [_repeated_failure(repeated, axes)])
+        fix = f"drop one {repeated[0]!r}"
+        failure = _unmapped(repeated, axes, " twice", expected="each mesh axis once", fix=fix)
+        raise explain(subject, [failure])
     for resource, dim in zip(resources, dims, strict=True):
         if dim is None or not isinstance(resource, ParsedPartitionSpec):
             continue
         if taken := [a for a in axes if a in resource.axes]:
-            raise explain(subject, [_taken_failure(taken, resource)])
+            failure = _unmapped(
+                taken,
+                taken[0],
+                expected="a mesh axis that the mapped function does not use",
+                got=f"the spec {show_origin(resource)}",
+                fix=f"drop {taken[0]!r} from the spec, or map over another axis",
+            )
+            raise explain(subject, [failure])
 
 
-def _unknown_failure(unknown: Sequence[Any], mesh: Any) -> Failure:
-    return Failure(
-        what=f"cannot be mapped over mesh axis {', '.join(map(repr, unknown))}",
-        given=f"vmap(spmd_axis_name={unknown[0]!r}){_jax.core.used_at()}",
-        expected=f"mesh axes out of {', '.join(map(repr, mesh.axis_names))}",
-        got=f"an unknown axis{did_you_mean(unknown[0], mesh.axis_names)}",
-        fix="use an axis of the mesh, or enter the mesh that has it",
-    )
-
-
-def _repeated_failure(repeated: Sequence[Any], axes: Sequence[Any]) -> Failure:
-    return Failure(
-        what=f"cannot be mapped over mesh axis {', '.join(map(repr, repeated))} twice",
-        given=f"vmap(spmd_axis_name={axes!r}){_jax.core.used_at()}",
-        expected="each mesh axis once",
-        fix=f"drop one {repeated[0]!r}",
-        error=ShardingError,
-    )
-
-
-def _taken_failure(taken: Sequence[Any], resource: ParsedPartitionSpec) -> Failure:
-    return Failure(
-        what=f"cannot be mapped over mesh axis {', '.join(map(repr, taken))}",
-        given=f"vmap(spmd_axis_name={taken[0]!r}){_jax.core.used_at()}",
-        expected="a mesh axis that the mapped function does not use",
-        got=f"the spec {show_origin(resource)}",
-        fix=f"drop {taken[0]!r} from the spec, or map over another axis",
-        error=ShardingError,
-    )
+def _unmapped(axes: Sequence[Any], name: Any, how: str = "", **rows: str) -> Failure:
+    what = f"cannot be mapped over mesh axis {', '.join(map(repr, axes))}{how}"
+    given = f"vmap(spmd_axis_name={name!r}){_jax.core.used_at()}"
+    return Failure(what=what, given=given, error=ShardingError, **rows)
 
 
 # JVP

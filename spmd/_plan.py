@@ -170,13 +170,12 @@ def resolve_inputs(
 
 def check_from_array(flat: Flat, plan: Plan, options: PjitOptions) -> None:
     """Checks that every argument under FROM_ARRAY has a sharding to take."""
-    failures = []
-    for i in plan.from_array:
-        value = _jax.core.underlying(flat.leaves[i])
-        if isinstance(value, _jax.core.Tracer):
-            continue  # inside a program the partitioner decides what a value has
-        name = f"argument {flat.signature.arg_names[i]}"
-        failures.append(from_array_failure(value, plan.call.mesh, name))
+    values = [(i, _jax.core.underlying(flat.leaves[i])) for i in plan.from_array]
+    failures = [
+        from_array_failure(value, plan.call.mesh, f"argument {flat.signature.arg_names[i]}")
+        for i, value in values
+        if not isinstance(value, _jax.core.Tracer)  # of those the partitioner decides
+    ]
     if failures := [f for f in failures if f]:
         raise explain(options.subject, failures)
 

@@ -24,7 +24,7 @@ import numpy as np
 from spmd import _jax
 from spmd._mesh import show_mesh
 from spmd._spec import REPLICATED, ParsedPartitionSpec
-from spmd.errors import Failure, RecoveryError, SpecTypeError, explain
+from spmd.errors import Failure, RecoveryError, SpecTypeError, explain, refuse
 
 _Type = _jax.core.OpSharding.Type
 
@@ -103,14 +103,14 @@ def explode_superdims(
     """
     pieces = _pieces(sizes, dims)
     if pieces is None or any(p.size != sizes[p.axis] for p in pieces):
-        whole = ", ".join(map(str, sizes))
-        shown = ", ".join(map(str, dims))
-        why = _NoSpecError(
-            "it is not made of whole dimensions",
-            given=f"(size, stride) {shown}",
-            expected=f"runs of dimensions of an array of sizes {whole or 'none'}",
+        whole = ", ".join(map(str, sizes)) or "none"
+        failure = Failure(
+            what="has no PartitionSpec: it is not made of whole dimensions",
+            given=f"(size, stride) {', '.join(map(str, dims))}",
+            expected=f"runs of dimensions of an array of sizes {whole}",
+            error=RecoveryError,
         )
-        raise explain("Superdimension list", [why.failure])
+        raise explain("Superdimension list", [failure])
     return [(p.size, p.stride) for p in pieces]
 
 
@@ -235,8 +235,7 @@ def parse_op_sharding(op_sharding: Any, mesh: Any) -> ParsedPartitionSpec | list
     """
     failures: list[Failure] = []
     spec = _parse(op_sharding, mesh, "", failures)
-    if failures:
-        raise explain("OpSharding", failures)
+    refuse("OpSharding", failures)
     return spec
 
 
@@ -270,12 +269,8 @@ def _readable(op_sharding: Any) -> Any:
 
 def _parse_leaf(proto: Any, mesh_shape: Mapping[Any, int]) -> ParsedPartitionSpec:
     num_devices = math.prod(mesh_shape.values())
-    if proto.type == _Type.REPLICATED or (proto.type == _Type.MAXIMAL and num_devices == 1):
+    if _is_replicated(proto, num_devices):
         return REPLICATED
-    if proto.type == _Type.MAXIMAL:
-        raise _maximal(proto, num_devices)
-    if proto.type != _Type.OTHER:
-        raise _unsayable_type(_Type(proto.type), "it is")
     tiles, devices = _tiles(proto, num_devices)
     partitions = _partitions(tiles, _read_axes(mesh_shape, devices), mesh_shape)
     if not any(partitions):
@@ -284,11 +279,31 @@ def _parse_leaf(proto: Any, mesh_shape: Mapping[Any, int]) -> ParsedPartitionSpe
     return ParsedPartitionSpec(spec, partitions)
 
 
+def _is_replicated(proto: Any, num_devices: int) -> bool:
+    """Whether all devices hold the whole value; where not, the proto says tiles."""
+    if proto.type == _Type.REPLICATED or (proto.type == _Type.MAXIMAL and num_devices == 1):
+        return True
+    if proto.type == _Type.MAXIMAL:
+        raise _NoSpecError(
+            "it is MAXIMAL on a mesh of several devices",
+            expected=f"a value that all {num_devices} devices hold, or a part on each",
+            got=f"the whole value on device {_show_list(proto.tile_assignment_devices)} alone",
+        )
+    if proto.type != _Type.OTHER:
+        raise _unsayable_type(_Type(proto.type), "it is")
+    return False
+
+
 def _tiles(proto: Any, num_devices: int) -> tuple[list[int], np.ndarray]:
     """Returns the tiles per dimension, and the devices, those of one tile in rising order."""
     sizes, groups = list(proto.tile_assignment_dimensions), _group_types(proto)
     if math.prod(sizes) != num_devices:
-        raise _wrong_device_count(sizes, num_devices)
+        raise _NoSpecError(
+            "it is tiled over another number of devices",
+            expected=f"tiles for the {num_devices} devices of the mesh",
+            got=f"{math.prod(sizes)} tiles",
+            fix="use the mesh that the sharding was made on",
+        )
     rank = len(sizes) - len(groups)
     if rank < 0:
         raise _malformed(f"at most {len(sizes)} last_tile_dims", f"{len(groups)} last_tile_dims")
@@ -376,14 +391,10 @@ def tile_axes(op_sharding: Any, num_devices: int) -> tuple[int | None, list[Tile
 
 
 def _tile_axes(proto: Any, num_devices: int) -> tuple[int | None, list[TileAxis]]:
-    if proto.type == _Type.REPLICATED or (proto.type == _Type.MAXIMAL and num_devices == 1):
-        return None, [TileAxis(None, num_devices, 1)] * (num_devices > 1)
-    if proto.type == _Type.MAXIMAL:
-        raise _maximal(proto, num_devices)
     if proto.type == _Type.TUPLE:
         raise _NoSpecError("it is a TUPLE", fix="take its tuple_shardings one by one")
-    if proto.type != _Type.OTHER:
-        raise _unsayable_type(_Type(proto.type), "it is")
+    if _is_replicated(proto, num_devices):
+        return None, [TileAxis(None, num_devices, 1)] * (num_devices > 1)
     tiles, devices = _tiles(proto, num_devices)
     groups = [*enumerate(tiles), (None, num_devices // math.prod(tiles))]
     rest, axes = _superdims(devices), []
@@ -434,14 +445,6 @@ def _cuts_across(dim: int, tiles: int, axis: Any, size: int) -> _NoSpecError:
     )
 
 
-def _maximal(proto: Any, num_devices: int) -> _NoSpecError:
-    return _NoSpecError(
-        "it is MAXIMAL on a mesh of several devices",
-        expected=f"a value that all {num_devices} devices hold, or a part on each",
-        got=f"the whole value on device {_show_list(proto.tile_assignment_devices)} alone",
-    )
-
-
 _MEANING = {
     _Type.MANUAL: "the program itself says what each device holds, as in shard_map",
     _Type.UNKNOWN: "the partitioner has not decided yet",
@@ -454,15 +457,6 @@ def _unsayable_type(kind: Any, what: str) -> _NoSpecError:
         f"{what} {kind.name}",
         expected="REPLICATED, or dimensions tiled over the devices of the mesh",
         got=f"{kind.name}: {_MEANING.get(kind, 'of no use for the data of one value')}",
-    )
-
-
-def _wrong_device_count(tiles: Sequence[int], num_devices: int) -> _NoSpecError:
-    return _NoSpecError(
-        "it is tiled over another number of devices",
-        expected=f"tiles for the {num_devices} devices of the mesh",
-        got=f"{math.prod(tiles)} tiles",
-        fix="use the mesh that the sharding was made on",
     )
 
 

@@ -26,7 +26,7 @@ from spmd._spec import (
     show_spec,
     spec_of,
 )
-from spmd.errors import Failure, MeshError, RecoveryError, did_you_mean, explain
+from spmd.errors import Failure, MeshError, RecoveryError, did_you_mean, explain, refuse
 
 # Leaves
 
@@ -53,17 +53,15 @@ def mesh_of_leaves(leaves: Sequence[Any], names: Sequence[str]) -> tuple[Any, li
             found.setdefault(auto_mesh(leaf.mesh), name)
     if len(found) < 2:
         return next(iter(found), None), []
-    return next(iter(found)), [
-        Failure(
-            what="got shardings on different meshes",
-            given="\n".join(
-                f"{name} on {show_mesh(m)}, {_devices_text(m)}" for m, name in found.items()
-            ),
-            expected="one mesh for all of them",
-            fix="build all NamedShardings from the same mesh",
-            error=MeshError,
-        )
-    ]
+    given = [f"{name} on {show_mesh(m)}, {_devices_text(m)}" for m, name in found.items()]
+    failure = Failure(
+        what="got shardings on different meshes",
+        given="\n".join(given),
+        expected="one mesh for all of them",
+        fix="build all NamedShardings from the same mesh",
+        error=MeshError,
+    )
+    return next(iter(found)), [failure]
 
 
 def _devices_text(mesh: Any) -> str:
@@ -218,29 +216,22 @@ def resolve_leaves(
     over them. At a boundary dimensions must divide evenly. What comes back for a leaf is a spec, a
     marker or a NamedSharding.
     """
-    return [_resolve_leaf(*row, mesh, manual, boundary) for row in rows]
 
-
-def _resolve_leaf(
-    leaf: Any,
-    aval: Any,
-    subject: str,
-    given: str,
-    on: Any,
-    mesh: Any,
-    manual: frozenset[Any],
-    boundary: bool,
-) -> tuple[Any, Failure | None]:
-    # What shard_map took away explains a shape that does not fit: it comes first.
-    failure = _devices_failure(leaf, mesh, subject, given)
-    if failure := failure or _manual_failure(leaf, manual, subject, given):
-        return leaf, failure
-    leaf = canonical_leaf(leaf)
-    if isinstance(leaf, Sharding) and not isinstance(leaf, NamedSharding):
-        leaf = recovered(leaf, aval.ndim, mesh)
+    def resolved(
+        leaf: Any, aval: Any, subject: str, given: str, on: Any
+    ) -> tuple[Any, Failure | None]:
+        # What shard_map took away explains a shape that does not fit: it comes first.
+        failure = _devices_failure(leaf, mesh, subject, given)
+        if failure := failure or _manual_failure(leaf, manual, subject, given):
+            return leaf, failure
+        leaf = canonical_leaf(leaf)
         if isinstance(leaf, Sharding) and not isinstance(leaf, NamedSharding):
-            return leaf, _unsaid_failure(leaf, mesh, subject, given)
-    return leaf, spec_failure(leaf, aval, on, subject, given, boundary=boundary)
+            leaf = recovered(leaf, aval.ndim, mesh)
+            if isinstance(leaf, Sharding) and not isinstance(leaf, NamedSharding):
+                return leaf, _unsaid_failure(leaf, mesh, subject, given)
+        return leaf, spec_failure(leaf, aval, on, subject, given, boundary=boundary)
+
+    return [resolved(*row) for row in rows]
 
 
 def _unsaid_failure(sharding: Any, mesh: Any, subject: str, given: str) -> Failure:
@@ -298,8 +289,8 @@ def get_aval_sharding_proto(aval: Any, spec: ParsedPartitionSpec | PartitionSpec
         TypeError: `spec` is no spec.
     """
     parsed = parsed_spec(spec)
-    if failure := spec_failure(parsed, aval, mesh, "the value", "spec", boundary=False):
-        raise explain("get_aval_sharding_proto", [failure])
+    failure = spec_failure(parsed, aval, mesh, "the value", "spec", boundary=False)
+    refuse("get_aval_sharding_proto", [failure])
     sharding = NamedSharding(plain_mesh(mesh), parsed.to_partition_spec())
     return sharding._to_xla_hlo_sharding(len(aval.shape)).to_proto()
 
@@ -326,12 +317,16 @@ def to_shardings(resources: Iterable[Any], mesh: Any, *, inside: bool = False) -
     return tuple([to_sharding(r, mesh, inside=inside) for r in resources])
 
 
-def _named(mesh: Any, spec: PartitionSpec) -> NamedSharding:
+def trimmed(spec: PartitionSpec) -> PartitionSpec:
+    """Returns the shortest spec that means the same: P('x') for P('x', None)."""
     parts = list(spec)
-    # P('x', None) and P('x') mean the same: one form, so that equal programs compile once.
     while parts and parts[-1] is None:
         parts.pop()
-    return NamedSharding(mesh, PartitionSpec(*parts))
+    return PartitionSpec(*parts)
+
+
+def _named(mesh: Any, spec: PartitionSpec) -> NamedSharding:
+    return NamedSharding(mesh, trimmed(spec))  # one form, so that equal programs compile once
 
 
 def is_equivalent(a: Sharding, b: Sharding, ndim: int) -> bool:

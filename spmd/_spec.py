@@ -318,17 +318,12 @@ def _is_leaf(x: Any) -> bool:
 def parse_specs(tree: Any, name: str, subject: str, *, role: str) -> SpecTree:
     """Parses the specs of an option; `role` is ``"input"``, ``"output"`` or ``"constraint"``."""
     paths, treedef = jtu.tree_flatten_with_path(tree, is_leaf=_is_leaf)
-    failures, leaves = [], []
-    for path, entry in paths:
-        leaf_name = name + jtu.keystr(path)
-        if failure := _leaf_failure(entry, leaf_name, role):
-            failures.append(failure)
-        else:
-            leaves.append(_parse_leaf(entry))
-    if failures:
-        raise explain(subject, failures)
     names = tuple(name + jtu.keystr(path) for path, _ in paths)
-    return SpecTree(name=name, leaves=tuple(leaves), names=names, treedef=treedef)
+    failures = [_leaf_failure(entry, n, role) for (_, entry), n in zip(paths, names, strict=True)]
+    if failures := [f for f in failures if f]:
+        raise explain(subject, failures)
+    leaves = tuple(_parse_leaf(entry) for _, entry in paths)
+    return SpecTree(name=name, leaves=leaves, names=names, treedef=treedef)
 
 
 def _leaf_failure(entry: Any, leaf_name: str, role: str) -> Failure | None:
@@ -466,20 +461,3 @@ def _keys(treedef: Any) -> list[str]:
         if len(seen) == n:
             return [jtu.keystr((k,)) for k in seen]
     return [f"[{i}]" for i in range(n)]
-
-
-__all__ = [
-    "BATCH",
-    "FROM_ARRAY",
-    "REPLICATED",
-    "UNCONSTRAINED",
-    "UNSPECIFIED",
-    "ParsedPartitionSpec",
-    "SpecSync",
-    "SpecTree",
-    "broadcast_prefix",
-    "parse_specs",
-    "show_origin",
-    "show_spec",
-    "spec_of",
-]

@@ -131,6 +131,12 @@ def explain(subject: str, failures: Sequence[Failure]) -> SpmdError:
     return failures[0].error("\n".join(parts))
 
 
+def refuse(subject: str, failures: Iterable[Failure | None]) -> None:
+    """Raises :func:`explain` of the `failures` that are none of None, if there is any."""
+    if found := [f for f in failures if f]:
+        raise explain(subject, found)
+
+
 def _layout(subject: str, failure: Failure) -> str:
     rows = [(n, getattr(failure, n)) for n in ("given", "expected", "got", "fix")]
     lines = [f"{subject} {failure.what}."]

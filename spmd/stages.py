@@ -6,7 +6,7 @@ Each holds the result of one more step of the same line that an eager call walks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import contextlib
 from dataclasses import dataclass
 import os
@@ -30,8 +30,9 @@ from spmd._resolve import (
     place,
     placed_sharding,
     show_sharding,
+    trimmed,
 )
-from spmd.errors import ArgumentError, Failure, RecoveryError, ShardingError, explain
+from spmd.errors import ArgumentError, Failure, RecoveryError, ShardingError, explain, refuse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,15 +232,14 @@ class Lowered(Stage):
             OutOfMemoryError: The compiler says that the program does not fit the devices.
         """
         if isinstance(self.mesh, jax.sharding.AbstractMesh):
-            failure: Any = described_failure(self.mesh)
-            raise explain(self._call.subject, [failure])
+            refuse(self._call.subject, [described_failure(self.mesh)])
         options = None if compiler_options is None else dict(compiler_options)
         if options is not None or not _jax.lowering.is_compiled(self._lowering):
             count("compiles")
         try:
             executable = self._lowering.compile(options)
         except RuntimeError as error:
-            if failure := self._out_of_memory(error):
+            if failure := opened("oom_failure")(error, given=show_mesh(self.mesh)):
                 raise explain(self._call.subject, [failure]) from error
             raise
         return Compiled(self, self._shardings, self._lowering.const_args, executable)
@@ -263,9 +263,6 @@ class Lowered(Stage):
             ReportError: Nothing has that name, or this jaxlib lacks the passes of Shardy.
         """
         return opened("why")(self, name)
-
-    def _out_of_memory(self, error: RuntimeError) -> Failure | None:
-        return opened("oom_failure")(error, given=show_mesh(self.mesh))
 
 
 def _check_dialect(dialect: str | None) -> None:
@@ -338,7 +335,7 @@ class Compiled(Stage):
         flat = self._flatten(args, kwargs)
         values = (*self._signature.consts, *flat)
         if any(isinstance(x, _jax.core.Tracer) for x in flat):
-            raise explain(self._call.subject, [_traced_call()])
+            raise explain(self._call.subject, [_TRACED_CALL])
         if self._described:
             raise explain(self._call.subject, [self._described])
         self._check(flat)
@@ -363,19 +360,18 @@ class Compiled(Stage):
         if split.statics != sig.statics:
             raise explain(subject, [_static_mismatch(sig, split.statics)])
         if tree != self.in_tree:
-            raise explain(subject, [_tree_mismatch(self.in_tree, tree)])
+            failure = Failure(
+                what="was compiled for another structure of arguments",
+                expected=str(self.in_tree),
+                got=str(tree),
+                error=ArgumentError,
+            )
+            raise explain(subject, [failure])
         return flat
 
     def _check(self, flat: list[Any]) -> None:
-        skip = len(self._signature.consts)
-        rows = zip(
-            flat,
-            self._call.arg_names[skip:],
-            self._jaxpr.in_avals[skip:],
-            self._shardings[skip:],
-            strict=True,
-        )
-        failures = [_argument_mismatch(*row) for row in rows]
+        rows = zip(flat, self._taken_arguments(), strict=True)
+        failures = [_argument_mismatch(value, *row) for value, row in rows]
         if failures := [f for f in failures if f]:
             raise explain(self._call.subject, failures)
 
@@ -401,11 +397,11 @@ class Compiled(Stage):
         """Reports every collective with its line, axes and bytes, the FLOPs, and the memory."""
         return opened("report")(self)
 
-    def _taken_arguments(self) -> list[tuple[str, Any, Any]]:
+    def _taken_arguments(self) -> Iterable[tuple[str, Any, Any]]:
         """Name, aval and sharding of each argument of a call."""
         skip = len(self._signature.consts)
         names, avals = self._call.arg_names[skip:], self._jaxpr.in_avals[skip:]
-        return [*zip(names, avals, self._shardings[skip:], strict=True)]
+        return zip(names, avals, self._shardings[skip:], strict=True)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the program to a file, which :func:`spmd.load` reads without compiling again.
@@ -424,18 +420,11 @@ class Compiled(Stage):
 
     def _moved_arguments(self) -> list[tuple[str, Any, Any, Any]]:
         """Name, aval, given and wanted sharding of each argument that a call would move first."""
-        skip = len(self._signature.consts)
-        rows = zip(
-            self._call.arg_names[skip:],
-            self._jaxpr.in_avals[skip:],
-            self._placed[skip:],
-            self._shardings[skip:],
-            strict=True,
-        )
+        placed = self._placed[len(self._signature.consts) :]
         return [
-            row
-            for row in rows
-            if row[2] is not None and not is_equivalent(row[2], row[3], row[1].ndim)
+            (name, aval, given, wanted)
+            for (name, aval, wanted), given in zip(self._taken_arguments(), placed, strict=True)
+            if given is not None and not is_equivalent(given, wanted, aval.ndim)
         ]
 
     def runtime_executable(self) -> Any:
@@ -514,45 +503,30 @@ def _specs(protos: Any, mesh: Any, count_all: int) -> list[Any]:
 def _spec_or_sharding(proto: Any, mesh: Any) -> Any:
     try:
         parsed: Any = parse_op_sharding(proto, mesh)
-        parts = list(parsed.to_partition_spec())
     except RecoveryError:
         return proto  # no PartitionSpec says it: what the compiler said
-    while parts and parts[-1] is None:
-        parts.pop()  # P('x') rather than P('x', None), as in JAX's own shardings
-    return jax.sharding.PartitionSpec(*parts)
+    return trimmed(parsed.to_partition_spec())  # as in JAX's own shardings
 
 
-def _traced_call() -> Failure:
-    return Failure(
-        what="was compiled ahead of time and cannot be transformed",
-        expected="arrays",
-        got="values that are being traced by jit, grad or vmap",
-        fix="call the pjit function instead of its compiled form",
-        error=ArgumentError,
-    )
+_TRACED_CALL = Failure(
+    what="was compiled ahead of time and cannot be transformed",
+    expected="arrays",
+    got="values that are being traced by jit, grad or vmap",
+    fix="call the pjit function instead of its compiled form",
+    error=ArgumentError,
+)
 
 
 def _static_mismatch(sig: Origin, got: Sequence[Any]) -> Failure:
-    def name(where: Any) -> str:
-        return where if isinstance(where, str) else sig.params.position_name(where)
-
     def show(statics: Sequence[Any]) -> str:
-        return ", ".join(f"{name(where)}={s.value!r}" for where, s in statics) or "none"
+        shown = (f"{sig.params.call_name(where)}={s.value!r}" for where, s in statics)
+        return ", ".join(shown) or "none"
 
     return Failure(
         what="was compiled for other static arguments",
         expected=show(sig.statics),
         got=show(got),
         fix="compile it again for these values",
-        error=ArgumentError,
-    )
-
-
-def _tree_mismatch(expected: Any, got: Any) -> Failure:
-    return Failure(
-        what="was compiled for another structure of arguments",
-        expected=str(expected),
-        got=str(got),
         error=ArgumentError,
     )
 

@@ -288,10 +288,6 @@ def typed_mesh(values: Sequence[Any]) -> Any:
     return next((m for m in meshes if not m.empty), None)
 
 
-#: The dtype that values have on devices: 32 bits for 64 unless x64 is enabled.
-canonical_dtype: Any = jax.dtypes.canonicalize_dtype
-
-
 def physical_value(x: Any) -> Any:
     """The array behind a PRNG key; anything else is itself."""
     if jax.dtypes.issubdtype(core.typeof(x).dtype, jax.dtypes.extended):

@@ -18,8 +18,7 @@ import numpy as np
 
 from spmd._jax.core import Array, ShapedArray, api_boundary
 
-ArrayImpl = xla_client.ArrayImpl
-_ONLY_ARRAYS = frozenset((ArrayImpl,))
+_ONLY_ARRAYS = frozenset((Array,))
 _flatten = tree_util.default_registry.flatten  # a frame less than `tree_leaves`
 
 
@@ -29,7 +28,7 @@ def arrays_of(tree: Any) -> list[Any]:
     if _ONLY_ARRAYS.issuperset(map(type, leaves)):
         return leaves
     bare = [x._base_array if isinstance(x, prng.PRNGKeyArray) else x for x in leaves]
-    return [x for x in bare if isinstance(x, ArrayImpl)]
+    return [x for x in bare if isinstance(x, Array)]
 
 
 def buffer_of(x: Any) -> Any:
@@ -66,7 +65,7 @@ def own_layouts(values: Sequence[Any]) -> list[int]:
 
 def _has_own_layout(x: Any) -> bool:
     # Asking a deleted array crashes JAX 0.10.
-    if not isinstance(x, ArrayImpl) or x.is_deleted():
+    if not isinstance(x, Array) or x.is_deleted():
         return False
     try:
         layout = x._pjrt_layout
@@ -240,7 +239,7 @@ def fast_path_data(executable: Any, consts: Sequence[Any], out_tree: Any, outs: 
     ):
         return None
     outs, out_tree = pxla.reflatten_outputs_for_dispatch(out_tree, outs)
-    if not all(isinstance(o, ArrayImpl) for o in outs):
+    if not all(isinstance(o, Array) for o in outs):
         return None
     return pxla.MeshExecutableFastpathData(
         executable.xla_executable,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
-from jax._src import api_util, core, effects, linear_util, source_info_util
+from jax._src import api_util, core, effects, source_info_util
 from jax._src.interpreters import ad, batching, mlir, partial_eval as pe
 
 from spmd._jax.core import (
@@ -14,6 +14,7 @@ from spmd._jax.core import (
     close_jaxpr,
     inner_jaxpr,
     positional_effects,
+    trace_to_jaxpr,
     unknown_debug_info,
     weakref_lru_cache,
 )
@@ -180,9 +181,7 @@ def _transpose_jaxpr(jaxpr: Any, in_tree: Any, in_avals: tuple, specs: Any) -> t
         outs, out_tree = jax.tree_util.tree_flatten((cts, logs))
         return outs
 
-    wrapped = linear_util.wrap_init(transposed, debug_info=unknown_debug_info(jaxpr))
-    new_jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(wrapped, in_avals)
-    return close_jaxpr(new_jaxpr, consts), out_tree
+    return trace_to_jaxpr(transposed, in_avals, unknown_debug_info(jaxpr)), out_tree
 
 
 #: Makes an array of a symbolic zero.

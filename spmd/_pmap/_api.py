@@ -30,7 +30,7 @@ from spmd._pmap._threads import Entries, Starts
 from spmd._spec import UNSPECIFIED
 from spmd._starting import not_starting
 from spmd._trace import Signature, Trace, differences, trace
-from spmd.errors import Failure, OptionError, explain
+from spmd.errors import Failure, OptionError, explain, refuse
 
 _MISSING: Any = object()
 
@@ -114,15 +114,27 @@ class _Line:
         """Walks the line up to the bind."""
         _jax.rules.load_late_rules()
         if nest_here():
-            raise explain(self.options.subject, [_inside_failure()])
+            failure = Failure(
+                what="cannot be traced, lowered or compiled by itself inside of another pmap",
+                fix="stop at the outermost one; for shapes, jax.eval_shape(f, ...)",
+                error=OptionError,
+            )
+            raise explain(self.options.subject, [failure])
         flat = self.flatten(args, kwargs)
         return flat, self.plan_of(flat)
 
     def flatten(self, args: tuple, kwargs: Any) -> Flat:
         """Flattens the arguments of a call."""
-        nums = self.options.params.static_nums
-        if nums and max(nums) >= len(args):
-            raise explain(self.options.subject, [_position_failure(nums, len(args))])
+        nums, count = self.options.params.static_nums, len(args)
+        if nums and max(nums) >= count:
+            failure = Failure(
+                what=f"has no positional argument {max(nums)}",
+                given=f"static_broadcasted_argnums={nums[0] if len(nums) == 1 else tuple(nums)}",
+                expected="these arguments by position, not by name",
+                got=f"a call with {count} positional argument{'s' * (count != 1)}",
+                error=OptionError,
+            )
+            raise explain(self.options.subject, [failure])
         flat = flatten(self.options, args, kwargs)  # type: ignore[arg-type] - has what it reads
         return flat if jax.process_count() == 1 else globally(self.options, flat)
 
@@ -141,10 +153,9 @@ class _Line:
             return
 
         def make() -> bool:
-            if "local" in flat.semantics:
-                return True  # compiled when they are on the devices
-            _dispatch.check_alive(values, plan.call)
-            _dispatch.prepare(values, _jax.transform.plain_jaxpr(plan.jaxpr), plan.call)
+            if "local" not in flat.semantics:  # else compiled when they are on the devices
+                _dispatch.check_alive(values, plan.call)
+                _dispatch.prepare(values, _jax.transform.plain_jaxpr(plan.jaxpr), plan.call)
             return True
 
         self.programs.get(_key(flat.signature), make)
@@ -180,8 +191,7 @@ def _run_inside(line: _Line, flat: Flat, nest: Nest) -> Any:
     """Runs a call that is part of what another `pmap` maps, on an axis of its mesh."""
     rows = zip(flat.leaves, flat.signature.arg_names, strict=True)
     gone = [n for x, n in rows if isinstance(x, _jax.core.Array) and x.is_deleted()]
-    if gone:
-        raise explain(line.options.subject, [_dispatch.gone_failure(n) for n in gone])
+    refuse(line.options.subject, map(_dispatch.gone_failure, gone))
     axes, size = find_mapping(line.options, flat.signature)
     axis = nest.axis(line.options, size)
     parts = [nest.origin(x) for x in flat.leaves]
@@ -337,12 +347,6 @@ class PmapFunction(PjitFunction):
         hooked._clear_cache = inner._clear_cache  # type: ignore[attr-defined] - as a dispatcher
         own.__call__ = staticmethod(hooked)
 
-    def clear_cache(self) -> None:
-        """Forgets the traces and programs of this function."""
-        dispatch: Any = type(self).__call__
-        dispatch._clear_cache()
-        self._line.clear()
-
 
 def pmap_function(fun: Callable, given: dict[str, Any]) -> PmapFunction:
     """Builds the callable for a function and the options as a user gives them."""
@@ -350,14 +354,8 @@ def pmap_function(fun: Callable, given: dict[str, Any]) -> PmapFunction:
     line = _Line(_as_key(fun), options)
     miss, directly = functools.partial(_miss, line), functools.partial(_call_directly, line)
     dispatch = _dispatch.dispatcher(line.unjitted, options.name, miss, options.params, "spmd.pmap")
-    body = {
-        "__call__": staticmethod(line.starts.one_at_a_time(dispatch, directly)),
-        "__slots__": (),
-        "__module__": "spmd",
-    }
-    wrapped: Any = type("PmapFunction", (PmapFunction,), body)()
-    wrapped._line = line
-    functools.update_wrapper(wrapped, fun)
+    call = line.starts.one_at_a_time(dispatch, directly)
+    wrapped: Any = _api.instance_of(PmapFunction, fun, line, call)
     wrapped.__name__ = getattr(fun, "__name__", options.name)
     wrapped._given = given
     if options.params.signature is not None:
@@ -489,24 +487,3 @@ def _context_difference(old: Any, new: Any) -> str:
     before, now = _named(old), _named(new)
     changed = [n for n in now if before.get(n) != now[n]]
     return "; ".join(f"set in JAX: {n} is {now[n]!r}, before {before.get(n)!r}" for n in changed)
-
-
-# Failures
-
-
-def _position_failure(nums: Sequence[int], count: int) -> Failure:
-    return Failure(
-        what=f"has no positional argument {max(nums)}",
-        given=f"static_broadcasted_argnums={nums[0] if len(nums) == 1 else tuple(nums)}",
-        expected="these arguments by position, not by name",
-        got=f"a call with {count} positional argument{'s' * (count != 1)}",
-        error=OptionError,
-    )
-
-
-def _inside_failure() -> Failure:
-    return Failure(
-        what="cannot be traced, lowered or compiled by itself inside of another pmap",
-        fix="stop at the outermost one; for shapes, jax.eval_shape(f, ...)",
-        error=OptionError,
-    )

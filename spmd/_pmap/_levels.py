@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 import contextlib
-from contextlib import nullcontext
 import functools
 import math
 import threading
@@ -22,7 +21,7 @@ import numpy as np
 from spmd import _jax
 from spmd._mesh import enclosing_pjit
 from spmd._pmap._options import UNNAMED, PmapOptions, parse
-from spmd.errors import Failure, MeshError, OptionError, explain
+from spmd.errors import Failure, MeshError, OptionError, explain, refuse
 
 
 class DeviceCountError(MeshError, ValueError):
@@ -71,17 +70,16 @@ class Nest:
         depth: How many are open where the trace is.
         complete: Whether `levels` were all that the trace met.
         splits: Per leaf of the outermost arguments ``{dimension: axis}`` of inner levels.
-        rule_of: The message's subject where a rule of a traced function is being traced: its mesh
-            is made already.
+        made: The mesh, where a rule of a function is being traced that was traced before.
     """
 
-    def __init__(self, options: PmapOptions, levels: Sequence[Level], rule_of: str = ""):
+    def __init__(self, options: PmapOptions, levels: Sequence[Level], made: Any = None):
         self.options = options
         self.levels = [*levels]
         self.depth = 0
         self.complete = True
         self.splits: dict[int, dict[int, Hashable]] = {}
-        self.rule_of = rule_of
+        self.made = made
         self._parts: list[Sequence[Part]] = []
 
     @property
@@ -98,12 +96,12 @@ class Nest:
 
     def mesh(self) -> Any:
         """The mesh of the levels that are known."""
-        sizes = tuple(level.size for level in self.levels)
-        devices = devices_of(self.options, math.prod(sizes))
+        if self.made is not None:
+            return self.made
+        options, sizes = self.options, tuple(level.size for level in self.levels)
+        devices = devices_of(options, math.prod(sizes))
         if len(devices) < math.prod(sizes):
-            raise explain(
-                self.options.subject, [_device_failure(self.options, sizes, len(devices))]
-            )
+            raise explain(options.subject, [_device_failure(options, sizes, len(devices))])
         return _mesh(tuple(devices), self.names, sizes)
 
     @property
@@ -118,8 +116,8 @@ class Nest:
         Types say for which axes of the mesh a value is one of one device, and JAX refuses to mix
         values of two levels. So above the innermost they say no mesh.
         """
-        outer, _here.nest = _nest(), self
-        mesh = nullcontext() if self.innermost else _jax.mesh.abstract_mesh_set(None)
+        outer, _here.nest = _here.nest, self
+        mesh = contextlib.nullcontext() if self.innermost else _jax.mesh.abstract_mesh_set(None)
         self._parts.append(parts)
         try:
             with mesh:
@@ -161,11 +159,10 @@ class Nest:
             failures.append(_sibling_failure("size", size, known.size, known.subject))
         if known is not None and None not in (name, known.name) and known.name != name:
             failures.append(_sibling_failure("axis_name", name, known.name, known.subject))
-        if failures:
-            raise explain(options.subject, failures)
-        if known is None and self.rule_of:
-            raise explain(options.subject, [_rule_failure(self.rule_of)])
-        if known is None or (name is not None and known.name is None and not self.rule_of):
+        refuse(options.subject, failures)
+        if known is None and self.made is not None:
+            raise explain(options.subject, [_rule_failure(self.levels[0].subject)])
+        if known is None or (name is not None and known.name is None):
             self.levels[self.depth : self.depth + 1] = [level]
             self.complete = False
             self.mesh()  # too few devices are said where the user's code is
@@ -173,7 +170,13 @@ class Nest:
         return self.names[self.depth]
 
 
-_here = threading.local()
+class _Here(threading.local):
+    """The `pmap` whose function this thread is tracing."""
+
+    nest: Nest | None = None
+
+
+_here = _Here()
 
 #: Stands for options that are not known any more: every device may be chosen, none was.
 _OUTER = parse(
@@ -190,15 +193,11 @@ _OUTER = parse(
 )
 
 
-def _nest() -> Nest | None:
-    return getattr(_here, "nest", None)
-
-
 def nest_here() -> Nest | None:
     """The `pmap` whose function is being traced in this thread."""
     if _jax.core.trace_state_clean():
         return None
-    return _nest() or _rule_nest()
+    return _here.nest or _rule_nest()
 
 
 def _rule_nest() -> Nest | None:
@@ -211,26 +210,9 @@ def _rule_nest() -> Nest | None:
     if not depth:
         return None
     levels = [Level(n, s, subject) for n, s in mesh.shape.items()]
-    nest = _RuleNest(_OUTER, levels, subject)
-    nest.depth, nest.made = depth, mesh
+    nest = Nest(_OUTER, levels, mesh)
+    nest.depth = depth
     return nest
-
-
-class _RuleNest(Nest):
-    """The levels of a function that was traced before.
-
-    Attributes:
-        made: Its mesh.
-    """
-
-    made: Any
-
-    @property
-    def names(self) -> tuple[Hashable, ...]:
-        return self.made.axis_names
-
-    def mesh(self) -> Any:
-        return self.made
 
 
 def run_in_nest(options: PmapOptions, size: int, run: Callable[[Nest], Any]) -> Any:
@@ -238,7 +220,7 @@ def run_in_nest(options: PmapOptions, size: int, run: Callable[[Nest], Any]) -> 
     levels = [Level(options.axis_name, size, options.subject)]
     while True:
         nest = Nest(options, levels)
-        outer, _here.nest = _nest(), None
+        outer, _here.nest = _here.nest, None
         try:
             result = run(nest)
         except Deeper:

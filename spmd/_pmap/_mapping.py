@@ -18,7 +18,7 @@ from spmd._pmap._levels import Nest, Part
 from spmd._pmap._options import PmapOptions
 from spmd._spec import ParsedPartitionSpec, broadcast_prefix
 from spmd._trace import Signature, no_array
-from spmd.errors import Failure, OptionError, SpmdError, explain
+from spmd.errors import Failure, OptionError, SpmdError, explain, refuse
 
 
 def spec_along(
@@ -73,7 +73,6 @@ class Mapped:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Computes the results of all devices."""
         name = self._axis
-        specs = [spec_along(a, name).to_partition_spec() for a in self._axes]
         outs = self._options.out_axes
         # What is counted from the end stands in front until the rank is known.
         out_specs = [spec_along(a and max(a, 0), name).to_partition_spec() for a in outs.leaves]
@@ -82,7 +81,7 @@ class Mapped:
             # Inside of another one the mesh is that of the context.
             mesh=None if self._nest.depth else self._nest.mesh(),
             axis_names={name},
-            in_specs=tuple(specs),
+            in_specs=tuple(spec_along(a, name).to_partition_spec() for a in self._axes),
             out_specs=jtu.tree_unflatten(outs.treedef, out_specs),
             check_vma=False,
         )
@@ -118,40 +117,31 @@ class Mapped:
                 raise
         paths, tree = jtu.tree_flatten_with_path(results)
         names = ["result" + jtu.keystr(path) for path, _ in paths]
-        failures = [no_array(v, n) for (_, v), n in zip(paths, names, strict=True)]
-        if failures := [f for f in failures if f]:
-            raise explain(options.subject, failures)
+        values = [value for _, value in paths]
+        refuse(options.subject, map(no_array, values, names))
         found = broadcast_prefix(options.out_axes.axes(), tree, "out_axes", "result")
         if isinstance(found, Failure):
             raise explain(options.subject, [found])
         self.out_axes = tuple(axis.value for axis in found)
-        failures = [
-            _range_failure(a, v, n)
-            for a, (_, v), n in zip(self.out_axes, paths, names, strict=True)
-        ]
-        if failures := [f for f in failures if f]:
-            raise explain(options.subject, failures)
+        refuse(options.subject, map(_range_failure, self.out_axes, values, names))
         stacked = [
             v if a is None else jnp.expand_dims(v, max(a, 0))
-            for (_, v), a in zip(paths, self.out_axes, strict=True)
+            for v, a in zip(values, self.out_axes, strict=True)
         ]
         return jtu.tree_unflatten(tree, stacked)
 
     def _slice_parts(self, slices: Sequence[Any]) -> list[Part]:
         """Where the slices come from."""
-        outermost = self._nest.depth == 1 and not self._nest.rule_of
+        outermost = self._nest.depth == 1 and self._nest.made is None
         parts = []
-        for i, (x, axis, aval) in enumerate(
-            zip(slices, self._axes, self._signature.avals, strict=True)
-        ):
-            whole = Part(x, i, tuple(range(aval.ndim))) if outermost else self._part(i)
+        rows = zip(slices, self._axes, self._signature.avals, strict=True)
+        for i, (x, axis, aval) in enumerate(rows):
+            known = self._parts[i] if self._parts else None
+            whole = Part(x, i, tuple(range(aval.ndim))) if outermost else known
             if whole is not None:
                 dims = tuple(d for k, d in enumerate(whole.dims) if k != axis)
                 parts.append(Part(x, whole.leaf, dims))
         return parts
-
-    def _part(self, leaf: int) -> Part | None:
-        return self._parts[leaf] if self._parts else None
 
     def _moves(self, results: Sequence[Any]) -> list[int | None]:
         """Where results have to go whose axis is counted from the end; they get that axis."""

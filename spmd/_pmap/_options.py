@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.tree_util as jtu
@@ -15,12 +15,10 @@ from spmd._arguments import Parameters, parse_parameters
 from spmd._plan import Flat
 from spmd._spec import broadcast_prefix
 from spmd._trace import Signature
-from spmd.errors import ArgumentError, Failure, OptionError, explain, show_value
+from spmd.errors import ArgumentError, Failure, OptionError, explain, refuse, show_value
 
 #: The name of an axis that the user has not named.
 UNNAMED = "pmap"
-
-_STATIC = "static_broadcasted_argnums"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +26,10 @@ class AxisTree:
     """A parsed `in_axes` or `out_axes`; each leaf stands for all leaves below it.
 
     Attributes:
-        name: The option it was given as.
         leaves: Per leaf an axis, negative ones counted from the end, or None.
         treedef: The structure; None is a leaf.
     """
 
-    name: str
     leaves: tuple[int | None, ...]
     treedef: Any
 
@@ -73,10 +69,8 @@ class PmapOptions:
     axis_size: int | None
     global_arg_shapes: tuple[tuple[int, ...] | None, ...] | None
 
-    @property
-    def static_option(self) -> str:
-        """What to declare an argument static with."""
-        return _STATIC
+    #: What to declare an argument static with.
+    static_option: ClassVar[str] = "static_broadcasted_argnums"
 
     @property
     def positional_semantics(self) -> str:
@@ -105,20 +99,20 @@ def parse(
     """Reads everything that can be read without arguments."""
     name = _jax.core.fun_name(fun)
     subject = f"pmap of `{name}`"
+    static = PmapOptions.static_option
     params = parse_parameters(
-        fun, subject, static_broadcasted_argnums, (), donate_argnums, (), _STATIC
+        fun, subject, static_broadcasted_argnums, (), donate_argnums, (), static
     )
     # Here an argument that is passed by name is no positional one.
     params = replace(params, own=None, static_names=(), donate_names=())
-    failures: list[Failure] = []
+    failures: list[Failure | None] = []
     trees = [
         _parse_axes(option, tuple(tree) if isinstance(tree, list) else tree, failures)
         for option, tree in (("in_axes", in_axes), ("out_axes", out_axes))
     ]
-    failures += _name_failures(axis_name) + _size_failures(axis_size, devices)
-    failures += _shapes_failures(global_arg_shapes)
-    if failures:
-        raise explain(subject, failures)
+    failures += [_name_failure(axis_name), _axis_size_failure(axis_size)]
+    failures += [*_devices_failures(devices), _shapes_failure(global_arg_shapes)]
+    refuse(subject, failures)
     return PmapOptions(
         name=name,
         axis_name=axis_name,
@@ -128,32 +122,30 @@ def parse(
         devices=None if devices is None else tuple(devices),
         backend=backend,
         axis_size=None if axis_size is None else int(axis_size),
-        global_arg_shapes=_shapes(global_arg_shapes) if global_arg_shapes is not None else None,
+        global_arg_shapes=_shapes(global_arg_shapes),
     )
 
 
-def _shapes(given: Sequence[Any]) -> tuple[tuple[int, ...] | None, ...]:
+def _shapes(given: Any) -> tuple[tuple[int, ...] | None, ...] | None:
+    if given is None:
+        return None
     return tuple(None if s is None else tuple(int(n) for n in s) for s in given)
 
 
-def _shapes_failures(given: Any) -> list[Failure]:
-    if given is None:
-        return []
+def _shapes_failure(given: Any) -> Failure | None:
     try:
         _shapes(given)
     except (TypeError, ValueError):
-        return [
-            Failure(
-                what="cannot read global_arg_shapes",
-                expected="per positional argument the shape of one element, or None",
-                got=show_value(given),
-                error=ArgumentError,
-            )
-        ]
-    return []
+        return Failure(
+            what="cannot read global_arg_shapes",
+            expected="per positional argument the shape of one element, or None",
+            got=show_value(given),
+            error=ArgumentError,
+        )
+    return None
 
 
-def _parse_axes(name: str, tree: Any, failures: list[Failure]) -> AxisTree:
+def _parse_axes(name: str, tree: Any, failures: list[Failure | None]) -> AxisTree:
     paths, treedef = jtu.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)
     failures += [
         Failure(
@@ -163,57 +155,60 @@ def _parse_axes(name: str, tree: Any, failures: list[Failure]) -> AxisTree:
             error=ArgumentError,
         )
         for path, leaf in paths
-        if leaf is not None and (isinstance(leaf, bool) or not isinstance(leaf, (int, np.integer)))
+        if leaf is not None and not is_integer(leaf)
     ]
     leaves = [leaf if not isinstance(leaf, np.integer) else int(leaf) for _, leaf in paths]
-    return AxisTree(name=name, leaves=tuple(leaves), treedef=treedef)
+    return AxisTree(leaves=tuple(leaves), treedef=treedef)
 
 
-def _name_failures(axis_name: Any) -> list[Failure]:
+def is_integer(value: Any) -> bool:
+    """Whether a value is a whole number, and no truth value."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _name_failure(axis_name: Any) -> Failure | None:
     if axis_name is None or isinstance(axis_name, str):
-        return []
-    return [
-        Failure(
-            what="cannot use this axis_name",
-            expected="a string, or None",
-            got=show_value(axis_name),
-            error=ArgumentError,
-        )
-    ]
+        return None
+    return Failure(
+        what="cannot use this axis_name",
+        expected="a string, or None",
+        got=show_value(axis_name),
+        error=ArgumentError,
+    )
 
 
-def _size_failures(axis_size: Any, devices: Any) -> list[Failure]:
-    failures = []
-    is_integer = isinstance(axis_size, (int, np.integer)) and not isinstance(axis_size, bool)
-    if axis_size is not None and not (is_integer and axis_size > 0):
-        failures.append(
-            Failure(
-                what="cannot map over an axis of this size",
-                given=f"axis_size={axis_size!r}"[:100],
-                expected="a positive integer",
-                error=OptionError if is_integer else ArgumentError,
-            )
-        )
-    twice = [d for d in dict.fromkeys(devices or ()) if [*devices].count(d) > 1]
-    failures += [
-        Failure(
-            what=f"has {d} twice",
-            given=f"devices= with {len(devices)}",
-            expected="each device once",
+def _axis_size_failure(axis_size: Any) -> Failure | None:
+    if axis_size is None or (is_integer(axis_size) and axis_size > 0):
+        return None
+    return Failure(
+        what="cannot map over an axis of this size",
+        given=f"axis_size={axis_size!r}"[:100],
+        expected="a positive integer",
+        error=OptionError if is_integer(axis_size) else ArgumentError,
+    )
+
+
+def _devices_failures(devices: Any) -> Iterator[Failure]:
+    if devices is None:
+        return
+    if not len(devices):
+        yield Failure(
+            what="has no device to run on",
+            given=f"devices={devices!r}",
+            expected="at least one device, or None for those of the backend",
             error=OptionError,
         )
+    yield from repeated_devices(devices, given=f"devices= with {len(devices)}")
+
+
+def repeated_devices(devices: Sequence[Any], given: str = "") -> list[Failure]:
+    """A failure for each device that is there more than once; `given` is what a user wrote."""
+    twice = [d for d in dict.fromkeys(devices) if [*devices].count(d) > 1]
+    expected = "each device once"
+    return [
+        Failure(what=f"has {d} twice", given=given, expected=expected, error=OptionError)
         for d in twice
     ]
-    if devices is not None and not len(devices):
-        failures.append(
-            Failure(
-                what="has no device to run on",
-                given=f"devices={devices!r}",
-                expected="at least one device, or None for those of the backend",
-                error=OptionError,
-            )
-        )
-    return failures
 
 
 # One call
@@ -223,18 +218,15 @@ def find_mapping(options: PmapOptions, signature: Signature) -> tuple[tuple[int 
     """Returns which axis of each leaf is mapped, not negative, or None; and the size."""
     axes = leaf_axes(options, signature)
     rows = list(zip(axes, signature.avals, signature.arg_names, strict=True))
-    failures = [_range_failure(*row) for row in rows]
-    if failures := [f for f in failures if f]:
-        raise explain(options.subject, failures)
+    refuse(options.subject, [_range_failure(*row) for row in rows])
     found = tuple(a if a is None or a >= 0 else a + aval.ndim for a, aval, _ in rows)
     sizes = [
         (aval.shape[a], a, name)
-        for a, aval, name in zip(found, signature.avals, signature.arg_names, strict=True)
+        for a, (_, aval, name) in zip(found, rows, strict=True)
         if a is not None
     ]
-    failures = [_sizes_failure(options, sizes), *_element_failures(options, signature, found)]
-    if failures := [f for f in failures if f]:
-        raise explain(options.subject, failures)
+    elements = _element_failures(options, signature, found)
+    refuse(options.subject, [_sizes_failure(options, sizes), *elements])
     return found, sizes[0][0] if options.axis_size is None else options.axis_size
 
 
@@ -244,29 +236,26 @@ def _element_failures(
     """Compares arguments with `global_arg_shapes`: an entry stands for all leaves of its own."""
     if options.global_arg_shapes is None:
         return []
-    positional = signature.tree.children()[0].children()
-    counts = [child.num_leaves for child in positional]
-    failures, at = [], 0
-    entries = [options.global_arg_shapes[i : i + 1] for i in signature.positions]
-    for entry, count in zip(entries, counts, strict=True):
-        for i in range(at, at + count):
-            shape = [*signature.avals[i].shape]
-            if (axis := axes[i]) is not None:
-                del shape[axis]
-            if entry and entry[0] is not None and tuple(shape) != entry[0]:
-                failures.append(_element_failure(signature.arg_names[i], tuple(shape), entry[0]))
-        at += count
-    return failures
-
-
-def _element_failure(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> Failure:
-    return Failure(
-        what=f"was told another shape of argument {name}",
-        expected=f"elements of shape {expected}, from global_arg_shapes",
-        got=f"elements of shape {got}",
-        fix="leave global_arg_shapes out: an element is never split between processes here",
-        error=OptionError,
-    )
+    shapes = dict(enumerate(options.global_arg_shapes))
+    args = zip(signature.positions, signature.tree.children()[0].children(), strict=True)
+    told = [shapes.get(i) for i, arg in args for _ in range(arg.num_leaves)]
+    # What is passed by name comes last, and has no entry.
+    rows = zip(signature.arg_names, signature.avals, axes, told, strict=False)
+    elements = [
+        (name, tuple(n for i, n in enumerate(aval.shape) if i != axis), shape)
+        for name, aval, axis, shape in rows
+    ]
+    return [
+        Failure(
+            what=f"was told another shape of argument {name}",
+            expected=f"elements of shape {expected}, from global_arg_shapes",
+            got=f"elements of shape {got}",
+            fix="leave global_arg_shapes out: an element is never split between processes here",
+            error=OptionError,
+        )
+        for name, got, expected in elements
+        if expected not in (None, got)
+    ]
 
 
 def leaf_axes(options: PmapOptions, signature: Signature) -> tuple[int | None, ...]:
@@ -278,15 +267,10 @@ def leaf_axes(options: PmapOptions, signature: Signature) -> tuple[int | None, .
         tree = tuple(tree[i] for i in signature.positions if i < len(tree))
     found = broadcast_prefix(tree, args, "in_axes", "args")
     if isinstance(found, Failure):
-        raise explain(options.subject, [_by_name(found, kwargs.num_leaves)])
+        by_name = "leave out what is passed by name: that is mapped over its axis 0"
+        fix = by_name if kwargs.num_leaves else found.fix
+        raise explain(options.subject, [replace(found, fix=fix)])
     return (*(axis.value for axis in found), *(0 for _ in range(kwargs.num_leaves)))
-
-
-def _by_name(failure: Failure, keywords: int) -> Failure:
-    if not keywords:
-        return failure
-    fix = "leave out what is passed by name: that is mapped over its axis 0"
-    return replace(failure, fix=fix)
 
 
 def _range_failure(axis: int | None, aval: Any, name: str) -> Failure | None:

@@ -1,10 +1,4 @@
-"""The code of `spmd.sharding_spec`: how `pmap` says where the parts of an array lie.
-
-A `ShardingSpec` knows no devices and no axis names. `sharding` says, dimension by dimension, how an
-array is split; each number of parts in it is a *sharded axis*, counted from 0 in that order.
-`mesh_mapping` says, from major to minor, what each axis of a mesh does: it walks along one sharded
-axis, or it replicates. The devices are numbered by their places in that mesh, row by row.
-"""
+"""The code of `spmd.sharding_spec`, whose docstring says what the fields of its records mean."""
 
 from __future__ import annotations
 
@@ -17,19 +11,12 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 import numpy as np
 
-from spmd import _jax
+from spmd import _jax, errors
+from spmd._pmap._options import is_integer
 from spmd._recover import tile_axes
 from spmd._resolve import get_aval_sharding_proto, spec_failure
 from spmd._spec import ParsedPartitionSpec, show_spec
-from spmd.errors import (
-    ArgumentError,
-    Failure,
-    RecoveryError,
-    ShardingError,
-    SpecTypeError,
-    explain,
-    show_value,
-)
+from spmd.errors import Failure, explain, refuse, show_value
 
 #: Per dimension a slice, or a number where the parts do not have the dimension.
 Index = tuple[slice | int, ...]
@@ -68,10 +55,11 @@ class Chunked:
         given: Any = chunks
         if len(chunks) == 1 and isinstance(chunks[0], Iterable):
             given = tuple(chunks[0])
-        failures = [_count_failure("chunks", n, 1) for n in given]
         if not given:
-            failures = [_no_chunks()]
-        _refuse("Chunked", failures)
+            what = "needs a number of chunks"
+            fix = "say NoSharding() for a dimension that is not split"
+            raise explain("Chunked", [Failure(what=what, fix=fix)])
+        refuse("Chunked", [_count_failure("chunks", n, 1) for n in given])
         object.__setattr__(self, "chunks", tuple(int(n) for n in given))
 
     def __repr__(self) -> str:
@@ -95,7 +83,7 @@ class Unstacked:
     __module__ = "spmd.sharding_spec"
 
     def __post_init__(self) -> None:
-        _refuse("Unstacked", [_count_failure("size", self.size, 1)])
+        refuse("Unstacked", [_count_failure("size", self.size, 1)])
         object.__setattr__(self, "size", int(self.size))
 
     def __repr__(self) -> str:
@@ -122,7 +110,7 @@ class ShardedAxis:
     __module__ = "spmd.sharding_spec"
 
     def __post_init__(self) -> None:
-        _refuse("ShardedAxis", [_count_failure("axis", self.axis, 0)])
+        refuse("ShardedAxis", [_count_failure("axis", self.axis, 0)])
         object.__setattr__(self, "axis", int(self.axis))
 
 
@@ -143,7 +131,7 @@ class Replicated:
     __module__ = "spmd.sharding_spec"
 
     def __post_init__(self) -> None:
-        _refuse("Replicated", [_count_failure("replicas", self.replicas, 1)])
+        refuse("Replicated", [_count_failure("replicas", self.replicas, 1)])
         object.__setattr__(self, "replicas", int(self.replicas))
 
 
@@ -179,17 +167,12 @@ class ShardingSpec:
 
     def __post_init__(self) -> None:
         sharding, mapping = tuple(self.sharding), tuple(self.mesh_mapping)
-        failures = [
-            _kind_failure(f"sharding[{i}]", entry, Sharding) for i, entry in enumerate(sharding)
-        ]
-        failures += [
-            _kind_failure(f"mesh_mapping[{i}]", entry, Assignment)
-            for i, entry in enumerate(mapping)
-        ]
-        _refuse("ShardingSpec", failures)
+        kinds = (("sharding", sharding, Sharding), ("mesh_mapping", mapping, Assignment))
+        rows = [(f"{name}[{i}]", e, kind) for name, es, kind in kinds for i, e in enumerate(es)]
+        refuse("ShardingSpec", [_kind_failure(*row) for row in rows])
         object.__setattr__(self, "sharding", sharding)
         object.__setattr__(self, "mesh_mapping", mapping)
-        _refuse("ShardingSpec", [_mapping_failure(self)])
+        refuse("ShardingSpec", [_mapping_failure(self)])
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
@@ -208,7 +191,7 @@ class ShardingSpec:
         Raises:
             ValueError: The array cannot be split so.
         """
-        _refuse("ShardingSpec", _shape_failures(self, shape))
+        refuse("ShardingSpec", _shape_failures(self, shape))
         parts = [
             Unstacked(n) if isinstance(s, Chunked) and s.chunks == (n,) else s
             for s, n in zip(self.sharding, shape, strict=True)
@@ -228,11 +211,7 @@ class ShardingSpec:
             ValueError: The number of names is not that of the mesh axes.
         """
         names = self._names(axis_names)
-        along = {
-            m.axis: name
-            for m, name in zip(self.mesh_mapping, names, strict=True)
-            if isinstance(m, ShardedAxis)
-        }
+        along = _along(self, names)
         entries: list[tuple[Any, ...]] = [()] * len(self.sharding)
         for axis, (dim, _) in enumerate(_sharded_axes(self)):
             entries[dim] += (along[axis],)
@@ -254,7 +233,12 @@ class ShardingSpec:
         count = math.prod(self.mesh_shape)
         found = np.array(jax.devices()[:count] if devices is None else devices, dtype=object)
         if found.size != count:
-            raise explain("ShardingSpec", [_device_failure(self, found.size, count)])
+            failure = Failure(
+                what="needs another number of devices",
+                expected=f"{count} for its {'x'.join(map(str, self.mesh_shape)) or '1'} mesh",
+                got=str(found.size),
+            )
+            raise explain("ShardingSpec", [failure])
         names = self._names(axis_names)
         spec = self.to_partition_spec(names)
         # A sharding needs a mesh with an axis, even for one device.
@@ -283,8 +267,7 @@ class ShardingSpec:
         parsed = ParsedPartitionSpec.from_user_input(spec, "spec", allow_unconstrained=True)
         value = jax.ShapeDtypeStruct((1,) * ndim, np.float32)
         failure = spec_failure(parsed, value, mesh, "the array", "spec", boundary=False)
-        if failure := failure or _vague_failure(spec):
-            raise explain("PartitionSpec", [failure])
+        refuse("PartitionSpec", [failure or _vague_failure(spec)])
         split = [*parsed.partitions, *[()] * (ndim - len(parsed.partitions))]
         numbers = {name: i for i, name in enumerate(n for part in split for n in part)}
         sharding = [
@@ -340,7 +323,13 @@ class ShardingSpec:
         if axis_names is None:
             return [f"axis_{i}" for i in range(count)]
         if len(axis_names) != count:
-            raise explain("ShardingSpec", [_names_failure(axis_names, count)])
+            failure = Failure(
+                what="needs another number of axis names",
+                given=f"axis_names={axis_names!r}"[:100],
+                expected=f"{count}, one for each entry of mesh_mapping",
+                got=str(len(axis_names)),
+            )
+            raise explain("ShardingSpec", [failure])
         return axis_names
 
 
@@ -357,7 +346,7 @@ def spec_to_indices(shape: Sequence[int], spec: ShardingSpec) -> tuple[Index, ..
     Raises:
         ValueError: The array has another rank, or a dimension that cannot be split so.
     """
-    _refuse("ShardingSpec", _shape_failures(spec, shape))
+    refuse("ShardingSpec", _shape_failures(spec, shape))
     return tuple(_index(shape, spec, place) for place in np.ndindex(*spec.mesh_shape))
 
 
@@ -395,13 +384,15 @@ def _sharded_axes(spec: ShardingSpec) -> list[tuple[int, int]]:
     return axes
 
 
+def _along(spec: ShardingSpec, values: Sequence[Any]) -> dict[int, Any]:
+    """Of values, one per mesh axis, that of each sharded axis."""
+    pairs = zip(spec.mesh_mapping, values, strict=True)
+    return {m.axis: value for m, value in pairs if isinstance(m, ShardedAxis)}
+
+
 def _index(shape: Sequence[int], spec: ShardingSpec, place: Sequence[int]) -> Index:
     """The part of the device at a place in the mesh."""
-    along = {
-        m.axis: at
-        for m, at in zip(spec.mesh_mapping, place, strict=True)
-        if isinstance(m, ShardedAxis)
-    }
+    along = _along(spec, place)
     starts, sizes = [0] * len(shape), [*shape]
     for axis, (dim, parts) in enumerate(_sharded_axes(spec)):
         sizes[dim] //= parts
@@ -417,27 +408,14 @@ def _index(shape: Sequence[int], spec: ShardingSpec, place: Sequence[int]) -> In
 # Failures
 
 
-def _refuse(subject: str, failures: Iterable[Failure | None]) -> None:
-    if found := [f for f in failures if f]:
-        raise explain(subject, found)
-
-
 def _count_failure(name: str, value: Any, least: int) -> Failure | None:
-    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if is_integer and value >= least:
+    if is_integer(value) and value >= least:
         return None
     return Failure(
         what=f"cannot take this {name}",
         expected=f"an integer from {least}",
         got=show_value(value),
-        error=ShardingError if is_integer else ArgumentError,
-    )
-
-
-def _no_chunks() -> Failure:
-    return Failure(
-        what="needs a number of chunks",
-        fix="say NoSharding() for a dimension that is not split",
+        error=errors.ShardingError if is_integer(value) else errors.ArgumentError,
     )
 
 
@@ -446,7 +424,10 @@ def _kind_failure(name: str, value: Any, kinds: Any) -> Failure | None:
         return None
     expected = " or ".join(k.__name__ for k in kinds.__args__)
     return Failure(
-        what=f"cannot read {name}", expected=expected, got=show_value(value), error=SpecTypeError
+        what=f"cannot read {name}",
+        expected=expected,
+        got=show_value(value),
+        error=errors.SpecTypeError,
     )
 
 
@@ -494,24 +475,6 @@ def _rank_failure(rank: int | None, ndim: int) -> Failure:
     )
 
 
-def _device_failure(spec: ShardingSpec, found: int, count: int) -> Failure:
-    shape = "x".join(map(str, spec.mesh_shape)) or "1"
-    return Failure(
-        what="needs another number of devices",
-        expected=f"{count} for its {shape} mesh",
-        got=str(found),
-    )
-
-
-def _names_failure(names: Sequence[Any], count: int) -> Failure:
-    return Failure(
-        what="needs another number of axis names",
-        given=f"axis_names={names!r}"[:100],
-        expected=f"{count}, one for each entry of mesh_mapping",
-        got=str(len(names)),
-    )
-
-
 def _vague_failure(spec: PartitionSpec) -> Failure | None:
     if not any(e is PartitionSpec.UNCONSTRAINED for e in spec):
         return None
@@ -519,7 +482,7 @@ def _vague_failure(spec: PartitionSpec) -> Failure | None:
         what="has no ShardingSpec: it leaves a dimension to the partitioner",
         given=show_spec(spec),
         fix="take that of the array that exists, with sharding_spec_of",
-        error=RecoveryError,
+        error=errors.RecoveryError,
     )
 
 
@@ -529,5 +492,5 @@ def _no_array(value: Any) -> Failure:
         what="cannot tell how it is split" if traced else "needs an array",
         expected="a jax.Array that exists",
         got="a tracer: the program decides" if traced else show_value(value),
-        error=ArgumentError,
+        error=errors.ArgumentError,
     )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 import functools
 import math
+import operator
 from typing import Any
 
 import jax
@@ -13,18 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 import jax.tree_util as jtu
 import numpy as np
 
-from spmd import _jax
-from spmd._pmap._options import UNNAMED
-from spmd.errors import (
-    ArgumentError,
-    DonatedArrayError,
-    Failure,
-    OptionError,
-    ShardingError,
-    SpmdError,
-    explain,
-    show_value,
-)
+from spmd import _jax, errors
+from spmd._pmap._options import UNNAMED, repeated_devices
+from spmd.errors import Failure, explain, refuse, show_value
 
 
 def shard_at(x: jax.Array, index: int, axis: int | None = None) -> jax.Array:
@@ -55,7 +47,12 @@ def shard_at(x: jax.Array, index: int, axis: int | None = None) -> jax.Array:
     slices = _slices(x, axis, "shard_at")
     at = index if type(index) is int else _index(index)
     if not -len(slices) <= at < len(slices):
-        raise explain("shard_at", [_no_slice(at, len(slices))])
+        failure = Failure(
+            what=f"has no slice {at}",
+            expected=f"{-len(slices)} to {len(slices) - 1}: the mapped axis has size {len(slices)}",
+            error=SliceError,
+        )
+        raise explain("shard_at", [failure])
     return _take(x, slices[at], "shard_at")
 
 
@@ -77,7 +74,7 @@ def unstack(x: jax.Array, axis: int | None = None) -> list[jax.Array]:
     return [_take(x, s, "unstack") for s in _slices(x, axis, "unstack")]
 
 
-class SliceError(SpmdError, IndexError):
+class SliceError(errors.SpmdError, IndexError):
     """There is no such slice."""
 
     __module__ = "spmd"
@@ -106,7 +103,12 @@ def _slices(x: Any, axis: int | None, subject: str) -> Sequence[_Slice]:
     if not isinstance(x, jax.Array) or isinstance(x, _jax.core.Tracer):
         raise explain(subject, [_no_array(x)])
     if x.is_deleted():
-        raise explain(subject, [_gone()])
+        failure = Failure(
+            what="cannot take slices of this array: its buffers are gone",
+            expected="an array that was not donated to an earlier call and not deleted",
+            error=errors.DonatedArrayError,
+        )
+        raise explain(subject, [failure])
     found = _layout(x.sharding, x.shape, axis)
     if isinstance(found, Failure):
         raise explain(subject, [found])
@@ -115,7 +117,13 @@ def _slices(x: Any, axis: int | None, subject: str) -> Sequence[_Slice]:
 
 def _take(x: Any, found: _Slice, subject: str) -> jax.Array:
     if found.sharding is None:
-        raise explain(subject, [_elsewhere(found.number)])
+        failure = Failure(
+            what=f"cannot take slice {found.number}: devices of other processes hold it",
+            got=f"process {jax.process_index()} of {jax.process_count()}",
+            fix="take the slices of this process's own devices",
+            error=errors.ShardingError,
+        )
+        raise explain(subject, [failure])
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         keys = shard_at(jax.random.key_data(x), found.number, found.axis)
         return jax.random.wrap_key_data(keys, impl=jax.random.key_impl(x))
@@ -191,27 +199,15 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[Any]) -> Any:
         TypeError: `shards` is no sequence, or a leaf is no array.
         ValueError: Numbers, structures, shapes or dtypes differ, or a device comes twice.
     """
-    failures = _device_failures(devices)
-    if not isinstance(shards, Sequence) or isinstance(shards, (str, bytes)):
-        failures.append(_no_sequence(shards))
-    elif len(shards) != len(devices):
-        failures.append(_number_failure(len(shards), len(devices)))
-    if failures:
-        raise explain("device_put_sharded", failures)
-    first, *others = [jtu.tree_flatten_with_path(s) for s in shards]
-    failures = [
-        _tree_failure(i, tree, first[1])
-        for i, (_, tree) in enumerate(others, 1)
-        if tree != first[1]
-    ]
-    if failures:
-        raise explain("device_put_sharded", failures)
-    rows = [[leaf for _, leaf in leaves] for leaves, _ in (first, *others)]
-    names = [jtu.keystr(path) for path, _ in first[0]]
+    refuse("device_put_sharded", [*_device_failures(devices), _number_failure(shards, devices)])
+    paths, first = jtu.tree_flatten_with_path(shards[0])
+    rows, trees = zip(*map(jtu.tree_flatten, shards), strict=True)
+    differ = [_tree_failure(i, tree, first) for i, tree in enumerate(trees) if tree != first]
+    refuse("device_put_sharded", differ)
+    names = [jtu.keystr(path) for path, _ in paths]
     columns = [_column(name, leaves) for name, *leaves in zip(names, *rows, strict=True)]
-    if failures := [f for _, found in columns for f in found]:
-        raise explain("device_put_sharded", failures)
-    return jtu.tree_unflatten(first[1], [_stack(leaves, devices) for leaves, _ in columns])
+    refuse("device_put_sharded", [f for _, found in columns for f in found])
+    return jtu.tree_unflatten(first, [_stack(leaves, devices) for leaves, _ in columns])
 
 
 def device_put_replicated(x: Any, devices: Sequence[Any]) -> Any:
@@ -228,11 +224,10 @@ def device_put_replicated(x: Any, devices: Sequence[Any]) -> Any:
         TypeError: A leaf is no array.
         ValueError: There is no device, or one comes twice.
     """
-    failures = _device_failures(devices)
     paths, tree = jtu.tree_flatten_with_path(x)
     columns = [_column(jtu.keystr(path), [leaf]) for path, leaf in paths]
-    if failures := failures + [f for _, found in columns for f in found]:
-        raise explain("device_put_replicated", failures)
+    failures = [f for _, found in columns for f in found]
+    refuse("device_put_replicated", _device_failures(devices) + failures)
     leaves = [_stack(found * len(devices), devices) for found, _ in columns]
     return jtu.tree_unflatten(tree, leaves)
 
@@ -273,29 +268,18 @@ def _row(number: Any) -> np.ndarray:
 
 def _index(index: Any) -> int:
     try:
-        return int(index.__index__())
-    except (AttributeError, TypeError):
-        raise explain("shard_at", [_no_index(index)]) from None
+        return operator.index(index)
+    except TypeError:
+        failure = Failure(
+            what="cannot read the index",
+            expected="an integer",
+            got=show_value(index),
+            error=errors.ArgumentError,
+        )
+        raise explain("shard_at", [failure]) from None
 
 
 # Failures
-
-
-def _no_slice(index: int, size: int) -> Failure:
-    return Failure(
-        what=f"has no slice {index}",
-        expected=f"{-size} to {size - 1}: the mapped axis has size {size}",
-        error=SliceError,
-    )
-
-
-def _no_index(index: Any) -> Failure:
-    return Failure(
-        what="cannot read the index",
-        expected="an integer",
-        got=show_value(index),
-        error=ArgumentError,
-    )
 
 
 def _no_array(x: Any) -> Failure:
@@ -305,15 +289,7 @@ def _no_array(x: Any) -> Failure:
         expected="an array that exists",
         got="a value inside of jit, grad or vmap" if traced else show_value(x),
         fix="call it on what the transformed function returns" if traced else "",
-        error=ArgumentError,
-    )
-
-
-def _gone() -> Failure:
-    return Failure(
-        what="cannot take slices of this array: its buffers are gone",
-        expected="an array that was not donated to an earlier call and not deleted",
-        error=DonatedArrayError,
+        error=errors.ArgumentError,
     )
 
 
@@ -324,45 +300,31 @@ def _not_mapped(sharding: Any, shape: tuple[int, ...], axis: int | None) -> Fail
         expected=f"{where} of which each device holds one element, as in results of pmap",
         got=f"shape {shape}, {sharding}",
         fix="index it: x[i] gathers what is needed",
-        error=ShardingError,
-    )
-
-
-def _elsewhere(index: int) -> Failure:
-    return Failure(
-        what=f"cannot take slice {index}: devices of other processes hold it",
-        got=f"process {jax.process_index()} of {jax.process_count()}",
-        fix="take the slices of this process's own devices",
-        error=ShardingError,
+        error=errors.ShardingError,
     )
 
 
 def _device_failures(devices: Sequence[Any]) -> list[Failure]:
-    twice = [d for d in dict.fromkeys(devices) if [*devices].count(d) > 1]
-    failures = [
-        Failure(what=f"has {d} twice", expected="each device once", error=OptionError)
-        for d in twice
-    ]
     if not len(devices):
-        failures.append(Failure(what="has no device", given="devices=[]", error=OptionError))
-    return failures
+        return [Failure(what="has no device", given="devices=[]", error=errors.OptionError)]
+    return repeated_devices(devices)
 
 
-def _no_sequence(shards: Any) -> Failure:
-    return Failure(
-        what="takes one value per device",
-        expected="a list or tuple of pytrees",
-        got=show_value(shards),
-        error=ArgumentError,
-    )
-
-
-def _number_failure(shards: int, devices: int) -> Failure:
+def _number_failure(shards: Any, devices: Sequence[Any]) -> Failure | None:
+    if not isinstance(shards, Sequence) or isinstance(shards, (str, bytes)):
+        return Failure(
+            what="takes one value per device",
+            expected="a list or tuple of pytrees",
+            got=show_value(shards),
+            error=errors.ArgumentError,
+        )
+    if len(shards) == len(devices):
+        return None
     return Failure(
         what="needs one value per device",
-        expected=f"{devices} values",
-        got=f"{shards}",
-        error=OptionError,
+        expected=f"{len(devices)} values",
+        got=f"{len(shards)}",
+        error=errors.OptionError,
     )
 
 
@@ -371,7 +333,7 @@ def _tree_failure(index: int, tree: Any, first: Any) -> Failure:
         what=f"cannot stack shards[{index}]: it has another structure than shards[0]",
         expected=f"{first}",
         got=f"{tree}",
-        error=OptionError,
+        error=errors.OptionError,
     )
 
 
@@ -380,7 +342,7 @@ def _no_leaf(name: str, leaf: Any) -> Failure:
         what=f"cannot put {name}: it is no array",
         expected="arrays and numbers",
         got=show_value(leaf),
-        error=ArgumentError,
+        error=errors.ArgumentError,
     )
 
 
@@ -389,5 +351,5 @@ def _kind_failure(name: str, rows: Sequence[str]) -> Failure:
         what=f"cannot stack values of different kinds{' at ' + name if name else ''}",
         expected="one shape and dtype",
         got="\n".join(rows[:20]),
-        error=OptionError,
+        error=errors.OptionError,
     )

@@ -403,7 +403,7 @@ def _result_avals(result_shape: Any) -> tuple[tuple[Any, ...], Any, list[Failure
     for path, leaf in paths:
         try:
             aval = _jax.core.abstractify(leaf)
-            dtype = np.dtype(_jax.core.canonical_dtype(aval.dtype))
+            dtype = np.dtype(jax.dtypes.canonicalize_dtype(aval.dtype))
             results.append((tuple(aval.shape), dtype))
         except (TypeError, ValueError, OverflowError, AttributeError):
             failures.append(
