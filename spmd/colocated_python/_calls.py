@@ -17,7 +17,7 @@ from spmd import _api
 from spmd.colocated_python import _specs
 from spmd.colocated_python._lanes import Lane, inside, lanes, most_gates
 from spmd.colocated_python._promises import Latch, Outputs, Promise, Start
-from spmd.colocated_python._specs import Specs, host, leaf_of, subject, tell
+from spmd.colocated_python._specs import Specs, host, leaf_of, refuse, subject, tell
 from spmd.colocated_python._waiting import Habit, Visit, started
 from spmd.errors import Failure, explain
 
@@ -130,28 +130,23 @@ class Function:
     def _stated(self, result: Any) -> Outputs:
         leaves, tree = jax.tree.flatten(result)
         paths = _specs.result_paths(tree)
-        failures = _specs.not_specs(leaves, paths, "cannot use what out_specs_fn says of")
-        if not failures:
-            leaves = [leaf_of(x) for x in leaves]
-            failures = _specs.elsewhere(self._devices, leaves, paths, "cannot use the spec of")
-        if failures:
-            raise explain(subject(self.name), failures)
-        return Outputs(Specs(tree, tuple(leaves)))
+        refuse(self.name, *_specs.not_specs(leaves, paths, "cannot use what out_specs_fn says of"))
+        leaves = tuple(leaf_of(x) for x in leaves)
+        refuse(self.name, *_specs.elsewhere(self._devices, leaves, paths, "cannot use the spec of"))
+        return Outputs(Specs(tree, leaves))
 
     def check_result(self, leaves: list[Any], tree: Any, outputs: Outputs | None) -> None:
         """Refuses a result that is not arrays on the devices, or not as it is known to be."""
         paths = _specs.result_paths(tree)
-        failures = _specs.not_arrays(leaves, paths, "cannot return")
-        got = [] if failures else [leaf_of(x) for x in leaves]
-        if not failures and outputs is not None:
+        refuse(self.name, *_specs.not_arrays(leaves, paths, "cannot return"))
+        got = [leaf_of(x) for x in leaves]
+        if outputs is not None:
             what = "returned another tree than it is known to return"
-            failures = _specs.other_tree(outputs.specs.tree, tree, what)
-        failures = failures or _specs.elsewhere(self._devices, got, paths, "cannot return")
-        if not failures and outputs is not None:
+            refuse(self.name, *_specs.other_tree(outputs.specs.tree, tree, what))
+        refuse(self.name, *_specs.elsewhere(self._devices, got, paths, "cannot return"))
+        if outputs is not None:
             verb = "returned something else than it is known to return as"
-            failures = _specs.mismatches(outputs.specs.leaves, got, paths, verb)
-        if failures:
-            raise explain(subject(self.name), failures)
+            refuse(self.name, *_specs.mismatches(outputs.specs.leaves, got, paths, verb))
 
     # The first call
 

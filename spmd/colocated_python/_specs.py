@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import functools
-import inspect
 import platform
 import traceback
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import jax
 from jax.tree_util import keystr
 
 from spmd import _jax
+from spmd._arguments import parse_parameters
 from spmd.errors import (
     ArgumentError,
     DonatedArrayError,
@@ -115,12 +115,18 @@ def cannot_wrap(wrapper: str, expected: str, got: Any) -> SpmdError:
     return explain(wrapper, [failure])
 
 
+def refuse(name: str, *failures: Failure) -> None:
+    """Raises what is wrong with a function or with a call of it, if anything is."""
+    if failures:
+        raise explain(subject(name), failures)
+
+
 # How error texts call leaves
 
 
 def argument_paths(fun: Callable, tree: Any) -> list[str]:
     """How error texts call the leaves of ``(args, kwargs)``."""
-    names = _parameters(fun)
+    names = parse_parameters(fun, "colocated_python", (), (), (), ()).names
 
     def show(path: Any) -> str:
         if path[0].idx == 1:
@@ -131,15 +137,6 @@ def argument_paths(fun: Callable, tree: Any) -> list[str]:
         return f"argument {name}{keystr(path[2:])}"
 
     return [show(path) for path in _paths(tree)]
-
-
-def _parameters(fun: Callable) -> list[str]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    try:
-        parameters = inspect.signature(fun).parameters.values()
-    except (TypeError, ValueError):  # a function written in C may have none
-        return []
-    return [p.name for p in parameters if p.kind in kinds]
 
 
 def result_paths(tree: Any) -> list[str]:
