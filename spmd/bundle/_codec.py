@@ -385,7 +385,7 @@ def decode_tree(field: Field, depth: int = 0) -> Any:
         return _none
     kind, inner = field.only()
     if kind in ("tuple", "list"):
-        return _build(tuple if kind == "tuple" else list, None, _children(inner, depth))
+        return _build(_BUILTINS[kind], None, _children(inner, depth))
     if kind == "dict":
         keys, nodes = inner.row(2)
         return _build(dict, _decode_keys(keys, nodes), _children(nodes, depth))
@@ -524,8 +524,7 @@ def show_sizes(sizes: Mapping[str, int]) -> str:
 def decode_mesh(field: Field, devices: Devices) -> Any:
     """A mesh over the devices at hand."""
     sizes, types, ids = _decode_numbers(field)
-    found = np.empty(len(ids), object)
-    found[:] = [devices.at(i, field) for i in ids]
+    found = np.array([devices.at(i, field) for i in ids], object)
     return jax.sharding.Mesh(found.reshape(tuple(sizes.values())), tuple(sizes), types)
 
 
