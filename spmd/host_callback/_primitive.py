@@ -219,9 +219,8 @@ def _host_remat(
     needed = _jax.transform.uninstantiated(eqn, inst_in)
     if any(unks_in):
         return None, eqn, [True] * count, [True] * count, needed
-    if _jax.transform.is_saved(
-        saveable(eqn.primitive, *[v.aval for v in eqn.invars], **eqn.params)
-    ):
+    avals = [v.aval for v in eqn.invars]
+    if _jax.transform.is_saved(saveable(eqn.primitive, *avals, **eqn.params)):
         return eqn, None, [False] * count, [False] * count, []
     return eqn, eqn, [False] * count, [True] * count, needed
 
