@@ -271,7 +271,11 @@ def colocated_cpu_devices(devices_or_mesh: Any) -> Any:
 def _colocated(devices: list[Any]) -> list[Any]:
     if all(d.platform == "cpu" for d in devices):
         return devices
-    places = _places({d.client for d in devices if d.platform != "cpu"})
+    # Which of the accelerators of its process each is.
+    clients = {d.client for d in devices if d.platform != "cpu"}
+    accelerators = sorted((d for c in clients for d in c.devices()), key=lambda d: d.id)
+    counts = defaultdict(itertools.count)
+    places = {d: next(counts[d.client, d.process_index]) for d in accelerators}
     cpus = defaultdict(list)
     for device in jax.devices("cpu"):
         cpus[device.process_index].append(device)
@@ -292,10 +296,3 @@ def _colocated(devices: list[Any]) -> list[Any]:
         raise explain("colocated_cpu_devices", [failure])
 
     return [stand_in(d) for d in devices]
-
-
-def _places(clients: set[Any]) -> dict[Any, int]:
-    """Which of the accelerators of its process a device is."""
-    counts = defaultdict(itertools.count)
-    devices = sorted((d for c in clients for d in c.devices()), key=lambda d: d.id)
-    return {d: next(counts[d.client, d.process_index]) for d in devices}

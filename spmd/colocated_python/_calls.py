@@ -16,7 +16,7 @@ import jax
 from spmd import _api
 from spmd.colocated_python import _specs
 from spmd.colocated_python._lanes import Lane, inside, lanes, most_gates
-from spmd.colocated_python._promises import Latch, Outputs, Promise, Start
+from spmd.colocated_python._promises import Latch, Outputs, Start
 from spmd.colocated_python._specs import Specs, host, leaf_of, refuse, subject, tell
 from spmd.colocated_python._waiting import Habit, Visit, started
 from spmd.errors import Failure, explain
@@ -233,19 +233,19 @@ class Function:
             if self.is_slow:
                 lanes.prepare(lane, start)
             call.run(start.outputs)
-            self._settle(call, start.promise, start.outputs)
+            self._settle(call, start)
         lanes.leave(lane, start)
 
-    def _settle(self, call: Call, promise: Promise, outputs: Outputs) -> None:
+    def _settle(self, call: Call, start: Start) -> None:
         values = None
         if call.error is None:
             try:
                 leaves: Any = call.result
-                values = outputs.take(leaves)
+                values = start.outputs.take(leaves)
             except BaseException as error:  # as in `Call.run`
                 call.error = error
         error = call.take_error()
-        promise.settle(values, None if error is None else tell(self.name, error))
+        start.promise.settle(values, None if error is None else tell(self.name, error))
 
     def _run_for_nothing(self, call: Call, lane: Lane, outputs: Outputs) -> None:
         call.run(outputs)
@@ -275,7 +275,7 @@ class Function:
         tree, arrays = outputs.specs.tree, call.result
         if outputs.asynchronous and outputs.specs.leaves:
             start = Start(outputs, outputs.plan(outputs.home))
-            self._settle(call, start.promise, outputs)
+            self._settle(call, start)
             try:
                 arrays = start.now()
             except BaseException as error:  # for the caller

@@ -11,17 +11,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.tree_util import keystr
 
-from spmd import _jax
+from spmd import _jax, errors
 from spmd._arguments import parse_parameters
-from spmd.errors import (
-    ArgumentError,
-    DonatedArrayError,
-    Failure,
-    OptionError,
-    SpmdError,
-    explain,
-    show_value,
-)
+from spmd.errors import Failure, SpmdError, explain, show_value
 
 
 class Leaf(NamedTuple):
@@ -110,7 +102,7 @@ def tell(name: str, error: BaseException) -> str:
 def cannot_wrap(wrapper: str, expected: str, got: Any) -> SpmdError:
     """The error of a wrapper that is given something else than a function or a class."""
     failure = Failure(
-        what="cannot wrap this", expected=expected, got=show_value(got), error=ArgumentError
+        what="cannot wrap this", expected=expected, got=show_value(got), error=errors.ArgumentError
     )
     return explain(wrapper, [failure])
 
@@ -182,7 +174,7 @@ def gone(leaves: Sequence[Any], paths: Sequence[str]) -> list[Failure]:
         Failure(
             what=f"cannot use {path}: its buffers are gone",
             expected="an array that was not donated to an earlier call and not deleted",
-            error=DonatedArrayError,
+            error=errors.DonatedArrayError,
         )
         for x, path in zip(leaves, paths, strict=True)
         if x.is_deleted()
@@ -233,7 +225,7 @@ def not_specs(leaves: Sequence[Any], paths: Sequence[str], what: str) -> list[Fa
             what=f"{what} {path}",
             expected="a jax.ShapeDtypeStruct with a sharding",
             got=show_value(x),
-            error=OptionError,
+            error=errors.OptionError,
         )
         for x, path in zip(leaves, paths, strict=True)
         if not isinstance(x, jax.ShapeDtypeStruct) or x.sharding is None
