@@ -27,6 +27,8 @@ from spmd.stages import Compiled, Origin, Stage, Types
 def encode_program(compiled: Compiled) -> dict[str, Any]:
     """What a bundle says of a program beside its code and its constants."""
     call, origin = compiled._call, compiled._signature
+    parts = _jax.files.parts_of(compiled._executable)
+    kept = zip(sorted(parts.kept_var_idx), parts.input_shardings, strict=True)
     avals, shardings, meshes = {}, {}, {compiled.mesh: 0}
     data = {
         "name": call.name,
@@ -43,7 +45,10 @@ def encode_program(compiled: Compiled) -> dict[str, Any]:
         "parameters": _encode_parameters(origin.params),
         "positions": [*origin.positions],
         "statics": [[where, _codec.encode_plain(s.value)] for where, s in origin.statics],
-        **_encode_executable(compiled, avals, shardings),
+        "program_name": parts.name,
+        "committed": bool(parts.committed),
+        "kept": [[i, index_in(shardings, s)] for i, s in kept],
+        "constants": [index_in(avals, _jax.core.abstractify(x)) for x in compiled._hoisted],
     }
     data["avals"] = [_codec.encode_aval(aval) for aval in avals]
     data["shardings"] = [_codec.encode_sharding(sharding, meshes) for sharding in shardings]
@@ -68,17 +73,6 @@ def _encode_arguments(compiled: Compiled, avals: Indices, shardings: Indices) ->
         types = index_in(avals, aval), index_in(shardings, sharding)
         found.append([name, *types, given, donated])
     return found
-
-
-def _encode_executable(compiled: Compiled, avals: Indices, shardings: Indices) -> dict[str, Any]:
-    parts = _jax.files.parts_of(compiled._executable)
-    pairs = zip(sorted(parts.kept_var_idx), parts.input_shardings, strict=True)
-    return {
-        "program_name": parts.name,
-        "committed": bool(parts.committed),
-        "kept": [[i, index_in(shardings, s)] for i, s in pairs],
-        "constants": [index_in(avals, _jax.core.abstractify(x)) for x in compiled._hoisted],
-    }
 
 
 _POSITIONS = ("static_nums", "donate_nums")

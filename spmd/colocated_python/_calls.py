@@ -315,6 +315,7 @@ class Functions:
 
     def __init__(self) -> None:
         self._fast: dict[Any, Function] = {}
+        self.find = self._fast.get  # by a key that :func:`fast_key` made
         self._by_specs: dict[Specs, Function] = {}
         self._lock = threading.Lock()
         with _lock:
@@ -322,10 +323,6 @@ class Functions:
 
     def __len__(self) -> int:
         return len(self._by_specs)
-
-    def find(self, key: Any) -> Function | None:
-        """Returns the function of a key that :func:`fast_key` made, or None."""
-        return self._fast.get(key)
 
     def get(
         self, key: Any, tree: Any, leaves: Sequence[Any], make: Callable[[Specs], Function]
