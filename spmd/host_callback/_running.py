@@ -39,9 +39,7 @@ def run(call: HostCall, values: Sequence[np.ndarray], device: Any, shard: Shard 
     arguments: dict[str, Any] = {"device": device} if call.with_device else {}
     if call.per_shard:
         arguments["shard"] = shard
-    wanted: Sequence[bool] = ()
-    if observers:
-        wanted = [observe(call, values, device, shard) for observe in [*observers]]
+    wanted = [observe(call, values, device, shard) for observe in [*observers]]
     if call.out_tree is not None:
         return call.func(arg, **arguments)
     return call.func(arg, described(call.transforms), **arguments) if all(wanted) else None
