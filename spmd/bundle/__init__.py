@@ -22,13 +22,8 @@ if TYPE_CHECKING:
     from spmd.bundle._contents import Contents as Contents, Value as Value, contents as contents
 
 # The command line imports this package before JAX may start.
-_PLACES = {
-    "load": "_api",
-    "save": "_api",
-    "Contents": "_contents",
-    "Value": "_contents",
-    "contents": "_contents",
-}
+_PLACES: dict[str, str] = dict.fromkeys(("load", "save"), "_api")
+_PLACES |= dict.fromkeys(("Contents", "Value", "contents"), "_contents")
 
 
 def __getattr__(name: str) -> Any:

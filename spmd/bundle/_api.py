@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+import itertools
 import os
 from pathlib import Path
 import re
@@ -13,18 +15,8 @@ import spmd
 from spmd import _jax
 from spmd._mesh import described_failure, plain_mesh, show_devices, show_mesh
 from spmd._resolve import show_sharding
-from spmd.bundle import _fingerprint, _format
-from spmd.bundle._codec import (
-    Devices,
-    Field,
-    FormError,
-    NanError,
-    NotPlainError,
-    UnwritableError,
-    constant_bytes,
-    decode_main_mesh,
-    show_sizes,
-)
+from spmd.bundle import _codec, _fingerprint, _format
+from spmd.bundle._codec import Devices, Field, FormError, NotPlainError, UnwritableError
 from spmd.bundle._fingerprint import Difference
 from spmd.bundle._program import Program, decode_program, encode_program
 from spmd.bundle._trim import calls_functions, trim
@@ -58,7 +50,7 @@ def save(compiled: Compiled, path: str | os.PathLike[str]) -> None:
             "custom_calls": _custom_calls(compiled),
             "program": encode_program(compiled),
         }
-        sections = [*_slim(code, ordered), *map(constant_bytes, compiled._hoisted)]
+        sections = [*_slim(code, ordered), *map(_codec.constant_bytes, compiled._hoisted)]
         header["seal"] = _read_back(compiled, header, sections, devices).seal(*sections[:2])
         data = _format.pack(header, sections)
     except (NotPlainError, UnwritableError, FormError) as error:
@@ -129,9 +121,9 @@ def _unsaved(why: str, **more: str) -> Failure:
     return Failure(what=f"cannot be saved: {why}", error=BundleError, **more)
 
 
-def _loaded_failures(compiled: Compiled) -> list[Failure]:
-    is_loaded = isinstance(compiled._jaxpr, Types)
-    return [_unsaved("it was loaded from a file", fix="copy that file")] if is_loaded else []
+def _loaded_failures(compiled: Compiled) -> Iterator[Failure]:
+    if isinstance(compiled._jaxpr, Types):
+        yield _unsaved("it was loaded from a file", fix="copy that file")
 
 
 #: Primitives that call Python while a program runs, and what they are called in it.
@@ -140,23 +132,22 @@ _CALLBACK_TARGETS = re.compile(r"xla_.*python.*callback|spmd_")
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 
 
-def _callback_failures(compiled: Compiled) -> list[Failure]:
+def _callback_failures(compiled: Compiled) -> Iterator[Failure]:
     ties = _jax.files.ties_of(compiled._executable)
     ties += [t for t in _custom_calls(compiled) if _CALLBACK_TARGETS.match(t)]
     if not ties:
-        return []
+        return
     calls = [
         f"{name} at {line}" if line else name
         for name, line, _ in _jax.core.equations(compiled._jaxpr)
         if any(call in name for call in _CALLS)
     ]
-    failure = _unsaved(
+    yield _unsaved(
         "it calls into the process that compiled it",
         expected="a program without taps, prints and callbacks",
         got="\n".join(dict.fromkeys(calls)) or ", ".join(ties),
         fix="compile it without them, such as behind a static argument",
     )
-    return [failure]
 
 
 def _custom_calls(compiled: Compiled) -> list[str]:
@@ -165,17 +156,15 @@ def _custom_calls(compiled: Compiled) -> list[str]:
     return sorted({*_TARGET.findall(compiled.as_text() or "")} & known)
 
 
-def _reference_failures(compiled: Compiled) -> list[Failure]:
+def _reference_failures(compiled: Compiled) -> Iterator[Failure]:
     names = [compiled._call.arg_names[i] for i in compiled._refs]
     names += compiled._call.arg_names[: len(compiled._signature.consts)]
     fix = "pass the array, and return what it becomes"
-    return [
-        _unsaved(f"argument {name} is a mutable reference", fix=fix)
-        for name in dict.fromkeys(names)
-    ]
+    for name in dict.fromkeys(names):
+        yield _unsaved(f"argument {name} is a mutable reference", fix=fix)
 
 
-def _mesh_failures(compiled: Compiled) -> list[Failure]:
+def _mesh_failures(compiled: Compiled) -> Iterator[Failure]:
     mesh: Any = compiled.mesh
     fix = ""
     if described_failure(mesh):
@@ -184,9 +173,9 @@ def _mesh_failures(compiled: Compiled) -> list[Failure]:
     elif any(d.process_index != jax.process_index() for d in mesh.devices.flat):
         got = f"{show_mesh(mesh)}, of several processes"
     else:
-        return []
+        return
     why = "it does not run on devices of this process alone"
-    return [_unsaved(why, expected="a mesh of devices of this process", got=got, fix=fix)]
+    yield _unsaved(why, expected="a mesh of devices of this process", got=got, fix=fix)
 
 
 def _is_complete(code: bytes, devices: tuple[Any, ...]) -> bool:
@@ -222,7 +211,7 @@ def _unwritable(error: NotPlainError | UnwritableError | FormError) -> Failure:
         why = f"its {error.where} would come back otherwise"
         return _unsaved(why, expected=error.expected, got=error.got)
     (value,) = error.args
-    if isinstance(error, NanError):
+    if isinstance(error, _codec.NanError):
         return _unsaved(
             "a static argument or a value beside leaves is NaN, which is not equal to itself, so "
             "no call of the loaded program would match",
@@ -306,7 +295,7 @@ def _unloaded(
 
 def _find_devices(subject: str, header: Field, mesh: Any) -> Devices:
     """The devices that a program is to run on, if it was compiled for what this process has."""
-    sizes, ids = decode_main_mesh(header["program"])
+    sizes, ids = _codec.decode_main_mesh(header["program"])
     if mesh is not None:
         _check_mesh(subject, mesh, sizes)
     found, differences = compare(_fingerprint.decode(header["fingerprint"]), ids, mesh)
@@ -322,7 +311,7 @@ def _check_mesh(subject: str, mesh: Any, sizes: dict[str, int]) -> None:
         raise _unloaded(subject, "onto this mesh", ArgumentError, expected=expected, got=got)
     if [*mesh.shape.items()] != [*sizes.items()]:
         why = "onto this mesh: it was compiled for another"
-        raise _unloaded(subject, why, given=show_mesh(mesh), expected=show_sizes(sizes))
+        raise _unloaded(subject, why, given=show_mesh(mesh), expected=_codec.show_sizes(sizes))
 
 
 def compare(wrote: Any, ids: list[int], mesh: Any) -> tuple[tuple[Any, ...], list[Difference]]:
@@ -353,13 +342,9 @@ _MOST_RUNS = 8
 
 def _ranges(ids: list[int]) -> str:
     """The numbers in order, a run of them as its ends."""
-    runs: list[list[int]] = []
-    for i in sorted(ids):
-        if runs and runs[-1][-1] == i - 1:
-            runs[-1] = [runs[-1][0], i]
-        else:
-            runs.append([i])
-    shown = ["..".join(map(str, run)) for run in runs[:_MOST_RUNS]]
+    groups = itertools.groupby(enumerate(sorted(ids)), lambda place: place[1] - place[0])
+    runs = [[i for _, i in run] for _, run in groups]
+    shown = [f"{run[0]}..{run[-1]}" if run[1:] else f"{run[0]}" for run in runs[:_MOST_RUNS]]
     return ", ".join(shown + ["…"] * (len(runs) > _MOST_RUNS))
 
 

@@ -226,11 +226,7 @@ _NAMES = """bool int2 int4 int8 int16 int32 int64 uint2 uint4 uint8 uint16 uint3
     float16 float32 float64 bfloat16 complex64 complex128 float4_e2m1fn float8_e3m4 float8_e4m3
     float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"""
 #: The dtypes of JAX by name, but those of random keys.
-_DTYPES = {
-    name: np.dtype(getattr(jnp, "bool_" if name == "bool" else name))
-    for name in _NAMES.split()
-    if hasattr(jnp, "bool_" if name == "bool" else name)
-}
+_DTYPES = {n: np.dtype(getattr(jnp, n)) for n in _NAMES.split() if hasattr(jnp, n)}
 
 
 def _encode_dtype(dtype: Any) -> Any:
@@ -385,7 +381,7 @@ def decode_tree(field: Field, depth: int = 0) -> Any:
         return _none
     kind, inner = field.only()
     if kind in ("tuple", "list"):
-        return _build(tuple if kind == "tuple" else list, None, _children(inner, depth))
+        return _build(_BUILTINS[kind], None, _children(inner, depth))
     if kind == "dict":
         keys, nodes = inner.row(2)
         return _build(dict, _decode_keys(keys, nodes), _children(nodes, depth))
@@ -524,8 +520,7 @@ def show_sizes(sizes: Mapping[str, int]) -> str:
 def decode_mesh(field: Field, devices: Devices) -> Any:
     """A mesh over the devices at hand."""
     sizes, types, ids = _decode_numbers(field)
-    found = np.empty(len(ids), object)
-    found[:] = [devices.at(i, field) for i in ids]
+    found = np.array([devices.at(i, field) for i in ids], object)
     return jax.sharding.Mesh(found.reshape(tuple(sizes.values())), tuple(sizes), types)
 
 

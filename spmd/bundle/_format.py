@@ -122,14 +122,10 @@ def write(path: Path, data: bytes) -> None:
 
 def malformed(subject: str, error: FormError) -> SpmdError:
     """The exception that tells a user what is wrong with a file."""
-    is_other = error.where == "file"
-    failure = Failure(
-        what="is no bundle, or only the beginning of one"
-        if is_other
-        else f"cannot be read: its {error.where} is not what it has to be",
-        expected=error.expected,
-        got=error.got,
-        fix="give the path that Compiled.save wrote" if is_other else "copy or save it again",
-        error=BundleError,
-    )
+    what = f"cannot be read: its {error.where} is not what it has to be"
+    fix = "copy or save it again"
+    if error.where == "file":
+        what = "is no bundle, or only the beginning of one"
+        fix = "give the path that Compiled.save wrote"
+    failure = Failure(what=what, expected=error.expected, got=error.got, fix=fix, error=BundleError)
     return explain(subject, [failure])

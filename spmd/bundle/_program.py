@@ -16,26 +16,8 @@ from spmd._call import PjitCall
 from spmd._mesh import auto_mesh
 from spmd._resolve import is_equivalent
 from spmd._spec import UNSPECIFIED
-from spmd.bundle._codec import (
-    MOST,
-    Devices,
-    Field,
-    FormError,
-    Indices,
-    constant_of,
-    decode_aval,
-    decode_fitting,
-    decode_mesh,
-    decode_plain,
-    decode_sharding,
-    decode_tree,
-    encode_aval,
-    encode_mesh,
-    encode_plain,
-    encode_sharding,
-    encode_tree,
-    index_in,
-)
+from spmd.bundle import _codec
+from spmd.bundle._codec import Devices, Field, FormError, Indices, index_in
 from spmd.bundle._trim import untrim
 from spmd.stages import Compiled, Origin, Stage, Types
 
@@ -45,6 +27,8 @@ from spmd.stages import Compiled, Origin, Stage, Types
 def encode_program(compiled: Compiled) -> dict[str, Any]:
     """What a bundle says of a program beside its code and its constants."""
     call, origin = compiled._call, compiled._signature
+    parts = _jax.files.parts_of(compiled._executable)
+    kept = zip(sorted(parts.kept_var_idx), parts.input_shardings, strict=True)
     avals, shardings, meshes = {}, {}, {compiled.mesh: 0}
     data = {
         "name": call.name,
@@ -55,17 +39,20 @@ def encode_program(compiled: Compiled) -> dict[str, Any]:
             [index_in(avals, a), index_in(shardings, s)]
             for a, s in zip(compiled._jaxpr.out_avals, compiled._out_shardings(), strict=True)
         ],
-        "in_tree": encode_tree(origin.in_tree),
-        "out_tree": encode_tree(origin.out_tree),
+        "in_tree": _codec.encode_tree(origin.in_tree),
+        "out_tree": _codec.encode_tree(origin.out_tree),
         "out_names": [*origin.out_names],
         "parameters": _encode_parameters(origin.params),
         "positions": [*origin.positions],
-        "statics": [[where, encode_plain(s.value)] for where, s in origin.statics],
-        **_encode_executable(compiled, avals, shardings),
+        "statics": [[where, _codec.encode_plain(s.value)] for where, s in origin.statics],
+        "program_name": parts.name,
+        "committed": bool(parts.committed),
+        "kept": [[i, index_in(shardings, s)] for i, s in kept],
+        "constants": [index_in(avals, _jax.core.abstractify(x)) for x in compiled._hoisted],
     }
-    data["avals"] = [encode_aval(aval) for aval in avals]
-    data["shardings"] = [encode_sharding(sharding, meshes) for sharding in shardings]
-    return data | {"meshes": [encode_mesh(mesh) for mesh in meshes]}
+    data["avals"] = [_codec.encode_aval(aval) for aval in avals]
+    data["shardings"] = [_codec.encode_sharding(sharding, meshes) for sharding in shardings]
+    return data | {"meshes": [_codec.encode_mesh(mesh) for mesh in meshes]}
 
 
 def _encode_arguments(compiled: Compiled, avals: Indices, shardings: Indices) -> list[Any]:
@@ -86,17 +73,6 @@ def _encode_arguments(compiled: Compiled, avals: Indices, shardings: Indices) ->
         types = index_in(avals, aval), index_in(shardings, sharding)
         found.append([name, *types, given, donated])
     return found
-
-
-def _encode_executable(compiled: Compiled, avals: Indices, shardings: Indices) -> dict[str, Any]:
-    parts = _jax.files.parts_of(compiled._executable)
-    pairs = zip(sorted(parts.kept_var_idx), parts.input_shardings, strict=True)
-    return {
-        "program_name": parts.name,
-        "committed": bool(parts.committed),
-        "kept": [[i, index_in(shardings, s)] for i, s in pairs],
-        "constants": [index_in(avals, _jax.core.abstractify(x)) for x in compiled._hoisted],
-    }
 
 
 _POSITIONS = ("static_nums", "donate_nums")
@@ -182,15 +158,13 @@ class Program:
 
         `kept` is what was taken out of it, for those who read its HLO; empty if nothing was.
         """
-        executable = self._executable(code, devices)
-        if not kept:
-            return Compiled(self.stage, self.shardings, self.constants, executable)
 
         @functools.cache
         def whole() -> Any:
             return self._executable(untrim(code, kept), devices)
 
-        return Compiled(self.stage, self.shardings, self.constants, executable, whole)
+        parts = self.stage, self.shardings, self.constants, self._executable(code, devices)
+        return Compiled(*parts, whole if kept else None)
 
     def _executable(self, code: bytes, devices: Devices) -> Any:
         return _jax.files.load_executable(
@@ -211,12 +185,12 @@ class Program:
 
 def decode_program(field: Field, devices: Devices, sections: Sequence[memoryview]) -> Program:
     """What `encode_program` was given, on the devices at hand; `sections` are its constants."""
-    meshes = [decode_mesh(f, devices) for f in field["meshes"].items()]
+    meshes = [_codec.decode_mesh(f, devices) for f in field["meshes"].items()]
     if not meshes or [*meshes[0].devices.flat] != [*devices.ordered]:
         raise FormError(field["meshes"].where, "the mesh of the program first", "another")
     types = auto_mesh(meshes[0]).abstract_mesh
-    avals = [decode_aval(f, types) for f in field["avals"].items()]
-    shardings = [decode_sharding(f, meshes, devices) for f in field["shardings"].items()]
+    avals = [_codec.decode_aval(f, types) for f in field["avals"].items()]
+    shardings = [_codec.decode_sharding(f, meshes, devices) for f in field["shardings"].items()]
     arguments = [_decode_argument(f, avals, shardings) for f in field["arguments"].items()]
     results = [f.row(2) for f in field["results"].items()]
     constants = [f.of(avals) for f in field["constants"].items()]
@@ -227,10 +201,10 @@ def decode_program(field: Field, devices: Devices, sections: Sequence[memoryview
     return Program(
         stage=_decode_stage(field, meshes, arguments, [a.of(avals) for a, _ in results]),
         shardings=tuple(a.sharding for a in arguments),
-        results=tuple(decode_fitting(s, a.of(avals), shardings) for a, s in results),
+        results=tuple(_codec.decode_fitting(s, a.of(avals), shardings) for a, s in results),
         kept=kept,
         kept_shardings=kept_shardings,
-        constants=tuple(constant_of(d, a, field["constants"].where) for d, a in pairs),
+        constants=tuple(_codec.constant_of(d, a, field["constants"].where) for d, a in pairs),
         constant_avals=tuple(constants),
         name=field["program_name"].string(),
         committed=field["committed"].boolean(),
@@ -252,8 +226,8 @@ def _decode_argument(field: Field, avals: Sequence[Any], shardings: Sequence[Any
     return _Argument(
         name=text,
         aval=aval,
-        sharding=decode_fitting(sharding, aval, shardings),
-        placed=None if placed.value is None else decode_fitting(placed, aval, shardings),
+        sharding=_codec.decode_fitting(sharding, aval, shardings),
+        placed=None if placed.value is None else _codec.decode_fitting(placed, aval, shardings),
         donated=donated.boolean(),
     )
 
@@ -266,7 +240,7 @@ def _decode_kept(
     for row in field.items():
         index, sharding = row.row(2)
         indices.append(index.integer(0, len(avals) - 1))
-        found.append(decode_fitting(sharding, avals[indices[-1]], shardings))
+        found.append(_codec.decode_fitting(sharding, avals[indices[-1]], shardings))
     if indices != sorted({*indices}) or indices[: len(constants)] != [*range(len(constants))]:
         raise field.refuse("indices in order, those of constants first")
     return tuple(indices), tuple(found)
@@ -295,8 +269,8 @@ def _decode_stage(
 
 def _decode_origin(field: Field, in_count: int, out_count: int) -> Origin:
     params = _decode_parameters(field["parameters"])
-    in_tree, out_tree = decode_tree(field["in_tree"]), decode_tree(field["out_tree"])
-    positions = [f.integer(0, MOST) for f in field["positions"].items()]
+    in_tree, out_tree = _codec.decode_tree(field["in_tree"]), _codec.decode_tree(field["out_tree"])
+    positions = [f.integer(0, _codec.MOST) for f in field["positions"].items()]
     for tree, count, name in ((in_tree, in_count, "in_tree"), (out_tree, out_count, "out_tree")):
         if tree.num_leaves != count:
             raise FormError(field[name].where, f"{count} leaves", f"{tree.num_leaves}")
@@ -321,15 +295,15 @@ def _check_call(field: Field, tree: Any, count: int) -> None:
 
 def _decode_static(field: Field) -> tuple[Any, Static]:
     where, value = field.row(2)
-    name = where.string() if type(where.value) is str else where.integer(0, MOST)
-    plain = decode_plain(value)
+    name = where.string() if type(where.value) is str else where.integer(0, _codec.MOST)
+    plain = _codec.decode_plain(value)
     return name, Static(plain, type(plain))
 
 
 def _decode_parameters(field: Field) -> Parameters:
     variadic = field["variadic"]
     more: dict[str, Any] = {
-        n: tuple(f.integer(-MOST, MOST) for f in field[n].items()) for n in _POSITIONS
+        n: tuple(f.integer(-_codec.MOST, _codec.MOST) for f in field[n].items()) for n in _POSITIONS
     }
     more |= {n: field[n].strings() for n in _NAMES}
     return Parameters(

@@ -173,16 +173,12 @@ def parse(message: bytes) -> _Fields:
         number, wire = tag >> 3, tag & 7
         if wire == _VARINT:
             value, at = read_varint(message, at)
-            fields.append((number, wire, value))
-            continue
-        if wire == _BYTES:
-            size, at = read_varint(message, at)
-        elif wire in _FIXED:
-            size = _FIXED[wire]
+        elif wire == _BYTES or wire in _FIXED:
+            size, at = (_FIXED[wire], at) if wire in _FIXED else read_varint(message, at)
+            value, at = message[at : at + size], at + size
         else:
             raise WireError(f"wire type {wire}")
-        fields.append((number, wire, message[at : at + size]))
-        at += size
+        fields.append((number, wire, value))
     if at != len(message):
         raise WireError("it ends too early")
     return fields

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 import functools
+import itertools
 from typing import Any, overload
 
 import jax
@@ -17,7 +18,7 @@ from spmd._options import global_name
 from spmd.colocated_python import _specs
 from spmd.colocated_python._calls import Function, Functions, fast_key
 from spmd.colocated_python._lanes import lanes
-from spmd.colocated_python._specs import Specs, cannot_wrap, leaf_of, show_devices, subject
+from spmd.colocated_python._specs import Specs, cannot_wrap, leaf_of, refuse, show_devices, subject
 from spmd.colocated_python._travel import pack, unpack
 from spmd.colocated_python._waiting import Habit
 from spmd.errors import Failure, MeshError, OptionError, explain, show_value
@@ -147,8 +148,7 @@ class ColocatedFunction:
             for name in given
             if getattr(self._specialization, name) is not None
         ]
-        if failures:
-            raise explain(subject(self._name), failures)
+        refuse(self._name, *failures)
         if "in_specs" in given:
             given["in_specs"] = _in_specs(self._name, self._fun, in_specs)
         if "devices" in given:
@@ -158,9 +158,8 @@ class ColocatedFunction:
 
     def _check_arrays(self, leaves: Sequence[Any], tree: Any) -> None:
         paths = _specs.argument_paths(self._fun, tree)
-        failures = _specs.not_arrays(leaves, paths, "cannot take")
-        if failures := failures or _specs.gone(leaves, paths):
-            raise explain(subject(self._name), failures)
+        refuse(self._name, *_specs.not_arrays(leaves, paths, "cannot take"))
+        refuse(self._name, *_specs.gone(leaves, paths))
 
     # A function for arguments of a new kind
 
@@ -168,8 +167,12 @@ class ColocatedFunction:
         said = self._specialization
         devices = said.devices and frozenset(said.devices)
         paths = _specs.argument_paths(self._fun, specs.tree)
-        failures = self._against_in_specs(specs, paths)
-        if not failures and devices is None:
+        if (expected := said.in_specs) is not None:
+            what = "was called with another tree than its in_specs"
+            refuse(self._name, *_specs.other_tree(expected.tree, specs.tree, what))
+            verb = "was called with something else than in_specs as"
+            refuse(self._name, *_specs.mismatches(expected.leaves, specs.leaves, paths, verb))
+        if devices is None:
             if not specs.leaves:
                 failure = Failure(
                     what="has no arguments to tell its devices",
@@ -178,8 +181,8 @@ class ColocatedFunction:
                 )
                 raise explain(subject(self._name), [failure])
             devices = _jax.dispatch.device_list(specs.leaves[0].sharding)
-        failures = failures or _specs.elsewhere(devices, specs.leaves, paths, "cannot take")
-        if not failures and any(d.platform != "cpu" for d in devices):
+        refuse(self._name, *_specs.elsewhere(devices, specs.leaves, paths, "cannot take"))
+        if any(d.platform != "cpu" for d in devices):
             failure = Failure(
                 what="cannot run on these devices",
                 expected="CPU devices",
@@ -187,19 +190,8 @@ class ColocatedFunction:
                 fix="spmd.colocated_python.colocated_cpu_devices(devices) has those of the same "
                 "hosts",
             )
-            failures = [failure]
-        if failures:
-            raise explain(subject(self._name), failures)
+            raise explain(subject(self._name), [failure])
         return Function(self._fun, self._name, specs, devices, said.out_specs_fn, self._habit)
-
-    def _against_in_specs(self, specs: Specs, paths: Sequence[str]) -> list[Failure]:
-        expected = self._specialization.in_specs
-        if expected is None:
-            return []
-        what = "was called with another tree than its in_specs"
-        return _specs.other_tree(expected.tree, specs.tree, what) or _specs.mismatches(
-            expected.leaves, specs.leaves, paths, "was called with something else than in_specs as"
-        )
 
 
 def _restore(version: int, form: bytes) -> ColocatedFunction:
@@ -223,8 +215,7 @@ def _in_specs(name: str, fun: Callable, in_specs: Any) -> Specs:
         raise explain(subject(name), [failure])
     leaves, tree = jax.tree.flatten(in_specs)
     paths = _specs.argument_paths(fun, tree)
-    if failures := _specs.not_specs(leaves, paths, "cannot use what in_specs says of"):
-        raise explain(subject(name), failures)
+    refuse(name, *_specs.not_specs(leaves, paths, "cannot use what in_specs says of"))
     return Specs(tree, tuple(leaf_of(x) for x in leaves))
 
 
@@ -273,16 +264,18 @@ def colocated_cpu_devices(devices_or_mesh: Any) -> Any:
     if not isinstance(devices_or_mesh, Mesh):
         return tuple(_colocated([*devices_or_mesh]))
     mesh = devices_or_mesh
-    devices = np.empty(mesh.devices.size, object)
-    devices[:] = _colocated([*mesh.devices.flat])
-    devices = devices.reshape(mesh.devices.shape)
+    devices = np.array(_colocated([*mesh.devices.flat]), object).reshape(mesh.devices.shape)
     return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def _colocated(devices: list[Any]) -> list[Any]:
     if all(d.platform == "cpu" for d in devices):
         return devices
-    places = _places({d.client for d in devices if d.platform != "cpu"})
+    # Which of the accelerators of its process each is.
+    clients = {d.client for d in devices if d.platform != "cpu"}
+    accelerators = sorted((d for c in clients for d in c.devices()), key=lambda d: d.id)
+    counts = defaultdict(itertools.count)
+    places = {d: next(counts[d.client, d.process_index]) for d in accelerators}
     cpus = defaultdict(list)
     for device in jax.devices("cpu"):
         cpus[device.process_index].append(device)
@@ -303,14 +296,3 @@ def _colocated(devices: list[Any]) -> list[Any]:
         raise explain("colocated_cpu_devices", [failure])
 
     return [stand_in(d) for d in devices]
-
-
-def _places(clients: set[Any]) -> dict[Any, int]:
-    """Which of the accelerators of its process a device is."""
-    places = {}
-    for client in clients:
-        counts = Counter()
-        for device in sorted(client.devices(), key=lambda d: d.id):
-            places[device] = counts[device.process_index]
-            counts[device.process_index] += 1
-    return places

@@ -16,8 +16,8 @@ import jax
 from spmd import _api
 from spmd.colocated_python import _specs
 from spmd.colocated_python._lanes import Lane, inside, lanes, most_gates
-from spmd.colocated_python._promises import Latch, Outputs, Promise, Start
-from spmd.colocated_python._specs import Specs, host, leaf_of, subject, tell
+from spmd.colocated_python._promises import Latch, Outputs, Start
+from spmd.colocated_python._specs import Specs, host, leaf_of, refuse, subject, tell
 from spmd.colocated_python._waiting import Habit, Visit, started
 from spmd.errors import Failure, explain
 
@@ -130,28 +130,23 @@ class Function:
     def _stated(self, result: Any) -> Outputs:
         leaves, tree = jax.tree.flatten(result)
         paths = _specs.result_paths(tree)
-        failures = _specs.not_specs(leaves, paths, "cannot use what out_specs_fn says of")
-        if not failures:
-            leaves = [leaf_of(x) for x in leaves]
-            failures = _specs.elsewhere(self._devices, leaves, paths, "cannot use the spec of")
-        if failures:
-            raise explain(subject(self.name), failures)
-        return Outputs(Specs(tree, tuple(leaves)))
+        refuse(self.name, *_specs.not_specs(leaves, paths, "cannot use what out_specs_fn says of"))
+        leaves = tuple(leaf_of(x) for x in leaves)
+        refuse(self.name, *_specs.elsewhere(self._devices, leaves, paths, "cannot use the spec of"))
+        return Outputs(Specs(tree, leaves))
 
     def check_result(self, leaves: list[Any], tree: Any, outputs: Outputs | None) -> None:
         """Refuses a result that is not arrays on the devices, or not as it is known to be."""
         paths = _specs.result_paths(tree)
-        failures = _specs.not_arrays(leaves, paths, "cannot return")
-        got = [] if failures else [leaf_of(x) for x in leaves]
-        if not failures and outputs is not None:
+        refuse(self.name, *_specs.not_arrays(leaves, paths, "cannot return"))
+        got = [leaf_of(x) for x in leaves]
+        if outputs is not None:
             what = "returned another tree than it is known to return"
-            failures = _specs.other_tree(outputs.specs.tree, tree, what)
-        failures = failures or _specs.elsewhere(self._devices, got, paths, "cannot return")
-        if not failures and outputs is not None:
+            refuse(self.name, *_specs.other_tree(outputs.specs.tree, tree, what))
+        refuse(self.name, *_specs.elsewhere(self._devices, got, paths, "cannot return"))
+        if outputs is not None:
             verb = "returned something else than it is known to return as"
-            failures = _specs.mismatches(outputs.specs.leaves, got, paths, verb)
-        if failures:
-            raise explain(subject(self.name), failures)
+            refuse(self.name, *_specs.mismatches(outputs.specs.leaves, got, paths, verb))
 
     # The first call
 
@@ -238,19 +233,19 @@ class Function:
             if self.is_slow:
                 lanes.prepare(lane, start)
             call.run(start.outputs)
-            self._settle(call, start.promise, start.outputs)
+            self._settle(call, start)
         lanes.leave(lane, start)
 
-    def _settle(self, call: Call, promise: Promise, outputs: Outputs) -> None:
+    def _settle(self, call: Call, start: Start) -> None:
         values = None
         if call.error is None:
             try:
                 leaves: Any = call.result
-                values = outputs.take(leaves)
+                values = start.outputs.take(leaves)
             except BaseException as error:  # as in `Call.run`
                 call.error = error
         error = call.take_error()
-        promise.settle(values, None if error is None else tell(self.name, error))
+        start.promise.settle(values, None if error is None else tell(self.name, error))
 
     def _run_for_nothing(self, call: Call, lane: Lane, outputs: Outputs) -> None:
         call.run(outputs)
@@ -280,7 +275,7 @@ class Function:
         tree, arrays = outputs.specs.tree, call.result
         if outputs.asynchronous and outputs.specs.leaves:
             start = Start(outputs, outputs.plan(outputs.home))
-            self._settle(call, start.promise, outputs)
+            self._settle(call, start)
             try:
                 arrays = start.now()
             except BaseException as error:  # for the caller
@@ -320,6 +315,7 @@ class Functions:
 
     def __init__(self) -> None:
         self._fast: dict[Any, Function] = {}
+        self.find = self._fast.get  # by a key that :func:`fast_key` made
         self._by_specs: dict[Specs, Function] = {}
         self._lock = threading.Lock()
         with _lock:
@@ -327,10 +323,6 @@ class Functions:
 
     def __len__(self) -> int:
         return len(self._by_specs)
-
-    def find(self, key: Any) -> Function | None:
-        """Returns the function of a key that :func:`fast_key` made, or None."""
-        return self._fast.get(key)
 
     def get(
         self, key: Any, tree: Any, leaves: Sequence[Any], make: Callable[[Specs], Function]

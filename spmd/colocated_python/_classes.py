@@ -93,19 +93,14 @@ class _Method:
 
 
 class _Instance:
-    """An object on this host, made by the first method that is called.
+    """An object of a class on this host, made by the first method that is called."""
 
-    Attributes:
-        cls: Its class.
-    """
-
-    __slots__ = ("__weakref__", "_arguments", "_lock", "_made", "_object", "cls")
+    __slots__ = ("__weakref__", "_arguments", "_lock", "_object", "cls")
 
     def __init__(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.cls = cls
-        self._arguments: Any = (args, kwargs)
+        self._arguments: Any = (args, kwargs)  # None once the object is made
         self._lock = threading.Lock()
-        self._made = False
         self._object: Any = None
 
     def __reduce__(self) -> Any:
@@ -117,10 +112,10 @@ class _Instance:
 
     def _get(self) -> Any:
         with self._lock:
-            if not self._made:
+            if self._arguments is not None:
                 args, kwargs = self._arguments
                 self._object = self.cls(*args, **kwargs)
-                self._made, self._arguments = True, None
+                self._arguments = None
             return self._object
 
 

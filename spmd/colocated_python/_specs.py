@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import functools
-import inspect
 import platform
 import traceback
 from typing import Any, NamedTuple
@@ -12,16 +11,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.tree_util import keystr
 
-from spmd import _jax
-from spmd.errors import (
-    ArgumentError,
-    DonatedArrayError,
-    Failure,
-    OptionError,
-    SpmdError,
-    explain,
-    show_value,
-)
+from spmd import _jax, errors
+from spmd._arguments import parse_parameters
+from spmd.errors import Failure, SpmdError, explain, show_value
 
 
 class Leaf(NamedTuple):
@@ -110,9 +102,15 @@ def tell(name: str, error: BaseException) -> str:
 def cannot_wrap(wrapper: str, expected: str, got: Any) -> SpmdError:
     """The error of a wrapper that is given something else than a function or a class."""
     failure = Failure(
-        what="cannot wrap this", expected=expected, got=show_value(got), error=ArgumentError
+        what="cannot wrap this", expected=expected, got=show_value(got), error=errors.ArgumentError
     )
     return explain(wrapper, [failure])
+
+
+def refuse(name: str, *failures: Failure) -> None:
+    """Raises what is wrong with a function or with a call of it, if anything is."""
+    if failures:
+        raise explain(subject(name), failures)
 
 
 # How error texts call leaves
@@ -120,7 +118,7 @@ def cannot_wrap(wrapper: str, expected: str, got: Any) -> SpmdError:
 
 def argument_paths(fun: Callable, tree: Any) -> list[str]:
     """How error texts call the leaves of ``(args, kwargs)``."""
-    names = _parameters(fun)
+    names = parse_parameters(fun, "colocated_python", (), (), (), ()).names
 
     def show(path: Any) -> str:
         if path[0].idx == 1:
@@ -131,15 +129,6 @@ def argument_paths(fun: Callable, tree: Any) -> list[str]:
         return f"argument {name}{keystr(path[2:])}"
 
     return [show(path) for path in _paths(tree)]
-
-
-def _parameters(fun: Callable) -> list[str]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    try:
-        parameters = inspect.signature(fun).parameters.values()
-    except (TypeError, ValueError):  # a function written in C may have none
-        return []
-    return [p.name for p in parameters if p.kind in kinds]
 
 
 def result_paths(tree: Any) -> list[str]:
@@ -185,7 +174,7 @@ def gone(leaves: Sequence[Any], paths: Sequence[str]) -> list[Failure]:
         Failure(
             what=f"cannot use {path}: its buffers are gone",
             expected="an array that was not donated to an earlier call and not deleted",
-            error=DonatedArrayError,
+            error=errors.DonatedArrayError,
         )
         for x, path in zip(leaves, paths, strict=True)
         if x.is_deleted()
@@ -236,7 +225,7 @@ def not_specs(leaves: Sequence[Any], paths: Sequence[str], what: str) -> list[Fa
             what=f"{what} {path}",
             expected="a jax.ShapeDtypeStruct with a sharding",
             got=show_value(x),
-            error=OptionError,
+            error=errors.OptionError,
         )
         for x, path in zip(leaves, paths, strict=True)
         if not isinstance(x, jax.ShapeDtypeStruct) or x.sharding is None

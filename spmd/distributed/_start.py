@@ -33,13 +33,7 @@ _SUBJECT = "spmd.distributed.initialize"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Hello:
-    """What a process says of itself.
-
-    Attributes:
-        process: Its number.
-        processes: How many it believes there are.
-        versions: Of the packages that have to agree.
-    """
+    """What a process says: its number, how many it believes there are, versions that must agree."""
 
     process: int
     processes: int
@@ -192,25 +186,16 @@ def _check_fresh() -> None:
 
 
 def _check_numbers(processes: int, process: int, timeout: float, lost_timeout: float) -> None:
-    failures = []
-    if processes < 1 or not 0 <= process < processes:
-        failures.append(
-            Failure(
-                what="cannot use these numbers",
-                expected="a process_id from 0 up to num_processes - 1",
-                got=f"process_id={process}, num_processes={processes}",
-                error=OptionError,
-            )
-        )
-    failures += [
-        Failure(
-            what=f"cannot use this {name}",
-            expected="seconds, more than 0",
-            got=f"{value!r}",
-            error=OptionError,
-        )
-        for name, value in (("timeout", timeout), ("lost_timeout", lost_timeout))
-        if not value > 0
+    rows = []
+    if not 0 <= process < processes:
+        numbers = f"process_id={process}, num_processes={processes}"
+        rows.append(("these numbers", "a process_id from 0 up to num_processes - 1", numbers))
+    for name, value in (("timeout", timeout), ("lost_timeout", lost_timeout)):
+        if not value > 0:
+            rows.append((f"this {name}", "seconds, more than 0", repr(value)))
+    failures = [
+        Failure(what=f"cannot use {what}", expected=expected, got=got, error=OptionError)
+        for what, expected, got in rows
     ]
     if failures:
         raise explain(_SUBJECT, failures)

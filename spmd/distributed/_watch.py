@@ -126,7 +126,13 @@ class Watch:
         # Without process 0, which has the service, JAX aborts the others with a stack of C++.
         grace = self._grace if process and self.process != process else 0.0
         self._end_at = time.monotonic() + grace
-        self.lost = _lost(process, self.processes, why, grace)
+        ends = f"this process ends within {grace:.0f} s" if grace else "this process ends now"
+        self.lost = Failure(
+            what=f"has lost process {process} of {self.processes}",
+            got=why,
+            fix=f"start all of them again, from the last checkpoint; {ends}",
+            error=DistributedError,
+        )
         if self.process == 0:
             self._tell({"lost": process, "why": why})
         _say(str(explain("This run", [self.lost])))
@@ -209,13 +215,3 @@ _NOT_THE_USERS = (
     os.path.dirname(os.path.dirname(__file__)),
     "<",
 )
-
-
-def _lost(process: int, processes: int, why: str, grace: float) -> Failure:
-    ends = f"this process ends within {grace:.0f} s" if grace else "this process ends now"
-    return Failure(
-        what=f"has lost process {process} of {processes}",
-        got=why,
-        fix=f"start all of them again, from the last checkpoint; {ends}",
-        error=DistributedError,
-    )

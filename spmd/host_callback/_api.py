@@ -163,7 +163,7 @@ def call(
             `result_shape` is no array; of `result_shape` it is a ValueError, too.
         ValueError: `device_index` is out of range, or `vmap_method` is unknown.
     """
-    failures = _failures(callback_func, ("arg",), call_with_device, device_index, per_shard)
+    failures = [*_failures(callback_func, ("arg",), call_with_device, device_index, per_shard)]
     if vmap_method not in (None, *METHODS):
         failure = Failure(
             what=f"does not know this way to batch{did_you_mean(vmap_method, METHODS)}",
@@ -313,7 +313,7 @@ def tap(
     kind: str, func: Any, arg: Any, with_device: bool, device_index: int, per_shard: bool
 ) -> Any:
     """Binds a tap, which errors call by its kind; returns `arg`."""
-    failures = _failures(func, ("arg", "transforms"), with_device, device_index, per_shard)
+    failures = [*_failures(func, ("arg", "transforms"), with_device, device_index, per_shard)]
     leaves, in_tree, more = _leaves(arg)
     if failures := failures + more:
         raise explain(kind, failures)
@@ -406,15 +406,13 @@ def _result_avals(result_shape: Any) -> tuple[tuple[Any, ...], Any, list[Failure
             dtype = np.dtype(jax.dtypes.canonicalize_dtype(aval.dtype))
             results.append((tuple(aval.shape), dtype))
         except (TypeError, ValueError, OverflowError, AttributeError):
-            failures.append(
-                Failure(
-                    what=f"cannot read a shape from result_shape{jtu.keystr(path)}",
-                    expected="numbers, arrays, jax.ShapeDtypeStruct, or anything with shape and "
-                    "dtype",
-                    got=show_value(leaf),
-                    error=ResultShapeError,
-                )
+            failure = Failure(
+                what=f"cannot read a shape from result_shape{jtu.keystr(path)}",
+                expected="numbers, arrays, jax.ShapeDtypeStruct, or anything with shape and dtype",
+                got=show_value(leaf),
+                error=ResultShapeError,
             )
+            failures.append(failure)
     return tuple(results), tree, failures
 
 
@@ -454,18 +452,18 @@ class Printer:
 
     def text(self, arg: Any, column: int = 0) -> str:
         """Returns the value, nested as it is; what is wider than a line is broken."""
-        if isinstance(arg, tuple):
-            return self._nested("(", [("", e) for e in arg], ")", column)
-        if isinstance(arg, list):
-            return self._nested("[", [("", e) for e in arg], "]", column)
+        if isinstance(arg, (tuple, list)):
+            ends = "()" if isinstance(arg, tuple) else "[]"
+            return self._nested(ends, [("", e) for e in arg], column)
         if isinstance(arg, dict):
             pairs = sorted(arg.items(), key=lambda pair: str(pair[0]))
-            return self._nested("{", [(f"{k}=", v) for k, v in pairs], "}", column)
+            return self._nested("{}", [(f"{k}=", v) for k, v in pairs], column)
         if isinstance(arg, np.ndarray):
             return np.array2string(arg, threshold=self.threshold)
         return str(arg)
 
-    def _nested(self, start: str, parts: list[tuple[str, Any]], end: str, column: int) -> str:
+    def _nested(self, ends: str, parts: list[tuple[str, Any]], column: int) -> str:
+        start, end = ends
         line = " ".join([start, *(name + self.text(value) for name, value in parts), end])
         if column + len(line) <= _WIDTH:
             return line
@@ -485,55 +483,50 @@ class ResultShapeError(ArgumentError, ValueError):
 
 def _failures(
     func: Any, names: Sequence[str], with_device: bool, device_index: Any, per_shard: bool
-) -> list[Failure]:
+) -> Iterator[Failure]:
     """What is wrong with a host function that is called with these arguments, and with a device."""
     keywords = ["device"] * bool(with_device) + ["shard"] * bool(per_shard)
-    failures = [*_function_failures(func, names, keywords)]
+    if failure := _function_failure(func, names, keywords):
+        yield failure
     if not isinstance(device_index, (int, np.integer)) or device_index < 0:
-        failures.append(
-            Failure(
-                what="has no such device",
-                given=f"device_index={device_index!r}",
-                expected="the number of a device of the mesh, from 0",
-                error=OptionError,
-            )
-        )
-    return failures
-
-
-def _function_failures(
-    func: Any, names: Sequence[str], keywords: Sequence[str]
-) -> Iterator[Failure]:
-    if not callable(func):
         yield Failure(
+            what="has no such device",
+            given=f"device_index={device_index!r}",
+            expected="the number of a device of the mesh, from 0",
+            error=OptionError,
+        )
+
+
+def _function_failure(func: Any, names: Sequence[str], keywords: Sequence[str]) -> Failure | None:
+    if not callable(func):
+        return Failure(
             what="has nothing to call",
             expected="a function of the host",
             got=show_value(func),
             error=ArgumentError,
         )
-        return
     try:
         hash(func)
     except TypeError:
-        yield Failure(
+        return Failure(
             what=f"cannot tell calls of `{_jax.core.fun_name(func)}` apart: it has no hash",
             got=show_value(func),
             fix="pass a function, a method, or an object with __hash__",
             error=ArgumentError,
         )
-        return
     try:
         signature = inspect.signature(func)
     except Exception:  # some functions in C do not say what they take, and some objects raise
-        return
+        return None
     try:
         signature.bind(*names, **dict.fromkeys(keywords))
     except TypeError as error:
         taken = ", ".join([*names, *(f"{k}=..." for k in keywords)])
         name = _jax.core.fun_name(func)
-        yield Failure(
+        return Failure(
             what=f"cannot call `{name}` with {taken}: {error}",
             expected=f"a function that is called as {name}({taken})",
             got=f"{name}{signature}"[:200],
             error=ArgumentError,
         )
+    return None

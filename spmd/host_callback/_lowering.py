@@ -14,16 +14,8 @@ import numpy as np
 
 from spmd import _jax
 from spmd.errors import Failure, OptionError, explain
-from spmd.host_callback import _registry
-from spmd.host_callback._ffi import (
-    Buffer,
-    Frame,
-    Future,
-    capsule,
-    compile_handler,
-    execute_handler,
-    hold,
-)
+from spmd.host_callback import _ffi, _registry
+from spmd.host_callback._ffi import Buffer, Frame, Future, capsule
 from spmd.host_callback._pools import copies_loops, fork_safe_lock, threads
 from spmd.host_callback._receiver import receiver
 from spmd.host_callback._records import HostCall
@@ -73,14 +65,13 @@ def _emit(ctx: Any, values: Sequence[Any], entry: Entry) -> Sequence[Any]:
     results = [(shape, carrier(dtype)) for shape, dtype in call.outputs]
     if failure := split_failure(call, partitions, manual=manual):
         raise explain(call.kind, [failure])
-    target, by_partition = _TARGET, False
+    target, by_partition = _TARGET, partitions > 1 and bool(manual)
     attributes: Any = {"id": entry.id}
-    if partitions > 1 and manual:
+    if by_partition:
         if copies_loops():
             warnings.warn(_LATE, stacklevel=2)
         mode = "together" if _jax.lowering.runs_on_all_devices([*axes]) else "each"
         attributes["site"] = entry.add_site(Site(mode, partitions, axes))
-        by_partition = True
     elif partitions > 1:
         _register_partitioner()
         site = Site("shards" if call.per_shard else "one", partitions, axes or dict(call.axes))
@@ -310,14 +301,15 @@ def _instantiate(frame: Frame) -> str | None:
     collects = gc.isenabled()
     gc.disable()
     try:
-        hold(frame, entry)
+        _ffi.hold(frame, entry)
     finally:
         if collects:
             gc.enable()
     return None
 
 
-_execute_handler, _instantiate_handler = execute_handler(_execute), compile_handler(_instantiate)
+_execute_handler = _ffi.execute_handler(_execute)
+_instantiate_handler = _ffi.compile_handler(_instantiate)
 
 
 # At import, which starts nothing: a program of another process that is loaded before any is made

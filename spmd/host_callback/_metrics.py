@@ -58,8 +58,13 @@ def metrics_tap(name: str, tree: Any, *, sink: Any, step: Any = None, device_ind
     """
     tags, leaves, failures = _flatten(name, tree)
     write, wrong = _writer(sink)
-    taken = [_STEP] if write is _append_line or write is _write_line else []
-    failures += wrong + _same_failures([*taken, *tags])
+    taken = [_STEP] if write in (_append_line, _write_line) else []
+    failures += wrong
+    failures += [
+        Failure(what=f"would write {count} scalars as {tag}", fix="rename one", error=OptionError)
+        for tag, count in Counter([*taken, *tags]).items()
+        if count > 1
+    ]
     if step is not None and (got := not_scalar(step, np.integer)):
         expected = "an integer scalar, or None"
         failures.append(
@@ -176,27 +181,25 @@ def _writer(sink: Any) -> tuple[Any, list[Failure]]:
         return _append_line, [no_folder] * (not Path(sink).absolute().parent.is_dir())
     if callable(getattr(sink, "write", None)):
         return _write_line, []
-    return _call, [*_function_failures(sink)]
-
-
-def _function_failures(sink: Any) -> Iterator[Failure]:
     if not callable(sink):
-        yield Failure(
+        no_sink = Failure(
             what="cannot write to sink",
             expected="a path, an open file, an object with add_scalar, or a function",
             got=show_value(sink),
             error=ArgumentError,
         )
-        return
+        return _call, [no_sink]
     try:
         hash(sink)
     except TypeError:
-        yield Failure(
+        no_hash = Failure(
             what="cannot tell this sink from others: it has no hash",
             got=show_value(sink),
             fix="pass a function, or an object with __hash__",
             error=ArgumentError,
         )
+        return _call, [no_hash]
+    return _call, []
 
 
 # Names
@@ -218,11 +221,3 @@ def _flatten(name: str, tree: Any) -> tuple[list[str], list[Any], list[Failure]]
         tags.append(tag)
         leaves.append(leaf)
     return tags, leaves, failures
-
-
-def _same_failures(tags: list[str]) -> list[Failure]:
-    return [
-        Failure(what=f"would write {count} scalars as {tag}", fix="rename one", error=OptionError)
-        for tag, count in Counter(tags).items()
-        if count > 1
-    ]

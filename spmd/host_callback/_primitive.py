@@ -119,12 +119,9 @@ def _call_batch(args: Sequence[Any], dims: Sequence[Any], *, call: HostCall) -> 
             error=TransformationError,
         )
         raise explain("call", [failure])
-    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     front = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
-    if call.vmap_method == "sequential":
-        outs = _batch_sequentially(front, dims, call)
-    else:
-        outs = _batch_at_once(front, dims, call, size)
+    batch = _batch_sequentially if call.vmap_method == "sequential" else _batch_at_once
+    outs = batch(front, dims, call)
     return outs, [0] * len(outs)
 
 
@@ -137,9 +134,8 @@ def _batch_sequentially(args: Sequence[Any], dims: Sequence[Any], call: HostCall
     return jax.lax.map(one, [x for x, d in zip(args, dims, strict=True) if d is not None])
 
 
-def _batch_at_once(
-    args: Sequence[Any], dims: Sequence[Any], call: HostCall, size: int
-) -> Sequence[Any]:
+def _batch_at_once(args: Sequence[Any], dims: Sequence[Any], call: HostCall) -> Sequence[Any]:
+    size = next(len(x) for x, d in zip(args, dims, strict=True) if d is not None)
     given = 1 if call.vmap_method == "expand_dims" else size
     operands = [
         jnp.broadcast_to(x, (given, *x.shape)) if d is None else x
@@ -219,9 +215,8 @@ def _host_remat(
     needed = _jax.transform.uninstantiated(eqn, inst_in)
     if any(unks_in):
         return None, eqn, [True] * count, [True] * count, needed
-    if _jax.transform.is_saved(
-        saveable(eqn.primitive, *[v.aval for v in eqn.invars], **eqn.params)
-    ):
+    avals = [v.aval for v in eqn.invars]
+    if _jax.transform.is_saved(saveable(eqn.primitive, *avals, **eqn.params)):
         return eqn, None, [False] * count, [False] * count, []
     return eqn, eqn, [False] * count, [True] * count, needed
 

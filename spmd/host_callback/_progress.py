@@ -183,14 +183,13 @@ def progress(
     if every is not None:
         failures += _count_failures("every", every, 1)
     if console is not None and not callable(getattr(console, "print", None)):
-        failures.append(
-            Failure(
-                what="cannot draw on console",
-                expected="a rich.console.Console",
-                got=show_value(console),
-                error=ArgumentError,
-            )
+        failure = Failure(
+            what="cannot draw on console",
+            expected="a rich.console.Console",
+            got=show_value(console),
+            error=ArgumentError,
         )
+        failures.append(failure)
     if failures:
         raise explain("progress", failures)
     length = int(iterable_length)

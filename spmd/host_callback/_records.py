@@ -86,13 +86,9 @@ class ByIdentity:
         return id(self.target)
 
 
-#: The parameter that each transformation has, where it has one.
-_PARAMETERS = {"batch": "batch_dims"}
-
-
 def described(transforms: tuple[tuple[str, tuple[Any, ...]], ...]) -> tuple[Any, ...]:
     """Returns transformations as a tap is told them: pairs of a name and a dict of its own."""
-    return tuple([(n, {_PARAMETERS[n]: p[0]} if p else {}) for n, p in transforms])
+    return tuple([(n, {"batch_dims": p[0]} if p else {}) for n, p in transforms])  # of a batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,12 +40,8 @@ class Placement:
 
     def index(self, partition: int) -> Slices:
         """The part of the global array that a partition holds; empty where it holds padding."""
-        return tuple(
-            slice(min(n, i * k), min(n, (i + 1) * k))
-            for n, i, k in zip(
-                self.shape, self.coordinates[partition], self.local_shape, strict=True
-            )
-        )
+        rows = zip(self.shape, self.coordinates[partition], self.local_shape, strict=True)
+        return tuple(slice(min(n, i * k), min(n, (i + 1) * k)) for n, i, k in rows)
 
     def trim(self, partition: int) -> Slices | None:
         """What to take of the memory of a partition; None for all of it."""
@@ -56,12 +52,10 @@ class Placement:
 def placement(shape: Sequence[int], sharding: Any, partitions: int) -> Placement:
     """Reads how an operand is split from the sharding that the partitioner chose."""
     ndim = len(shape)
-    if sharding.is_replicated() or sharding.is_maximal() or not sharding.is_tiled():
-        tiles, places = (1,) * ndim, [(0,) * ndim] * partitions
-    else:
+    tiles, places = (1,) * ndim, [(0,) * ndim] * partitions
+    if sharding.is_tiled() and not (sharding.is_replicated() or sharding.is_maximal()):
         dims = sharding.tile_assignment_dimensions()
         tiles = tuple(dims[:ndim])
-        places = [(0,) * ndim] * partitions
         for at, device in enumerate(sharding.tile_assignment_devices()):
             places[device] = tuple(int(i) for i in np.unravel_index(at, dims)[:ndim])
     return Placement(shape=tuple(shape), tiles=tiles, coordinates=tuple(places))

@@ -39,9 +39,7 @@ def run(call: HostCall, values: Sequence[np.ndarray], device: Any, shard: Shard 
     arguments: dict[str, Any] = {"device": device} if call.with_device else {}
     if call.per_shard:
         arguments["shard"] = shard
-    wanted: Sequence[bool] = ()
-    if observers:
-        wanted = [observe(call, values, device, shard) for observe in [*observers]]
+    wanted = [observe(call, values, device, shard) for observe in [*observers]]
     if call.out_tree is not None:
         return call.func(arg, **arguments)
     return call.func(arg, described(call.transforms), **arguments) if all(wanted) else None
@@ -136,12 +134,12 @@ def run_here(call: HostCall, args: Sequence[Any], axes: dict[str, int]) -> Seque
     The arguments lie on one set of devices, and a tap returns them.
     """
     devices = _jax.dispatch.device_order(args[0].sharding) if args else [_jax.mesh.default_device()]
-    if not call.per_shard:
+    if call.per_shard:
+        here = [i for i, d in enumerate(devices) if d.process_index == jax.process_index()]
+        values = [_run_shard(call, args, devices[i], mesh_coordinates(axes, i)) for i in here]
+    else:
         operands = [np.array(_jax.core.physical_value(x)) for x in args]
-        value = run(call, operands, devices[call.device_index], None)
-        return args if call.out_tree is None else _placed(call, [value])
-    here = [i for i, d in enumerate(devices) if d.process_index == jax.process_index()]
-    values = [_run_shard(call, args, devices[i], mesh_coordinates(axes, i)) for i in here]
+        values = [run(call, operands, devices[call.device_index], None)]
     return args if call.out_tree is None else _placed(call, values)
 
 
@@ -217,9 +215,8 @@ class Tap(Item):
         else:
             part = site.part(self.partition)
             coordinates, indices = dict(part.coordinates), part.indices
-            if site.mode in ("each", "together"):
-                return Shard(device=self.device, coordinates=coordinates, index=None)
-        index = _tree_of(call, indices)
+        has_global_array = site is None or site.mode == "shards"
+        index = _tree_of(call, indices) if has_global_array else None
         return Shard(device=self.device, coordinates=coordinates, index=index)
 
     def run(self) -> None:

@@ -66,7 +66,11 @@ def run(launch: Launch) -> int:
     """
     port = launch.port or free_port()
     with stoppable(), contextlib.ExitStack() as stack:
-        running = [_start(launch, i, port) for i in range(launch.processes)]
+        words = program(launch.command, os.getpid())
+        running = [
+            started(words, environment(launch, i, port, os.environ))
+            for i in range(launch.processes)
+        ]
         stack.callback(_kill, running)
         relays = [
             relay for i, p in enumerate(running) for relay in relays_of(p, _prefixed(i, launch))
@@ -121,11 +125,6 @@ def free_port() -> int:
     """A port of this machine at which nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
-
-
-def _start(launch: Launch, process: int, port: int) -> subprocess.Popen[bytes]:
-    env = environment(launch, process, port, os.environ)
-    return started(program(launch.command, os.getpid()), env)
 
 
 def started(

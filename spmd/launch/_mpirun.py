@@ -9,17 +9,8 @@ import shlex
 import shutil
 
 from spmd.cli.options import CommandError
-from spmd.launch._local import (
-    Launch,
-    exit_code,
-    program,
-    relays_of,
-    started,
-    stop,
-    stoppable,
-    unless_stopped,
-    variables,
-)
+from spmd.launch import _local
+from spmd.launch._local import Launch
 
 #: What `--tag-output` writes before each line: job, number of the process, and stream.
 _TAG = re.compile(rb"\[\d+,(\d+)\]<(?:stdout|stderr|stddiag)>:")
@@ -33,18 +24,18 @@ def run(launch: Launch) -> int:
     mpirun = shutil.which("mpirun")
     if mpirun is None:
         raise CommandError("--on mpirun needs Open MPI, and there is no mpirun on the path.")
-    with stoppable():
-        running = started(command(launch, mpirun, os.geteuid() == 0))
-        relays = relays_of(running, untagged(launch.prefix))
-        code = unless_stopped(running.wait, lambda number: stop([running], number))
+    with _local.stoppable():
+        running = _local.started(command(launch, mpirun, os.geteuid() == 0))
+        relays = _local.relays_of(running, untagged(launch.prefix))
+        code = _local.unless_stopped(running.wait, lambda number: _local.stop([running], number))
         for thread in relays:
             thread.join()
-    return exit_code(code)
+    return _local.exit_code(code)
 
 
 def command(launch: Launch, mpirun: str, is_root: bool) -> list[str]:
     """What to run; by default Open MPI refuses the user who is root."""
-    exported = variables(launch, os.environ)
+    exported = _local.variables(launch, os.environ)
     return [
         mpirun,
         "-n",
@@ -55,7 +46,7 @@ def command(launch: Launch, mpirun: str, is_root: bool) -> list[str]:
         *(("--allow-run-as-root",) if is_root else ()),
         *(word for name, value in exported.items() for word in ("-x", f"{name}={value}")),
         *shlex.split(launch.engine_options),
-        *program(launch.command),
+        *_local.program(launch.command),
     ]
 
 

@@ -16,18 +16,8 @@ import threading
 from typing import Any
 
 from spmd.cli.options import CommandError
-from spmd.launch._local import (
-    Launch,
-    free_port,
-    numbers,
-    program,
-    started,
-    stoppable,
-    unless_stopped,
-    variables,
-    wait,
-    write,
-)
+from spmd.launch import _local
+from spmd.launch._local import Launch
 
 
 def run(launch: Launch) -> int:
@@ -40,7 +30,7 @@ def run(launch: Launch) -> int:
     options = _options(launch.engine_options)
     _connect(ray, options.pop("address", os.environ.get("RAY_ADDRESS")), launch, options)
     actor = ray.remote(**options)(Process)
-    with stoppable(), contextlib.ExitStack() as stack:
+    with _local.stoppable(), contextlib.ExitStack() as stack:
         stack.callback(ray.shutdown)
         actors = [actor.remote() for _ in range(launch.processes)]
         tasks = _Tasks(ray, actors)
@@ -48,8 +38,8 @@ def run(launch: Launch) -> int:
         address = ray.get(actors[0].address.remote())
         for i in range(launch.processes):
             tasks.start(i, launch, address)
-        ended = functools.partial(wait, tasks.codes, tasks.kill, launch.grace)
-        return unless_stopped(ended, lambda _: None)  # they are killed in any case
+        ended = functools.partial(_local.wait, tasks.codes, tasks.kill, launch.grace)
+        return _local.unless_stopped(ended, lambda _: None)  # they are killed in any case
 
 
 def _ray() -> Any:
@@ -91,12 +81,12 @@ class Process:
     def address(self) -> str:
         """Where the processes meet, if this is process 0."""
         # The machine's own address, also where all of them are on this one.
-        return f"{_ray().util.get_node_ip_address()}:{free_port()}"
+        return f"{_ray().util.get_node_ip_address()}:{_local.free_port()}"
 
     def run(self, command: tuple[str, ...], env: Mapping[str, str]) -> Iterator[Any]:
         """Runs the program; yields whether a line is of its errors, and the line; then its code."""
-        own = {**os.environ, **env}
-        with started(program(command, os.getpid()), own, own_session=False) as running:
+        words, own = _local.program(command, os.getpid()), {**os.environ, **env}
+        with _local.started(words, own, own_session=False) as running:
             yield from _lines(running)
         yield running.returncode
 
@@ -127,7 +117,7 @@ class _Tasks:
 
     def start(self, process: int, launch: Launch, address: str) -> None:
         """Starts a process, and a thread that writes what it says."""
-        env = {**variables(launch, os.environ), **numbers(launch, process, address)}
+        env = {**_local.variables(launch, os.environ), **_local.numbers(launch, process, address)}
         method = self._actors[process].run.options(num_returns="streaming")
         said = method.remote(launch.command, env)
         thread = threading.Thread(target=self._follow, args=(process, said, launch), daemon=True)
@@ -143,7 +133,7 @@ class _Tasks:
                     code = told
                 else:
                     is_error, line = told
-                    write(sys.stderr if is_error else sys.stdout, prefix + line)
+                    _local.write(sys.stderr if is_error else sys.stdout, prefix + line)
         self._codes[process] = code
 
     def codes(self) -> list[int | None]:
