@@ -111,7 +111,9 @@ def parse_parameters(
     for nums_option, given_nums, names_option, given_names in rows:
         nums = _ints(subject, nums_option, given_nums)
         by_name = _strs(subject, names_option, given_names)
-        if signature is not None:
+        if signature is None:
+            failures.append(_unknown_end_failure(nums_option, nums))
+        else:
             failures.append(_range_failure(nums_option, nums, names, variadic))
             failures.append(_name_failure(names_option, by_name, known, signature))
         resolved.append(_both_ways(nums, by_name, names, by_position))
@@ -197,6 +199,18 @@ def _range_failure(
     )
 
 
+def _unknown_end_failure(option: str, nums: Sequence[int]) -> Failure | None:
+    from_end = [i for i in nums if i < 0]
+    if not from_end:
+        return None
+    return Failure(
+        what=f"cannot count argument {from_end[0]} from the end: the function has no signature",
+        given=f"{option}={_one_or_all(nums)}",
+        expected="positions from 0",
+        error=OptionError,
+    )
+
+
 def _name_failure(
     option: str, given: Sequence[str], names: Sequence[str], signature: inspect.Signature
 ) -> Failure | None:
@@ -220,7 +234,7 @@ def _both_ways(
     """
     at = {i + len(names) if i < 0 else i for i in nums}
     at |= {names.index(n) for n in by_name if n in names and n not in unnamed}
-    called = {*by_name, *(names[i] for i in at if i < len(names) and names[i] not in unnamed)}
+    called = {*by_name, *(names[i] for i in at if 0 <= i < len(names) and names[i] not in unnamed)}
     return tuple(sorted(at)), tuple(sorted(called))
 
 

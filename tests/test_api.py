@@ -902,6 +902,10 @@ def test_mistakes_at_decoration():
         pjit(lambda x: x, in_axis_resources="data")
     with pytest.raises(ValueError, match="has no argument 2"):
         pjit(lambda x: x, static_argnums=2)
+    with pytest.raises(ValueError, match="has no argument -3"):
+        pjit(lambda x: x, static_argnums=-3)
+    with pytest.raises(ValueError, match="argument -1 from the end: the function has no signature"):
+        pjit(max, donate_argnums=(0, -1))
     with pytest.raises(ValueError, match="has no argument 'z'"):
         pjit(lambda x: x, donate_argnames="z")
     with pytest.raises(ValueError, match="donate argument x and treat it as static"):

@@ -166,7 +166,7 @@ class _Line:
         self.programs.clear()
 
 
-def _run_unjitted(line: _Line, *args: Any, **kwargs: Any) -> Any:
+def _run_unjitted(line: _Line, /, *args: Any, **kwargs: Any) -> Any:
     return not_starting(_run_eagerly, line, args, kwargs)
 
 

@@ -70,7 +70,7 @@ class Mapped:
         self._parts = parts
         self.out_axes: tuple[int | None, ...] = ()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Computes the results of all devices."""
         name = self._axis
         outs = self._options.out_axes

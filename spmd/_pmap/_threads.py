@@ -156,7 +156,7 @@ class Starts:
         self.dispatcher = weakref.ref(dispatch)
         return start
 
-    def miss(self, call: Callable, *args: Any, **kwargs: Any) -> Any:
+    def miss(self, call: Callable, /, *args: Any, **kwargs: Any) -> Any:
         """Makes a call that the dispatcher asks for."""
         miss = object()
         try:

@@ -101,7 +101,7 @@ class ColocatedFunction:
         return _restore, pack(subject(self._name), self, parts)
 
     @_jax.core.api_boundary
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the function on the hosts; returns its arrays, ready or not."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         for x in leaves:

@@ -87,7 +87,7 @@ class _Method:
             method.__dict__["__signature__"] = signature.replace(parameters=parameters)
         return method
 
-    def __call__(self, wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, wrapper: Any, /, *args: Any, **kwargs: Any) -> Any:
         """What `Class.method(obj, x)` and Python's own operators do."""
         return self.__get__(wrapper)(*args, **kwargs)
 
@@ -132,7 +132,7 @@ class _Init:
     def __get__(self, wrapper: Any, owner: Any = None) -> Any:
         return self if wrapper is None else types.MethodType(self, wrapper)
 
-    def __call__(self, wrapper: Any, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, wrapper: Any, /, *args: Any, **kwargs: Any) -> None:
         if self._signature is not None:
             self._signature.bind(*args, **kwargs)  # a mistake is told where it is made
         instance = _Instance(self._cls, args, kwargs)

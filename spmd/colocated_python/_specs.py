@@ -109,8 +109,7 @@ def cannot_wrap(wrapper: str, expected: str, got: Any) -> SpmdError:
 
 def refuse(name: str, *failures: Failure) -> None:
     """Raises what is wrong with a function or with a call of it, if anything is."""
-    if failures:
-        raise explain(subject(name), failures)
+    errors.refuse(subject(name), failures)
 
 
 # How error texts call leaves

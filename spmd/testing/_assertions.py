@@ -15,7 +15,7 @@ from spmd.inspection.records.sizes import show_bytes
 from spmd.inspection.records.sums import line_of, shares
 from spmd.inspection.show import words
 from spmd.testing import _budgets
-from spmd.testing._budgets import SUBJECT, Budget, Violation, read_budget, refuse
+from spmd.testing._budgets import SUBJECT, Budget, Violation, read_budget, refusal
 
 # pytest shows the user's line and the message, and no frame of this file.
 __tracebackhide__ = True
@@ -92,7 +92,7 @@ def assert_collectives(
     # Misspelled limits are told before anything compiles.
     budgets = {None: read_budget(given), **_read_within(within)}
     if within is None and budgets[None] == Budget():
-        raise refuse(
+        raise refusal(
             "is given no limit, so it would assert nothing",
             expected="none=, only=, max_bytes=, max_count= or within=",
             fix="spmd.report(f, *args), for the report alone",
@@ -111,7 +111,7 @@ def as_report(f: Any, args: Any, mesh: Any, kwargs: Mapping[str, Any], *, subjec
 
         f = report(f, *args, mesh=mesh, **kwargs)
     elif args or kwargs or mesh is not None:
-        raise refuse(
+        raise refusal(
             "takes no arguments and no mesh with a Report",
             subject=subject,
             got=", ".join([f"{len(args)} arguments"] * bool(args) + [f"{k}=" for k in kwargs])
@@ -156,7 +156,7 @@ def _read_within(within: Any) -> dict[str | None, Budget]:
     if not isinstance(within, Mapping) or not all(
         isinstance(place, str) and isinstance(given, Mapping) for place, given in within.items()
     ):
-        raise refuse(
+        raise refusal(
             "cannot read within",
             given=f"{within!r}"[:200],
             expected="a dict of limits by place: {'loop': {'none': ['all-gather']}}",
@@ -182,7 +182,7 @@ def _part(report: Report, place: str, budget: Budget) -> tuple[Collective, ...]:
         return part
     known = sorted({name for one in report.collectives for name in _places(one)})
     shown = ", ".join(map(repr, (*_PLACES, *known[:_MOST_SHOWN])))
-    raise refuse(
+    raise refusal(
         f"finds no collective within {place!r}{did_you_mean(place, (*_PLACES, *known))}",
         expected=f"a place where `{report.name}` has collectives: {shown}",
         fix=f"if it is meant to have none, write within={{{place!r}: {{..., 'empty_ok': True}}}}",

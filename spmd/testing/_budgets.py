@@ -16,7 +16,7 @@ __tracebackhide__ = True
 SUBJECT = "assert_collectives"
 
 
-def refuse(
+def refusal(
     what: str, *, subject: str = SUBJECT, error: type[SpmdError] = OptionError, **told: str
 ) -> SpmdError:
     """The error that an assertion was given something which it cannot take."""
@@ -54,13 +54,13 @@ def _key(text: Any, option: str, *, bare_axis: bool) -> Key:
     if not isinstance(text, str):
         axis = "a mesh axis, " if bare_axis else ""
         forms = f"a kind such as 'all-gather', {axis}both as 'all-gather@model', or '*'"
-        raise refuse(f"cannot read {text!r} in {option}", expected=forms, error=ArgumentError)
+        raise refusal(f"cannot read {text!r} in {option}", expected=forms, error=ArgumentError)
     kind, at, axis = text.partition("@")
     if kind == "*" or kind in KINDS:
         return Key(text=text, kind=None if kind == "*" else kind, axis=axis if at else None)
     if bare_axis and not at:
         return Key(text=text, kind=None, axis=text)
-    raise refuse(
+    raise refusal(
         f"knows no collective {kind!r}{did_you_mean(kind, KINDS)}",
         given=f"{option} has {text!r}",
         expected=f"one of {', '.join(KINDS)}, or '*' for all of them",
@@ -112,7 +112,7 @@ def read_budget(options: Mapping[str, Any], where: str = "") -> Budget:
     for name in options:
         if name not in known:
             what = f"knows no option {name!r} of {where.strip()}{did_you_mean(name, known)}"
-            raise refuse(what, expected=f"some of {', '.join(known)}")
+            raise refusal(what, expected=f"some of {', '.join(known)}")
     only = options.get("only")
     return Budget(
         none=_keys(options.get("none", ()), f"{where}none"),
@@ -128,7 +128,7 @@ def _keys(given: Any, option: str) -> tuple[Key, ...]:
     entries = (given,) if isinstance(given, str) else given
     if isinstance(entries, Mapping) or not isinstance(entries, Iterable):
         forms = "a list of kinds, such as ['all-gather']"
-        raise refuse(f"cannot read {option} = {given!r}", expected=forms, error=ArgumentError)
+        raise refusal(f"cannot read {option} = {given!r}", expected=forms, error=ArgumentError)
     return tuple(_key(entry, option, bare_axis=False) for entry in entries)
 
 
@@ -146,13 +146,13 @@ def _read_bytes(given: Any, option: str) -> int:
     try:
         return parse_bytes(given)
     except ValueError as error:
-        raise refuse(f"cannot read {option} = {given!r}", expected=str(error)) from None
+        raise refusal(f"cannot read {option} = {given!r}", expected=str(error)) from None
 
 
 def _read_count(given: Any, option: str) -> int:
     if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
         return given
-    raise refuse(f"cannot read {option} = {given!r}", expected="a whole number of runs")
+    raise refusal(f"cannot read {option} = {given!r}", expected="a whole number of runs")
 
 
 def check_axes(budgets: Iterable[Budget], mesh: Mapping[str, int]) -> None:

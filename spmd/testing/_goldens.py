@@ -24,7 +24,7 @@ from spmd.inspection.records.report import Collective, Report, Shape
 from spmd.inspection.records.sizes import show_bytes
 from spmd.inspection.show.words import show_backend
 from spmd.testing._assertions import as_report
-from spmd.testing._budgets import refuse
+from spmd.testing._budgets import refusal
 
 # pytest shows the user's line and the message, and no frame of this file.
 __tracebackhide__ = True
@@ -278,7 +278,7 @@ def _parse(line: str, path: Path, number: int) -> tuple[Row, int]:
 
 
 def _unreadable(path: Path, number: int, line: str, expected: str) -> Exception:
-    return refuse(
+    return refusal(
         f"cannot read {short_path(str(path))}, line {number}",
         subject=SUBJECT,
         given=line[:200] or "nothing",
@@ -290,7 +290,7 @@ def _unreadable(path: Path, number: int, line: str, expected: str) -> Exception:
 def _write(path: Path, text: str) -> None:
     session = sessions[-1]
     if session.texts.setdefault(path, text) != text:
-        raise refuse(
+        raise refusal(
             f"has written {short_path(str(path))} otherwise a moment ago",
             subject=SUBJECT,
             expected="a file of its own for each golden",

@@ -186,6 +186,8 @@ def test_keyword_arguments():
     fun = colocated_python(lambda x, *, y=None: x if y is None else y)
     np.testing.assert_array_equal(fun(x), ONES)
     np.testing.assert_array_equal(fun(x, y=put(ONES * 3)), ONES * 3)
+    fun = colocated_python(lambda x, **others: others["self"] - x)  # the name of one of ours
+    np.testing.assert_array_equal(fun(x, self=put(ONES * 3)), ONES * 2)
 
 
 # Asynchrony

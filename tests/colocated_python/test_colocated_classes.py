@@ -75,6 +75,21 @@ def test_methods_share_state(counter):
     assert Counter.made == 2
 
 
+def test_a_keyword_argument_may_have_any_name():
+    """Names of our own parameters are free for those of a constructor and of a method."""
+
+    class Sums:
+        def __init__(*args, **given):
+            args[0].given = given
+
+        def __call__(*args, **others):
+            mine, x = args
+            return x + mine.given["self"] + mine.given["wrapper"] + others["wrapper"]
+
+    sums, x = colocated_python_class(Sums)(self=1, wrapper=2), put(np.ones(8, np.float32))
+    np.testing.assert_array_equal(sums(x, wrapper=x), 5 * np.ones(8))
+
+
 def test_static_and_class_methods(counter):
     """They are called as Python calls them."""
     c = counter(0)

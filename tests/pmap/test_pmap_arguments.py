@@ -30,6 +30,17 @@ def along(x, axis_name="a", devices=None):
     return jax.device_put(x, NamedSharding(mesh, P(axis_name)))
 
 
+@pytest.mark.parametrize("name", ["self", "call", "line"])
+def test_a_keyword_argument_may_have_any_name(name):
+    """Names of our own parameters are free for those of a user's function."""
+    fun, given = pmap(lambda x, **others: x + sum(others.values())), {name: 2 * X}
+    for _ in range(2):
+        np.testing.assert_array_equal(fun(X, **given), 3 * X)
+    np.testing.assert_array_equal(fun.lower(X, **given).compile()(X, **given), 3 * X)
+    with jax.disable_jit():
+        np.testing.assert_array_equal(fun(X, **given), 3 * X)
+
+
 def test_rightly_placed_arrays_are_not_copied():
     """The program reads the buffers that are there: donated, they are those of the result."""
     fun = pmap(lambda x: x + 1, donate_argnums=0)

@@ -147,6 +147,8 @@ def _share_memory(schedule: Schedule) -> None:
             for i, operand in enumerate(operands):
                 if not isinstance(operand, Array) or not _can_follow(result, operand):
                     continue
+                if not schedule.tiled and operand.shape != result.shape:
+                    continue  # XLA lays no array over one of another type there
                 if schedule.may_overwrite(one, i, k):
                     if result.home == TEMPORARY:
                         operand.death -= 1

@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 from pathlib import Path
 
-from hypothesis import given, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -234,6 +234,7 @@ def test_shares_add_up(total, weights):
 
 
 @pytest.mark.slow
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # of a machine under load
 @given(reports, st.sampled_from([*KEYS]))
 def test_sums_by_anything_are_the_whole(one, key):
     """Whatever collectives are summed by, the bytes are those of all parts together."""
