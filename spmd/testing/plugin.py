@@ -82,7 +82,7 @@ def spmd_golden(request: pytest.FixtureRequest) -> Callable[..., Any]:
         from spmd.testing import _goldens
 
         if name in taken:
-            raise _goldens.refuse(
+            raise _goldens.refusal(
                 "is called twice in one test for one file",
                 subject="spmd_golden",
                 given="no name" if name is None else f"name={name!r}",

@@ -228,9 +228,6 @@ def _programs():
         by_row = with_layout_constraint(jnp.sort(x, axis=1), Layout((1, 0)))
         return jnp.sort(by_row, axis=0)[0]
 
-    def retyped(x):
-        return jnp.sort(jnp.sort(x, axis=1).astype(jnp.int32), axis=0)[0]
-
     def s(*dims, dtype=F32):
         return jax.ShapeDtypeStruct(dims, dtype)
 
@@ -261,7 +258,13 @@ def _programs():
         "sort": (lambda x: jnp.sort(x, axis=0) @ x, P(), P(), (s(512, 512),), ()),
         "skip": (skipped, P(), P(), (s(512, 512),), ()),
         "turn": (turned, P(), P(), (s(512, 512),), ()),
-        "retype": (retyped, P(), P(), (s(512, 512),), ()),
+        "retype": (
+            lambda x: jnp.sort(jnp.sort(x, axis=1).astype(jnp.int32), axis=0)[0],
+            P(),
+            P(),
+            (s(512, 512),),
+            (),
+        ),
     }
 
 
