@@ -144,12 +144,10 @@ _UNCONSTRAINED = object()
 
 def parse_spec(text: str) -> tuple[Any, ...]:
     """Reads ``P('data', None)``, without running anything: None, names and tuples of names."""
-    try:
+    with contextlib.suppress(SyntaxError, ValueError):
         match ast.parse(text.strip(), mode="eval").body:
             case ast.Call(func=ast.Name("P" | "PartitionSpec"), args=entries, keywords=[]):
                 return tuple(map(_entry, entries))
-    except (SyntaxError, ValueError):
-        pass
     raise CommandError(
         f"{text} is no PartitionSpec: write P('data', None), with axis names in quotes."
     )
