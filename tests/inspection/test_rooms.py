@@ -11,7 +11,7 @@ import pytest
 import spmd
 
 PACKAGE = Path(spmd.__file__).parent
-ROOMS = ("records", "hlo", "shardy", "findings", "compile", "show")
+ROOMS = ("records", "hlo", "timing", "shardy", "findings", "compile", "show")
 FOLDERS = (
     "_jax",
     "_pmap",

@@ -17,7 +17,7 @@ def cost_of(module: hlo.Module, visited: Mapping[str, Visit]) -> Cost:
 
     Both branches of a conditional count, and what runs an unknown number of times does not.
     """
-    traffic = _Traffic(module)
+    traffic = Traffic(module)
     unknown = frozenset[str]().union(*(visit.unknown_loops for visit in visited.values()))
     total = Cost(flops=0, hbm_bytes=0, unknown_loops=len(unknown))
     for name, visit in visited.items():
@@ -26,7 +26,7 @@ def cost_of(module: hlo.Module, visited: Mapping[str, Visit]) -> Cost:
         total += Cost(
             flops=times * sum(flops for _, flops in products_of(computation)),
             hbm_bytes=0 if visit.in_fusion else times * sum(traffic.of(computation)),
-            opaque_calls=sum(map(_is_opaque, computation.instructions)),
+            opaque_calls=sum(map(is_opaque, computation.instructions)),
         )
     return total
 
@@ -145,7 +145,8 @@ def _library_product(one: hlo.Instruction) -> tuple[int, ...] | None:
     return hlo.integers(found[1]) if found else None
 
 
-def _is_opaque(one: hlo.Instruction) -> bool:
+def is_opaque(one: hlo.Instruction) -> bool:
+    """Whether nobody but its author knows what a custom call computes."""
     if one.opcode not in _CALLS or _library_product(one) is not None:
         return False
     return not _is_empty_call(one) and _target(one) not in _MOVING_CALLS
@@ -215,7 +216,7 @@ _PARTIAL = frozenset((*_SLICES, *_UPDATES, "fusion"))
 _DEEPEST = 50
 
 
-class _Traffic:
+class Traffic:
     """Bytes that instructions read from and write to main memory."""
 
     def __init__(self, module: hlo.Module):
@@ -224,12 +225,14 @@ class _Traffic:
         self.depth = 0
 
     def of(self, computation: hlo.Computation) -> Iterator[int]:
+        """By instruction that reads or writes main memory."""
         types = {one.name: one.type for one in computation.instructions}
         for one in computation.instructions:
             if one.opcode not in _FREE and not one.opcode.endswith(_LATER):
-                yield self._instruction(one, types)
+                yield self.instruction(one, types)
 
-    def _instruction(self, one: hlo.Instruction, types: Mapping[str, str]) -> int:
+    def instruction(self, one: hlo.Instruction, types: Mapping[str, str]) -> int:
+        """Of one instruction, whose operands have these types by name."""
         operands = [types.get(name, "") for name in one.operand_names]
         result = hlo.result_type(one)
         match hlo.base_opcode(one):
@@ -271,7 +274,7 @@ class _Fused:
     `used` has the bytes that are needed of a value; all of one that is not in it.
     """
 
-    def __init__(self, traffic: _Traffic, computation: hlo.Computation):
+    def __init__(self, traffic: Traffic, computation: hlo.Computation):
         self.traffic = traffic
         self.used: dict[str, int] = {}
         self.instructions = {one.name: one for one in computation.instructions}

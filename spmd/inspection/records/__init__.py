@@ -7,6 +7,7 @@ In the order of reading:
 - `arrays`: arrays on a mesh, and source text, as a report shows them.
 - `origins`: where shardings come from, and the answer of `why`.
 - `report`: a report and what it holds: collectives, cost, memory, findings.
+- `time`: how long a call takes, and what takes it.
 - `names`: name stacks without what JAX adds to them, and lines and files as people name them.
 - `sums`: totals over collectives, by kind, axis, line, module or direction.
 - `codec`: a report as JSON, and back.

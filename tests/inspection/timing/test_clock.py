@@ -1,0 +1,199 @@
+"""The walk through a scheduled program, against sums by hand on small programs."""
+
+import dataclasses
+
+import pytest
+
+from spmd.inspection.hlo.calls import visits
+from spmd.inspection.hlo.text import parse_module
+from spmd.inspection.timing.chips import CHIPS
+from spmd.inspection.timing.clock import time_of
+from spmd.inspection.timing.torus import torus_of
+
+# A cycle takes a microsecond; memories are so fast that only cycles count, unless a test says so.
+CHIP = dataclasses.replace(CHIPS["v5e"], flops=2e6, multipliers=1, hbm=1e15, vmem=1e18, link=1e9)
+
+PRODUCT = """\
+%product (a: f32[8,8], b: f32[8,8]) -> f32[8,8] {
+  %a = f32[8,8]{1,0} parameter(0)
+  %b = f32[8,8]{1,0} parameter(1)
+  ROOT %dot = f32[8,8]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+# Four chips in a line; each permute sends a megabyte over a link of 1 GB/s: a millisecond.
+SENT = "f32[250000]{0}"
+PAIRS = "source_target_pairs={{0,1},{1,2},{2,3}}"
+
+
+def fused(name, cycles, operands="%p, %p"):
+    """A product of so many cycles."""
+    return (
+        f"  {name} = f32[8,8]{{1,0}} fusion({operands}), kind=kOutput, calls=%product, "
+        f'backend_config={{"window_config":{{"estimated_cycles":"{cycles}"}}}}\n'
+    )
+
+
+def started(name, operand="%x"):
+    """The start of a permute."""
+    return (
+        f"  {name} = ({SENT}, {SENT}, u32[], u32[]) collective-permute-start({operand}), "
+        f"channel_id=1, {PAIRS}\n"
+    )
+
+
+def ended(name, start):
+    """What waits for it."""
+    return f"  {name} = {SENT} collective-permute-done({start})\n"
+
+
+def timed(body, computations="", chip=CHIP):
+    """The time of a program of two arguments, a matrix %p and a megabyte %x."""
+    text = (
+        "HloModule m, is_scheduled=true, num_partitions=4\n\n"
+        f"{PRODUCT}\n{computations}\n"
+        f"ENTRY %main (p: f32[8,8], x: f32[250000]) -> f32[8,8] {{\n"
+        "  %p = f32[8,8]{1,0} parameter(0)\n"
+        f"  %x = {SENT} parameter(1)\n{body}"
+        "  ROOT %end = f32[8,8]{1,0} bitcast(%p)\n}\n"
+    )
+    module = parse_module(text)
+    assert not module.unread
+    places = tuple((i,) for i in range(4))
+    torus = torus_of((4,), (False,), chip.link, 0.0, 0.0, places)
+    return time_of(module, visits(module), {"data": 4}, chip, torus)
+
+
+def test_a_core_runs_one_instruction_after_the_other():
+    """Cycles add up, and the products' FLOPs are counted."""
+    found = timed(fused("%a", 300) + fused("%b", 700))
+    assert found.seconds == found.compute == pytest.approx(1e-3)
+    assert found.hardware_flops == 2 * 2 * 8**3
+    assert found.hfu == pytest.approx(2 * 2 * 8**3 / (2e6 * 1e-3))
+    assert (found.bound, found.source, found.unknown) == ("compute", "compiler", ())
+
+
+@pytest.mark.parametrize(("cycles", "waited"), [(200, 0.8), (1500, 0.0)])
+def test_work_hides_an_exchange(cycles, waited):
+    """A permute of 1 ms beside work of 0.2 ms is waited for; beside 1.5 ms it is not."""
+    found = timed(started("%s") + fused("%a", cycles) + ended("%d", "%s"))
+    assert found.seconds == pytest.approx(max(cycles / 1e6, 1e-3))
+    assert found.exchange == pytest.approx(1e-3)
+    assert sum(one.seconds for one in found.exposed) == pytest.approx(waited / 1e3)
+    assert all(one.mesh_axes == ("data",) for one in found.exposed)
+
+
+def test_exchanges_on_the_same_links_take_turns():
+    """Two permutes in one direction take 2 ms, all of which is waited for."""
+    both = started("%s") + started("%t") + ended("%d", "%s") + ended("%e", "%t")
+    found = timed(both)
+    assert found.seconds == pytest.approx(2e-3)
+    assert found.bound == "exchange"
+    back = (
+        both.replace("%t = ", "%t = ", 1)
+        .replace(PAIRS, "@", 1)
+        .replace(PAIRS, "source_target_pairs={{1,0},{2,1},{3,2}}", 1)
+    )
+    assert timed(back.replace("@", PAIRS)).seconds == pytest.approx(1e-3)
+
+
+def test_a_collective_without_a_start_stops_the_core():
+    """An all-reduce of a megabyte over a line of 4: a scatter and a gather of 3/4 of it."""
+    add = (
+        "%add (l: f32[], r: f32[]) -> f32[] {\n  %l = f32[] parameter(0)\n"
+        "  %r = f32[] parameter(1)\n  ROOT %s = f32[] add(%l, %r)\n}\n"
+    )
+    body = (
+        f"  %all = {SENT} all-reduce(%x), channel_id=1, replica_groups=[1,4]<=[4], "
+        "use_global_device_ids=true, to_apply=%add\n"
+    )
+    found = timed(fused("%a", 500) + body, add)
+    assert found.seconds == pytest.approx(2e-3)
+    assert [one.seconds for one in found.exposed] == [pytest.approx(1.5e-3)]
+
+
+def loop(body, trips):
+    """A loop, as TPU prints it: the trip count is a constant of its condition."""
+    state = f"(s32[], f32[8,8]{{1,0}}, {SENT})"
+    return (
+        f"%body (b: {state}) -> {state} {{\n  %b = {state} parameter(0)\n"
+        "  %i = s32[] get-tuple-element(%b), index=0\n"
+        "  %p = f32[8,8]{1,0} get-tuple-element(%b), index=1\n"
+        f"  %x = {SENT} get-tuple-element(%b), index=2\n"
+        f"  %one = s32[] constant(1)\n  %next = s32[] add(%i, %one)\n{body}"
+        f"  ROOT %t = {state} tuple(%next, %p, %x)\n}}\n\n"
+        f"%condition (c: {state}) -> pred[] {{\n  %c = {state} parameter(0)\n"
+        "  %j = s32[] get-tuple-element(%c), index=0\n"
+        f"  %n = s32[] constant({trips})\n"
+        "  ROOT %less = pred[] compare(%j, %n), direction=LT\n}\n",
+        f"  %zero = s32[] constant(0)\n  %init = {state} tuple(%zero, %p, %x)\n"
+        f"  %w = {state} while(%init), condition=%condition, body=%body\n",
+    )
+
+
+@pytest.mark.parametrize("trips", [0, 1, 2, 3, 100])
+def test_a_loop_takes_as_long_as_its_iterations(trips):
+    """Each iteration computes 0.4 ms and waits 0.6 ms for its permute."""
+    computations, body = loop(started("%s") + fused("%a", 400) + ended("%d", "%s"), trips)
+    found = timed(body, computations)
+    assert found.seconds == pytest.approx(trips * 1e-3)
+    assert found.compute == pytest.approx(trips * 0.4e-3)
+    assert found.exchange == pytest.approx(trips * 1e-3)
+    assert sum(one.seconds for one in found.exposed) == pytest.approx(trips * 0.6e-3)
+
+
+def test_what_began_before_a_loop_ends_in_it():
+    """A permute of 1 ms beside a loop of 100 times 0.1 ms is not waited for."""
+    computations, body = loop(fused("%a", 100), 100)
+    found = timed(started("%s") + body + ended("%d", "%s"), computations)
+    assert found.seconds == pytest.approx(10e-3)
+    assert found.exposed == ()
+
+
+def test_a_copy_between_memories_runs_beside_the_core():
+    """A megabyte at 2 GB/s takes 0.5 ms, of which 0.2 ms are hidden."""
+    slow = dataclasses.replace(CHIP, hbm=2e9)
+    copy = f"  %s = ({SENT}, {SENT}, u32[]) copy-start(%x)\n"
+    found = timed(copy + fused("%a", 200) + f"  %d = {SENT} copy-done(%s)\n", chip=slow)
+    assert found.seconds == pytest.approx(0.5e-3)
+    assert (found.compute, found.memory) == (pytest.approx(0.2e-3), pytest.approx(0.3e-3))
+
+
+def test_work_without_products_takes_what_memory_takes_at_most():
+    """Where the compiler's cycles say more than reading and writing needs, bytes decide."""
+    slow = dataclasses.replace(CHIP, hbm=10e9 / 0.83, vmem=1e15)
+    body = (
+        f"  %n = {SENT} negate(%x), backend_config="
+        '{"window_config":{"estimated_cycles":"CYCLES"}}\n'
+    )
+    # A megabyte is read and one written, at 10 GB/s.
+    assert timed(body.replace("CYCLES", "5000"), chip=slow).memory == pytest.approx(0.2e-3)
+    assert timed(body.replace("CYCLES", "100"), chip=slow).compute == pytest.approx(0.1e-3)
+
+
+def test_a_kernel_without_figures_is_named():
+    """Of a custom call, the author's figures count; without them a sentence says so."""
+    call = '  %k = f32[8,8]{1,0} custom-call(%p), custom_call_target="tpu_custom_call"'
+    found = timed(f"{call}\n")
+    assert found.unknown == (
+        "the kernel k (tpu_custom_call) says not what it computes: counted as memory",
+    )
+    config = ', backend_config={"cost_estimate":{"flops":1000,"bytes_accessed":8}}\n'
+    found = timed(call + config)
+    assert found.unknown == ()
+    # Half of the peak, which is 2e6 a second.
+    assert found.seconds == pytest.approx(1e-3)
+    assert found.hardware_flops == 1000
+
+
+def test_the_longer_branch_counts():
+    """Of two branches, one of which has 0.2 ms of work and the other 0.9."""
+    branches = "".join(
+        f"%{name} (q: f32[8,8]) -> f32[8,8] {{\n  %p = f32[8,8]{{1,0}} parameter(0)\n"
+        f"{fused('%a', cycles)}  ROOT %r = f32[8,8]{{1,0}} bitcast(%a)\n}}\n\n"
+        for name, cycles in (("short", 200), ("long", 900))
+    )
+    body = (
+        "  %which = s32[] constant(0)\n"
+        "  %c = f32[8,8]{1,0} conditional(%which, %p, %p), branch_computations={%long, %short}\n"
+    )
+    assert timed(body, branches).seconds == pytest.approx(0.9e-3)
