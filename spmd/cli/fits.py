@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from spmd.cli.options import FAILED, OK, parse_vary
+from spmd.cli.options import FAILED, OK, add_chip, parse_vary
 from spmd.cli.programs import add_program_command, call, doing
 
 _EXAMPLES = """\
@@ -31,6 +31,7 @@ def add_command(commands: Any) -> None:
         metavar="ARG:DIM",
         help="find the largest size of this dimension that fits; several vary together",
     )
+    add_chip(parser)
 
 
 def _fits(args: argparse.Namespace) -> int:
@@ -45,6 +46,7 @@ def _fits(args: argparse.Namespace) -> int:
             mesh=mesh,
             budget=args.budget,
             vary=vary or None,
+            chip=args.chip,
             progress=lambda size, one: say(f"size {size:,}: {one.verdict}"),
             **keywords,
         )

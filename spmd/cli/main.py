@@ -15,6 +15,7 @@ import traceback
 import spmd
 from spmd.cli import (
     bundle,
+    calibrate,
     demo,
     diff,
     fits,
@@ -68,6 +69,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"spmd {spmd.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (demo, report, why, fits, sweep, diff, show, bundle, launch):
+    for command in (demo, report, why, fits, sweep, calibrate, diff, show, bundle, launch):
         command.add_command(commands)
     return parser

@@ -15,6 +15,8 @@ import re
 import sys
 from typing import Any
 
+from spmd.inspection.records.sizes import parse_seconds
+
 #: Exit codes: all is well, a check says no, and there was nothing to check.
 OK, FAILED, USAGE = 0, 1, 2
 
@@ -42,6 +44,24 @@ def add_outputs(parser: argparse.ArgumentParser, **about: str) -> None:
 def add_devices(parser: argparse.ArgumentParser, about: str, default: int | None = None) -> None:
     """Adds ``--devices``, a number of virtual CPU devices."""
     parser.add_argument("--devices", type=int, default=default, metavar="N", help=about)
+
+
+def add_chip(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--chip``, for the time of a program."""
+    parser.add_argument(
+        "--chip",
+        metavar="CHIP",
+        help="whose figures the time is for: a name such as v5e, or a file of spmd calibrate",
+    )
+
+
+def check_time(option: str, text: str | None) -> None:
+    """Sees that a limit is a time."""
+    try:
+        if text is not None:
+            parse_seconds(text)
+    except ValueError as error:
+        raise CommandError(f"{option}: {error}.") from None
 
 
 # What is asked

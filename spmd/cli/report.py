@@ -7,7 +7,16 @@ import sys
 from typing import Any
 
 from spmd.cli import supervised
-from spmd.cli.options import FAILED, OK, CommandError, add_outputs, parse_limits, writable
+from spmd.cli.options import (
+    FAILED,
+    OK,
+    CommandError,
+    add_chip,
+    add_outputs,
+    check_time,
+    parse_limits,
+    writable,
+)
 from spmd.cli.programs import add_program_command, call, doing
 from spmd.testing._budgets import check_axes, read_budget
 
@@ -55,6 +64,14 @@ def add_command(commands: Any) -> None:
         ("--max-count", "WHAT=N", "most executions in one call: all-gather=8"),
     ):
         limits.add_argument(option, action="append", default=[], metavar=metavar, help=text)
+    limits.add_argument("--max-time", metavar="TIME", help="longest time of a call: 20ms")
+    add_chip(parser)
+    parser.add_argument(
+        "--model-flops",
+        type=float,
+        metavar="N",
+        help="FLOPs of one call on all devices, for the MFU (default: those of the products)",
+    )
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -68,6 +85,7 @@ def _report(args: argparse.Namespace) -> int:
     }
     # A slip in a limit is told before anything compiles, which may take minutes.
     budget = read_budget(limits)
+    check_time("--max-time", args.max_time)
     function, mesh, values, keywords = call(args)
     import spmd
 
@@ -77,7 +95,9 @@ def _report(args: argparse.Namespace) -> int:
         return _suspects(function, values, keywords, mesh)
     verb, make = ("lowering", spmd.preview) if args.preview else ("compiling", spmd.report)
     with doing(args, f"{verb} {args.function}"):
-        report = make(function, *values, mesh=mesh, **keywords)
+        report = make(
+            function, *values, mesh=mesh, chip=args.chip, model_flops=args.model_flops, **keywords
+        )
     if not args.quiet:
         report.show(all_frames=args.all_frames, limit=None if args.all else 40)
     for path in (args.json, args.html):
@@ -85,7 +105,7 @@ def _report(args: argparse.Namespace) -> int:
             report.save(path)
     if args.trace:
         report.save_trace(args.trace)
-    return _hold(report, limits) if any(limits.values()) else OK
+    return _hold(report, limits, args.max_time)
 
 
 def _counts(limits: dict[str, str]) -> dict[str, int]:
@@ -118,12 +138,20 @@ def _suspects(function: Any, values: tuple, keywords: dict[str, Any], mesh: Any)
     return FAILED
 
 
-def _hold(report: Any, limits: dict[str, Any]) -> int:
-    from spmd.testing import assert_collectives
+def _hold(report: Any, limits: dict[str, Any], max_time: str | None) -> int:
+    from spmd.testing import assert_collectives, assert_time
 
+    broken = False
     try:
-        assert_collectives(report, **limits)
+        if any(limits.values()):
+            assert_collectives(report, **limits)
     except AssertionError as error:
         print(error, file=sys.stderr)
-        return FAILED
-    return OK
+        broken = True
+    try:
+        if max_time is not None:
+            assert_time(report, max=max_time)
+    except AssertionError as error:
+        print(error, file=sys.stderr)
+        broken = True
+    return FAILED if broken else OK

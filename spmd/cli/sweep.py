@@ -6,7 +6,7 @@ import argparse
 import inspect
 from typing import Any
 
-from spmd.cli.options import OK, CommandError, draw, load
+from spmd.cli.options import OK, CommandError, add_chip, draw, load
 from spmd.cli.programs import add_program_command, doing, shapes, start
 
 _EXAMPLES = """\
@@ -19,7 +19,8 @@ examples:
 def add_command(commands: Any) -> None:
     """Adds ``sweep`` to the commands of the command line."""
     about = "compare bytes and memory as the mesh grows"
-    add_program_command(commands, "sweep", _sweep, about, epilog=_EXAMPLES, several=True)
+    parser = add_program_command(commands, "sweep", _sweep, about, epilog=_EXAMPLES, several=True)
+    add_chip(parser)
 
 
 def _sweep(args: argparse.Namespace) -> int:
@@ -35,7 +36,10 @@ def _sweep(args: argparse.Namespace) -> int:
 
     with doing(args, f"compiling {args.function} for {len(args.topology)} meshes"):
         sweep = spmd.sweep(
-            function, meshes=[(name, axes) for name in args.topology], args_of=args_of
+            function,
+            meshes=[(name, axes) for name in args.topology],
+            args_of=args_of,
+            chip=args.chip,
         )
     draw(sweep)
     return OK

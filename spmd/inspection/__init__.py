@@ -57,8 +57,16 @@ from spmd.inspection.records.report import (
 from spmd.inspection.records.sizes import parse_bytes as parse_bytes, show_bytes as show_bytes
 from spmd.inspection.records.sums import totals as totals
 from spmd.inspection.records.sweep import Sweep as Sweep, SweepRow as SweepRow
+from spmd.inspection.records.time import (
+    Event as Event,
+    Exchange as Exchange,
+    Exposed as Exposed,
+    Time as Time,
+)
+from spmd.inspection.timing.chips import CHIPS as CHIPS, Chip as Chip
 
 if TYPE_CHECKING:
+    from spmd.inspection.compile.calibrate import calibrate as calibrate
     from spmd.inspection.compile.fits import fits as fits
     from spmd.inspection.compile.preview import preview as preview
     from spmd.inspection.compile.report import report as report
@@ -73,7 +81,10 @@ if TYPE_CHECKING:
     from spmd.inspection.shardy.why import why as why
 
 _COMPILING = {
-    **{name: f"compile.{name}" for name in ("fits", "preview", "report", "sweep", "visualize")},
+    **{
+        name: f"compile.{name}"
+        for name in ("calibrate", "fits", "preview", "report", "sweep", "visualize")
+    },
     **dict.fromkeys(("topology", "hbm_bytes", "is_described", "is_stand_in"), "compile.topology"),
     "why": "shardy.why",
 }

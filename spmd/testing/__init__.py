@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from spmd.testing._assertions import assert_collectives as assert_collectives
     from spmd.testing._goldens import assert_golden as assert_golden, golden_text as golden_text
     from spmd.testing._shardings import assert_sharding as assert_sharding
+    from spmd.testing._times import assert_time as assert_time
 
 # The plugin lives in this package, and pytest imports it in every run of every project that has
 # spmd installed: nothing may be loaded before it is used.
@@ -20,9 +21,10 @@ _HOMES = {
     "assert_collectives": "_assertions",
     "assert_golden": "_goldens",
     "assert_sharding": "_shardings",
+    "assert_time": "_times",
     "golden_text": "_goldens",
 }
-__all__ = ["assert_collectives", "assert_golden", "assert_sharding", "golden_text"]
+__all__ = ["assert_collectives", "assert_golden", "assert_sharding", "assert_time", "golden_text"]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,8 @@ In the order of reading:
 - `topology`: hardware that is only described.
 - `carrying`: arguments for other devices than those where they lie.
 - `arguments`: how arguments lie, as records.
+- `timed`: how long a program takes on its chips, or on others.
+- `calibrate`: what the present machine can do, measured.
 - `report`: the report, with the source text around its lines.
 - `preview`: the collectives before the compile.
 - `search`: the largest size, by few trials.

@@ -23,7 +23,9 @@ from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, expla
 from spmd.inspection.compile import program
 from spmd.inspection.compile.carrying import carried, mesh_of_arguments
 from spmd.inspection.compile.search import IndivisibleSizeError, search
+from spmd.inspection.compile.timed import Asked, asked, time_of_program
 from spmd.inspection.compile.topology import hbm_bytes, topology as describe
+from spmd.inspection.hlo.calls import visits
 from spmd.inspection.hlo.oom import OutOfMemory, out_of_memory
 from spmd.inspection.hlo.text import parse_modules
 from spmd.inspection.records.fit import Fit, Trial, show_vary, size_verdict_of, verdict_of
@@ -42,6 +44,7 @@ def fits(
     max_compiles: int = 24,
     tolerance: float = 0.0,
     progress: Callable[[int, Fit], None] | bool | None = None,
+    chip: Any = None,
     **kwargs: Any,
 ) -> Fit:
     """Says whether a function fits the memory of its devices, by how much, or up to which size.
@@ -73,6 +76,7 @@ def fits(
         progress: called with each size and its answer. Or whether the standard error shows what is
             tried: True for a line each time, False for nothing; None for one that moves in a
             terminal, and nothing elsewhere.
+        chip: whose figures the time of a call is to use, as `report` takes it.
         **kwargs: keyword arguments of the call.
 
     Returns:
@@ -91,7 +95,12 @@ def fits(
     subject = f"fits of `{_name(f)}`"
     on = _mesh_for(topology, mesh, (given, named), subject)
     question = _Question(
-        f=f, mesh=on, budget=_read_budget(budget, subject), subject=subject, name=_name(f)
+        f=f,
+        mesh=on,
+        budget=_read_budget(budget, subject),
+        subject=subject,
+        name=_name(f),
+        wish=asked(chip, None, subject=subject),
     )
     if on is not None and not isinstance(f, program.STAGES):
         question.limit(on.devices.flat[0])  # no compile can answer without one
@@ -169,6 +178,7 @@ class _Question:
     """What is asked, up to the arguments.
 
     The mesh is None for that of the function, and the budget, in bytes, for what the devices have.
+    `wish` says which chip the time is for.
     """
 
     f: Any
@@ -176,6 +186,7 @@ class _Question:
     budget: int | None
     subject: str
     name: str
+    wish: Asked
 
     def lower(self, specs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Everything up to the compile."""
@@ -216,7 +227,8 @@ class _Question:
 
     def _planned(self, compiled: Any) -> Fit:
         mesh, devices = program.mesh_of(compiled, self.mesh), program.devices_of(compiled)
-        memory = program.memory_plan(compiled, parse_modules(program.text_of(compiled)))
+        modules = parse_modules(program.text_of(compiled))
+        memory = program.memory_plan(compiled, modules)
         if memory is None:
             failure = Failure(
                 what="has no answer: the compiler tells nothing about memory",
@@ -225,7 +237,14 @@ class _Question:
             )
             raise explain(self.subject, [failure])
         budget, needed = self.limit(devices[0]), memory.peak
-        plan = {"needed": needed, "memory": memory, "buffers": memory.buffers}
+        pairs = [(module, visits(module)) for module in modules[-1:]]
+        sizes = {} if mesh is None else dict(mesh.shape)
+        plan = {
+            "needed": needed,
+            "memory": memory,
+            "buffers": memory.buffers,
+            "time": time_of_program(pairs, sizes, devices, self.wish),
+        }
         return self._fit(mesh, devices, fits=needed <= budget, budget=budget, **plan)
 
     def _refused(self, lowered: Any, verdict: OutOfMemory) -> Fit:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+import math
 from typing import Any
 
 from jax.sharding import AbstractMesh
@@ -10,11 +12,16 @@ from spmd import _jax, stages
 from spmd.errors import Failure, ReportError, explain
 from spmd.inspection.compile.program import COMPILED, check_lowered, entered, lower, stage_of
 from spmd.inspection.compile.report import versions
-from spmd.inspection.records.report import Cost, Report
+from spmd.inspection.compile.timed import Asked, asked, time_of_prediction, with_model_flops
+from spmd.inspection.records.report import Collective, Cost, Report
+from spmd.inspection.records.time import Time
 from spmd.inspection.shardy import passes
 from spmd.inspection.shardy.exchanges import exchanges
+from spmd.inspection.shardy.products import device_flops, model_flops as model_flops_of
+from spmd.inspection.shardy.propagation import propagate
 from spmd.inspection.shardy.targets import target_of
 from spmd.inspection.shardy.why import function_of, origins_later
+from spmd.inspection.timing.chips import chip_of
 
 _PASSES = (
     passes.PROPAGATION,
@@ -23,7 +30,15 @@ _PASSES = (
 )
 
 
-def preview(f: Any, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
+def preview(
+    f: Any,
+    /,
+    *args: Any,
+    mesh: Any = None,
+    chip: Any = None,
+    model_flops: float | None = None,
+    **kwargs: Any,
+) -> Report:
     """Predict the collectives of a function without compiling it.
 
     Shardy propagates the shardings and makes every exchange explicit that they demand. Those are
@@ -35,11 +50,15 @@ def preview(f: Any, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
         f: a function of `spmd.pjit` or `jax.jit`, or what one of them was traced or lowered to.
         *args: what the function is called with; none for a stage.
         mesh: the mesh to lower for; by default the current one or the function's own.
+        chip: whose figures `Report.time` is to use, as `report` takes it.
+        model_flops: of one call on all devices, for the MFU, as `report` takes it.
         **kwargs: keyword arguments of the call.
 
     Returns:
         A report with `predicted` True: collectives with their lines, axes, bytes and executions.
-        Its cost is zero and its memory None, since only a compiled program has them.
+        Its cost is zero and its memory None, since only a compiled program has them. Its time is
+        that of the products, as the annotations split them, and of the exchanges, one after the
+        other.
 
     Raises:
         ReportError: this jaxlib lacks the passes of Shardy, `f` is compiled already, or meshes of
@@ -51,6 +70,7 @@ def preview(f: Any, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
         print(spmd.preview(step, state, batch))
     """
     subject = "preview"
+    wish = asked(chip, model_flops, subject=subject)
     f = stage_of(f)
     if isinstance(f, COMPILED):
         failure = Failure(
@@ -65,7 +85,9 @@ def preview(f: Any, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
     module = passes.module_of(lowered, subject=subject)
     count = passes.count_devices(module)
     check_lowered(lowered, count, mesh, subject=subject)
-    platform, kind = _devices(lowered)
+    devices = _devices(lowered)
+    platform = devices[0].platform if devices else "any backend"
+    kind = devices[0].device_kind if devices else ""
     done = passes.run(module, _PASSES, subject=subject)
     with module.context:
         if names := passes.apart(done):
@@ -79,12 +101,13 @@ def preview(f: Any, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
             )
             raise explain(subject, [failure])
         found = exchanges(done, platform)
+        sizes = passes.axis_sizes(done)
         return Report(
             name=function_of(passes.name_of(module)),
             backend=platform,
             device_kind=kind,
             stand_in=False,
-            mesh=passes.axis_sizes(done),
+            mesh=sizes,
             num_devices=count,
             versions=versions(),
             collectives=found,
@@ -92,16 +115,32 @@ def preview(f: Any, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
             memory=None,
             predicted=True,
             prediction=target_of(platform).rules,
+            time=_time(lowered, found, sizes, devices, wish),
             _origins=origins_later(lowered, found, subject=subject),
         )
 
 
-def _devices(lowered: Any) -> tuple[str, str]:
-    """Platform and kind of the devices that a program is for, as far as it says."""
+def _time(
+    lowered: Any,
+    found: Sequence[Collective],
+    sizes: Mapping[str, int],
+    devices: Sequence[Any],
+    wish: Asked,
+) -> Time | None:
+    chip = wish.chip or (chip_of(devices[0].device_kind) if devices else None)
+    if chip is None:
+        return None
+    whole = propagate(passes.module_of(lowered, subject="preview"), subject="preview", steps=False)
+    flops = device_flops(whole)
+    time = time_of_prediction(found, sizes, devices, chip, flops) if flops is not None else None
+    if time is None:
+        return None
+    known, count = wish.model_flops or model_flops_of(whole), math.prod(sizes.values())
+    return with_model_flops(time, known, wish, devices, count)
+
+
+def _devices(lowered: Any) -> Sequence[Any]:
+    """The devices that a program is for, as far as it says."""
     if not isinstance(lowered, stages.Lowered):
-        devices = _jax.lowering.lowered_devices(lowered)
-    else:
-        devices = () if isinstance(lowered.mesh, AbstractMesh) else lowered.mesh.devices.flat
-    for device in devices:
-        return device.platform, device.device_kind
-    return "any backend", ""
+        return _jax.lowering.lowered_devices(lowered)
+    return () if isinstance(lowered.mesh, AbstractMesh) else [*lowered.mesh.devices.flat]

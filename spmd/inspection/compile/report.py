@@ -20,6 +20,7 @@ from spmd import _jax, _mesh, _resolve, stages
 from spmd.errors import ReportError
 from spmd.inspection.compile import program
 from spmd.inspection.compile.arguments import arguments_of
+from spmd.inspection.compile.timed import Asked, asked, time_of_program, with_model_flops
 from spmd.inspection.findings.rematerialization import (
     compile_and_catch,
     rematerializations,
@@ -43,13 +44,22 @@ from spmd.inspection.records.report import (
     Unread,
 )
 from spmd.inspection.shardy.passes import frames_of, module_of, operations_in
+from spmd.inspection.shardy.products import model_flops as flops_of_model
 from spmd.inspection.shardy.propagation import Propagation, propagate
 from spmd.inspection.shardy.why import function_of, origins_later
 
 logger = logging.getLogger(__name__)
 
 
-def report(f: Any, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
+def report(
+    f: Any,
+    /,
+    *args: Any,
+    mesh: Any = None,
+    chip: Any = None,
+    model_flops: float | None = None,
+    **kwargs: Any,
+) -> Report:
     """Compile a function, and say what the program does between and on its devices.
 
     Nothing is run: the arguments may be arrays or `jax.ShapeDtypeStruct`s.
@@ -61,21 +71,30 @@ def report(f: Any, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
         *args: what the function is called with; none for a stage, which has them already.
         mesh: the mesh to compile for, real or from `spmd.topology`. By default it is the current
             mesh or the function's own, and for `jax.jit` the mesh of its shardings.
-        **kwargs: keyword arguments of the call. For one called ``mesh``, report ``f.lower(...)``.
+        chip: whose figures `Report.time` is to use: a `spmd.inspection.Chip`, a name of
+            `spmd.inspection.CHIPS`, or the file of ``spmd calibrate``. By default those of the
+            devices; CPUs have none.
+        model_flops: floating-point operations of one call on all devices, for the MFU. By default
+            those of the products in the program before it is partitioned.
+        **kwargs: keyword arguments of the call. For one called as an option here, report
+            ``f.lower(...)``.
 
     Returns:
-        The collectives with their lines, axes and bytes, the cost, and the memory.
+        The collectives with their lines, axes and bytes, the cost, the memory, and the time.
 
     Raises:
-        TypeError: `f` is nothing that can be compiled, a stage is given arguments, or `mesh` is no
-            mesh.
+        TypeError: `f` is nothing that can be compiled, a stage is given arguments, `mesh` is no
+            mesh, or there is no such chip.
         RuntimeError: the program is for another mesh.
 
     Example:
         report = spmd.report(step, state, batch)
         print(report)
     """
+    wish = asked(chip, model_flops, subject="report")
     if isinstance(f, Report):
+        given = {"chip": chip, "model_flops": model_flops}
+        kwargs |= {name: value for name, value in given.items() if value is not None}
         program.refuse_arguments(f, args, kwargs, subject="report", verb="report")
         return f
     with program.entered(mesh):
@@ -88,7 +107,8 @@ def report(f: Any, /, *args: Any, mesh: Any = None, **kwargs: Any) -> Report:
         else:
             is_new = not _jax.lowering.is_compiled(found._lowering)
             compiled, lowered = compile_and_catch(found), found
-        made = _report_of(compiled, program.mesh_of(compiled, mesh), lowered, [*ignored.values()])
+        own = program.mesh_of(compiled, mesh)
+        made = _report_of(compiled, own, lowered, [*ignored.values()], wish)
         if not is_new and _jax.lowering.may_have_other_lines() and _has_other_lines(made, lowered):
             warnings.warn(_OTHER_LINES, stacklevel=2)
         return made
@@ -112,7 +132,9 @@ def _has_other_lines(report: Report, lowered: Any) -> bool:
         return bool(used - {(frame.file, frame.line) for found in frames for frame in found})
 
 
-def _report_of(compiled: Any, mesh: Any, lowered: Any, ignored: Sequence[Source] = ()) -> Report:
+def _report_of(
+    compiled: Any, mesh: Any, lowered: Any, ignored: Sequence[Source], wish: Asked
+) -> Report:
     devices = program.devices_of(compiled)
     axis_sizes = dict(mesh.shape) if mesh is not None else {}
     modules = parse_modules(program.text_of(compiled))
@@ -152,7 +174,11 @@ def _report_of(compiled: Any, mesh: Any, lowered: Any, ignored: Sequence[Source]
         # On one device, and meant for one, there is nothing to constrain.
         ignored=ignored if len(devices) > 1 or _is_partitioned_here() else (),
     )
-    return dataclasses.replace(report, findings=_spoken(findings(facts), compiled))
+    time = time_of_program(pairs, axis_sizes, devices, wish)
+    if time is not None:
+        whole = wish.model_flops or (facts.propagation and flops_of_model(facts.propagation))
+        time = with_model_flops(time, whole, wish, devices)
+    return dataclasses.replace(report, findings=_spoken(findings(facts), compiled), time=time)
 
 
 def _is_partitioned_here() -> bool:

@@ -13,6 +13,7 @@ from spmd.inspection.compile.report import report
 from spmd.inspection.compile.topology import hbm_bytes, is_stand_in, topology
 from spmd.inspection.hlo.oom import out_of_memory
 from spmd.inspection.records.sweep import Sweep, SweepRow
+from spmd.inspection.timing.chips import read_chip
 
 
 def sweep(
@@ -20,6 +21,7 @@ def sweep(
     *args: Any,
     meshes: Iterable[Any],
     args_of: Callable[[Any], tuple[Any, ...]] | None = None,
+    chip: Any = None,
     **kwargs: Any,
 ) -> Sweep:
     """Compiles a function for several meshes, and compares what each device does.
@@ -35,6 +37,7 @@ def sweep(
             ``("v5e:4x4", {"data": 8, "model": 2})``.
         args_of: instead of `args`: makes them, as a tuple, for each mesh, such as a batch that
             grows with it.
+        chip: whose figures the times are to use, as `report` takes it.
         **kwargs: keyword arguments of the call.
 
     Returns:
@@ -56,6 +59,7 @@ def sweep(
     name = getattr(f, "__name__", type(f).__name__)
     subject = f"sweep of `{name}`"
     # All of them first: a mistake in the last is no reason to compile for the others.
+    chip = read_chip(chip, subject)
     places = [_place(one, subject) for one in meshes]
     if failure := _bad_call(places, args, args_of):
         raise explain(subject, [failure])
@@ -71,7 +75,7 @@ def sweep(
                     error=ArgumentError,
                 )
                 raise explain(subject, [failure])
-            rows.append(_row(f, given, kwargs, label, mesh, subject))
+            rows.append(_row(f, given, kwargs, label, mesh, chip, subject))
         except Exception as e:
             e.add_note(f"{subject} was at {label}, {dict(mesh.shape)}.")
             raise
@@ -110,13 +114,15 @@ def _bad_call(places: list, args: tuple, args_of: Any) -> Failure | None:
     return None
 
 
-def _row(f: Any, args: Any, kwargs: Any, label: str, mesh: Any, subject: str) -> SweepRow:
+def _row(
+    f: Any, args: Any, kwargs: Any, label: str, mesh: Any, chip: Any, subject: str
+) -> SweepRow:
     kind = mesh.devices.flat[0].device_kind
     f, args, kwargs = unbound(f, args, kwargs)
     args, kwargs = carried(f, args, kwargs, mesh, subject=subject)
     start = time.perf_counter()
     try:
-        found = report(f, *args, mesh=mesh, **kwargs)
+        found = report(f, *args, mesh=mesh, chip=chip, **kwargs)
     except RuntimeError as e:
         if (verdict := out_of_memory(e)) is None:
             raise

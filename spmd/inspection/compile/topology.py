@@ -170,6 +170,12 @@ def hbm_bytes(device_kind: str) -> int | None:
     return None if gib is None else int(gib * 2**30)
 
 
+def rings_of(kind: str, sizes: Sequence[int]) -> tuple[bool, ...]:
+    """Per dimension of a slice whether links close it; none where the kind is not known."""
+    known = _KINDS.get(kind)
+    return known.wrap(sizes) if known else (False,) * len(sizes)
+
+
 def _devices_of(where: Any) -> Iterable[Any]:
     return np.asarray(getattr(where, "devices", where), dtype=object).flat
 

@@ -15,10 +15,11 @@ import itertools
 import math
 
 from spmd.inspection.findings.values import LARGE, shard_of
-from spmd.inspection.findings.work import PRODUCTS, Repeated
+from spmd.inspection.findings.work import Repeated
 from spmd.inspection.records.names import direction_of
 from spmd.inspection.records.report import DTYPES, Finding, Shape
 from spmd.inspection.shardy import passes
+from spmd.inspection.shardy.products import PRODUCTS
 from spmd.inspection.shardy.propagation import Link, Propagation, walk
 
 _Place = tuple[int, int]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 import dataclasses
-import functools
 import itertools
 import math
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from spmd.inspection.hlo.text import frames_of
 from spmd.inspection.records.report import Finding, Report, Source
 from spmd.inspection.records.sizes import show_count
 from spmd.inspection.shardy import passes
-from spmd.inspection.shardy.flow import trip_count
+from spmd.inspection.shardy.products import products_in
 from spmd.inspection.shardy.propagation import Link, Propagation
 
 #: FLOPs that a device repeats in one call from which on they are worth a finding: an accelerator
@@ -25,8 +24,6 @@ MANY = 10**8
 
 #: Their least share of all that the device computes.
 SHARE = 0.05
-
-PRODUCTS = ("dot_general", "convolution")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,20 +298,11 @@ def _together(demands: Sequence[_Demand], flops: int) -> list[Product]:
 
 def _demands(found: Propagation) -> dict[values.Place, list[_Demand]]:
     """The products of a program by their innermost line."""
-    lines, demands, trips = values.Lines(found), {}, functools.cache(trip_count)
-    for link in found.links:
-        if link.name in PRODUCTS:
-            made = found.values[link.values[-1]]
-            loops = (o for o in passes.holders_of(made.operation) if o.name == "stablehlo.while")
-            # What runs an unknown number of times is left out.
-            if times := math.prod(trips(loop) or 0 for loop in loops):
-                one = _Demand(
-                    link=link,
-                    flops=times * _flops(found, link),
-                    ways=_ways(found, link),
-                    local=made.local,
-                )
-                demands.setdefault(values.place_of(lines[link.values[-1]].inner), []).append(one)
+    lines, demands = values.Lines(found), {}
+    for link, made, runs, flops in products_in(found):
+        if runs:  # what runs an unknown number of times is left out
+            one = _Demand(link=link, flops=runs * flops, ways=_ways(found, link), local=made.local)
+            demands.setdefault(values.place_of(lines[link.values[-1]].inner), []).append(one)
     return demands
 
 
@@ -332,17 +320,3 @@ def _ways(found: Propagation, link: Link) -> list[tuple[int, frozenset[str]]]:
         (values.parts_of(found, parts), frozenset(sizes) - wholes),
         *((values.parts_of(found, chosen), frozenset(sizes) - chosen) for chosen in subsets),
     ]
-
-
-def _flops(found: Propagation, link: Link) -> int:
-    """FLOPs of a whole product, two for a multiplication with its addition."""
-    made = found.values[link.values[-1]]
-    if link.name == "dot_general":
-        terms = math.prod(link.sizes.values())
-    else:  # each output adds up what the kernel has for its feature
-        kernel = found.values[link.values[1]]
-        features = {name for dims in link.factors[-1] for name in dims}
-        own = [names for names in link.factors[1] if features.intersection(names)]
-        outputs = math.prod(link.sizes[name] for names in own for name in names)
-        terms = math.prod(made.shape) * math.prod(kernel.shape) // max(1, outputs)
-    return terms * (8 if made.dtype.startswith("c") else 2)

@@ -202,7 +202,7 @@ def _logical_size(type_text: str) -> int:
 
 
 # Names for places, and what is counted inside or was counted at its start.
-_FREE = (
+FREE = (
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "conditional",
     "call", "while-start", "conditional-start", "call-start", "async-start", "after-all",
     "add-dependency", "partition-id", "replica-id", "opt-barrier", "domain",
@@ -228,7 +228,7 @@ class Traffic:
         """By instruction that reads or writes main memory."""
         types = {one.name: one.type for one in computation.instructions}
         for one in computation.instructions:
-            if one.opcode not in _FREE and not one.opcode.endswith(_LATER):
+            if one.opcode not in FREE and not one.opcode.endswith(_LATER):
                 yield self.instruction(one, types)
 
     def instruction(self, one: hlo.Instruction, types: Mapping[str, str]) -> int:

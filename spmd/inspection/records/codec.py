@@ -236,6 +236,8 @@ class _Reader:
             return None if value is None else self.read(arguments[0], value, path)
         if dataclasses.is_dataclass(hint) or hasattr(hint, "_fields"):
             return self._record(hint, value, path)
+        if hint is float and type(value) is int:
+            return float(value)  # JSON has one kind of number
         # A bool is an int to Python and not to JSON.
         right = isinstance(value, hint) and isinstance(value, bool) == (hint is bool)
         return value if right else self._wrong(path, _JSON_NAMES[hint], value)
@@ -324,4 +326,4 @@ class _OriginsReader(_Reader):
         return table[value]
 
 
-_JSON_NAMES = {str: "a string", int: "an integer", bool: "true or false"}
+_JSON_NAMES = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}

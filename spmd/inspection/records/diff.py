@@ -12,6 +12,7 @@ from spmd.inspection.records import codec
 from spmd.inspection.records.names import plain_path
 from spmd.inspection.records.report import Collective, Report, Reshard, Total
 from spmd.inspection.records.shown import Paged
+from spmd.inspection.records.time import Time
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,11 +78,11 @@ class Delta:
     """
 
     name: str
-    a: int | None
-    b: int | None
+    a: float | None
+    b: float | None
 
     @property
-    def change(self) -> int | None:
+    def change(self) -> float | None:
         """How much more the second has; None where one of them is not known."""
         return None if self.a is None or self.b is None else self.b - self.a
 
@@ -137,6 +138,8 @@ class Diff(Paged):
         reshards_added: arguments that only the second moves first, or moves otherwise.
         reshards_removed: the same of the first.
         modules: sums by module, the largest difference in wire bytes first.
+        time: seconds of a call and of its parts, and shares of the peak; empty where neither report
+            has a time.
     """
 
     names: tuple[str, str]
@@ -153,6 +156,7 @@ class Diff(Paged):
     reshards_added: tuple[Reshard, ...]
     reshards_removed: tuple[Reshard, ...]
     modules: tuple[ModuleDelta, ...] = ()
+    time: tuple[Delta, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.changed or self.added or self.removed)
@@ -231,6 +235,7 @@ def diff(a: Reportlike, b: Reportlike) -> Diff:
         modules=tuple(
             ModuleDelta(module=name, a=x, b=y) for name, x, y in _sums(first, second, "module")
         ),
+        time=_times(first.time, second.time),
     )
 
 
@@ -270,6 +275,8 @@ def _header(a: Report, b: Report) -> Iterator[Difference]:
         "not understood": lambda report: report.unread or "none",
         "mesh": lambda report: ", ".join(f"{k}={n}" for k, n in report.mesh.items()) or "none",
         "devices": lambda report: report.num_devices,
+        "chip": lambda report: report.time.chip if report.time else "none",
+        "time from": lambda report: report.time.source if report.time else "nothing",
     }
     for name in sorted(a.versions.keys() | b.versions.keys()):
         properties[name] = lambda report, name=name: report.versions.get(name, "none")
@@ -291,6 +298,20 @@ def _deltas(a: Any, b: Any) -> tuple[Delta, ...]:
     fields = dataclasses.fields(a or b) if a or b else ()
     names = [f.name for f in fields if f.name not in ("buffers", "places", "live")]
     return tuple(Delta(name=n, a=getattr(a, n, None), b=getattr(b, n, None)) for n in names)
+
+
+def _times(a: Time | None, b: Time | None) -> tuple[Delta, ...]:
+    """The figures of two times; what one has not is 0 of the other's, and nothing without it."""
+    if a is None and b is None:
+        return ()
+    names = ("seconds", "compute", "memory", "exchange")
+    deltas = [Delta(name=n, a=getattr(a, n, None), b=getattr(b, n, None)) for n in names]
+    waits = [one.exposed_by_axes if one else None for one in (a, b)]
+    for axes in dict.fromkeys(axes for found in waits for axes in found or ()):
+        sides = [None if found is None else found.get(axes, 0.0) for found in waits]
+        deltas.append(Delta(name=f"exposed over {', '.join(axes)}", a=sides[0], b=sides[1]))
+    deltas += [Delta(name=n, a=getattr(a, n, None), b=getattr(b, n, None)) for n in ("mfu", "hfu")]
+    return tuple(deltas)
 
 
 # Matching

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from spmd.inspection.hlo.oom import OutOfMemory, buffer_lines, shortage
 from spmd.inspection.records.report import Buffer, Memory
 from spmd.inspection.records.sizes import show_bytes
+from spmd.inspection.records.time import Time
 
 MOST = 2**31
 """No larger size is tried: what has not failed up to there does not depend on the size."""
@@ -63,6 +64,7 @@ class Fit(Found):
         backend: platform.
         stand_in: True where CPU devices stand in for the hardware, whose compiler plans otherwise.
         vary: arguments and dimensions whose size was varied.
+        time: how long a call takes, of the largest size that fits; None where that is not known.
         largest: the largest size that fits; None where none does, or nothing was varied.
         too_large: the smallest size that was found not to fit; None where none was.
         step: what sizes are a multiple of, as the shardings demand.
@@ -82,6 +84,7 @@ class Fit(Found):
     backend: str
     stand_in: bool
     vary: tuple[tuple[str, int], ...] = ()
+    time: Time | None = None
 
     @property
     def margin(self) -> int | None:
@@ -159,6 +162,8 @@ def _lines(fit: Fit) -> Iterator[str]:
     yield fit.verdict
     if fit.stand_in:
         yield "  the CPU stands in: another backend's compiler plans memory differently"
+    if fit.time is not None:
+        yield f"  {fit.time}"
     if fit.memory is not None:
         yield f"  {_parts(fit.memory)}"
     yield from buffer_lines(fit.buffers)

@@ -16,6 +16,7 @@ from spmd.inspection.records.arrays import Argument, Excerpt, Source as Source
 from spmd.inspection.records.origins import UNKNOWN, Later, Origins
 from spmd.inspection.records.shown import Paged, opened
 from spmd.inspection.records.sizes import show_bytes
+from spmd.inspection.records.time import Time as Time
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,6 +72,11 @@ class Shape:
 
 # An axis may have a colon in its own name.
 _PART = re.compile(r":(?:\(\d+\)\d+|part)$")
+
+
+def axis_name(axis: str) -> str:
+    """A mesh axis without the suffix that names a part of it."""
+    return _PART.sub("", axis)
 
 
 class Shapes(NamedTuple):
@@ -167,7 +173,7 @@ class Collective:
     @property
     def axis_names(self) -> tuple[str, ...]:
         """The mesh axes without the suffix that names a part."""
-        return tuple(_PART.sub("", axis) for axis in self.mesh_axes)
+        return tuple(map(axis_name, self.mesh_axes))
 
     @property
     def total_payload_bytes(self) -> int | None:
@@ -411,6 +417,8 @@ class Report(Paged):
         unread: text of the program that was not understood, so that collectives, cost and
             findings may lack what it does; None where all was.
         prediction: whose compiler a prediction is for, and by which of its rules; else empty.
+        time: how long a call takes; None where the figures of the devices are not known, as those
+            of CPUs, and no chip was named.
 
     `origins` takes no part in comparisons.
     """
@@ -433,6 +441,7 @@ class Report(Paged):
     predicted: bool = False
     unread: Unread | None = None
     prediction: str = ""
+    time: Time | None = None
     _origins: Later = dataclasses.field(default=UNKNOWN, repr=False, compare=False)
 
     @property

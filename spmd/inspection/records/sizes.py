@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write and read them."""
+"""Numbers of bytes and of seconds as people write and read them."""
 
 from __future__ import annotations
 
@@ -61,3 +61,38 @@ def show_count(count: int) -> str:
     """A large number in steps of a thousand: ``1.2 G``."""
     power = min((len(str(count)) - 1) // 3, 6)
     return f"{count / 1000**power:.1f} {' KMGTPE'[power]}" if power > 0 else f"{count} "
+
+
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_TIME = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zµ]+)\s*$")
+
+
+def parse_seconds(time: int | float | str) -> float:
+    """Reads a time: a number of seconds, or text such as ``"20ms"`` or ``"1.5 s"``.
+
+    Raises:
+        ValueError: the text is no time, or the number is negative.
+    """
+    if isinstance(time, (int, float)) and not isinstance(time, bool):
+        if not 0 <= time < math.inf:
+            raise ValueError(f"a time is at least 0 and finite, not {time}")
+        return float(time)
+    found = _TIME.match(time) if isinstance(time, str) else None
+    if not found or found[2] not in _SECONDS:
+        raise ValueError(f"{time!r} is no time: write 0.02, '20ms', '1.5s' or '300us'")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+def show_seconds(seconds: float) -> str:
+    """A time with three digits, in the largest unit that leaves at least one: ``21.1 ms``."""
+    # What rounds to 1,000 of a unit is 1 of the next.
+    units = (("s", 0), ("ms", 3), ("us", 6))
+    unit, power = next((one for one in units if seconds * 10 ** one[1] >= 0.9995), units[-1])
+    value = seconds * 10**power
+    digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:,.{digits}f} {unit}" if seconds else "0 s"
+
+
+def show_share(share: float) -> str:
+    """A share in percent, with a digit more below ten: ``41%``, ``3.9%``."""
+    return f"{share:.0%}" if share >= 0.0995 or not share else f"{share:.1%}"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from spmd.inspection.records.report import Report, Total, Unread
 from spmd.inspection.records.shown import Shown
+from spmd.inspection.records.time import Time
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -94,6 +95,11 @@ class SweepRow:
         return memory.peak if memory else None
 
     @property
+    def time(self) -> Time | None:
+        """How long a call takes; None where that is not known."""
+        return self.report.time if self.report else None
+
+    @property
     def unread(self) -> Unread | None:
         """Text of the program that was not understood: what it does is missing in the figures."""
         return self.report.unread if self.report else None
@@ -133,6 +139,10 @@ class SweepRow:
             "capacity": self.capacity,
             "fits": self.fits,
             "seconds": self.seconds,
+            "step_seconds": self.time.seconds if self.time else None,
+            "exposed_seconds": sum(self.time.exposed_by_axes.values()) if self.time else None,
+            "mfu": self.time.mfu if self.time else None,
+            "hfu": self.time.hfu if self.time else None,
             "unread_lines": self.unread.lines if self.unread else 0,
         }
 

@@ -184,7 +184,7 @@ def _total_cells(a: Total, b: Total) -> Iterator[Cell]:
     return map(cell, words.total_cells(a, b, show_change))
 
 
-def show_change(a: int, b: int, show: words.Show = show_bytes) -> str:
+def show_change(a: float, b: float, show: words.Show = show_bytes) -> str:
     """A difference with its sign, and its share of the first figure."""
     if a == b:
         return "none"
@@ -196,8 +196,17 @@ def _figures(diff: Diff) -> RenderableType | None:
     return Grid((Column(title="figure"), *_DELTAS), rows) if rows else None
 
 
+_NAMES = {
+    "flops": "FLOPs",
+    "hbm_bytes": "HBM bytes",
+    "seconds": "time of a call",
+    "mfu": "MFU",
+    "hfu": "HFU",
+}
+
+
 def _figure_row(delta: Delta, show: words.Show) -> Row:
-    name = {"flops": "FLOPs", "hbm_bytes": "HBM bytes"}.get(delta.name)
+    name = _NAMES.get(delta.name)
     sides = (words.known(delta.a, show), words.known(delta.b, show))
     change = "unknown" if "unknown" in sides else show_change(delta.a or 0, delta.b or 0, show)
     return Row(cells=tuple(map(cell, (name or delta.name.replace("_", " "), *sides, change))))

@@ -39,7 +39,7 @@ def cell(*spellings: object, style: str = "") -> Cell:
     return tuple(Text(clean(str(one)), style=style) for one in spellings)
 
 
-def bar(count: int, most: int, width: int = 20) -> str:
+def bar(count: float, most: float, width: int = 20) -> str:
     """A bar as long as the share of `count` in `most`; anything above 0 can be seen."""
     return "█" * max(round(width * count / most), 1) if count > 0 else ""
 

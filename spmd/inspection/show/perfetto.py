@@ -5,7 +5,7 @@ The format is the "Trace Event Format" of the Chromium project, in its JSON obje
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import json
 import os
 from pathlib import Path
@@ -13,9 +13,9 @@ from typing import Any
 
 from spmd.inspection.records.codec import values
 from spmd.inspection.records.report import Collective, Report
-from spmd.inspection.show.words import NO_LINE, ranking
+from spmd.inspection.show.words import NO_LINE, lanes_of, ranking
 
-_PROCESS = 1
+_PROCESS, _LAYER = 1, 2
 _UNIT = 1000
 # Viewers count nanoseconds in 64 bits: all events together stay far below their end.
 _LONGEST = 10**12
@@ -33,7 +33,29 @@ def trace_events(report: Report) -> list[dict[str, Any]]:
         length = max(ranking(one) // unit, 1)
         events.append(_event(one, start, length, tracks[one.mesh_axes]))
         start += length
-    return events
+    return events + [*_layer(report)]
+
+
+def _layer(report: Report) -> Iterator[dict[str, Any]]:
+    """One layer of the schedule in a process of its own, in real microseconds."""
+    if report.time is None:
+        return
+    title = f"{report.name}: one layer on {report.time.chip}, in time"
+    yield _meta("process_name", 0, {"name": title}, _LAYER)
+    for track, (lane, events) in enumerate(lanes_of(report.time).items(), 1):
+        yield _meta("thread_name", track, {"name": lane}, _LAYER)
+        yield _meta("thread_sort_index", track, {"sort_index": track}, _LAYER)
+        for one in events:
+            yield {
+                "name": one.name,
+                "cat": one.kind,
+                "ph": "X",
+                "ts": one.start * 1e6,
+                "dur": one.seconds * 1e6,
+                "pid": _LAYER,
+                "tid": track,
+                "args": {"mesh_axes": list(one.mesh_axes)},
+            }
 
 
 def bytes_per_microsecond(report: Report) -> int:
@@ -53,8 +75,8 @@ def _names(report: Report, tracks: Mapping[tuple[str, ...], int], unit: int) -> 
     return events
 
 
-def _meta(name: str, track: int, args: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "ph": "M", "pid": _PROCESS, "tid": track, "ts": 0, "args": args}
+def _meta(name: str, track: int, args: dict[str, Any], process: int = _PROCESS) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": process, "tid": track, "ts": 0, "args": args}
 
 
 def _event(one: Collective, start: int, length: int, track: int) -> dict[str, Any]:

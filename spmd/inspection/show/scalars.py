@@ -23,7 +23,7 @@ def scalars(report: Report) -> dict[str, float | int]:
         "reshards/arguments": len(report.reshards),
         "reshards/bytes": sum(one.nbytes for one in report.reshards),
     }
-    return found | _cost(report, total.wire_bytes) | _memory(report) | reshards
+    return found | _cost(report, total.wire_bytes) | _memory(report) | reshards | _time(report)
 
 
 def _sums(name: str, total: Total) -> dict[str, int]:
@@ -50,3 +50,14 @@ def _memory(report: Report) -> dict[str, int]:
         return {}
     parts = ("arguments", "outputs", "temporaries", "aliased", "code", "peak")
     return {f"memory/{part}_bytes": getattr(report.memory, part) for part in parts}
+
+
+def _time(report: Report) -> dict[str, float | int]:
+    time = report.time
+    if time is None:
+        return {}
+    names = ("seconds", "compute", "memory", "exchange", "hfu", "mfu")
+    found = {f"time/{name}": value for name in names if (value := getattr(time, name)) is not None}
+    waits = time.exposed_by_axes
+    found["time/exposed"] = sum(waits.values())
+    return found | {f"time/exposed/{'+'.join(a) or 'none'}": s for a, s in waits.items()}

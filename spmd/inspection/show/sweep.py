@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from spmd.inspection.records.sizes import show_bytes, show_count
+from spmd.inspection.records.sizes import show_bytes, show_count, show_seconds
 from spmd.inspection.records.sweep import Sweep, SweepRow
-from spmd.inspection.show.layout import Cell, Column, Flow, Grid, Indented, Row, cell, clean
+from spmd.inspection.show.layout import Cell, Column, Flow, Grid, Indented, Row, bar, cell, clean
 from spmd.inspection.show.terminal import figure_cell, show_mesh, show_ratio
 from spmd.inspection.show.words import ANOTHER_BACKEND, known, plural, wire
 
@@ -34,9 +34,17 @@ def _notes(sweep: Sweep) -> Iterator[RenderableType]:
 
 def _columns(sweep: Sweep) -> list[Column]:
     over = ["+".join(map(clean, axes)) or "none" for axes in sweep.axes]
+    timed = any(row.time for row in sweep)
+    times = [
+        Column(title="time", right=True, label="time"),
+        Column(rank=8, ornament=True),
+        Column(title="MFU", right=True, rank=1, label="MFU"),
+        Column(title="bound by", rank=7, label="bound by"),
+    ]
     return [
         Column(title="devices"),
         Column(title="mesh"),
+        *times * timed,
         Column(title="wire", right=True, label="wire"),
         *(Column(title=f"over {a}", right=True, rank=2, label=f"over {a}") for a in over),
         Column(title="FLOPs", right=True, rank=3, label="FLOPs"),
@@ -53,6 +61,7 @@ def _row(row: SweepRow, sweep: Sweep) -> Row:
         cells=(
             cell(row.label + " *" * row.stand_in),
             (show_mesh(row.mesh),) if row.mesh else cell("none", style="dim"),
+            *(_times(row, sweep) if any(one.time for one in sweep) else ()),
             figure_cell(wire(row.total), "bold") if row.total else cell(""),
             *(_over(row, axes) for axes in sweep.axes),
             cell(show_count(row.flops).strip()) if row.flops is not None else cell(""),
@@ -63,6 +72,21 @@ def _row(row: SweepRow, sweep: Sweep) -> Row:
             cell(f"{row.seconds:.1f} s") if row.seconds is not None else cell(""),
         ),
         notes=() if row.report and not row.unread else (_note(row),),
+    )
+
+
+def _times(row: SweepRow, sweep: Sweep) -> tuple[Cell, ...]:
+    """Time of a call as a figure and a bar, MFU or else HFU, and what bounds it."""
+    if row.time is None:
+        return (cell(""),) * 4
+    longest = max(one.time.seconds for one in sweep if one.time)
+    used = row.time.utilization
+    share = used.get("MFU", f"HFU {used['HFU']}")
+    return (
+        cell(show_seconds(row.time.seconds), style="bold"),
+        cell(bar(row.time.seconds, longest, width=12), style="cyan"),
+        cell(share),
+        cell(row.time.bound),
     )
 
 

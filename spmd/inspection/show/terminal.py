@@ -24,8 +24,9 @@ from spmd.inspection.records.report import (
     Total,
     skipped_findings,
 )
-from spmd.inspection.records.sizes import show_bytes
+from spmd.inspection.records.sizes import show_bytes, show_seconds
 from spmd.inspection.records.sums import KEYS, NO_MODULE, by_line, grouped, line_of, spread, sum_of
+from spmd.inspection.records.time import Event, Exchange, Time
 from spmd.inspection.show import words
 from spmd.inspection.show.layout import (
     Cell,
@@ -69,6 +70,8 @@ def render_report(
     if not report.predicted:
         title = "Communication and computation, per device and call"
         bodies.append((title, render_cost(report)))
+    if report.time:
+        bodies.insert(0, ("Time of a call", render_time(report.time, report.mesh)))
     if report.memory:
         bodies.append(("Memory, per device", render_memory(report.memory)))
     if report.findings or skipped_findings(report):
@@ -87,6 +90,7 @@ def render_header(report: Report) -> RenderableType:
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     lines = [
         Flow(Text.assemble(name, " on ", clean(words.show_backend(report))), where),
+        Flow(Text(clean(words.headline(report)), "bold" if report.time else "dim")),
         Flow(Text(f"CPU stand-in: {words.ANOTHER_BACKEND}", "yellow")) if report.stand_in else None,
         Flow(Text(words.PREDICTED, style="yellow")) if report.predicted else None,
         Flow(Text(clean(str(report.unread)), style="bold red")) if report.unread else None,
@@ -169,6 +173,56 @@ def show_ratio(a: int, b: int) -> str:
     return f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.3g}"
 
 
+# Time
+
+
+_PARTS = (Column(), Column(right=True), Column(right=True, rank=1), Column(ornament=True, rank=2))
+_STRIP = 60
+
+
+def render_time(time: Time, mesh: Mapping[str, int]) -> RenderableType:
+    """A bar for each part of a call, what is not in the figures, and a layer as lanes."""
+    rows = []
+    for label, axes, seconds in words.time_parts(time):
+        style = "green" if axes is None else axis_style(axes[0], mesh) if axes else ""
+        share = words.show_share(seconds / time.seconds)
+        drawn = cell(bar(seconds, time.seconds), style=style)
+        rows.append(Row(cells=(cell(label), cell(show_seconds(seconds)), cell(share), drawn)))
+    beside = time.exchange - sum(one.exposed for one in time.exchanges)
+    notes = [Flow(Text(f"{show_seconds(beside)} of exchanges beside work"))] if beside > 0 else []
+    doubts = [Flow(Text(clean(f"not known: {text}"), style="yellow")) for text in time.unknown]
+    return Indented(Group(Grid(_PARTS, rows), *notes, *doubts, *_layer(time, mesh)), by=0)
+
+
+def _layer(time: Time, mesh: Mapping[str, int]) -> Iterator[RenderableType]:
+    """One layer of the schedule: a strip for each lane, and how much of the layer it is busy."""
+    lanes, span = words.lanes_of(time), words.end_of(time.layer)
+    if not span:
+        return
+    yield Text()
+    yield Flow(Text(f"one layer, {show_seconds(span)}, from left to right"))
+    rows = []
+    for lane, events in lanes.items():
+        busy = sum(one.seconds for one in events if one.kind != "exposed") / span
+        strip = _strip(events, span, mesh)
+        rows.append(Row(cells=(cell(lane), cell(words.show_share(min(1.0, busy))), (strip,))))
+    yield Grid((Column(), Column(right=True), Column(ornament=True, rank=1)), rows)
+
+
+def _strip(events: Iterable[Event], span: float, mesh: Mapping[str, int]) -> Text:
+    """A lane in signs: full where it is busy for most of a place, in the colour of the axis."""
+    shares, styles = [0.0] * _STRIP, [""] * _STRIP
+    for one in events:
+        if one.kind == "exposed":
+            continue
+        start, end = (_STRIP * at / span for at in (one.start, one.start + one.seconds))
+        for i in range(int(start), min(_STRIP, int(end) + 1)):
+            shares[i] += max(0.0, min(end, i + 1) - max(start, i))
+            styles[i] = axis_style(one.mesh_axes[0], mesh) if one.mesh_axes else "green"
+    signs = zip(shares, styles, strict=True)
+    return Text.assemble(*(("█" if share >= 0.5 else " ", style) for share, style in signs))
+
+
 # Ledger
 
 _LEDGER = (
@@ -179,9 +233,11 @@ _LEDGER = (
     Column(title="wire", right=True, rank=2, label="wire"),
     Column(title="runs", right=True, rank=1, label="runs"),
     Column(title="total wire", right=True, label="total wire"),
+    Column(title="time", right=True, label="time"),
     Column(title="direction", rank=1),
     Column(title="line", rank=3),
 )
+_TIME_COLUMN = 7
 
 
 def render_collectives(
@@ -192,24 +248,30 @@ def render_collectives(
         why = words.why_none(report)
         text = f"no collectives: {why}" if why else "no collectives in the text that was understood"
         return Indented(Flow(Text(text)), by=0)
-    ranked = sorted(report.collectives, key=lambda one: -words.ranking(one))
+    pairs = zip(report.collectives, words.times_of(report), strict=True)
+    ranked = sorted(pairs, key=lambda pair: -words.ranking(pair[0]))
     shown = ranked[:limit]
     rest = ranked[len(shown) :]
-    table = Grid(_LEDGER, (_ledger_row(one, report.mesh, all_frames) for one in shown))
-    sent = f" ({words.wire(sum_of(rest))} on the wire)"
+    rows = [_ledger_row(one, took, report, all_frames) for one, took in shown]
+    columns = [*_LEDGER]
+    if not report.time:
+        del columns[_TIME_COLUMN]
+    table = Grid(columns, rows)
+    sent = f" ({words.wire(sum_of(one for one, _ in rest))} on the wire)"
     return Indented(Group(table, *not_shown(len(rest), "row", sent)), by=0)
 
 
-def _ledger_row(one: Collective, mesh: Iterable[str], all_frames: bool) -> Row:
+def _ledger_row(one: Collective, took: Exchange | None, report: Report, all_frames: bool) -> Row:
     return Row(
         cells=(
             cell(one.kind),
-            axes_cell(one.mesh_axes, mesh),
+            axes_cell(one.mesh_axes, report.mesh),
             shapes_cell(one.shapes),
             cell(show_bytes(one.payload_bytes)),
             cell(show_bytes(one.wire_bytes)),
             figure_cell(words.known(one.executions)),
             figure_cell(words.known(one.total_wire_bytes, show_bytes), "bold"),
+            *([cell(words.show_exchange(took, report.time))] if report.time else ()),
             cell(one.direction),
             line_cell(one),
         ),

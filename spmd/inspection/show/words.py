@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 import dataclasses
 import itertools
 import sys
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from spmd.inspection.records import origins
 from spmd.inspection.records.arrays import Source
@@ -23,11 +23,13 @@ from spmd.inspection.records.report import (
     Report,
     Reshard,
     Total,
+    axis_name,
 )
-from spmd.inspection.records.sizes import show_bytes, show_count
+from spmd.inspection.records.sizes import show_bytes, show_count, show_seconds, show_share
 from spmd.inspection.records.sums import NO_MODULE as NO_MODULE
+from spmd.inspection.records.time import Event, Exchange, Time
 
-Show: TypeAlias = Callable[[int], str]
+Show: TypeAlias = Callable[[Any], str]
 """How a figure is written, such as `show_bytes`."""
 
 TITLES = {
@@ -56,7 +58,7 @@ def show_flops(count: int) -> str:
     return f"{show_count(count)}FLOP"
 
 
-def known(figure: int | None, show: Show = "{:,}".format) -> str:
+def known(figure: float | None, show: Show = "{:,}".format) -> str:
     """A figure, or that the compiler does not tell it: it is never guessed."""
     return "unknown" if figure is None else show(figure)
 
@@ -73,7 +75,7 @@ def wire(total: Total) -> str:
     return bounded(total, show_bytes(total.wire_bytes))
 
 
-def signed(change: int, show: Show = show_bytes) -> str:
+def signed(change: float, show: Show = show_bytes) -> str:
     """A difference with its sign: ``+1.5 MiB``."""
     return f"{'+' if change > 0 else '-' if change < 0 else ''}{show(abs(change))}"
 
@@ -99,6 +101,69 @@ def why_none(report: Report) -> str:
     if report.num_devices == 1:
         return "the program runs on one device"
     return "" if report.unread else "the devices exchange nothing while the program runs"
+
+
+# Time
+
+
+def headline(report: Report) -> str:
+    """How long a call takes, how well that uses the chip, and what bounds it; or why not known."""
+    time = report.time
+    if time is None:
+        if report.stand_in or report.backend == "cpu":
+            return "no time for CPU; give topology= or chip="
+        kind = report.device_kind or report.backend
+        return f"no time: the figures of {kind} are not known; give chip="
+    return str(time)
+
+
+def time_parts(time: Time) -> list[tuple[str, tuple[str, ...] | None, float]]:
+    """What a call is made of: a label, the mesh axes of what is exposed, and seconds."""
+    parts: list[tuple[str, tuple[str, ...] | None, float]] = [
+        ("compute", None, time.compute),
+        ("memory", None, time.memory),
+    ]
+    parts += [
+        (f"exposed over {', '.join(axes) or 'no axis'}", axes, seconds)
+        for axes, seconds in time.exposed_by_axes.items()
+    ]
+    return [part for part in parts if part[2]]
+
+
+def whole_axes(mesh_axes: Iterable[str]) -> tuple[str, ...]:
+    """Mesh axes without the suffix that names a part."""
+    return tuple(axis_name(axis) for axis in mesh_axes)
+
+
+def lanes_of(time: Time) -> dict[str, list[Event]]:
+    """The events of a layer by lane: the core first, then the memory, then links."""
+    lanes: dict[str, list[Event]] = {"core": [], "memory": []}
+    for one in sorted(time.layer, key=lambda one: (one.lane, one.start)):
+        lanes.setdefault(one.lane, []).append(one)
+    return {lane: events for lane, events in lanes.items() if events}
+
+
+def end_of(events: Iterable[Event]) -> float:
+    """When the last of some events ends."""
+    return max((one.start + one.seconds for one in events), default=0.0)
+
+
+def times_of(report: Report) -> list[Exchange | None]:
+    """How long each collective of a report takes, in their order; None where that is not known."""
+    if report.time is None:
+        return [None] * len(report.collectives)
+    if report.predicted:
+        return [*report.time.exchanges]
+    known = {one.name: one for one in report.time.exchanges}
+    return [known.get(one.name) for one in report.collectives]
+
+
+def show_exchange(one: Exchange | None, time: Time | None) -> str:
+    """How long a collective takes, and which share of the call nothing hides."""
+    if one is None or time is None or not one.seconds:
+        return ""
+    share = f"{show_share(one.exposed / time.seconds)} exposed" if one.exposed else "hidden"
+    return f"{show_seconds(one.seconds)}, {share}"
 
 
 def costs(one: Finding) -> Iterator[tuple[str, str, str]]:
@@ -193,6 +258,11 @@ def figures(diff: Diff, flops: Show, count: Show) -> Iterator[tuple[Delta, Show]
     shows = {"flops": flops, "hbm_bytes": show_bytes}
     yield from ((d, shows.get(d.name, count)) for d in diff.cost if d.a != d.b)
     yield from ((d, show_bytes) for d in diff.memory if d.a != d.b)
+    yield from (
+        (d, show_share if d.name in ("mfu", "hfu") else show_seconds)
+        for d in diff.time
+        if d.a != d.b
+    )
 
 
 def reshards(diff: Diff) -> list[tuple[str, Reshard]]:

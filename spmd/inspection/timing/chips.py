@@ -7,11 +7,21 @@ Sources, by the letter that stands beside a figure:
 - S: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapters "TPUs" and "Rooflines":
   bandwidth of one link in one direction, sizes of the matrix units, a microsecond for each hop, and
   vector memory about 22 times as fast as main memory.
+- N: NVIDIA's data sheets of H100 SXM and H200 SXM, and the DGX H100 user guide: dense bf16, memory,
+  NVLink in one direction, and a network adapter of 400 Gb/s for each GPU of a box of eight.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from spmd.errors import ArgumentError, Failure, did_you_mean, explain
 
 MICROSECOND = 1e-6
 
@@ -23,28 +33,40 @@ class Chip:
     Attributes:
         name: as topologies are named, such as ``v5e``.
         flops: of bf16 products, in a second.
-        multipliers: cells of all matrix units, each of which does a multiplication and an addition
-            in a cycle.
         hbm: bytes of main memory in a second.
-        vmem: bytes of vector memory in a second.
-        link: bytes in a second over one link, in one direction.
+        link: bytes in a second over one link, in one direction; of a box, from a device to all
+            others of it.
         hop: seconds that a message takes from a chip to the next.
+        multipliers: cells of all matrix units, each of which does a multiplication and an addition
+            in a cycle; 0 where no compiler tells cycles.
+        vmem: bytes of vector memory in a second; 0 where a chip has none.
         on_chip: bytes in a second between the two devices of a chip; 0 where a chip is one device.
+        box: devices that a switch joins, such as the GPUs of a server; 0 for chips on a torus.
+        across: bytes in a second from one device out of its box.
     """
 
     name: str
     flops: float
-    multipliers: int
     hbm: float
-    vmem: float
     link: float
     hop: float = MICROSECOND
+    multipliers: int = 0
+    vmem: float = 0.0
     on_chip: float = 0.0
+    box: int = 0
+    across: float = 0.0
 
     @property
     def clock(self) -> float:
         """Cycles in a second: those with which the matrix units reach the peak."""
         return self.flops / (2 * self.multipliers)
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures as JSON values, which ``chip=`` reads from a file."""
+        return {"schema": _SCHEMA, **dataclasses.asdict(self)}
+
+
+_SCHEMA = "spmd-chip/1"
 
 
 _SMALL, _LARGE = 128 * 128, 256 * 256
@@ -65,9 +87,13 @@ def _tpu(
     )
 
 
+def _box(name: str, *, hbm: float) -> Chip:
+    return Chip(name=name, flops=989.4e12, hbm=hbm, link=4.5e11, box=8, across=5e10)
+
+
 # teraflops: C; multipliers: S; hbm: C; link: S. A v4 or v5p chip has two cores of four units each
 # and is one device; a tpu7x chip is two devices of four units, which share its 7.38 TB/s, and its
-# 1.2 TB/s between chips are six links of two directions (C).
+# 1.2 TB/s between chips are six links of two directions (C). Boxes: N.
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -83,6 +109,8 @@ CHIPS = {
             link=1e11,
             on_chip=6e11,
         ),
+        _box("h100", hbm=3.35e12),
+        _box("h200", hbm=4.8e12),
     )
 }
 """By name."""
@@ -96,9 +124,54 @@ _BY_DEVICE_KIND = {
     "TPU v6 lite": "v6e",
     "TPU v6e": "v6e",
     "TPU7x": "tpu7x",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
 }
 
 
 def chip_of(device_kind: str) -> Chip | None:
     """The chip of a device's own name, such as ``TPU v5 lite``; None for one not known here."""
     return CHIPS.get(_BY_DEVICE_KIND.get(device_kind, ""))
+
+
+def read_chip(given: Any, subject: str) -> Chip | None:
+    """The chip that ``chip=`` means: a `Chip`, a name, or a file of ``spmd calibrate``.
+
+    Raises:
+        ArgumentError: it is none of them, or the file has no chip in it.
+    """
+    if given is None or isinstance(given, Chip):
+        return given
+    name = str(given) if isinstance(given, (str, os.PathLike)) else ""
+    if found := CHIPS.get(name.lower()):
+        return found
+    if name.endswith(".json"):
+        return _from_file(name, subject)
+    failure = Failure(
+        what=f"knows no chip {given!r}{did_you_mean(name, CHIPS)}"[:200],
+        expected=f"one of {', '.join(CHIPS)}, a Chip, or the file of `spmd calibrate`",
+        error=ArgumentError,
+    )
+    raise explain(subject, [failure])
+
+
+def _from_file(path: str, subject: str) -> Chip:
+    names = [field.name for field in dataclasses.fields(Chip)]
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(data, Mapping) or data.get("schema") != _SCHEMA:
+            raise ValueError(f"not of schema {_SCHEMA!r}")
+        chip = Chip(**{name: data[name] for name in names if name in data})
+        figures = [getattr(chip, name) for name in names if name != "name"]
+        right = all(isinstance(one, (int, float)) and math.isfinite(one) for one in figures)
+        if not (right and chip.flops > 0 and chip.hbm > 0 and chip.link > 0 and min(figures) >= 0):
+            raise ValueError("its figures have to be finite, and those of its speed above 0")
+    except (OSError, ValueError, TypeError) as e:
+        failure = Failure(
+            what=f"cannot read a chip from {path!r}",
+            expected="a file that `spmd calibrate` wrote",
+            got=str(e),
+            error=ArgumentError,
+        )
+        raise explain(subject, [failure]) from None
+    return chip

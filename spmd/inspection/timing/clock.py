@@ -1,29 +1,42 @@
 """A walk through a scheduled program, on a core, its main memory and its links.
 
-A TPU's compiler prints instructions in the order of execution, and on most of them how many cycles
-it expects (``estimated_cycles``). A core runs them one after the other; the start of an exchange
-takes the links of its dimensions, and its end waits for them; copies between memories have a lane
-of their own.
+Compilers print instructions in the order of execution; that of TPUs says on most of them how many
+cycles it expects (``estimated_cycles``). A core runs them one after the other; the start of an
+exchange takes the links of its dimensions, and its end waits for them; copies between memories have
+a lane of their own. Where there are no cycles, an instruction takes what its FLOPs and bytes take
+at the chip's peak (a roofline), and the time is called predicted.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+import dataclasses
 import functools
+import itertools
+import math
 import re
-from typing import TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from spmd.inspection.hlo import text as hlo
 from spmd.inspection.hlo.calls import Visit, calls_of
-from spmd.inspection.hlo.cost import Traffic, cost_of, is_opaque, products_of
-from spmd.inspection.hlo.groups import expand_replica_groups, logical_groups
+from spmd.inspection.hlo.cost import (
+    FREE,
+    Traffic,
+    cost_of,
+    hbm_size,
+    is_opaque,
+    products_of,
+)
+from spmd.inspection.hlo.groups import Groups, expand_replica_groups, logical_groups
 from spmd.inspection.hlo.ledger import is_collective, ledger
 from spmd.inspection.hlo.loops import Reader
+from spmd.inspection.records.names import place
 from spmd.inspection.records.report import Collective
-from spmd.inspection.records.time import Exposed, Time
+from spmd.inspection.records.time import Event, Exchange, Time
 from spmd.inspection.timing.chips import Chip
-from spmd.inspection.timing.torus import Lane, Torus, Transfer
+from spmd.inspection.timing.kernels import known_flops
+from spmd.inspection.timing.torus import Lane, Transfer
 
 # How much of the bandwidth of main memory elementwise work reaches: a lead of issue J, which the
 # published runs have to confirm.
@@ -31,18 +44,42 @@ _REACHED = 0.83
 # How much of the peak a kernel reaches of which only the FLOPs are known; likewise.
 _KERNEL = 0.5
 
+# What else is fused into a product of large matrices makes it no slower than the product alone, at
+# this share of the peak, and the bytes of all: the compiler's cycles for such fusions are too many.
+_PRODUCT = 0.85
+_LARGE = 1024
+
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _ESTIMATE = re.compile(r'"cost_estimate":\{([^}]*)\}')
 _FIGURE = re.compile(r'"(flops|bytes_accessed)":"?(\d+)')
 _MEMORY: Lane = (-1, 0)
 
+PREDICTED = (
+    "every product is taken at the peak of bf16, and all else at the bandwidth of main memory",
+)
+"""What is assumed where no compiler tells how long anything takes."""
+
+Axes: TypeAlias = tuple[str, ...]
+_Key: TypeAlias = str | tuple[str, str]
 _State: TypeAlias = tuple[
     float,
-    defaultdict[object, float],
+    defaultdict[_Key, float],
     dict[Lane, float],
     dict[str, tuple[float, Collective | None]],
 ]
 """What time it is, what it was spent on, when lanes are free, and when what was started ends."""
+
+
+class Links(Protocol):
+    """What exchanges go over: a torus, or boxes."""
+
+    def transfer(self, kind: str, groups: Groups, operand: int, result: int) -> Transfer:
+        """How long a collective takes, and what it keeps busy."""
+        ...
+
+    def lane_name(self, lane: Lane) -> str:
+        """What is kept busy, in words."""
+        ...
 
 
 def time_of(
@@ -50,41 +87,95 @@ def time_of(
     visited: Mapping[str, Visit],
     axis_sizes: Mapping[str, int],
     chip: Chip,
-    torus: Torus,
+    links: Links,
+    *,
+    cycles: bool = True,
 ) -> Time:
-    """How long a scheduled TPU program takes.
+    """How long a scheduled program takes.
 
     Args:
         module: of a compiled program.
         visited: how its computations run.
         axis_sizes: of the mesh, major to minor.
         chip: whose figures to use.
-        torus: where the devices are, in the order of the mesh.
+        links: between the devices, which are in the order of the mesh.
+        cycles: whether the compiler's are those of the chip.
     """
-    clock = _Clock(module, visited, axis_sizes, chip, torus)
+    told = cycles and any(
+        _CYCLES.search(one.attributes)
+        for name in visited
+        for one in module.computations[name].instructions
+    )
+    clock = _Clock(module, visited, axis_sizes, chip, links, told)
     clock.run(module.computations[module.entry])
-    exposed = [
-        Exposed(mesh_axes=key[1], source=key[2], seconds=seconds)
-        for key, seconds in clock.spent.items()
-        if isinstance(key, tuple)
-    ]
     flops = cost_of(module, visited).flops + round(clock.spent["kernel flops"])
     return Time(
         chip=chip.name,
         seconds=clock.now,
         compute=clock.spent["compute"],
         memory=clock.spent["memory"],
-        exchange=clock.spent["exchange"],
-        exposed=tuple(sorted(exposed, key=lambda one: -one.seconds)),
+        exchanges=tuple(
+            Exchange(
+                name=one.name,
+                mesh_axes=one.mesh_axes,
+                source=one.source,
+                seconds=clock.spent["links", one.name],
+                exposed=clock.spent["exposed", one.name],
+            )
+            for one in clock.collectives.values()
+            if ("links", one.name) in clock.spent
+        ),
         hardware_flops=flops,
         hfu=flops / (chip.flops * clock.now) if clock.now else 0.0,
-        source="compiler",
-        unknown=tuple(clock.unknown),
+        source="compiler" if told else "predicted",
+        unknown=(*(() if told else PREDICTED), *clock.unknown),
+        layer=tuple(_coarse(clock.longest_layer())),
     )
 
 
+class _Layer(NamedTuple):
+    """What happened in one iteration of a loop, and how long all of them take."""
+
+    seconds: float
+    start: float
+    events: list[Event]
+
+
+# A layer has at most about twice as many events on a core.
+_FINEST = 1 / 200
+
+
+def _coarse(layer: _Layer) -> Iterator[Event]:
+    """Events from the beginning of a layer, where short neighbours on a core are one."""
+    events = [dataclasses.replace(one, start=one.start - layer.start) for one in layer.events]
+    span = max((one.start + one.seconds for one in events), default=0.0)
+    for kind, run in itertools.groupby(events, lambda one: (one.lane, one.kind)):
+        if kind[0] != "core" or kind[1] == "exposed":
+            yield from run
+            continue
+        together: list[Event] = []
+        for one in run:
+            together.append(one)
+            if sum(other.seconds for other in together) >= span * _FINEST:
+                yield _joined(together)
+                together = []
+        if together:
+            yield _joined(together)
+
+
+def _joined(events: list[Event]) -> Event:
+    """Neighbours as one, with the name of the longest."""
+    longest = max(events, key=lambda one: one.seconds)
+    end = events[-1].start + events[-1].seconds
+    return dataclasses.replace(longest, start=events[0].start, seconds=end - events[0].start)
+
+
 class _Clock:
-    """The time on a device, and what it was spent on."""
+    """The time on a device, and what it was spent on.
+
+    `spent` has seconds by what they were spent on; of exchanges, by ``links`` or ``exposed`` and
+    the collective's name.
+    """
 
     def __init__(
         self,
@@ -92,25 +183,55 @@ class _Clock:
         visited: Mapping[str, Visit],
         axis_sizes: Mapping[str, int],
         chip: Chip,
-        torus: Torus,
+        links: Links,
+        told: bool,
     ):
         self.module = module
         self.visited = visited
         self.chip = chip
-        self.torus = torus
+        self.links = links
+        self.told = told
         self.now = 0.0
         self.free: dict[Lane, float] = {}
-        self.spent: defaultdict[object, float] = defaultdict(float)
+        self.spent: defaultdict[_Key, float] = defaultdict(float)
         self.unknown: dict[str, None] = {}
         # Ends of what was started, by channel or by name.
         self.ends: dict[str, tuple[float, Collective | None]] = {}
         self.traffic = Traffic(module)
-        self.has_products = functools.cache(self._has_products)
+        # By the identity of the instruction: names may come again in another computation.
+        self.products: dict[int, int] = {}
+        self.flops_in = functools.cache(self._flops_in)
+        self.sizes_in = functools.cache(self._sizes_in)
         self.collectives = {one.name: one for one in ledger(module, visited, axis_sizes)}
         self.transfers: dict[str, Transfer] = {}
+        self.events: list[Event] = []
+        self.layer: _Layer | None = None
+
+    def longest_layer(self) -> _Layer:
+        """An iteration of the loop that takes at least half of the time, or else everything."""
+        if self.layer and self.layer.seconds >= self.now / 2:
+            return self.layer
+        return _Layer(self.now, 0.0, self.events)
+
+    def mark(
+        self, lane: str, name: str, kind: str, start: float, end: float, axes: Axes = ()
+    ) -> None:
+        """Notes that something is busy from a time to another."""
+        if end > start:
+            self.events.append(
+                Event(
+                    lane=lane,
+                    name=name,
+                    kind=kind,
+                    mesh_axes=axes,
+                    start=start,
+                    seconds=end - start,
+                )
+            )
 
     def run(self, computation: hlo.Computation) -> None:
         """Executes one computation."""
+        self.flops_in(computation.name)
         types = {one.name: one.type for one in computation.instructions}
         for one in computation.instructions:
             self.step(one, types, computation)
@@ -171,7 +292,9 @@ class _Clock:
         begin = max([self.now, *(self.free.get(lane, 0.0) for lane in transfer.lanes)])
         end = begin + transfer.seconds
         self.free.update(dict.fromkeys(transfer.lanes, end))
-        self.spent["exchange"] += transfer.seconds
+        for lane in sorted(transfer.lanes, reverse=True):
+            self.mark(self.links.lane_name(lane), row.kind, "exchange", begin, end, row.mesh_axes)
+        self.spent["links", row.name] += transfer.seconds
         self.ends[key] = end, row
         if sync:
             self.wait(key)
@@ -180,8 +303,13 @@ class _Clock:
         """The core stands still until what was started has ended."""
         end, row = self.ends.pop(key, (self.now, None))
         if end > self.now:
-            spent = "memory" if row is None else ("exposed", row.mesh_axes, row.source)
+            spent = "memory" if row is None else ("exposed", row.name)
             self.spent[spent] += end - self.now
+            if row is None:
+                self.mark("core", "wait for memory", "memory", self.now, end)
+            else:
+                name = f"wait for {row.kind}"
+                self.mark("core", name, "exposed", self.now, end, row.mesh_axes)
             self.now = end
 
     def started(self, one: hlo.Instruction) -> None:
@@ -196,6 +324,7 @@ class _Clock:
         begin = max(self.now, self.free.get(_MEMORY, 0.0))
         self.free[_MEMORY] = end = begin + nbytes / self.chip.hbm
         self.ends[one.name] = end, None
+        self.mark("memory", "copy", "memory", begin, end)
 
     def transfer(self, one: hlo.Instruction, row: Collective) -> Transfer:
         """How long a collective takes, worked out once for each."""
@@ -205,7 +334,7 @@ class _Clock:
             else:
                 groups = logical_groups(one, self.module)
             operand, result = (sum(shape.nbytes for shape in side) for side in row.shapes)
-            self.transfers[one.name] = self.torus.transfer(row.kind, groups, operand, result)
+            self.transfers[one.name] = self.links.transfer(row.kind, groups, operand, result)
         return self.transfers[one.name]
 
     # Calls
@@ -220,9 +349,15 @@ class _Clock:
             trips = 1
         body = self.module.computations[one.callees()["body"][0]]
         start, spent, free, ends = self._state()
+        around, self.layer, first = self.layer, None, len(self.events)
         for _ in range(min(trips, 2)):
             start, spent, free, ends = self._state()
+            first = len(self.events)
             self.run(body)
+        own = _Layer(trips * (self.now - start), start, self.events[first:])
+        if self.layer and self.layer.seconds >= (self.now - start) / 2:
+            own = self.layer._replace(seconds=own.seconds)
+        self.layer = max(around or own, own, key=lambda layer: layer.seconds)
         if trips > 2:
             again = trips - 2
             length = again * (self.now - start)
@@ -238,6 +373,7 @@ class _Clock:
     def branch(self, one: hlo.Instruction) -> None:
         """The branch that takes longest."""
         before = longest = self._state()
+        first, events = len(self.events), []
         for name, _ in calls_of(one):
             self.now, self.spent, self.free, self.ends = (
                 before[0],
@@ -247,7 +383,9 @@ class _Clock:
             )
             self.run(self.module.computations[name])
             if self.now >= longest[0]:
-                longest = self._state()
+                longest, events = self._state(), self.events[first:]
+            del self.events[first:]
+        self.events += events
         self.now, self.spent, self.free, self.ends = longest
 
     def _state(self) -> _State:
@@ -257,50 +395,90 @@ class _Clock:
 
     def compute(self, one: hlo.Instruction, types: Mapping[str, str]) -> None:
         """What the core does itself: the compiler's cycles, or what main memory takes of it."""
-        if one.opcode == "custom-call":
+        if one.opcode in FREE:
+            return
+        if is_opaque(one):
             seconds, spent = self.kernel(one, types)
-        else:
+        elif self.told:
             found = _CYCLES.search(one.attributes)
             seconds, spent = (int(found[1]) / self.chip.clock if found else 0.0), "compute"
-            if found and not self.multiplies(one):
+            if found and not self.flops(one):
                 moved = self.moved(one, types)
                 if moved < seconds:
                     seconds, spent = moved, "memory"
+            elif found and self.is_large(one):
+                alone = self.flops(one) / (_PRODUCT * self.chip.flops)
+                seconds = min(seconds, alone + self.moved(one, types))
+        else:
+            seconds, spent = self.slower(self.flops(one) / self.chip.flops, self.moved(one, types))
         self.spent[spent] += seconds
+        name = place(one.op_name) if one.op_name else one.name
+        self.mark("core", name, spent, self.now, self.now + seconds)
         self.now += seconds
+
+    @staticmethod
+    def slower(computing: float, moving: float) -> tuple[float, str]:
+        """What two kinds of work take that go on side by side, and which of them decides."""
+        return (computing, "compute") if computing > moving else (moving, "memory")
 
     def moved(self, one: hlo.Instruction, types: Mapping[str, str]) -> float:
         """Seconds in which the memories move what an instruction reads and writes."""
+        far = self.traffic.instruction(one, types) / (_REACHED * self.chip.hbm)
+        if not self.chip.vmem:
+            return far
         texts = [*(types.get(name, "") for name in one.operand_names), one.type]
-        near = sum(shape.nbytes for text in texts for shape in hlo.parse_shapes(text))
-        far = self.traffic.instruction(one, types)
-        return max(far / (_REACHED * self.chip.hbm), near / self.chip.vmem)
-
-    def multiplies(self, one: hlo.Instruction) -> bool:
-        """Whether an instruction has a matrix product or a convolution in it."""
-        if one.opcode in ("dot", "convolution"):
-            return True
-        return any(self.has_products(name) for name, _ in calls_of(one))
-
-    def _has_products(self, name: str) -> bool:
-        computation = self.module.computations[name]
-        return any(True for _ in products_of(computation)) or any(
-            self.has_products(inner) for i in computation.instructions for inner, _ in calls_of(i)
+        near = sum(
+            sum(shape.nbytes for shape in hlo.parse_shapes(text)) - hbm_size(text) for text in texts
         )
+        return max(far, near / self.chip.vmem)
+
+    def flops(self, one: hlo.Instruction) -> int:
+        """Of the products in an instruction, and in what it calls."""
+        return self.products.get(id(one), 0) + sum(self.flops_in(n) for n, _ in calls_of(one))
+
+    def _flops_in(self, name: str) -> int:
+        found = {id(one): flops for one, flops in products_of(self.module.computations[name])}
+        self.products |= found
+        inner = (
+            self.flops_in(called)
+            for one in self.module.computations[name].instructions
+            for called, _ in calls_of(one)
+        )
+        return sum(found.values()) + sum(inner)
+
+    def is_large(self, one: hlo.Instruction) -> bool:
+        """Whether the products of an instruction are all of large matrices."""
+        names = [name for name, _ in calls_of(one)]
+        return bool(names) and all(self.sizes_in(name) >= _LARGE for name in names)
+
+    def _sizes_in(self, name: str) -> float:
+        """The smallest size of the products in a computation; 0 for one with a batch."""
+        computation, smallest = self.module.computations[name], math.inf
+        types = {one.name: one.type for one in computation.instructions}
+        for one, flops in products_of(computation):
+            shapes = [hlo.parse_shapes(types.get(n, "")) for n in one.operand_names[:2]]
+            made = math.prod(hlo.parse_shapes(hlo.result_type(one))[0].dims)
+            contracted = flops // (2 * max(1, made))
+            left, right = (math.prod(s[0].dims) // max(1, contracted) if s else 0 for s in shapes)
+            smallest = min(smallest, contracted, left, right) if left * right == made else 0
+        inner = [self.sizes_in(c) for i in computation.instructions for c, _ in calls_of(i)]
+        return min(smallest, *inner, math.inf)
 
     def kernel(self, one: hlo.Instruction, types: Mapping[str, str]) -> tuple[float, str]:
         """A kernel written by hand, of which the compiler knows what its author says."""
-        if not is_opaque(one):
-            return 0.0, "compute"
         found = _ESTIMATE.search(one.attributes)
         figures = {name: int(value) for name, value in _FIGURE.findall(found[1])} if found else {}
-        moved = self.moved(one, types)
         flops = figures.get("flops", 0)
         if not flops:
+            operands = [hlo.parse_shapes(types.get(name, "")) for name in one.operand_names]
+            known = known_flops(
+                one.op_name, [*itertools.chain(*operands)], hlo.parse_shapes(one.type)
+            )
+            flops, why = known or (0, "only what it moves")
             target = (one.attribute("custom_call_target") or "").strip('"')
-            name = one.op_name.rpartition("/")[2] or one.name
-            sentence = f"the kernel {name} ({target}) says not what it computes: counted as memory"
+            name = one.op_name.rpartition("/")[0].rpartition("/")[2] or one.name
+            sentence = f"the kernel {name} ({target}) has no cost_estimate: counted as {why}"
             self.unknown[sentence] = None
         self.spent["kernel flops"] += flops
-        seconds = flops / (_KERNEL * self.chip.flops)
-        return (seconds, "compute") if seconds > moved else (moved, "memory")
+        computing = flops / (_KERNEL * self.chip.flops)
+        return self.slower(computing, self.moved(one, types))

@@ -89,6 +89,13 @@ class Torus:
         payload = max(operand, result) * (1 - 1 / len(largest))
         return Transfer(phases * (self._gather(lines, payload) + delay), lanes)
 
+    def lane_name(self, lane: Lane) -> str:
+        """What links are called: ``x+`` for those along the first dimension, upwards."""
+        dimension, way = lane
+        if self._on_chip(dimension):
+            return "on chip"
+        return f"{'xyz'[dimension] if dimension < 3 else dimension}{'+' if way > 0 else '-'}"
+
     def _gather(self, lines: dict[int, _Line], payload: float) -> float:
         """Seconds until each device of a group has received a payload from the others."""
 

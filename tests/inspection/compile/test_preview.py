@@ -457,7 +457,8 @@ def test_the_page_says_what_a_prediction_is_for(product):
 def test_as_text(product):
     """The head says that it is predicted, and nothing is said about cost or memory."""
     text = str(product.preview())
-    assert text.splitlines()[1:3] == [
+    assert text.splitlines()[1:4] == [
+        "no time for CPU; give topology= or chip=",
         "predicted, before compilation: compilers combine, move and replace exchanges",
         "for cpu: bf16 exchanges are widened to f32",
     ]

@@ -157,6 +157,10 @@ def test_records_are_json():
         "capacity": 17179869184,
         "fits": True,
         "seconds": 1.5,
+        "step_seconds": None,
+        "exposed_seconds": None,
+        "mfu": None,
+        "hfu": None,
         "unread_lines": 0,
     }
     assert records[1]["unknown"] == 1

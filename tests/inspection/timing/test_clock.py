@@ -173,16 +173,16 @@ def test_work_without_products_takes_what_memory_takes_at_most():
 def test_a_kernel_without_figures_is_named():
     """Of a custom call, the author's figures count; without them a sentence says so."""
     call = '  %k = f32[8,8]{1,0} custom-call(%p), custom_call_target="tpu_custom_call"'
-    found = timed(f"{call}\n")
+    found = timed(f"{call}\n{fused('%after', 1)}")
     assert found.unknown == (
-        "the kernel k (tpu_custom_call) says not what it computes: counted as memory",
+        "the kernel k (tpu_custom_call) has no cost_estimate: counted as only what it moves",
     )
     config = ', backend_config={"cost_estimate":{"flops":1000,"bytes_accessed":8}}\n'
-    found = timed(call + config)
+    found = timed(f"{call}{config}{fused('%after', 500)}")
     assert found.unknown == ()
-    # Half of the peak, which is 2e6 a second.
-    assert found.seconds == pytest.approx(1e-3)
-    assert found.hardware_flops == 1000
+    # Half of the peak, which is 2e6 a second; and 0.5 ms of cycles after it.
+    assert found.seconds == pytest.approx(1.5e-3)
+    assert found.hardware_flops == 1000 + 2 * 8**3
 
 
 def test_the_longer_branch_counts():
@@ -197,3 +197,47 @@ def test_the_longer_branch_counts():
         "  %c = f32[8,8]{1,0} conditional(%which, %p, %p), branch_computations={%long, %short}\n"
     )
     assert timed(body, branches).seconds == pytest.approx(0.9e-3)
+
+
+def test_attention_is_known_by_its_name():
+    """Splash attention of 4 by 4 blocks under a causal mask computes 10 of 16 of them."""
+    call = (
+        "  %blocks = s8[1,4,4]{2,1,0} constant({...})\n"
+        "  %q = bf16[2,64,16]{2,1,0} constant({...})\n"
+        "  %k = (bf16[2,64,16]{2,1,0}, f32[2,64]{1,0}) custom-call(%blocks, %q, %q, %q), "
+        'custom_call_target="tpu_custom_call", '
+        'metadata={op_name="jit(f)/splash_mha_fwd_residuals/pallas_call"}\n'
+    )
+    found = timed(f"{call}{fused('%after', 500)}")
+    # Queries with keys and weights with values: two products of 2 x 64 x 64 x 16.
+    flops = 2 * 2 * (2 * 64 * 64 * 16) * 10 // 16
+    assert found.hardware_flops == flops + 2 * 8**3
+    assert found.seconds == pytest.approx(flops / 1e6 + 0.5e-3)
+    assert "attention with a causal mask" in found.unknown[0]
+
+
+def test_a_program_without_cycles_is_predicted():
+    """Without the compiler's cycles, products take the peak and the rest the main memory."""
+    slow = dataclasses.replace(CHIP, hbm=1e10 / 0.83, flops=1e6)
+    body = (
+        f"  %n = {SENT} negate(%x)\n"
+        "  %d = f32[8,8]{1,0} fusion(%p, %p), kind=kOutput, calls=%product\n"
+    )
+    found = timed(body, chip=slow)
+    assert found.source == "predicted"
+    # A megabyte read and one written at 10 GB/s; 1,024 FLOPs of a million in a second.
+    assert found.memory == pytest.approx(0.2e-3)
+    assert found.compute == pytest.approx(1.024e-3)
+    assert found.unknown[0].startswith("every product is taken at the peak")
+
+
+def test_a_layer_is_one_iteration_of_the_longest_loop():
+    """The lanes are those of a loop that takes half of the time; else of the whole program."""
+    found = timed(fused("%a", 300) + started("%s") + fused("%b", 300) + ended("%d", "%s"))
+    core = [one for one in found.layer if one.lane == "core"]
+    assert [one.kind for one in core] == ["compute", "compute", "exposed"]
+    assert core[-1].seconds == pytest.approx(0.7e-3)
+    assert core[-1].mesh_axes == ("data",)
+    sent = [one for one in found.layer if one.kind == "exchange"]
+    assert {one.lane for one in sent} == {"x+"}
+    assert [one.start for one in sent] == [pytest.approx(0.3e-3)]

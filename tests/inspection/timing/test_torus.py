@@ -121,7 +121,7 @@ def test_hops_take_a_microsecond_each():
 
 def test_clocks_are_those_that_google_names():
     """Peak over cells of the matrix units, in GHz, as issue J lists them."""
-    clocks = {name: round(chip.clock / 1e9, 2) for name, chip in CHIPS.items()}
+    clocks = {name: round(chip.clock / 1e9, 2) for name, chip in CHIPS.items() if chip.multipliers}
     assert clocks == {"v4": 1.05, "v5e": 1.5, "v5p": 1.75, "v6e": 1.75, "tpu7x": 2.2}
 
 

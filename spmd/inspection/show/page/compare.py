@@ -65,7 +65,14 @@ def _total_cells(one: Any) -> list[str]:
     return [*map(typeset, cells)]
 
 
-_NAMES = {"flops": "FLOPs", "hbm_bytes": "main memory traffic", "peak": "memory, all together"}
+_NAMES = {
+    "flops": "FLOPs",
+    "hbm_bytes": "main memory traffic",
+    "peak": "memory, all together",
+    "seconds": "time of a call",
+    "mfu": "MFU",
+    "hfu": "HFU",
+}
 
 
 def _figure(delta: Delta, show: words.Show) -> tuple[str, ...]:

@@ -18,8 +18,9 @@ from spmd.inspection.records.report import (
     Total,
     skipped_findings,
 )
-from spmd.inspection.records.sizes import show_bytes, show_count
+from spmd.inspection.records.sizes import show_bytes, show_count, show_seconds
 from spmd.inspection.records.sums import NO_MODULE, by_line, grouped, line_of, spread, sum_of
+from spmd.inspection.records.time import Exchange, Time
 from spmd.inspection.show import words
 
 _COLORS = 6
@@ -31,6 +32,7 @@ def view(report: Report) -> dict[str, Any]:
     found = report.collectives
     order = sorted(range(len(found)), key=lambda i: -words.ranking(found[i]))
     groups = _groups(report.origins)
+    times = words.times_of(report)
     return {
         "title": report.name or "report",
         "report": report,
@@ -41,7 +43,8 @@ def view(report: Report) -> dict[str, Any]:
         "modules": _modules(report),
         "files": _files(report, groups),
         "lost": _lost(report),
-        "rows": [_row(i, found[i]) for i in order],
+        "rows": [_row(i, found[i], times[i], report) for i in order],
+        "time": _time(report),
         "kinds": sorted({one.kind for one in found}),
         "axes": sorted({axis for one in found for axis in one.axis_names}),
         "groups": [(_title(rows[0][1]), rows) for rows in groups.values()],
@@ -93,7 +96,10 @@ def percent(part: int, whole: int) -> float:
 
 def _figures(report: Report) -> Iterator[tuple[str, str, str]]:
     """Label, figure and what it is of."""
-    total, cost = report.total, report.cost
+    total, cost, time = report.total, report.cost, report.time
+    if time:
+        used = ", ".join(f"{name} {share}" for name, share in time.utilization.items())
+        yield "Time of a call", show_seconds(time.seconds), f"{used}; bound by {time.bound}"
     unknown = f"; {total.unknown:,} run an unknown number of times" if total.unknown else ""
     yield "On the wire", typeset(words.wire(total)), "sent by each device in a call"
     runs = words.plural(total.executions, "run")
@@ -103,6 +109,52 @@ def _figures(report: Report) -> Iterator[tuple[str, str, str]]:
     yield "Main memory traffic", show_bytes(cost.hbm_bytes), "read and written per device"
     if report.memory:
         yield "Memory", show_bytes(report.memory.peak), "needed on each device"
+
+
+def _time(report: Report) -> dict[str, Any] | None:
+    """The bar of a call: its parts one after the other, in percent, and its doubts."""
+    time = report.time
+    if time is None:
+        return None
+    parts, start = [], 0.0
+    for label, axes, seconds in words.time_parts(time):
+        width = 100 * seconds / time.seconds
+        axis = f"axis-{color(axes[0], report.mesh)}" if axes else "axis-none"
+        parts.append(
+            {"name": label.partition(" ")[0], "class": axis, "label": label.capitalize(),
+             "shown": show_seconds(seconds), "share": words.show_share(seconds / time.seconds),
+             "start": round(start, 3), "width": round(width, 3)}
+        )  # fmt: skip
+        start += width
+    beside = time.exchange - sum(one.exposed for one in time.exchanges)
+    return {
+        "parts": parts,
+        "beside": show_seconds(beside) if beside > 0 else "",
+        "span": show_seconds(words.end_of(time.layer)),
+        "lanes": [*_lanes(time, report.mesh)],
+    }
+
+
+def _lanes(time: Time, mesh: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """A layer of the schedule: by lane, its events in percent of the layer."""
+    span = words.end_of(time.layer)
+    for lane, events in words.lanes_of(time).items():
+        busy = sum(one.seconds for one in events if one.kind != "exposed") / span
+        yield {
+            "name": lane,
+            "busy": words.show_share(min(1.0, busy)),
+            "events": [
+                {
+                    "class": f"time-{one.kind} "
+                    + (f"axis-{color(one.mesh_axes[0], mesh)}" if one.mesh_axes else "axis-none"),
+                    "title": f"{one.name}, {show_seconds(one.seconds)}"
+                    + (f" over {', '.join(one.mesh_axes)}" if one.mesh_axes else ""),
+                    "start": round(100 * one.start / span, 3),
+                    "width": round(100 * one.seconds / span, 3),
+                }
+                for one in events
+            ],
+        }
 
 
 def _modules(report: Report) -> list[dict[str, Any]]:
@@ -187,13 +239,15 @@ def _lost(report: Report) -> str:
 # Ledger
 
 
-def _row(index: int, one: Collective) -> dict[str, Any]:
+def _row(index: int, one: Collective, took: Exchange | None, report: Report) -> dict[str, Any]:
     place, name = words.show_place(one.source), place_name(one)
     function = one.source.function.rpartition(".<locals>.")[2] if one.source else ""
     return {
         "index": index,
         "one": one,
         "rank": words.ranking(one),
+        "time": words.show_exchange(took, report.time),
+        "seconds": took.seconds if took else 0.0,
         "place": place,
         "places": "\n".join(places(one)),
         "name": name,
