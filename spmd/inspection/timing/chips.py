@@ -5,8 +5,8 @@ Sources, by the letter that stands beside a figure:
 - C: Google Cloud's pages of the TPU versions (cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x):
   peak of bf16 products, memory bandwidth, bandwidth between chips.
 - S: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapters "TPUs" and "Rooflines":
-  bandwidth of one link in one direction, sizes of the matrix units, a microsecond for each hop, and
-  vector memory about 22 times as fast as main memory.
+  bandwidth of one link in one direction, sizes of the matrix units, a microsecond for each hop,
+  vector memory about 22 times as fast as main memory, and PCIe to the host.
 - N: NVIDIA's data sheets of H100 SXM and H200 SXM, and the DGX H100 user guide: dense bf16, memory,
   NVLink in one direction, and a network adapter of 400 Gb/s for each GPU of a box of eight.
 """
@@ -40,6 +40,7 @@ class Chip:
         multipliers: cells of all matrix units, each of which does a multiplication and an addition
             in a cycle; 0 where no compiler tells cycles.
         vmem: bytes of vector memory in a second; 0 where a chip has none.
+        host: bytes in a second to and from the memory of the host; 0 where that is not known.
         on_chip: bytes in a second between the two devices of a chip; 0 where a chip is one device.
         box: devices that a switch joins, such as the GPUs of a server; 0 for chips on a torus.
         across: bytes in a second from one device out of its box.
@@ -52,6 +53,7 @@ class Chip:
     hop: float = MICROSECOND
     multipliers: int = 0
     vmem: float = 0.0
+    host: float = 0.0
     on_chip: float = 0.0
     box: int = 0
     across: float = 0.0
@@ -71,10 +73,18 @@ _SCHEMA = "spmd-chip/1"
 
 _SMALL, _LARGE = 128 * 128, 256 * 256
 _VMEM_PER_HBM = 22  # S
+_PCIE = 1.6e10  # S
 
 
 def _tpu(
-    name: str, *, teraflops: float, multipliers: int, hbm: float, link: float, on_chip: float = 0.0
+    name: str,
+    *,
+    teraflops: float,
+    multipliers: int,
+    hbm: float,
+    link: float,
+    host: float = _PCIE,
+    on_chip: float = 0.0,
 ) -> Chip:
     return Chip(
         name=name,
@@ -83,6 +93,7 @@ def _tpu(
         hbm=hbm,
         vmem=_VMEM_PER_HBM * hbm,
         link=link,
+        host=host,
         on_chip=on_chip,
     )
 
@@ -100,13 +111,14 @@ CHIPS = {
         _tpu("v4", teraflops=275, multipliers=8 * _SMALL, hbm=1.228e12, link=4.5e10),
         _tpu("v5e", teraflops=197, multipliers=4 * _SMALL, hbm=8.19e11, link=4.5e10),
         _tpu("v5p", teraflops=459, multipliers=8 * _SMALL, hbm=2.765e12, link=9e10),
-        _tpu("v6e", teraflops=918, multipliers=4 * _LARGE, hbm=1.64e12, link=9e10),
+        _tpu("v6e", teraflops=918, multipliers=4 * _LARGE, hbm=1.64e12, link=9e10, host=2 * _PCIE),
         _tpu(
             "tpu7x",
             teraflops=2307 / 2,
             multipliers=4 * _LARGE,
             hbm=7.38e12 / 2,
             link=1e11,
+            host=0.0,
             on_chip=6e11,
         ),
         _box("h100", hbm=3.35e12),

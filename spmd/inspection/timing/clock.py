@@ -53,6 +53,8 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _ESTIMATE = re.compile(r'"cost_estimate":\{([^}]*)\}')
 _FIGURE = re.compile(r'"(flops|bytes_accessed)":"?(\d+)')
 _MEMORY: Lane = (-1, 0)
+_HOST: Lane = (-2, 0)
+_HOST_SPACE = "S(5)"
 
 PREDICTED = (
     "every product is taken at the peak of bf16, and all else at the bandwidth of main memory",
@@ -131,6 +133,23 @@ def time_of(
         unknown=(*(() if told else PREDICTED), *clock.unknown),
         layer=tuple(_coarse(clock.longest_layer())),
     )
+
+
+def _moved_by(one: hlo.Instruction) -> tuple[int, bool]:
+    """Bytes that a copy moves beside the core, and whether it is to or from the host's memory.
+
+    Its type is ``(to, from, context)``; of a slice or an update, ``((operands), result, context)``.
+    """
+    parts = hlo.tuple_elements(one.type) or (one.type,)
+    operands = hlo.tuple_elements(parts[0])
+    if not operands:
+        texts = parts[:2]
+    elif one.opcode.startswith("dynamic-update-slice"):
+        texts = (operands[1], parts[1])
+    else:
+        texts = (parts[1], operands[0])
+    moved = min(sum(shape.nbytes for shape in hlo.parse_shapes(text)) for text in texts)
+    return moved, any(_HOST_SPACE in text for text in texts)
 
 
 class _Layer(NamedTuple):
@@ -319,12 +338,16 @@ class _Clock:
         if found is not None:
             self.start(found, one.name, sync=not one.opcode.endswith("-start"))
             return
-        result = hlo.tuple_elements(one.type)[:1] or (one.type,)
-        nbytes = sum(shape.nbytes for shape in hlo.parse_shapes(result[0]))
-        begin = max(self.now, self.free.get(_MEMORY, 0.0))
-        self.free[_MEMORY] = end = begin + nbytes / self.chip.hbm
+        nbytes, to_host = _moved_by(one)
+        lane, speed = (_HOST, self.chip.host) if to_host else (_MEMORY, self.chip.hbm)
+        if not speed:
+            self.unknown["copies to and from the host's memory are taken to cost nothing"] = None
+            self.ends[one.name] = self.now, None
+            return
+        begin = max(self.now, self.free.get(lane, 0.0))
+        self.free[lane] = end = begin + nbytes / speed
         self.ends[one.name] = end, None
-        self.mark("memory", "copy", "memory", begin, end)
+        self.mark("host" if to_host else "memory", "copy", "memory", begin, end)
 
     def transfer(self, one: hlo.Instruction, row: Collective) -> Transfer:
         """How long a collective takes, worked out once for each."""

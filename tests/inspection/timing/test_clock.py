@@ -241,3 +241,35 @@ def test_a_layer_is_one_iteration_of_the_longest_loop():
     sent = [one for one in found.layer if one.kind == "exchange"]
     assert {one.lane for one in sent} == {"x+"}
     assert [one.start for one in sent] == [pytest.approx(0.3e-3)]
+
+
+@pytest.mark.parametrize(
+    ("start", "seconds"),
+    [
+        # A copy of a megabyte, at 1 GB/s.
+        (f"copy-start(%x)|({SENT}, {SENT}, u32[])", 1e-3),
+        # A slice of a tenth of it.
+        (f"slice-start(%x)|(({SENT}), f32[25000]{{0}}, s32[])", 1e-4),
+        # An update of a tenth.
+        (
+            f"dynamic-update-slice-start(%x, %u, %i)|(({SENT}, f32[25000]{{0}}, s32[]), {SENT}, u32[])",
+            1e-4,
+        ),
+        # The same to the host, at 0.1 GB/s.
+        (
+            "dynamic-update-slice-start(%x, %u, %i)|"
+            "((f32[250000]{0:S(5)}, f32[25000]{0}, s32[]), f32[250000]{0:S(5)}, u32[])",
+            1e-3,
+        ),
+    ],
+)
+def test_copies_beside_the_core_move_what_is_new(start, seconds):
+    """What ends a copy waits as long as its bytes take: those of a slice, and not of the whole."""
+    chip = dataclasses.replace(CHIP, hbm=1e9, host=1e8)
+    call, kind = start.split("|")
+    opcode = call.partition("-start")[0]
+    body = (
+        "  %u = f32[25000]{0} constant({...})\n  %i = s32[] constant(0)\n"
+        f"  %s = {kind} {call}\n  %d = {SENT} {opcode}-done(%s)\n{fused('%after', 1)}"
+    )
+    assert timed(body, chip=chip).memory == pytest.approx(seconds)
