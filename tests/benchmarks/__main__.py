@@ -1,8 +1,9 @@
 """Runs the benchmarks: `python -m tests.benchmarks [PART ...] [--turns N]`.
 
 Where there is a peer, it took turns with us in the same process, and the figure is a ratio. No
-timing is asserted: timings belong to machines, not to tests. Bytes come out the same on all of
-them, so the exit status is 1 where the part `grad` finds more than the peer's.
+timing is asserted: timings belong to machines, not to tests. Bytes and predictions come out the
+same on all of them: the exit status is 1 where the part `grad` finds more than the peer's, or
+`time` misses a target.
 """
 
 import argparse
@@ -27,7 +28,7 @@ PARTS = (
     *("taps", "pmap", "colocated", "bundle", "page", "fits"),
 )
 #: Parts that run only where they are named, since they take long.
-LONG = ("models",)
+LONG = ("models", "time")
 
 
 def main() -> int:
@@ -63,6 +64,7 @@ def _lines(part: str, turns: int, where: str) -> tuple[str | None, Iterable[Any]
     """What stands above the lines of a part, and the lines."""
     from . import (
         bundling,
+        clocking,
         colocating,
         compiling,
         differentiating,
@@ -92,6 +94,7 @@ def _lines(part: str, turns: int, where: str) -> tuple[str | None, Iterable[Any]
         "models": lambda: (previewing.MODELS_HEADER, previewing.run_models(where)),
         "page": lambda: (paging.HEADER, paging.run(max(1, turns // 10))),
         "fits": lambda: (fitting.HEADER, fitting.run()),
+        "time": lambda: (clocking.HEADER, clocking.run()),
     }
     return parts[part]()
 

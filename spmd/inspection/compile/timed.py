@@ -110,7 +110,7 @@ def time_of_prediction(
             doubts = (*doubts, _NEIGHBOURS)
         if one.executions is None:
             doubts = (*doubts, "an exchange that runs an unknown number of times is left out")
-    compute = flops / chip.flops
+    compute = flops / chip.kept
     seconds = compute + sum(one.seconds for one in exchanges)
     return Time(
         chip=chip.name,
@@ -119,7 +119,7 @@ def time_of_prediction(
         memory=0.0,
         exchanges=tuple(exchanges),
         hardware_flops=flops,
-        hfu=compute / seconds if seconds else 0.0,
+        hfu=flops / (chip.flops * seconds) if seconds else 0.0,
         source="predicted",
         unknown=(PREDICTED_PRODUCTS, _BESIDE, *dict.fromkeys(doubts)),
     )

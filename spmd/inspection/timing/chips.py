@@ -7,6 +7,7 @@ Sources, by the letter that stands beside a figure:
 - S: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapters "TPUs" and "Rooflines":
   bandwidth of one link in one direction, sizes of the matrix units, a microsecond for each hop,
   vector memory about 22 times as fast as main memory, and PCIe to the host.
+- R: the run "22B v4-128" of tests/benchmarks/published/runs.toml.
 - N: NVIDIA's data sheets of H100 SXM and H200 SXM, and the DGX H100 user guide: dense bf16, memory,
   NVLink in one direction, and a network adapter of 400 Gb/s for each GPU of a box of eight.
 """
@@ -37,6 +38,7 @@ class Chip:
         link: bytes in a second over one link, in one direction; of a box, from a device to all
             others of it.
         hop: seconds that a message takes from a chip to the next.
+        sustained: the share of its peak clock that a chip keeps in a long run.
         multipliers: cells of all matrix units, each of which does a multiplication and an addition
             in a cycle; 0 where no compiler tells cycles.
         vmem: bytes of vector memory in a second; 0 where a chip has none.
@@ -51,6 +53,7 @@ class Chip:
     hbm: float
     link: float
     hop: float = MICROSECOND
+    sustained: float = 1.0
     multipliers: int = 0
     vmem: float = 0.0
     host: float = 0.0
@@ -62,6 +65,11 @@ class Chip:
     def clock(self) -> float:
         """Cycles in a second: those with which the matrix units reach the peak."""
         return self.flops / (2 * self.multipliers)
+
+    @property
+    def kept(self) -> float:
+        """FLOPs in a second at the clock that a chip keeps."""
+        return self.sustained * self.flops
 
     def to_json(self) -> dict[str, Any]:
         """The figures as JSON values, which ``chip=`` reads from a file."""
@@ -85,6 +93,7 @@ def _tpu(
     link: float,
     host: float = _PCIE,
     on_chip: float = 0.0,
+    sustained: float = 1.0,
 ) -> Chip:
     return Chip(
         name=name,
@@ -95,6 +104,7 @@ def _tpu(
         link=link,
         host=host,
         on_chip=on_chip,
+        sustained=sustained,
     )
 
 
@@ -104,11 +114,13 @@ def _box(name: str, *, hbm: float) -> Chip:
 
 # teraflops: C; multipliers: S; hbm: C; link: S. A v4 or v5p chip has two cores of four units each
 # and is one device; a tpu7x chip is two devices of four units, which share its 7.38 TB/s, and its
-# 1.2 TB/s between chips are six links of two directions (C). Boxes: N.
+# 1.2 TB/s between chips are six links of two directions (C). sustained: R. Boxes: N.
 CHIPS = {
     chip.name: chip
     for chip in (
-        _tpu("v4", teraflops=275, multipliers=8 * _SMALL, hbm=1.228e12, link=4.5e10),
+        _tpu(
+            "v4", teraflops=275, multipliers=8 * _SMALL, hbm=1.228e12, link=4.5e10, sustained=0.88
+        ),
         _tpu("v5e", teraflops=197, multipliers=4 * _SMALL, hbm=8.19e11, link=4.5e10),
         _tpu("v5p", teraflops=459, multipliers=8 * _SMALL, hbm=2.765e12, link=9e10),
         _tpu("v6e", teraflops=918, multipliers=4 * _LARGE, hbm=1.64e12, link=9e10, host=2 * _PCIE),

@@ -252,7 +252,8 @@ def test_a_layer_is_one_iteration_of_the_longest_loop():
         (f"slice-start(%x)|(({SENT}), f32[25000]{{0}}, s32[])", 1e-4),
         # An update of a tenth.
         (
-            f"dynamic-update-slice-start(%x, %u, %i)|(({SENT}, f32[25000]{{0}}, s32[]), {SENT}, u32[])",
+            "dynamic-update-slice-start(%x, %u, %i)|"
+            f"(({SENT}, f32[25000]{{0}}, s32[]), {SENT}, u32[])",
             1e-4,
         ),
         # The same to the host, at 0.1 GB/s.
@@ -273,3 +274,53 @@ def test_copies_beside_the_core_move_what_is_new(start, seconds):
         f"  %s = {kind} {call}\n  %d = {SENT} {opcode}-done(%s)\n{fused('%after', 1)}"
     )
     assert timed(body, chip=chip).memory == pytest.approx(seconds)
+
+
+SIDE = 2048
+
+
+def product(with_work, side=SIDE):
+    """A product of square matrices, by itself or with a tanh of it in the same fusion."""
+    kind = f"f32[{side},{side}]{{1,0}}"
+    end = "  ROOT %t = {k} tanh(%dot)\n" if with_work else "  ROOT %t = {k} bitcast(%dot)\n"
+    return (
+        f"%large (a: {kind}) -> {kind} {{\n  %a = {kind} parameter(0)\n"
+        f"  %dot = {kind} dot(%a, %a), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}\n"
+        + end.format(k=kind)
+        + "}\n",
+        f"  %m = {kind} constant({{...}})\n"
+        f"  %f = {kind} fusion(%m), kind=kOutput, calls=%large, "
+        'backend_config={"estimated_cycles":"70000"}\n',
+    )
+
+
+@pytest.mark.parametrize(
+    ("with_work", "side", "sustained", "seconds"),
+    [
+        # The compiler's cycles, at 1 MHz, hold for a product by itself.
+        (False, SIDE, 1.0, 70e-3),
+        # One with other work takes nine tenths of a peak of 2e12.
+        (True, SIDE, 1.0, 2 * SIDE**3 / 0.9 / 2e12),
+        # A small one takes its cycles all the same.
+        (True, 512, 1.0, 70e-3),
+        # A clock that is not kept makes both longer.
+        (False, SIDE, 0.8, 70e-3 / 0.8),
+        (True, SIDE, 0.8, 2 * SIDE**3 / 0.9 / 2e12 / 0.8),
+    ],
+)
+def test_cycles_of_products_hold_where_nothing_is_fused_into_them(
+    with_work, side, sustained, seconds
+):
+    """Other work in the fusion of a large product makes its cycles too many."""
+    computations, body = product(with_work, side)
+    chip = dataclasses.replace(CHIP, flops=2e12, multipliers=10**6, sustained=sustained)
+    assert timed(body, computations, chip).compute == pytest.approx(seconds)
+
+
+def test_a_large_product_takes_what_its_bytes_take_where_that_is_longer():
+    """Two matrices of 16 MiB at 0.83 of 1 GB/s, since FLOPs and bytes go on side by side."""
+    computations, body = product(with_work=True)
+    chip = dataclasses.replace(CHIP, flops=2e12, multipliers=10**6, hbm=1e9)
+    found = timed(body, computations, chip)
+    assert found.memory == pytest.approx(2 * 4 * SIDE**2 / 0.83e9)
+    assert found.bound == "memory"

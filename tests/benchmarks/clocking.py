@@ -1,0 +1,84 @@
+"""How near `Report.time` is to training runs whose speed was published, without their hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+import statistics
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from spmd.inspection import CHIPS
+
+from .published import runs
+
+MEAN, LARGEST, ORDER = 0.10, 0.20, 0.85
+HEADER = (
+    f"{'TFLOP/s per chip':18}  {'script':14}  {'published':>9}  {'ours':>6}  {'error':>6}"
+    f"  {'MFU':>5}  {'ours':>5}  {'exposed':>7}  set by"
+)
+
+
+class Line(str):
+    """A line, and whether what it says reaches its target."""
+
+    passed = True
+
+
+def _against(text: str, figure: float, target: float, *, above: bool = False) -> Line:
+    line = Line(f"{text}; target {'at least' if above else 'at most'} {target:g}")
+    line.passed = figure >= target if above else figure <= target
+    return line
+
+
+def run() -> Iterator[str]:
+    """A line for each run as it is found, and those of all against their targets."""
+    every = runs.read()
+    ours, peak = [], []
+    for one in every:
+        found = runs.clocked(one)
+        ours.append(found["teraflops"])
+        # As fast as the chip's peak would do what the program does.
+        share = found["teraflops"] * found["seconds"] / found["hardware"]
+        peak.append(share * _peak(one))
+        yield _line(one, found)
+    clocks = {name: chip.clock / 1e9 for name, chip in CHIPS.items() if chip.multipliers}
+    yield "clocks, GHz: " + ", ".join(f"{name} {clock:.2f}" for name, clock in clocks.items())
+    errors = [a / one.teraflops - 1 for a, one in zip(ours, every, strict=True)]
+    held = [error for error, one in zip(errors, every, strict=True) if not one.tunes]
+    yield from _summary("all", errors)
+    yield from _summary("held out", held)
+    published = np.array([one.teraflops for one in every])
+    yield f"mean error of its FLOPs at the chip's peak: {_mean(peak / published - 1):.1%}"
+    order = _spearman(published, ours)
+    yield _against(f"Spearman of TFLOP/s {order:.2f}", order, ORDER, above=True)
+    peaks = np.array([_peak(one) for one in every])
+    yield f"Spearman of MFU {_spearman(published / peaks, ours / peaks):.2f}"
+
+
+def _line(one: runs.Run, found: dict) -> str:
+    mine, peak = found["teraflops"], _peak(one)
+    return (
+        f"{one.name:18}  {one.script:14}  {one.teraflops:9.0f}  {mine:6.1f}"
+        f"  {mine / one.teraflops - 1:+6.1%}  {one.teraflops / peak:5.1%}  {mine / peak:5.1%}"
+        f"  {found['exposed'] / found['seconds']:7.1%}  {'it' if one.tunes else ''}"
+    ).rstrip()
+
+
+def _summary(name: str, errors: Sequence[float]) -> Iterator[Line]:
+    mean, largest = _mean(errors), max(map(abs, errors))
+    yield _against(f"mean error, {name} {len(errors)}: {mean:.1%}", mean, MEAN)
+    yield _against(f"largest error, {name} {len(errors)}: {largest:.1%}", largest, LARGEST)
+
+
+def _mean(errors: Iterable[float]) -> float:
+    return statistics.mean(map(abs, errors))
+
+
+def _peak(one: runs.Run) -> float:
+    return CHIPS[one.topology.partition(":")[0]].flops / 1e12
+
+
+def _spearman(a: ArrayLike, b: ArrayLike) -> float:
+    ranks = (np.argsort(np.argsort(column)) for column in (a, b))
+    return float(np.corrcoef(*ranks)[0, 1])

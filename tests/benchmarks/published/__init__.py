@@ -1,0 +1,1 @@
+"""Training runs whose speed was published, built anew from their scripts."""
