@@ -51,7 +51,7 @@ def run() -> Iterator[str]:
     published = np.array([one.teraflops for one in every])
     yield f"mean error of its FLOPs at the chip's peak: {_mean(peak / published - 1):.1%}"
     order = _spearman(published, ours)
-    yield _against(f"Spearman of TFLOP/s {order:.2f}", order, ORDER, above=True)
+    yield _against(f"Spearman of TFLOP/s {order:.3f}", order, ORDER, above=True)
     peaks = np.array([_peak(one) for one in every])
     yield f"Spearman of MFU {_spearman(published / peaks, ours / peaks):.2f}"
 
