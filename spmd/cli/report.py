@@ -66,12 +66,6 @@ def add_command(commands: Any) -> None:
         limits.add_argument(option, action="append", default=[], metavar=metavar, help=text)
     limits.add_argument("--max-time", metavar="TIME", help="longest time of a call: 20ms")
     add_chip(parser)
-    parser.add_argument(
-        "--model-flops",
-        type=float,
-        metavar="N",
-        help="FLOPs of one call on all devices, for the MFU (default: those of the products)",
-    )
 
 
 def _report(args: argparse.Namespace) -> int:

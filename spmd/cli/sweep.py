@@ -40,6 +40,7 @@ def _sweep(args: argparse.Namespace) -> int:
             meshes=[(name, axes) for name in args.topology],
             args_of=args_of,
             chip=args.chip,
+            model_flops=args.model_flops,
         )
     draw(sweep)
     return OK
