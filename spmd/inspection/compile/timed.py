@@ -231,7 +231,9 @@ def _links(
     if len({getattr(device, "slice_index", 0) for device in devices}) > 1:
         return None, ()
     coords = [getattr(device, "coords", None) or () for device in devices]
-    if not all(coords) or not coords:
+    known = all(coords) and bool(coords)
+    # Two devices of one place need a link on the chip, which another kind of chip may not have.
+    if not known or (len({*map(tuple, coords)}) < len(coords) and not chip.on_chip):
         sizes = tuple(axis_sizes.values()) or (count,)
         places = tuple(itertools.product(*map(range, sizes)))
         rings = tuple(size > 2 for size in sizes)

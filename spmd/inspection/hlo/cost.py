@@ -141,7 +141,7 @@ _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 # These stand for places in memory and for parts of other operations; they compute nothing.
 _EMPTY_CALLS = re.compile(
     r"Sharding|SPMD|AllocateBuffer|AsyncCollective|AssumeGatherIndicesInBound|ConcatBitcast"
-    r"|SliceId|annotate_device_placement|MoveTo|LayoutConstraint|xla\.sdy"
+    r"|PrepareAsyncCall|SliceId|annotate_device_placement|MoveTo|LayoutConstraint|xla\.sdy"
 )
 # TPU splits numbers of 64 bits into two of 32, and joins them: they are moved, not computed with.
 _HALVES = ("X64SplitLow", "X64SplitHigh")
