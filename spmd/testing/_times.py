@@ -211,7 +211,7 @@ def _tell(report: Report, broken: list[str]) -> str:
     limits = "a limit" if len(broken) == 1 else f"{len(broken)} limits"
     mesh = ", ".join(f"{name}={size}" for name, size in report.mesh.items())
     target = f"{f'mesh {mesh}' if mesh else 'no mesh'}; {words.show_backend(report)}"
-    lines = [f"`{report.name}` breaks {limits} on its time ({target}).", f"{time}"]
+    lines = [f"`{report.name}` breaks {limits} on its time: {target}.", f"{time}"]
     lines += [f"{number}. {text}" for number, text in enumerate(broken, start=1)]
     lines += [_row(seconds, label, time) for label, _, seconds in words.time_parts(time)]
     waits = time.exposed

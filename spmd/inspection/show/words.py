@@ -36,7 +36,7 @@ Show: TypeAlias = Callable[[Any], str]
 TITLES = {
     "totals": "Totals, per device and call",
     "modules": "Bytes on the wire, by module",
-    "figures": "Cost and memory, per device",
+    "figures": "Cost, memory and time, per device",
     "reshards": "Arguments moved before the program",
 }
 """What stands above a section of a report, of a difference or of both."""

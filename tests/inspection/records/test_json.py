@@ -77,6 +77,7 @@ TYPES = {
     "string": lambda v: isinstance(v, str),
     "boolean": lambda v: isinstance(v, bool),
     "integer": lambda v: isinstance(v, int) and not isinstance(v, bool),
+    "number": lambda v: isinstance(v, (int, float)) and not isinstance(v, bool),
     "null": lambda v: v is None,
 }
 
@@ -109,7 +110,7 @@ CHECKS = {
     "type": check_type,
     "const": lambda v, one, path: [f"{v!r} is not {one!r}"] * (v != one),
     "enum": lambda v, all_, path: [f"{v!r} is none of {all_}"] * (v not in all_),
-    "minimum": lambda v, least, path: ["too small"] * (isinstance(v, int) and v < least),
+    "minimum": lambda v, least, path: ["too small"] * (TYPES["number"](v) and v < least),
     "required": lambda v, ks, path: [f"no {k}" for k in ks if isinstance(v, dict) and k not in v],
     "properties": check_properties,
     "additionalProperties": check_others,
