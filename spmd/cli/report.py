@@ -27,6 +27,8 @@ examples:
       --topology v5e:16x16 --json r.json --html r.html
   spmd report train:step --args train:example_args --mesh data=8 \\
       --none all-gather --max-bytes data=4MB
+  spmd report train:step --args train:example_args --mesh data=16 --topology v5e:4x4 \\
+      --max-time 20ms
 
 The exit code is 0, 1 where a limit is broken, and 2 for an error.
 """
