@@ -454,8 +454,9 @@ events = st.builds(
 
 def summed(compute, memory, exchanges, **fields):
     """A time whose parts add up."""
+    exchanges = tuple(exchanges)
     whole = compute + memory + sum(one.exposed for one in exchanges)
-    return Time(seconds=whole, compute=compute, memory=memory, exchanges=tuple(exchanges), **fields)
+    return Time(seconds=whole, compute=compute, memory=memory, exchanges=exchanges, **fields)
 
 
 times = st.builds(
@@ -549,9 +550,27 @@ reports = st.builds(
     device_ids=st.lists(st.integers(0, 8191), max_size=8).map(tuple),
     excerpts=st.lists(excerpts, max_size=2).map(tuple),
     findings=st.lists(findings, max_size=2).map(tuple),
-    time=st.none() | times,
     _origins=origins.map(known),
 )
+
+
+def _with(one, time):
+    """A report with a time; a prediction has one exchange for each collective, in their order."""
+    if one.predicted:
+        found = (
+            Exchange(name=c.name, mesh_axes=c.mesh_axes, source=c.source, seconds=0.5, exposed=0.5)
+            for c in one.collectives
+        )
+        time = summed(time.compute, time.memory, found, **_rest(time))
+    return dataclasses.replace(one, time=time)
+
+
+def _rest(time):
+    names = ("chip", "hardware_flops", "hfu", "source", "model_flops", "mfu", "unknown", "layer")
+    return {name: getattr(time, name) for name in names}
+
+
+timed_reports = st.builds(_with, reports, times)
 
 
 def pretty(shown):
