@@ -130,7 +130,7 @@ def _unreadable(option: str, given: Any) -> Failure | None:
 
 def _bad_share(given: Any) -> Iterator[Failure]:
     is_number = isinstance(given, numbers.Real) and not isinstance(given, bool)
-    if given is not None and not (is_number and 0 <= given <= 1):
+    if given is not None and not (is_number and 0 <= float(given) <= 1):
         yield Failure(
             what=f"cannot read min_mfu = {given!r}",
             expected="a share from 0 to 1, such as 0.4",

@@ -44,7 +44,7 @@ def asked(chip: Any, model_flops: Any, *, subject: str) -> Asked:
     """Reads ``chip=`` and ``model_flops=``."""
     is_number = isinstance(model_flops, numbers.Real) and not isinstance(model_flops, bool)
     failures = []
-    if model_flops is not None and not (is_number and 0 < model_flops < math.inf):
+    if model_flops is not None and not (is_number and 0 < float(model_flops) < math.inf):
         failure = Failure(
             what="cannot read model_flops",
             expected="a number above 0: floating-point operations of one call on all devices",
@@ -76,7 +76,7 @@ def _wrong_figures(chip: Chip) -> str:
         whole = name in ("box", "multipliers")
         kind = numbers.Integral if whole else numbers.Real
         is_number = isinstance(value, kind) and not isinstance(value, bool)
-        if not is_number or not 0 <= value < math.inf or (above and not value):
+        if not is_number or not 0 <= float(value) < math.inf or (above and not value):
             number = "whole number" if whole else "finite number"
             return f"{name} to be a {number} {'above 0' if above else 'of at least 0'}"
     return ""

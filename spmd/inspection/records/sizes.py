@@ -79,8 +79,8 @@ def parse_seconds(time: float | str) -> float:
     Raises:
         ValueError: the text is no time, the unit is missing or unknown, or the number is negative.
     """
-    if isinstance(time, numbers.Real) and not isinstance(time, bool):
-        if not 0 <= time < math.inf:
+    if not isinstance(time, (str, bool)) and isinstance(time, numbers.Real):
+        if not 0 <= float(time) < math.inf:
             raise ValueError(f"a time is at least 0 and finite, not {time}")
         return float(time)
     found = _TIME.match(time) if isinstance(time, str) else None
