@@ -1,4 +1,4 @@
-"""The command ``spmd sweep``: bytes and memory as the mesh grows."""
+"""The command ``spmd sweep``: time, bytes and memory as the mesh grows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ examples:
 
 def add_command(commands: Any) -> None:
     """Adds ``sweep`` to the commands of the command line."""
-    about = "compare bytes and memory as the mesh grows"
+    about = "compare time, bytes and memory as the mesh grows"
     parser = add_program_command(commands, "sweep", _sweep, about, epilog=_EXAMPLES, several=True)
     add_chip(parser)
 
@@ -40,6 +40,7 @@ def _sweep(args: argparse.Namespace) -> int:
             meshes=[(name, axes) for name in args.topology],
             args_of=args_of,
             chip=args.chip,
+            model_flops=args.model_flops,
         )
     draw(sweep)
     return OK

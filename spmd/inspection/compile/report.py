@@ -44,7 +44,6 @@ from spmd.inspection.records.report import (
     Unread,
 )
 from spmd.inspection.shardy.passes import frames_of, module_of, operations_in
-from spmd.inspection.shardy.products import model_flops as flops_of_model
 from spmd.inspection.shardy.propagation import Propagation, propagate
 from spmd.inspection.shardy.why import function_of, origins_later
 
@@ -101,9 +100,7 @@ def report(
         with ignored_constraints() as ignored:
             found = program.lower(f, args, kwargs, subject="report", verb="report")
         if isinstance(found, program.COMPILED):
-            # Stages of JAX do not keep the one before.
-            lowered = found._lowered if isinstance(found, stages.Compiled) else None
-            compiled, is_new = found, False
+            compiled, lowered, is_new = found, program.lowered_of(found), False
         else:
             is_new = not _jax.lowering.is_compiled(found._lowering)
             compiled, lowered = compile_and_catch(found), found
@@ -176,8 +173,7 @@ def _report_of(
     )
     time = time_of_program(pairs, axis_sizes, devices, wish)
     if time is not None:
-        whole = wish.model_flops or (facts.propagation and flops_of_model(facts.propagation))
-        time = with_model_flops(time, whole, wish, devices)
+        time = with_model_flops(time, lowered, wish, devices)
     return dataclasses.replace(report, findings=_spoken(findings(facts), compiled), time=time)
 
 

@@ -28,6 +28,7 @@ from spmd.inspection.records.report import (
 from spmd.inspection.records.sizes import show_bytes, show_count, show_seconds, show_share
 from spmd.inspection.records.sums import NO_MODULE as NO_MODULE
 from spmd.inspection.records.time import Event, Exchange, Time
+from spmd.inspection.timing.chips import chip_of
 
 Show: TypeAlias = Callable[[Any], str]
 """How a figure is written, such as `show_bytes`."""
@@ -35,7 +36,7 @@ Show: TypeAlias = Callable[[Any], str]
 TITLES = {
     "totals": "Totals, per device and call",
     "modules": "Bytes on the wire, by module",
-    "figures": "Cost and memory, per device",
+    "figures": "Cost, memory and time, per device",
     "reshards": "Arguments moved before the program",
 }
 """What stands above a section of a report, of a difference or of both."""
@@ -108,13 +109,14 @@ def why_none(report: Report) -> str:
 
 def headline(report: Report) -> str:
     """How long a call takes, how well that uses the chip, and what bounds it; or why not known."""
-    time = report.time
-    if time is None:
-        if report.stand_in or report.backend == "cpu":
-            return "no time for CPU; give topology= or chip="
-        kind = report.device_kind or report.backend
-        return f"no time: the figures of {kind} are not known; give chip="
-    return str(time)
+    if report.time is not None:
+        return str(report.time)
+    if report.stand_in or report.backend == "cpu":
+        return "no time for CPU; give topology= or chip="
+    if chip_of(report.device_kind):
+        return "no time: the report was made without one, or is of several slices"
+    kind = report.device_kind or report.backend
+    return f"no time: the figures of {kind} are not known; give chip="
 
 
 def time_parts(time: Time) -> list[tuple[str, tuple[str, ...] | None, float]]:
