@@ -207,10 +207,20 @@ def marks(one: Collective) -> Iterator[tuple[str, bool]]:
         yield "in a branch", True
     if one.executions is None and one.in_loop:
         yield "in a loop of unknown length", True
+    if said := scattered(one):
+        yield said, True
     if one.is_async:
         yield "async", False
     if one.combined > 1:
         yield f"combined from {one.combined}", False
+
+
+def scattered(one: Collective) -> str:
+    """That hardware would reduce-scatter what CPUs sum and then slice; empty for all else."""
+    if not one.sliced:
+        return ""
+    this = "this" if len(one.sliced) == one.combined else f"{len(one.sliced)} of {one.combined}"
+    return f"hardware would reduce-scatter {this}: each device keeps its own part of the sum"
 
 
 # Pictures
