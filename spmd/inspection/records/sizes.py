@@ -94,5 +94,7 @@ def show_seconds(seconds: float) -> str:
 
 
 def show_share(share: float) -> str:
-    """A share in percent, with a digit more below ten: ``41%``, ``3.9%``."""
+    """A share in percent, with a digit more below ten: ``41%``, ``3.9%``; what is not 0 is said."""
+    if 0 < share < 0.0005:
+        return "<0.1%"
     return f"{share:.0%}" if share >= 0.0995 or not share else f"{share:.1%}"

@@ -13,7 +13,8 @@ from typing import Any
 
 from spmd.inspection.records.codec import values
 from spmd.inspection.records.report import Collective, Report
-from spmd.inspection.show.words import NO_LINE, lanes_of, ranking
+from spmd.inspection.show.times import by_lane, lane_title
+from spmd.inspection.show.words import NO_LINE, ranking
 
 _PROCESS, _LAYER = 1, 2
 _UNIT = 1000
@@ -42,8 +43,8 @@ def _layer(report: Report) -> Iterator[dict[str, Any]]:
         return
     title = f"{report.name}: one layer on {report.time.chip}, in time"
     yield _meta("process_name", 0, {"name": title}, _LAYER)
-    for track, (lane, events) in enumerate(lanes_of(report.time).items(), 1):
-        yield _meta("thread_name", track, {"name": lane}, _LAYER)
+    for track, (lane, events) in enumerate(by_lane(report.time).items(), 1):
+        yield _meta("thread_name", track, {"name": lane_title(lane)}, _LAYER)
         yield _meta("thread_sort_index", track, {"sort_index": track}, _LAYER)
         for one in events:
             yield {

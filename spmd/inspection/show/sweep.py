@@ -9,8 +9,8 @@ from rich.text import Text
 
 from spmd.inspection.records.sizes import show_bytes, show_count, show_seconds
 from spmd.inspection.records.sweep import Sweep, SweepRow
+from spmd.inspection.show.cells import figure_cell, show_mesh, show_ratio
 from spmd.inspection.show.layout import Cell, Column, Flow, Grid, Indented, Row, bar, cell, clean
-from spmd.inspection.show.terminal import figure_cell, show_mesh, show_ratio
 from spmd.inspection.show.words import ANOTHER_BACKEND, known, plural, wire
 
 _BOUND = ">= is a lower bound: some collectives run in loops of unknown length"
