@@ -567,7 +567,8 @@ class Report(Paged):
 
         Returns:
             Events of the Chrome trace format: one track per set of mesh axes, one event per
-            collective, in program order.
+            collective, in program order. Where `time` is known, a second process has one layer of
+            the schedule in microseconds: a track for the core, each memory and direction of links.
         """
         return opened("perfetto").trace_events(self)
 

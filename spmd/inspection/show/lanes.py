@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
@@ -23,16 +24,12 @@ _LANES = (Column(title="lane"), Column(title="busy", right=True), Column(title="
 
 def render_time(time: Time, waits: Sequence[times.Wait], mesh: Mapping[str, int]) -> RenderableType:
     """One bar for a call, what its parts are, what is not in the figures, and a layer as lanes."""
-    parts = words.time_parts(time)
-    rows = [_part_row(*part, time, waits, mesh) for part in parts]
+    rows = [_part_row(*part, time, waits, mesh) for part in words.time_parts(time)]
     doubts = [Flow(Text(clean(f"not known: {text}"), style="yellow")) for text in time.unknown]
     said = [Flow(Text(times.beside(time)))] if times.beside(time) else []
-    explained = [Text(f"{name}: {what}", "dim") for name, what in times.EXPLAINED.items()]
-    stack = Stack(parts, time, mesh)
-    return Indented(
-        Group(stack, Grid(_PARTS, rows), *said, Flow(*explained), *doubts, *_layer(time, mesh)),
-        by=0,
-    )
+    table = Grid(_PARTS, rows)
+    body = Group(Stack(time, mesh), table, *said, explained(), *doubts, *_layer(time, mesh))
+    return Indented(body, by=0)
 
 
 def _part_row(
@@ -68,26 +65,36 @@ def _style(label: str, axes: Sequence[str] | None, mesh: Iterable[str]) -> str:
 
 
 class Stack:
-    """One bar of the parts of a call, each as long as its share; what is not 0 is seen."""
+    """One bar of the parts of a call, as long as there is room."""
 
-    def __init__(
-        self,
-        parts: Sequence[tuple[str, tuple[str, ...] | None, float]],
-        time: Time,
-        mesh: Mapping[str, int],
-    ):
-        self.parts = parts
+    def __init__(self, time: Time, mesh: Mapping[str, int]):
         self.time = time
         self.mesh = mesh
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = min(options.max_width, _LONGEST)
-        sizes = stacked([seconds for _, _, seconds in self.parts], width)
-        pieces = (
-            (_sign(label) * size, _style(label, axes, self.mesh))
-            for (label, axes, _), size in zip(self.parts, sizes, strict=True)
-        )
-        yield Text.assemble(*pieces, no_wrap=True, overflow="crop")
+        yield stack(self.time, self.mesh, min(options.max_width, _LONGEST))
+
+
+def stack(time: Time, mesh: Mapping[str, int], width: int) -> Text:
+    """The parts of a call beside each other, each as long as its share; what is not 0 is seen."""
+    parts = words.time_parts(time)
+    sizes = stacked([seconds for _, _, seconds in parts], width)
+    pieces = (
+        (_sign(label) * size, _style(label, axes, mesh))
+        for (label, axes, _), size in zip(parts, sizes, strict=True)
+    )
+    return Text.assemble(*pieces, no_wrap=True, overflow="crop")
+
+
+def explained() -> Flow:
+    """What the parts of a call are."""
+    return Flow(*(Text(f"{name}: {what}", "dim") for name, what in times.EXPLAINED.items()))
+
+
+def legend() -> Flow:
+    """Which sign stands for which part of a call."""
+    kinds = ("compute", "memory", "exposed")
+    return Flow(*(Text(f"{_SIGNS[kind]} {kind}", "dim") for kind in kinds))
 
 
 def stacked(shares: Sequence[float], width: int) -> list[int]:
@@ -158,7 +165,8 @@ def _strip(events: Iterable[Event], span: float, width: int, mesh: Mapping[str, 
         for i in range(int(start), min(width, int(end) + 1)):
             inside = max(0.0, min(end, i + 1) - max(start, i))
             places[i][look] = places[i].get(look, 0.0) + inside
-    return Text.assemble(*map(_most, places))
+    runs = itertools.groupby(map(_most, places))
+    return Text.assemble(*((sign * len([*run]), style) for (sign, style), run in runs))
 
 
 def _most(place: Mapping[tuple[str, str], float]) -> tuple[str, str]:

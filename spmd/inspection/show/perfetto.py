@@ -1,4 +1,7 @@
-"""The program order of a report as trace events, for ui.perfetto.dev and chrome://tracing.
+"""A report as trace events, for ui.perfetto.dev and chrome://tracing.
+
+One process has the program order, in which bytes stand for time. Where the time of a call is known,
+another has a layer of the schedule, in microseconds.
 
 The format is the "Trace Event Format" of the Chromium project, in its JSON object form.
 """
@@ -110,8 +113,9 @@ def _arguments(one: Collective) -> dict[str, Any]:
 
 def save_trace(report: Report, path: str | os.PathLike[str]) -> None:
     """Writes the trace of a report to a file, as `Report.save_trace` says."""
+    layer = f"; those of process {_LAYER} are times, in microseconds" if report.time else ""
     about = {
-        "durations": "bytes on the wire per device and call; they are not times",
+        "durations": f"bytes on the wire per device and call; they are not times{layer}",
         "bytes_per_microsecond": bytes_per_microsecond(report),
         "unknown_runs": "a collective of unknown runs is as long as one execution",
         "function": report.name,

@@ -46,7 +46,7 @@ from spmd.inspection.show.layout import (
     not_shown,
     sections,
 )
-from spmd.inspection.show.times import HIDDEN, Times
+from spmd.inspection.show.times import NONE, Times
 
 #: Rows of the ledger that are drawn where nothing else is asked for.
 LIMIT = 40
@@ -126,7 +126,7 @@ def _time_cells(times: Times, found: Iterable[Collective], style: str = "") -> I
     if times.time:
         seconds, share = times.cells(found)
         yield cell(seconds, style=style)
-        yield cell(share, style="dim" if share == HIDDEN else style)
+        yield cell(share, style="dim" if share == NONE else style)
 
 
 # Ledger

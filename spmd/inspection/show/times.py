@@ -9,10 +9,11 @@ from typing import NamedTuple
 from spmd.inspection.records.report import Collective, Finding, Part, Report, Source
 from spmd.inspection.records.sizes import show_seconds, show_share
 from spmd.inspection.records.sums import grouped, line_of
+from spmd.inspection.records.sweep import Sweep, SweepRow
 from spmd.inspection.records.time import Event, Exchange, Time
 from spmd.inspection.show import words
 
-HIDDEN = "hidden"
+HIDDEN, NONE = "hidden", show_share(0)
 
 EXPLAINED = {
     "compute": "the core computes",
@@ -69,8 +70,7 @@ class Times:
             return "", ""
         if not took.seconds:
             return show_seconds(0), ""
-        share = show_share(took.exposed / self.time.seconds) if took.exposed else HIDDEN
-        return show_seconds(took.seconds), share
+        return show_seconds(took.seconds), show_share(took.exposed / self.time.seconds)
 
     def summary(self, shares: Iterable[Collective]) -> str:
         """``85.3 ms, 12% exposed``; empty where no time is known."""
@@ -78,7 +78,9 @@ class Times:
 
     def _summed(self, took: Took | None) -> str:
         seconds, share = self.shown(took)
-        return ", ".join(filter(None, (seconds, share and _of(share))))
+        if took is None or not share:
+            return seconds
+        return f"{seconds}, {f'{share} exposed' if took.exposed else HIDDEN}"
 
     def cost(self, finding: Finding) -> str:
         """What a finding costs in time: ``about 3.50 ms, 2.0% exposed``; empty where unknown."""
@@ -95,8 +97,10 @@ class Times:
         """The time of what a finding says is sent: that of its line, by bytes."""
         if finding.source is None:
             return None
-        line = dataclasses.replace(finding.source, column=0)
-        found = grouped((one for one, _ in self._exchanges), line_of).get(line, [])
+        line = finding.source.file, finding.source.line
+        everything = (one for one, _ in self._exchanges)
+        groups = grouped(everything, lambda one: one.source and (one.source.file, one.source.line))
+        found = groups.get(line, [])
         took, sent = self.of(found), sum(map(words.ranking, found))
         if took is None or not 0 < finding.nbytes <= sent:
             return None
@@ -112,7 +116,7 @@ class Times:
             if took and took.exposed:
                 found = (one.kind for one in shares if (own := self._share(one)) and own.exposed)
                 waits.append(Wait(axes, line, tuple(dict.fromkeys(found)), took.exposed))
-        return sorted(waits, key=lambda one: -one.seconds)
+        return sorted(waits, key=lambda one: (-one.seconds, one.source is None))
 
 
 class Wait(NamedTuple):
@@ -122,10 +126,6 @@ class Wait(NamedTuple):
     source: Source | None
     kinds: tuple[str, ...]
     seconds: float
-
-
-def _of(share: str) -> str:
-    return share if share == HIDDEN else f"{share} exposed"
 
 
 def _exchanges(report: Report) -> list[Exchange | None]:
@@ -238,3 +238,41 @@ def ticks(time: Time, count: int = 4) -> Iterator[str]:
     """Times at equal distances, from the beginning of a layer to its end."""
     span = end_of(time.layer)
     yield from (show_seconds(span * i / count) for i in range(count + 1))
+
+
+# A sweep
+
+
+def timed(sweep: Sweep) -> list[tuple[SweepRow, Time]]:
+    """The rows whose time is known, by the number of devices, and then the fastest first."""
+    found = [(row, row.time) for row in sweep if row.time is not None]
+    return sorted(found, key=lambda pair: (pair[0].num_devices, pair[1].seconds))
+
+
+def utilization(time: Time) -> str:
+    """The MFU; where it is not known, the HFU under its name."""
+    used = time.utilization
+    return used.get("MFU", f"HFU {used['HFU']}")
+
+
+def best(sweep: Sweep) -> str:
+    """The fastest mesh, and the one that uses its chips best; empty for fewer than two."""
+    found = timed(sweep)
+    if len(found) < 2:
+        return ""
+    fastest = min(found, key=lambda pair: pair[1].seconds)
+    fullest = max(found, key=lambda pair: _used(pair[1]))
+    said = f"fastest: {show_seconds(fastest[1].seconds)} a call on {mesh_of(fastest[0])}"
+    name = "HFU" if fullest[1].mfu is None else "MFU"
+    share = show_share(_used(fullest[1]))
+    return f"{said}; best {name}: {share} on {mesh_of(fullest[0])}"
+
+
+def _used(time: Time) -> float:
+    return time.hfu if time.mfu is None else time.mfu
+
+
+def mesh_of(row: SweepRow) -> str:
+    """``v5e:4x4 (data=8, model=2)``."""
+    axes = ", ".join(f"{name}={size}" for name, size in row.mesh.items())
+    return f"{row.label} ({axes or 'no mesh'})"

@@ -27,6 +27,7 @@ from spmd.inspection.records.report import (
 )
 from spmd.inspection.records.sizes import show_bytes, show_count, show_seconds, show_share
 from spmd.inspection.records.sums import NO_MODULE as NO_MODULE
+from spmd.inspection.records.sweep import SweepRow
 from spmd.inspection.records.time import Time
 from spmd.inspection.timing.chips import chip_of
 
@@ -35,6 +36,7 @@ Show: TypeAlias = Callable[[Any], str]
 
 TITLES = {
     "time": "Time of a call",
+    "times": "Time of a call, by the number of devices",
     "totals": "Totals, per device and call",
     "modules": "Bytes on the wire, by module",
     "figures": "Cost and memory, per device",
@@ -44,6 +46,7 @@ TITLES = {
 
 NO_LINE = "no line"
 ANOTHER_BACKEND = "another backend fuses and combines differently"
+NO_TIME = "no time for CPU; give topology= or chip="
 PREDICTED = "predicted, before compilation: compilers combine, move and replace exchanges"
 
 
@@ -113,10 +116,10 @@ def headline(report: Report) -> str:
     time = report.time
     if time is None:
         if report.stand_in or report.backend == "cpu":
-            return "no time for CPU; give topology= or chip="
+            return NO_TIME
         kind = report.device_kind or report.backend
         if chip_of(kind):
-            return "no time: how fast slices exchange with each other is not known"
+            return "no time: several slices, or a report of an older version"
         return f"no time: the figures of {kind} are not known; give chip="
     return str(time)
 
@@ -343,6 +346,20 @@ def reshards(diff: Diff) -> list[tuple[str, Reshard]]:
     """Arguments that one report moves and the other does not, marked."""
     added = [("+", one) for one in diff.reshards_added]
     return added + [("-", one) for one in diff.reshards_removed]
+
+
+# A sweep
+
+
+def refused(row: SweepRow) -> str:
+    """That a program does not fit, or that not all of it was understood; empty for others."""
+    if row.unread:
+        return str(row.unread)
+    if row.report:
+        return ""
+    needed = "more" if row.needed is None else show_bytes(row.needed)
+    have = "" if row.capacity is None else f" of {show_bytes(row.capacity)}"
+    return f"does not fit: the compiler needs {needed}{have}"
 
 
 # Origins

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from spmd.inspection.records.sizes import show_seconds, show_share
@@ -14,7 +14,7 @@ _WAITS = 8
 """The most lines that are listed below the bar."""
 
 
-def color(axis: str, mesh: Mapping[str, int]) -> int:
+def color(axis: str, mesh: Iterable[str]) -> int:
     """The colour that an axis has everywhere on the page."""
     return (words.number_of(axis, mesh) or 0) % _COLORS
 
@@ -26,7 +26,7 @@ def view(found: times.Times, mesh: Mapping[str, int]) -> dict[str, Any] | None:
         return None
     waits = found.waits()
     return {
-        "parts": [*_parts(time, mesh)],
+        "parts": [*parts(time, mesh)],
         "said": times.beside(time).capitalize(),
         "explained": [(name.capitalize(), text) for name, text in times.EXPLAINED.items()],
         "utilization": [(name, share, times.UTILIZATION[name])
@@ -39,11 +39,11 @@ def view(found: times.Times, mesh: Mapping[str, int]) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-def _parts(time: Time, mesh: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """The parts of the bar one after the other, in percent."""
+def parts(time: Time, mesh: Iterable[str], whole: float = 1.0) -> Iterator[dict[str, Any]]:
+    """The parts of a bar one after the other, in percent; `whole` is the share that it fills."""
     start = 0.0
     for label, axes, seconds in words.time_parts(time):
-        width = 100 * seconds / time.seconds
+        width = 100 * whole * seconds / time.seconds
         yield {
             "class": f"time-{label.partition(' ')[0]} {_axis(axes or (), mesh)}",
             "label": label.capitalize(),
@@ -55,7 +55,7 @@ def _parts(time: Time, mesh: Mapping[str, int]) -> Iterator[dict[str, Any]]:
         start += width
 
 
-def _axis(axes: Sequence[str], mesh: Mapping[str, int]) -> str:
+def _axis(axes: Sequence[str], mesh: Iterable[str]) -> str:
     return f"axis-{color(axes[0], mesh)}" if axes else "axis-none"
 
 
