@@ -72,7 +72,7 @@ def test_the_words_of_time(browser, tmp_path):
             "Exchanges take 68.0 ms: 40.0 ms exposed, 28.0 ms hidden.",
             "Hidden: an exchange goes on while the core works.",
             "MFU: the products of the program as it is written, 30% of the peak.",
-            "Not known: the loop while.3 runs an unknown number of times: once here.",
+            "Uncertain\nthe loop while.3 runs an unknown number of times: once here",
         ):
             assert wanted in text
         assert tab.locator(".figures .value").all_inner_texts()[0] == "100 ms"

@@ -80,7 +80,7 @@ def test_the_parts_of_the_bar():
         "6.00", "ms", "6.0%", "/w/model/transformer.py:57", "mlp"
     ]  # fmt: skip
     assert "exchanges take 68.0 ms: 40.0 ms exposed, 28.0 ms hidden\n" in text
-    assert "not known: the loop while.3 runs an unknown number of times: once here\n" in text
+    assert "uncertain: the loop while.3 runs an unknown number of times: once here\n" in text
 
 
 def test_axes_of_the_bar_have_their_colours():
