@@ -7,7 +7,7 @@ number, for all devices at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import functools
 import math
 import re
@@ -32,12 +32,11 @@ _Path: TypeAlias = tuple[int, ...]
 
 
 class _Form(NamedTuple):
-    """A result, or an element of it, that is the sum in some form, and how it became that."""
+    """A result that is the sum in some form, and how it became that."""
 
     one: Instruction
     home: str
-    element: _Path
-    route: tuple[str, ...]
+    route: tuple[str, ...] = ()
 
 
 class Scatters:
@@ -54,11 +53,22 @@ class Scatters:
 
     def sliced(self, one: Instruction, home: str) -> tuple[int, ...]:
         """The operands of an all-reduce of which each device needs its own part only."""
-        groups, count = self._groups(one), len(one.operand_names)
+        groups = self._groups(one)
         if groups is None:
             return ()
-        paths: list[_Path] = [(i,) for i in range(count)] if one.type.startswith("(") else [()]
-        return tuple(i for i, path in enumerate(paths) if self._is_sliced(one, home, path, groups))
+        forms = self._sums(one, home)
+        return tuple(i for i, form in forms if self._is_sliced(form, groups))
+
+    def _sums(self, one: Instruction, home: str) -> list[tuple[int, list[_Form]]]:
+        """By operand, what its sum first is; of several sums, the elements of the result."""
+        if not one.type.startswith("("):
+            return [(0, [_Form(one, home)])]
+        elements: dict[int, list[_Form]] = {}
+        for user in self.around(home).used_directly(one):
+            if user.opcode != "get-tuple-element":
+                return []
+            elements.setdefault(int(user.attribute("index") or 0), []).append(_Form(user, home))
+        return [] if one.is_root else sorted(elements.items())
 
     def _groups(self, one: Instruction) -> _Numbers:
         """Devices that sum together, a row for each group; None where sizes differ or are one."""
@@ -69,9 +79,9 @@ class Scatters:
             self.groups[key] = np.array(groups) if alike else None
         return self.groups[key]
 
-    def _is_sliced(self, one: Instruction, home: str, path: _Path, groups: np.ndarray) -> bool:
+    def _is_sliced(self, forms: Iterable[_Form], groups: np.ndarray) -> bool:
         """Whether all that becomes of a sum is one and the same slice of it."""
-        pending, slices = [_Form(one, home, path, ())], set()
+        pending, slices = [*forms], set()
         while pending:
             form = pending.pop()
             for step in self._uses(form):
@@ -86,29 +96,21 @@ class Scatters:
 
     def _uses(self, form: _Form) -> Iterator[_Form | Place | None]:
         """What uses a sum: the sum in another form, a slice of it, or None for what needs all."""
-        one, home, element, route = form
-        root = self.module.computations[home].root
-        if root is not None and root.name == one.name:
+        one, home, route = form
+        around = self.around(home)
+        if one.is_root or one.name == around.instructions[-1].name:
             caller = self.numbers.caller(home)
             inside = caller if caller and caller[0].opcode in _INSIDES else None
-            yield _Form(inside[0], inside[1], element, route) if inside else None
-        for user in self.around(home).used_directly(one):
-            if user.opcode == "get-tuple-element" and element:
-                if user.attribute("index") == str(element[0]):
-                    yield _Form(user, home, element[1:], route)
-                continue
+            yield _Form(inside[0], inside[1], route) if inside else None
+        for user in around.used_directly(one):
             for number in (i for i, name in enumerate(user.operand_names) if name == one.name):
                 yield self._use(form, user, number)
 
     def _use(self, form: _Form, user: Instruction, number: int) -> _Form | Place | None:
-        _, home, element, route = form
-        if user.opcode == "all-reduce-done":
-            return _Form(user, home, element, route)
-        if element:
-            return None
+        _, home, route = form
         if user.opcode in _PASSES:
             turned = user.opcode not in ("convert", "copy")
-            return _Form(user, home, (), (*route, user.type) if turned else route)
+            return _Form(user, home, (*route, user.type) if turned else route)
         if user.opcode == "dynamic-slice" and number == 0:
             return user, home
         for name, _ in calls_of(user) if user.opcode in _INSIDES else ():
@@ -120,7 +122,7 @@ class Scatters:
         inside = self.module.computations[name].instructions if name in self.visited else ()
         for one in inside:
             if one.opcode == "parameter" and one.operands == str(number):
-                return _Form(one, name, (), route)
+                return _Form(one, name, route)
         return None
 
     def _own_part(self, place: Place, groups: np.ndarray) -> int | None:
@@ -154,6 +156,7 @@ class _DeviceNumbers:
         self.visited = visited
         self.around = around
         self.devices = np.arange(module.num_replicas * module.num_partitions)
+        self.known: dict[tuple[str, str, _Path], _Numbers] = {}
 
     @functools.cached_property
     def callers(self) -> dict[str, list[Place]]:
@@ -172,6 +175,13 @@ class _DeviceNumbers:
 
     def of(self, name: str, home: str, element: _Path = (), depth: int = 0) -> _Numbers:
         """The value of an instruction, or of an element of it."""
+        key = name, home, element
+        if key not in self.known:
+            self.known[key] = None  # of a circle, which no program of XLA has, nothing is known
+            self.known[key] = self._worked_out(name, home, element, depth)
+        return self.known[key]
+
+    def _worked_out(self, name: str, home: str, element: _Path, depth: int) -> _Numbers:
         around = self.around(home)
         if name not in around.places or depth > _DEEPEST:
             return None

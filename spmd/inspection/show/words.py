@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
 import itertools
+import operator
 import sys
 from typing import Any, TypeAlias
 
@@ -178,18 +179,23 @@ def alike(found: Iterable[Collective]) -> list[list[int]]:
     return [*rows.values()]
 
 
-def _look(one: Collective) -> Collective:
-    """A collective without what a row does not show; numbers of runs add up where known."""
-    return dataclasses.replace(
-        one,
-        executions=None if one.executions is None else 0,
-        source=one.source and dataclasses.replace(one.source, column=0),
-        op_name="" if one.source else one.op_name,
-        name="",
-        groups="",
-        frames=(),
-        parts=tuple(dataclasses.replace(part, frames=()) for part in one.parts),
+#: What a row shows of a collective as it is. Names and groups it does not show; its line and name
+#: stack it shows in part, and numbers of runs add up where they are known.
+_SHOWN = operator.attrgetter(
+    *(
+        field.name
+        for field in dataclasses.fields(Collective)
+        if field.name
+        not in ("executions", "source", "op_name", "name", "groups", "frames", "parts")
     )
+)
+
+
+def _look(one: Collective) -> tuple[Any, ...]:
+    place = one.source
+    line = (place.file, place.line, place.function) if place else one.op_name
+    parts = tuple(dataclasses.replace(part, frames=()) for part in one.parts)
+    return (*_SHOWN(one), one.executions is None, line, parts)
 
 
 def together(found: Sequence[Collective]) -> Collective:

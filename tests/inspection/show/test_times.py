@@ -12,7 +12,7 @@ from test_text import drawn, row_of
 from timed import MS, TIME, TIMED, permute, timed_reports
 
 import spmd
-from spmd.inspection import Exchange, Sweep, SweepRow, Time
+from spmd.inspection import Exchange, Fit, Sweep, SweepRow, Time
 from spmd.inspection.records.sums import grouped, line_of
 from spmd.inspection.show import lanes, terminal, times, words
 from spmd.inspection.show.layout import plain
@@ -354,3 +354,17 @@ def test_a_sweep_of_one_time_has_no_chart():
     assert "400 ms" in text
     alone = Sweep(name="step", rows=(SweepRow.of(SMALL),))
     assert plain(render_sweep(alone)).splitlines()[-1] == "no time for CPU; give topology= or chip="
+
+
+# Whether it fits
+
+
+def test_a_fit_says_how_long_a_call_takes():
+    """The answer whether a program fits has the line of the time, where that is known."""
+    fit = Fit(
+        fits=True, needed=10, budget=20, memory=None, buffers=(), verdict="fits: step", name="step",
+        mesh={}, num_devices=16, device_kind="TPU v5 lite", backend="tpu", stand_in=False,
+        time=TIME,
+    )  # fmt: skip
+    assert str(fit).splitlines()[1] == f"  {TIME}"
+    assert str(dataclasses.replace(fit, time=None)) == "fits: step"

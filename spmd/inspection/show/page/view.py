@@ -31,7 +31,7 @@ _LEVELS = 9
 def view(report: Report) -> dict[str, Any]:
     """Everything that the template and the script of the page draw."""
     found, times = report.collectives, Times(report)
-    groups = _groups(report.origins)
+    alike, groups = words.alike(found), _groups(report.origins)
     return {
         "title": report.name or "report",
         "report": report,
@@ -42,7 +42,7 @@ def view(report: Report) -> dict[str, Any]:
         "modules": [*_modules(report, times)],
         "files": _files(report, groups, times),
         "lost": _lost(report),
-        "rows": sorted((_row(some, found, times) for some in words.alike(found)), key=_rank),
+        "rows": sorted((_row(some, found, times) for some in alike), key=_rank),
         "times": times,
         "time": clock.view(times, report.mesh),
         "kinds": sorted({one.kind for one in found}),
@@ -51,15 +51,15 @@ def view(report: Report) -> dict[str, Any]:
         # What leads from an argument to its value:
         "made": {one.name: f"value-{i}" for i, one in reversed(groups.get("argument", []))},
         "memory": _memory(report.memory) if report.memory else None,
-        "data": data(report),
+        "data": data(report, alike),
     }
 
 
-def data(report: Report) -> dict[str, Any]:
+def data(report: Report, alike: Iterable[Sequence[int]]) -> dict[str, Any]:
     """What the script draws on demand: details of a row, and the picture of an argument."""
     frames: dict[Source, int] = {}
     details: list[dict[str, Any] | None] = [None] * len(report.collectives)
-    for places in words.alike(report.collectives):
+    for places in alike:
         details[places[0]] = _detail([report.collectives[i] for i in places], frames)
     return {
         "details": details,
@@ -111,17 +111,20 @@ def _figures(report: Report, times: Times) -> Iterator[tuple[str, str, str]]:
 
 def _totals(report: Report, times: Times) -> Iterator[dict[str, Any]]:
     """Sums by kind and mesh axes."""
-    shares = grouped(report.collectives, lambda one: (one.kind, one.mesh_axes))
+    found = report.collectives if times.time else ()
+    shares = grouped(found, lambda one: (one.kind, one.mesh_axes))
     for (kind, axes), total in report.totals("kind", "axis").items():
-        took = times.cells(shares[kind, axes])
+        took = times.cells(shares.get((kind, axes), ()))
         yield {"kind": kind, "axes": axes, "total": total, "took": took}
 
 
 def _modules(report: Report, times: Times) -> Iterator[dict[str, Any]]:
     """Sums by module; nothing where no collective is in one."""
-    sums, shares = report.totals("module"), grouped(report.collectives, KEYS["module"])
+    sums, found = report.totals("module"), report.collectives if times.time else ()
+    shares = grouped(found, KEYS["module"])
     for name, total in sums.items() if any(sums) else ():
-        yield {"name": name or NO_MODULE, "total": total, "took": times.cells(shares[name])}
+        took = times.cells(shares.get(name, ()))
+        yield {"name": name or NO_MODULE, "total": total, "took": took}
 
 
 # Source
