@@ -25,7 +25,9 @@ _LANES = (Column(title="lane"), Column(title="busy", right=True), Column(title="
 def render_time(time: Time, waits: Sequence[times.Wait], mesh: Mapping[str, int]) -> RenderableType:
     """One bar for a call, what its parts are, what is not in the figures, and a layer as lanes."""
     rows = [_part_row(*part, time, waits, mesh) for part in words.time_parts(time)]
-    doubts = [Flow(Text(clean(f"uncertain: {text}"), style="yellow")) for text in time.unknown]
+    said_of = [f"uncertain: {text}" for text in time.unknown[: times.DOUBTS]]
+    said_of += [f"uncertain: {n} more" for n in [len(time.unknown) - times.DOUBTS] if n > 0]
+    doubts = [Flow(Text(clean(text), style="yellow")) for text in said_of]
     said = [Flow(Text(times.beside(time)))] if times.beside(time) else []
     table = Grid(_PARTS, rows)
     body = Group(Stack(time, mesh), table, *said, explained(), *doubts, *_layer(time, mesh))

@@ -13,6 +13,9 @@ from spmd.inspection.records.sweep import Sweep, SweepRow
 from spmd.inspection.records.time import Event, Exchange, Time
 from spmd.inspection.show import words
 
+DOUBTS = 6
+"""The most doubts of a time that are told at once."""
+
 HIDDEN, NONE = "hidden", show_share(0)
 
 EXPLAINED = {

@@ -101,6 +101,18 @@ def test_a_bar_is_whole(shares, width):
         assert i == longest or abs(size - width * share / sum(shares)) <= len(shares)
 
 
+def test_many_doubts_are_counted():
+    """Six doubts are told and the others counted; JSON and the page have all of them."""
+    doubts = tuple(f"doubt {i:02}" for i in range(9))
+    one = dataclasses.replace(TIMED, time=dataclasses.replace(TIME, unknown=doubts))
+    found = re.findall(r"uncertain: (.*)", str(one))
+    assert found == [*doubts[:6], "3 more"]
+    assert one.to_json()["time"]["unknown"] == [*doubts]
+    page = one.to_html()
+    assert all(f"<li>{doubt}</li>" in page for doubt in doubts)
+    assert "<summary>3 more</summary>" in page
+
+
 # Beside bytes
 
 

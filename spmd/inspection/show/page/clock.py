@@ -31,6 +31,8 @@ def view(found: times.Times, mesh: Mapping[str, int]) -> dict[str, Any] | None:
         "explained": [(name.capitalize(), text) for name, text in times.EXPLAINED.items()],
         "utilization": [(name, share, times.UTILIZATION[name])
                         for name, share in time.utilization.items()],
+        "doubts": time.unknown[: times.DOUBTS],
+        "more_doubts": time.unknown[times.DOUBTS :],
         "waits": [_wait(one, waits[0], time) for one in waits[:_WAITS]],
         "more": len(waits[_WAITS:]),
         "title": times.layer_title(time),
