@@ -374,6 +374,7 @@ collectives = st.builds(
     in_loop=st.booleans(),
     name=names,
     groups=st.sampled_from(["", "{{0,1},{2,3}}", "[4,2]<=[8]"]),
+    sliced=st.lists(st.integers(0, 3), max_size=2, unique=True).map(tuple),
 )
 buffers = st.builds(
     Buffer,

@@ -110,6 +110,16 @@ def time_of_program(
     return dataclasses.replace(time, unknown=(*time.unknown, *doubts))
 
 
+def with_scatters(time: Time, found: Iterable[Collective]) -> Time:
+    """A time that says which all-reduces of a CPU's program it counts whole."""
+    count = sum(bool(one.sliced) for one in found)
+    if not count:
+        return time
+    some = "an all-reduce" if count == 1 else f"{count} all-reduces"
+    text = f"{some} that hardware would reduce-scatter: counted whole, about twice as long"
+    return dataclasses.replace(time, unknown=(*time.unknown, text))
+
+
 def time_of_prediction(
     found: Iterable[Collective],
     axis_sizes: Mapping[str, int],

@@ -469,7 +469,7 @@ def test_every_field_comes_back_changed():
         wire_bytes=2, group_size=3, executions=5, source=None, direction="other", op_name="x",
         is_async=False, combined=7, source_is_consumer=True, frames=(), conditional=True,
         in_loop=True, name="send.1", groups="{{0}}",
-        parts=(part(8, source_is_consumer=True, frames=(source(1), source(42))),),
+        parts=(part(8, source_is_consumer=True, frames=(source(1), source(42))),), sliced=(0,),
     )  # fmt: skip
     for field in dataclasses.fields(one):
         changed = dataclasses.replace(one, **{field.name: getattr(other, field.name)})
