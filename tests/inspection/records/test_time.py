@@ -267,7 +267,7 @@ def test_times_side_by_side():
     assert not found  # the collectives are the same
     text = " ".join(str(found).split())
     assert "time of a call 10.0 ms 6.50 ms -3.50 ms (-35.0%)" in text
-    assert "MFU 40% 60% +20% (+50.0%)" in text
+    assert "MFU 40% 60% +20.0 points (+50.0%)" in text
     assert "HFU" not in text
     assert found.to_json()["time"][0] == {"name": "seconds", "a": 0.010, "b": 0.0065}
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 import pytest
 from reports import SMALL, source
 from test_page import _CONTRAST, EVIL, column, order, saved
-from test_times import swept
+from test_shown_times import swept
 from timed import MS, TIME, TIMED, permute, timed_reports
 
 import spmd

@@ -48,7 +48,7 @@ def test_no_time_is_never_a_wrong_one():
         ({"backend": "cpu", "device_kind": "cpu"}, "no time for CPU; give topology= or chip="),
         ({"backend": "gpu", "device_kind": "NVIDIA Z9"},
          "no time: the figures of NVIDIA Z9 are not known; give chip="),
-        ({}, "no time: several slices, or a report of an older version"),
+        ({}, "no time: the report was made without one, or is of several slices"),
     ):  # fmt: skip
         text = str(dataclasses.replace(TIMED, time=None, **fields))
         assert text.splitlines()[1] == wanted
