@@ -505,7 +505,7 @@ class Report(Paged):
         Args:
             console: a console of rich; None for one on the standard output.
             all_frames: show the whole stack of each collective, libraries included.
-            limit: the most collectives to list, those with most bytes on the wire; None for all.
+            limit: the most rows of collectives, those with most bytes on the wire; None for all.
         """
         self._print(console, all_frames=all_frames, limit=limit)
 

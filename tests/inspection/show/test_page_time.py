@@ -92,7 +92,7 @@ def test_the_words_of_time(browser, tmp_path):
 def test_a_page_without_a_time(browser, tmp_path):
     """A stand-in says in the head that it has none, and no section, link or column names one."""
     with opened(browser, saved(SMALL, tmp_path), width=1400) as tab:
-        assert "no time for CPU; give topology= or chip=" in tab.inner_text("header")
+        assert "No time for CPU; give topology= or chip=." in tab.inner_text("header")
         assert tab.locator("#time, nav a[href='#time'], .headline, .lanes").count() == 0
         heads = tab.locator("#rows th, #traffic th").all_inner_texts()
         assert not {"time", "exposed"} & {*heads}
