@@ -16,7 +16,7 @@ import numpy as np
 from spmd.errors import Failure, MeshError, explain
 from spmd.inspection.compile.topology import is_described
 from spmd.inspection.timing.chips import Chip, chip_of
-from spmd.inspection.timing.clock import _REACHED
+from spmd.inspection.timing.clock import REACHED
 
 _TURNS = 7
 #: Seconds that all runs of one size may take: a larger product is not tried.
@@ -65,7 +65,7 @@ def calibrate(devices: Any = None, *, say: Callable[[str], None] | None = None) 
         raise explain("calibrate", [failure])
     first = found[0]
     tell("copies")
-    hbm = _copy_speed(found) / _REACHED
+    hbm = _copy_speed(found) / REACHED
     known = chip_of(first.device_kind)
     if known is not None and not known.box:
         return dataclasses.replace(known, hbm=hbm)

@@ -32,7 +32,13 @@ class Exchange:
 
 
 class Exposed(NamedTuple):
-    """Seconds of one call in which a device only waits for exchanges over some axes of a line."""
+    """What no work hides of the exchanges of a line over some mesh axes.
+
+    Attributes:
+        mesh_axes: that are crossed.
+        source: the user's line, or None.
+        seconds: of one call in which the device only waits for them.
+    """
 
     mesh_axes: tuple[str, ...]
     source: Source | None

@@ -79,7 +79,7 @@ def test_no_time_for_cpus(step, compiled):
     for found in (spmd.report(compiled), compiled.report(), spmd.preview(step)):
         assert found.time is None
         assert str(found).count("no time for CPU; give topology= or chip=") == 1
-        assert found.to_html().count("no time for CPU; give topology= or chip=") == 1
+        assert found.to_html().count("No time for CPU; give topology= or chip=") == 1
         assert found.to_json()["time"] is None
         assert not [name for name in found.scalars() if name.startswith("time")]
 

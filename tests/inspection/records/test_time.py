@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import pickle
+import subprocess
+import sys
 
 import pytest
 from reports import SMALL, TIME, TIMED, source
@@ -359,6 +361,19 @@ def test_times_are_written(seconds, text):
 def test_shares_are_written(share, text):
     """A share has a digit more below ten percent, and is not nothing where it is little."""
     assert show_share(share) == text
+
+
+def test_names_are_where_users_look():
+    """Records, chips and `calibrate` are in `spmd.inspection`, without JAX until it is needed."""
+    code = (
+        "import sys, spmd.inspection as inspection, spmd.testing as testing\n"
+        "names = 'Time Exchange Exposed Event Chip CHIPS'.split()\n"
+        "print([one for one in names if not hasattr(inspection, one)], 'jax' in sys.modules)\n"
+        "print(callable(testing.assert_time), 'jax' in sys.modules)\n"
+        "print(callable(inspection.calibrate), 'assert_time' in testing.__all__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["[] False", "True False", "True True"]
 
 
 def test_a_time_needs_no_more_than_its_parts():
