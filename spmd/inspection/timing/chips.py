@@ -7,6 +7,8 @@ Sources, by the letter that stands beside a figure:
 - S: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapters "TPUs" and "Rooflines":
   bandwidth of one link in one direction, sizes of the matrix units, a microsecond for each hop,
   vector memory about 22 times as fast as main memory, and PCIe to the host.
+- M: ``spmd calibrate --devices 8`` on two cores of an AMD EPYC with nothing beside it, 2026-11-24.
+  The eight virtual devices share the cores. It varies twofold from run to run: an order of size.
 - R: the run "22B v4-128" of tests/benchmarks/published/runs.toml.
 - N: NVIDIA's data sheets of H100 SXM and H200 SXM, and the DGX H100 user guide: dense bf16, memory,
   NVLink in one direction, and a network adapter of 400 Gb/s for each GPU of a box of eight.
@@ -135,6 +137,9 @@ CHIPS = {
         ),
         _box("h100", hbm=3.35e12),
         _box("h200", hbm=4.8e12),
+        Chip(  # M
+            name="cpu", flops=6.2e10, hbm=1.9e9, link=8e8, hop=3.4e-4, box=8, across=8e8
+        ),
     )
 }
 """By name."""
