@@ -333,7 +333,8 @@ def test_ways_to_name_a_chip(compiled, tmp_path):
 
 def test_chips_that_are_not_known(step):
     """A wrong name is told with the nearest one; so is what is no chip at all."""
-    listed = "one of v4, v5e, v5p, v6e, tpu7x, h100, h200, cpu, a Chip, or the file of `spmd calibrate`"
+    names = "v4, v5e, v5p, v6e, tpu7x, h100, h200, cpu"
+    listed = f"one of {names}, a Chip, or the file of `spmd calibrate`"
     cases = {"h1000": " (did you mean 'h100'?)", "": "", "abc": "", 5: "", ("v5e",): ""}
     for chip, near in cases.items():
         for function, name in ((spmd.report, "report"), (spmd.preview, "preview")):
