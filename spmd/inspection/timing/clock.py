@@ -40,14 +40,14 @@ from spmd.inspection.timing.torus import Lane, Transfer
 
 # How much of the bandwidth of main memory elementwise work reaches: a lead of issue J, which the
 # published runs have to confirm.
-_REACHED = 0.83
+REACHED = 0.83
 # How much of the peak a kernel reaches of which only the FLOPs are known; likewise.
 _KERNEL = 0.5
 
 # The compiler's cycles hold for a product by itself. For one with other work fused into it they are
 # up to twice too many: one of large matrices takes this share of the peak, or what its bytes take.
 # Set by the runs that `tunes` marks in tests/benchmarks/published/runs.toml.
-_PRODUCT = 0.9
+PRODUCT_SHARE = 0.9
 _LARGE = 1024
 _PRODUCTS = ("dot", "convolution")
 _BESIDE_PRODUCTS = {*FREE, "fusion", "convert", "copy", "transpose", "reshape"}
@@ -436,7 +436,7 @@ class _Clock:
                 if moved < seconds:
                     seconds, spent = moved, "memory"
             elif found and self.is_large(one) and not self.is_bare(one):
-                alone = self.flops(one) / (_PRODUCT * self.chip.kept)
+                alone = self.flops(one) / (PRODUCT_SHARE * self.chip.kept)
                 seconds, spent = self.slower(alone, self.moved(one, types))
         else:
             seconds, spent = self.slower(self.flops(one) / self.chip.kept, self.moved(one, types))
@@ -452,7 +452,7 @@ class _Clock:
 
     def moved(self, one: hlo.Instruction, types: Mapping[str, str]) -> float:
         """Seconds in which the memories move what an instruction reads and writes."""
-        far = self.traffic.instruction(one, types) / (_REACHED * self.chip.hbm)
+        far = self.traffic.instruction(one, types) / (REACHED * self.chip.hbm)
         if not self.chip.vmem:
             return far
         texts = [*(types.get(name, "") for name in one.operand_names), one.type]
