@@ -7,11 +7,11 @@ summed over is added up. What compilers do beyond that is left to `predict` and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from spmd.inspection.hlo.groups import expand_replica_groups
 from spmd.inspection.timing.chips import Chip
@@ -90,47 +90,103 @@ class Estimate:
         return self.compute + self.memory + self.exchange
 
 
-def estimate(graph: Graph, layout: Layout, machine: Machine) -> Estimate:
-    """Adds up what all operations cost."""
-    return _Estimator(graph, layout, machine).all()
+class _Kind(NamedTuple):
+    """What tensors that a layout places alike have in common."""
+
+    shape: tuple[int, ...]
+    classes: tuple[int | None, ...]
 
 
-class _Estimator:
-    """A program under a layout."""
+class Estimator:
+    """A program on a machine, whose layouts are compared.
 
-    def __init__(self, graph: Graph, layout: Layout, machine: Machine):
-        self.graph = graph
-        self.layout = layout
+    What does not depend on a layout is worked out once: operations of the same kinds of tensors
+    are one that runs more often, and those that no layout makes cost anything are left out.
+
+    Args:
+        graph: the program.
+        machine: what it is for.
+    """
+
+    def __init__(self, graph: Graph, machine: Machine):
         self.machine = machine
         self.sizes = machine.sizes
-        self.places = [layout.places(tensor, self.sizes) for tensor in graph.tensors]
-        self.local = [
-            tensor.nbytes / math.prod(self.sizes[axis] for axis in places)
-            for tensor, places in zip(graph.tensors, self.places, strict=True)
+        kinds: dict[_Kind, int] = {}
+        self.kind_of = [
+            kinds.setdefault(_Kind(one.shape, one.classes), len(kinds)) for one in graph.tensors
         ]
+        self.kinds = [*kinds]
+        self.nbytes = [one.nbytes for one in graph.tensors]
+        self.ends = [i for i, one in enumerate(graph.tensors) if one.kind != "result"]
+        self.arguments = [i for i, one in enumerate(graph.tensors) if one.kind == "argument"]
+        merged: dict[Any, list[Any]] = {}
+        for one in graph.operations:
+            if not (one.is_fused and self._is_aligned(one)):
+                key = (
+                    one.name, one.factors, tuple(self.kind_of[i] for i in one.tensors),
+                    tuple(self.nbytes[i] for i in one.tensors), one.flops,
+                )  # fmt: skip
+                merged.setdefault(key, [one, 0])[1] += one.runs
+        self.operations = [(one, runs) for one, runs in merged.values()]
+        self.births, self.deaths = _lives(graph)
+
+    def _is_aligned(self, one: Operation) -> bool:
+        return len({self.kind_of[i] for i in one.tensors}) == 1
+
+    def __call__(self, layout: Layout) -> Estimate:
+        """What a layout costs."""
+        return _Estimation(self, layout).all()
+
+
+def _lives(graph: Graph) -> tuple[list[list[int]], list[list[int]]]:
+    """By operation, the tensors that are stored from there on, and those last used there."""
+    last = {i: n for n, one in enumerate(graph.operations) for i in one.tensors}
+    births: list[list[int]] = [[] for _ in graph.operations]
+    deaths: list[list[int]] = [[] for _ in graph.operations]
+    known = {i for i, one in enumerate(graph.tensors) if one.kind != "result"}
+    for n, one in enumerate(graph.operations):
+        for i in () if one.is_fused and one.name != "while" else one.tensors:
+            if i not in known and last[i] > n:
+                known.add(i)
+                births[n].append(i)
+                deaths[last[i]].append(i)
+    return births, deaths
+
+
+class _Estimation:
+    """A program under a layout."""
+
+    def __init__(self, of: Estimator, layout: Layout):
+        self.of = of
+        self.layout = layout
+        self.machine, self.sizes = of.machine, of.sizes
+        self.places = [layout.places(kind, self.sizes) for kind in of.kinds]
+        self.split = [math.prod(self.sizes[axis] for axis in found) for found in self.places]
+
+    def local(self, i: int) -> float:
+        """Bytes of a tensor on a device."""
+        return self.of.nbytes[i] / self.split[self.of.kind_of[i]]
 
     def all(self) -> Estimate:
+        """What all operations cost, and the arguments and results of the program."""
         compute = memory = exchange = 0.0
-        for one in self.graph.operations:
+        for one, runs in self.of.operations:
             chosen = self.chosen(one)
-            exchange += one.runs * sum(
-                self.machine.exchange(*found) for found in self.exchanges(one, chosen)
-            )
+            for found in self.exchanges(one, chosen):
+                exchange += runs * self.machine.exchange(*found)
             if one.is_fused:
                 continue
-            split = math.prod(self.sizes[axis] for axis in chosen)
-            computing = self.machine.computing(one.flops / split)
+            computing = moving = 0.0
+            if one.flops:
+                computing = self.machine.computing(
+                    one.flops / math.prod(self.sizes[axis] for axis in chosen)
+                )
             moving = self.machine.moving(self.traffic(one))
             if computing >= moving:
-                compute += one.runs * computing
+                compute += runs * computing
             else:
-                memory += one.runs * moving
-        ends = (
-            size
-            for tensor, size in zip(self.graph.tensors, self.local, strict=True)
-            if tensor.kind != "result"
-        )
-        memory += self.machine.moving(sum(ends))
+                memory += runs * moving
+        memory += self.machine.moving(sum(map(self.local, self.of.ends)))
         return Estimate(compute=compute, memory=memory, exchange=exchange, peak=self.peak())
 
     def chosen(self, one: Operation) -> dict[str, str]:
@@ -149,54 +205,42 @@ class _Estimator:
         """What has to be sent before an operation and after it."""
         sides = [*zip(one.tensors, one.factors, strict=False)]
         for i, names in sides[: one.operands]:
-            for axis, d in self.places[i].items():
+            for axis, d in self.places[self.of.kind_of[i]].items():
                 wanted, has = chosen.get(axis), names[d] if d < len(names) else None
                 if has != wanted:
                     yield self._moved(i, axis, wanted in names and wanted is not None)
         for i, names in sides[one.operands :]:
             for axis, name in chosen.items():
-                d = self.places[i].get(axis)
+                d = self.places[self.of.kind_of[i]].get(axis)
                 if name not in names:
-                    nbytes = self.local[i] * (1 if d is None else self.sizes[axis])
+                    nbytes = self.local(i) * (1 if d is None else self.sizes[axis])
                     yield Exchanged("all-reduce" if d is None else "reduce-scatter", axis, nbytes)
                 elif d is None:
-                    yield Exchanged("all-gather", axis, self.local[i])
+                    yield Exchanged("all-gather", axis, self.local(i))
                 elif names[d] != name:
-                    yield Exchanged("all-to-all", axis, self.local[i])
+                    yield Exchanged("all-to-all", axis, self.local(i))
 
     def _moved(self, i: int, axis: str, elsewhere: bool) -> Exchanged:
         if elsewhere:
-            return Exchanged("all-to-all", axis, self.local[i])
-        return Exchanged("all-gather", axis, self.local[i] * self.sizes[axis])
+            return Exchanged("all-to-all", axis, self.local(i))
+        return Exchanged("all-gather", axis, self.local(i) * self.sizes[axis])
 
     def traffic(self, one: Operation) -> float:
         """Bytes that an operation reads and writes on a device."""
         operands, results = one.tensors[: one.operands], one.tensors[one.operands :]
         if one.name in _SLICES:
-            return 2 * sum(self.local[i] for i in results)
+            return 2 * sum(map(self.local, results))
         if one.name in _UPDATES:
-            return 2 * min((self.local[i] for i in operands[1:2]), default=0.0)
-        return sum(self.local[i] for i in one.tensors)
+            return 2 * min((self.local(i) for i in operands[1:2]), default=0.0)
+        return sum(map(self.local, one.tensors))
 
     def peak(self) -> float:
         """Bytes of arguments, and of what is alive beside them at the worst moment."""
-        operations, tensors = self.graph.operations, self.graph.tensors
-        last = {i: n for n, one in enumerate(operations) for i in one.tensors}
-        arguments = sum(
-            size
-            for tensor, size in zip(tensors, self.local, strict=True)
-            if tensor.kind == "argument"
-        )
-        alive: dict[int, float] = {}
-        ends: dict[int, list[int]] = {}
         now = most = 0.0
-        for n, one in enumerate(operations):
-            if not one.is_fused or one.name == "while":
-                for i in one.tensors:
-                    if tensors[i].kind == "result" and i not in alive and last[i] > n:
-                        alive[i] = self.local[i]
-                        ends.setdefault(last[i], []).append(i)
-                        now += self.local[i]
+        for births, deaths in zip(self.of.births, self.of.deaths, strict=True):
+            for i in births:
+                now += self.local(i)
             most = max(most, now)
-            now -= sum(alive[i] for i in ends.pop(n, ()))
-        return arguments + most
+            for i in deaths:
+                now -= self.local(i)
+        return most + sum(map(self.local, self.of.arguments))

@@ -28,10 +28,48 @@ PINNED = ("stablehlo.dot_general", "stablehlo.convolution", "stablehlo.gather", 
 _NUMBER = "spmd.number"
 # What a compiler fuses with its neighbours reads and writes no memory of its own.
 _FUSED = frozenset(
-    "abs add and broadcast_in_dim ceil clamp compare constant convert cosine divide exponential "
-    "exponential_minus_one floor iota is_finite log log_plus_one logistic maximum minimum multiply "
-    "negate not or power reshape return rsqrt select sharding_constraint sign sine sqrt square "
-    "subtract tanh transpose while xor".split()
+    [
+        "abs",
+        "add",
+        "and",
+        "broadcast_in_dim",
+        "ceil",
+        "clamp",
+        "compare",
+        "constant",
+        "convert",
+        "cosine",
+        "divide",
+        "exponential",
+        "exponential_minus_one",
+        "floor",
+        "iota",
+        "is_finite",
+        "log",
+        "log_plus_one",
+        "logistic",
+        "maximum",
+        "minimum",
+        "multiply",
+        "negate",
+        "not",
+        "or",
+        "power",
+        "reshape",
+        "return",
+        "rsqrt",
+        "select",
+        "sharding_constraint",
+        "sign",
+        "sine",
+        "sqrt",
+        "square",
+        "subtract",
+        "tanh",
+        "transpose",
+        "while",
+        "xor",
+    ]
 )
 
 
@@ -152,9 +190,7 @@ class _Reader:
         self.numbers = {root: number for number, root in enumerate(roots)}
         tensors = tuple(self._tensors())
         operations = tuple(map(self._operation, self.found.links))
-        return Graph(
-            tensors=tensors, operations=operations, **_split_by_plans(tensors, operations)
-        )
+        return Graph(tensors=tensors, operations=operations, **_split_by_plans(tensors, operations))
 
     def _root(self, place: tuple[int, int]) -> tuple[int, int]:
         while (parent := self.parents.setdefault(place, place)) != place:
@@ -254,6 +290,8 @@ def _split_by_plans(tensors: Sequence[Tensor], operations: Sequence[Operation]) 
 
 def pinned(graph: Graph) -> Iterator[tuple[int, Operation]]:
     """The operations that a plan constrains, by their number; of several calls the first one."""
-    found = sorted((one.number, i) for i, one in enumerate(graph.operations) if one.number is not None)
+    found = sorted(
+        (one.number, i) for i, one in enumerate(graph.operations) if one.number is not None
+    )
     for number, group in itertools.groupby(found, lambda pair: pair[0]):
         yield number, graph.operations[next(group)[1]]

@@ -9,9 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
+from typing import Protocol
 
 from spmd import P
-from spmd.planner.graph import Tensor
+
+
+class Placed(Protocol):
+    """What a layout wants of an array: its shape, and the class of each dimension, or None."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole array."""
+        ...
+
+    @property
+    def classes(self) -> tuple[int | None, ...]:
+        """Of its dimensions."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,7 +47,7 @@ class Layout:
         """With another order of one axis."""
         return Layout.of({**dict(self.orders), axis: classes})
 
-    def places(self, tensor: Tensor, sizes: Mapping[str, int]) -> dict[str, int]:
+    def places(self, tensor: Placed, sizes: Mapping[str, int]) -> dict[str, int]:
         """The dimension that each axis splits.
 
         An axis passes over a dimension that it does not divide. Of two dimensions of one class it
@@ -49,12 +63,12 @@ class Layout:
                     break
         return found
 
-    def spec(self, tensor: Tensor, sizes: Mapping[str, int]) -> P:
+    def spec(self, tensor: Placed, sizes: Mapping[str, int]) -> P:
         """Where an array lies: an entry for each dimension."""
         return P(*spec_entries(self.places(tensor, sizes), len(tensor.shape)))
 
 
-def _candidates(tensor: Tensor, classes: Sequence[int]) -> Iterator[int]:
+def _candidates(tensor: Placed, classes: Sequence[int]) -> Iterator[int]:
     for wanted in classes:
         yield from (d for d, number in enumerate(tensor.classes) if number == wanted)
 

@@ -13,7 +13,7 @@ import itertools
 import time
 from typing import NamedTuple
 
-from spmd.planner.estimate import Estimate, Machine, estimate
+from spmd.planner.estimate import Estimate, Estimator, Machine
 from spmd.planner.graph import Graph
 from spmd.planner.layout import Layout
 
@@ -69,17 +69,23 @@ def search(
         starts: to begin from, beside those that split one class on each axis.
         saw: is told each one.
     """
+    estimate = Estimator(graph, machine)
     seen: dict[Layout, Candidate] = {}
 
+    together = _together(graph)
+
     def look(layout: Layout) -> Candidate:
+        layout = Layout(tuple((axis, _sorted(order, together)) for axis, order in layout.orders))
         if layout not in seen:
-            cost = estimate(graph, layout, machine)
+            cost = estimate(layout)
             seen[layout] = Candidate(layout, cost, rules.score(cost))
             saw(seen[layout])
         return seen[layout]
 
     allowed = {
-        axis: [c for c in graph.classes if _divides(graph, c, size) and (c, axis) not in rules.never]
+        axis: [
+            c for c in graph.classes if _divides(graph, c, size) and (c, axis) not in rules.never
+        ]
         for axis, size in machine.sizes.items()
         if size > 1
     }
@@ -93,6 +99,24 @@ def search(
                 break
             best = better
     return sorted(seen.values(), key=lambda one: one.score)
+
+
+def _together(graph: Graph) -> set[tuple[int, int]]:
+    """Classes that an operation or a value has both of: only between these an order says anything."""
+    groups = [one.by_class for one in graph.operations] + [one.classes for one in graph.tensors]
+    return {
+        pair for group in {*map(frozenset, groups)} for pair in itertools.permutations(group, 2)
+    }
+
+
+def _sorted(order: tuple[int, ...], together: set[tuple[int, int]]) -> tuple[int, ...]:
+    """One order for all that say the same: neighbours that never meet stand by their numbers."""
+    found = [*order]
+    for _ in order:
+        for i, pair in enumerate(itertools.pairwise(found)):
+            if pair[0] > pair[1] and pair not in together:
+                found[i], found[i + 1] = found[i + 1], found[i]
+    return tuple(found)
 
 
 def _divides(graph: Graph, number: int, size: int) -> bool:
