@@ -45,7 +45,10 @@ def _calibrate(args: argparse.Namespace) -> int:
     print(chip.name)
     print(f"  products   {chip.flops / 1e12:10.3f} TFLOP/s")
     print(f"  memory     {chip.hbm / 1e9:10.1f} GB/s")
-    print(f"  exchanges  {chip.link / 1e9:10.1f} GB/s, {1e6 * chip.hop:.0f} us each")
+    if chip.box == 1:
+        print("  exchanges  not measured: one device; with --devices N, of N virtual CPU devices")
+    else:
+        print(f"  exchanges  {chip.link / 1e9:10.1f} GB/s, {1e6 * chip.hop:.0f} us each")
     if args.json:
         args.json.write_text(json.dumps(chip.to_json(), indent=1) + "\n", encoding="utf-8")
     return OK

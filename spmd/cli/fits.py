@@ -47,6 +47,7 @@ def _fits(args: argparse.Namespace) -> int:
             budget=args.budget,
             vary=vary or None,
             chip=args.chip,
+            model_flops=args.model_flops,
             progress=lambda size, one: say(f"size {size:,}: {one.verdict}"),
             **keywords,
         )

@@ -47,11 +47,18 @@ def add_devices(parser: argparse.ArgumentParser, about: str, default: int | None
 
 
 def add_chip(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--chip``, for the time of a program."""
+    """Adds ``--chip`` and ``--model-flops``, for the time of a program."""
     parser.add_argument(
         "--chip",
         metavar="CHIP",
-        help="whose figures the time is for: a name such as v5e, or a file of spmd calibrate",
+        help="whose figures the time is for: a name such as v5e, or a file of spmd calibrate "
+        "(default: those of the devices; CPUs have none)",
+    )
+    parser.add_argument(
+        "--model-flops",
+        type=float,
+        metavar="N",
+        help="FLOPs of one call on all devices, for the MFU (default: those of the products)",
     )
 
 

@@ -27,6 +27,8 @@ examples:
       --topology v5e:16x16 --json r.json --html r.html
   spmd report train:step --args train:example_args --mesh data=8 \\
       --none all-gather --max-bytes data=4MB
+  spmd report train:step --args train:example_args --mesh data=16 --topology v5e:4x4 \\
+      --max-time 20ms
 
 The exit code is 0, 1 where a limit is broken, and 2 for an error.
 """
@@ -66,12 +68,6 @@ def add_command(commands: Any) -> None:
         limits.add_argument(option, action="append", default=[], metavar=metavar, help=text)
     limits.add_argument("--max-time", metavar="TIME", help="longest time of a call: 20ms")
     add_chip(parser)
-    parser.add_argument(
-        "--model-flops",
-        type=float,
-        metavar="N",
-        help="FLOPs of one call on all devices, for the MFU (default: those of the products)",
-    )
 
 
 def _report(args: argparse.Namespace) -> int:

@@ -126,7 +126,7 @@ def as_report(f: Any, args: Any, mesh: Any, kwargs: Mapping[str, Any], *, subjec
 def _refuse_one_device(report: Report, subject: str) -> None:
     """Sees that a program is not on one device where a mesh of several is active.
 
-    It exchanges nothing, so it keeps every limit, and says nothing about the mesh.
+    It exchanges nothing, so it keeps every limit on collectives, and says nothing about the mesh.
     """
     # A stored report is held to its limits without JAX, and then no mesh is active.
     if report.num_devices > 1 or "spmd._mesh" not in sys.modules:
@@ -136,8 +136,9 @@ def _refuse_one_device(report: Report, subject: str) -> None:
     mesh = current_mesh()
     if mesh is None or mesh.size == 1:
         return
+    kept = ", where no limit can be broken" * (subject == SUBJECT)
     failure = Failure(
-        what=f"finds that `{report.name}` uses one device, where no limit can be broken",
+        what=f"finds that `{report.name}` uses one device{kept}",
         given=f"{show_mesh(mesh)}, which is active here",
         expected=f"a program for its {mesh.size} devices",
         got="a program in which no argument and no constraint has a sharding on the mesh",

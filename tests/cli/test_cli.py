@@ -285,6 +285,7 @@ BAD = [
     (("fits", "a_train:forward", "--vary", "x"), "--vary x is no dimension of an argument: write"),
     (("sweep", "a_train:forward", *MESH), "sweep needs --topology, once for each mesh to compare."),
     (("sweep", "a_train:forward", "--topology", "cpu:8"), "--topology needs --mesh, such as"),
+    (("sweep", "a_train:forward", "--html", "s.txt"), "--html s.txt does not end in .html."),
     (("diff", "no.json", "no.json"), "no.json cannot be read: No such file or directory."),
     (("diff", "a.json", "b.json", "--html", "d.txt"), "--html d.txt does not end in .html."),
     (("show", "P('x')", "--mesh", "x=2"), "show needs --shape for a PartitionSpec"),
@@ -455,6 +456,17 @@ def test_a_sweep_has_a_row_for_each_topology(capsys):
     out = capsys.readouterr().out
     assert "data=2, model=2" in out
     assert "data=4, model=2" in out
+
+
+def test_the_page_of_a_sweep_is_written(here, capsys):
+    """`--html` writes the page of a sweep, whose charts have the times for a chip."""
+    args = ("--topology", "cpu:4", "--topology", "cpu:8", "--mesh", "data=-1,model=2")
+    function = ("a_train:forward", "--args", "a_train:example_args")
+    assert cli.main(["sweep", *function, *args, "--chip", "v5e", "--html", "s.html"]) == 0
+    assert "Time of a call, by the number of devices" in capsys.readouterr().out
+    page = (here / "s.html").read_text()
+    assert page.count("<circle") == 4
+    assert "data=4" in page
 
 
 def test_fits_is_an_exit_code(capsys):

@@ -433,6 +433,7 @@ One parameter on the mesh
 
 One step, compiled
   train_step on cpu; mesh data=2, model=2 of 4 devices
+  no time for CPU; give topology= or chip=
   CPU stand-in: another backend fuses and combines differently
   jax 2
 

@@ -1,5 +1,7 @@
 """Reports for tests of what is done with them: one made by hand, and a hypothesis strategy."""
 
+import dataclasses
+
 from hypothesis import strategies as st
 
 from spmd import Report
@@ -12,7 +14,9 @@ from spmd.inspection import (
     Collective,
     Conflict,
     Cost,
+    Event,
     Excerpt,
+    Exchange,
     Memory,
     Origin,
     Origins,
@@ -23,6 +27,7 @@ from spmd.inspection import (
     Source,
     Split,
     Step,
+    Time,
     Unread,
     ValueOrigins,
 )
@@ -271,6 +276,52 @@ SMALL = report(
     _origins=known(ORIGINS),
 )
 
+#: 6 ms of products, 1 ms for memory, and 3 ms in which the device waits: 2 for the sum over `data`
+#: of line 42, whose other 2 are beside work, and 1 for the ring. The gather is all beside work.
+TIME = Time(
+    chip="v5e",
+    seconds=0.010,
+    compute=0.006,
+    memory=0.001,
+    exchanges=(
+        Exchange(
+            name="ag", mesh_axes=("model",), source=source(57, "mlp"), seconds=0.0005, exposed=0.0
+        ),
+        Exchange(
+            name="ar", mesh_axes=("data",), source=source(42), seconds=0.004, exposed=0.002
+        ),
+        Exchange(
+            name="ring",
+            mesh_axes=("data:(2)2", "model"),
+            source=source(9, "ring", "/w/ops.py"),
+            seconds=0.001,
+            exposed=0.001,
+        ),
+    ),
+    hardware_flops=985 * 10**9,
+    hfu=0.5,
+    source="compiler",
+    model_flops=8 * 788 * 10**9,
+    mfu=0.4,
+    unknown=("the kernel k has no cost_estimate: counted as only what it moves",),
+    layer=(
+        Event(lane="core", name="mlp", kind="compute", mesh_axes=(), start=0.0, seconds=0.003),
+        Event(
+            lane="x+", name="all-reduce", kind="exchange", mesh_axes=("data",),
+            start=0.001, seconds=0.004,
+        ),
+        Event(
+            lane="core", name="wait for all-reduce", kind="exposed", mesh_axes=("data",),
+            start=0.003, seconds=0.002,
+        ),
+    ),
+)  # fmt: skip
+
+#: SMALL on a chip whose figures are known.
+TIMED = dataclasses.replace(
+    SMALL, backend="tpu", device_kind="TPU v5 lite", stand_in=False, time=TIME
+)
+
 # Strategies
 
 counts = st.one_of(st.integers(0, 64), st.integers(0, 2**62))
@@ -323,6 +374,7 @@ collectives = st.builds(
     in_loop=st.booleans(),
     name=names,
     groups=st.sampled_from(["", "{{0,1},{2,3}}", "[4,2]<=[8]"]),
+    sliced=st.lists(st.integers(0, 3), max_size=2, unique=True).map(tuple),
 )
 buffers = st.builds(
     Buffer,
@@ -379,6 +431,48 @@ arguments = st.integers(0, 3).flatmap(
 )
 excerpts = st.builds(
     Excerpt, file=files, first=st.integers(1, 10**6), lines=st.lists(names, max_size=3).map(tuple)
+)
+#: Zero, from a nanosecond to hours, and what is not written with few digits.
+seconds = st.sampled_from([0.0, 1e-9, 9.9996e-4, 0.1, 20000.0]) | st.floats(0, 10)
+exchanges = st.builds(
+    lambda took, part, **fields: Exchange(seconds=took, exposed=took * part, **fields),
+    took=seconds,
+    part=st.sampled_from([0.0, 0.5, 1.0]),
+    name=names,
+    mesh_axes=axes,
+    source=st.none() | sources,
+)
+events = st.builds(
+    Event,
+    lane=st.sampled_from(["core", "memory", "host", "x+", "in box"]),
+    name=names,
+    kind=st.sampled_from(["compute", "memory", "exchange", "exposed"]),
+    mesh_axes=axes,
+    start=seconds,
+    seconds=seconds,
+)
+
+
+def summed(compute, memory, exchanges, **fields):
+    """A time whose parts add up."""
+    exchanges = tuple(exchanges)
+    whole = compute + memory + sum(one.exposed for one in exchanges)
+    return Time(seconds=whole, compute=compute, memory=memory, exchanges=exchanges, **fields)
+
+
+times = st.builds(
+    summed,
+    compute=seconds,
+    memory=seconds,
+    exchanges=st.lists(exchanges, max_size=3),
+    chip=names,
+    hardware_flops=counts,
+    hfu=st.floats(0, 1),
+    source=st.sampled_from(["compiler", "predicted"]),
+    model_flops=st.none() | counts,
+    mfu=st.none() | st.floats(0, 1),
+    unknown=st.lists(names, max_size=2).map(tuple),
+    layer=st.lists(events, max_size=4).map(tuple),
 )
 specs = st.lists(axes, max_size=2).map(tuple)
 annotations = st.builds(
@@ -459,6 +553,25 @@ reports = st.builds(
     findings=st.lists(findings, max_size=2).map(tuple),
     _origins=origins.map(known),
 )
+
+
+def _with(one, time):
+    """A report with a time; a prediction has one exchange for each collective, in their order."""
+    if one.predicted:
+        found = (
+            Exchange(name=c.name, mesh_axes=c.mesh_axes, source=c.source, seconds=0.5, exposed=0.5)
+            for c in one.collectives
+        )
+        time = summed(time.compute, time.memory, found, **_rest(time))
+    return dataclasses.replace(one, time=time)
+
+
+def _rest(time):
+    names = ("chip", "hardware_flops", "hfu", "source", "model_flops", "mfu", "unknown", "layer")
+    return {name: getattr(time, name) for name in names}
+
+
+timed_reports = st.builds(_with, reports, times)
 
 
 def pretty(shown):

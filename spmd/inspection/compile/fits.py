@@ -23,13 +23,14 @@ from spmd.errors import ArgumentError, Failure, OptionError, did_you_mean, expla
 from spmd.inspection.compile import program
 from spmd.inspection.compile.carrying import carried, mesh_of_arguments
 from spmd.inspection.compile.search import IndivisibleSizeError, search
-from spmd.inspection.compile.timed import Asked, asked, time_of_program
+from spmd.inspection.compile.timed import Asked, asked, time_of_program, with_model_flops
 from spmd.inspection.compile.topology import hbm_bytes, topology as describe
 from spmd.inspection.hlo.calls import visits
 from spmd.inspection.hlo.oom import OutOfMemory, out_of_memory
 from spmd.inspection.hlo.text import parse_modules
 from spmd.inspection.records.fit import Fit, Trial, show_vary, size_verdict_of, verdict_of
 from spmd.inspection.records.sizes import parse_bytes
+from spmd.inspection.records.time import Time
 from spmd.inspection.show.progress import quiet, showing
 
 
@@ -45,6 +46,7 @@ def fits(
     tolerance: float = 0.0,
     progress: Callable[[int, Fit], None] | bool | None = None,
     chip: Any = None,
+    model_flops: float | None = None,
     **kwargs: Any,
 ) -> Fit:
     """Says whether a function fits the memory of its devices, by how much, or up to which size.
@@ -77,6 +79,8 @@ def fits(
             tried: True for a line each time, False for nothing; None for one that moves in a
             terminal, and nothing elsewhere.
         chip: whose figures the time of a call is to use, as `report` takes it.
+        model_flops: of one call on all devices, for the MFU, as `report` takes it; not with `vary`,
+            since each size has its own.
         **kwargs: keyword arguments of the call.
 
     Returns:
@@ -100,8 +104,16 @@ def fits(
         budget=_read_budget(budget, subject),
         subject=subject,
         name=_name(f),
-        wish=asked(chip, None, subject=subject),
+        wish=asked(chip, model_flops, subject=subject),
     )
+    if vary is not None and model_flops is not None:
+        failure = Failure(
+            what="has no use for model_flops= where sizes vary: each has its own",
+            given=f"model_flops={model_flops!r}, vary={vary!r}"[:200],
+            fix="fits(f, *args, model_flops=...) at the size that was found",
+            error=ArgumentError,
+        )
+        raise explain(subject, [failure])
     if on is not None and not isinstance(f, program.STAGES):
         question.limit(on.devices.flat[0])  # no compile can answer without one
     if vary is None:
@@ -206,7 +218,7 @@ class _Question:
                 if (verdict := out_of_memory(e)) is None:
                     raise
             else:
-                return self._planned(compiled)
+                return self._planned(compiled, lowered)
         return self._refused(lowered, verdict)
 
     def limit(self, device: Any) -> int:
@@ -225,7 +237,7 @@ class _Question:
             raise explain(self.subject, [failure])
         return known
 
-    def _planned(self, compiled: Any) -> Fit:
+    def _planned(self, compiled: Any, lowered: Any) -> Fit:
         mesh, devices = program.mesh_of(compiled, self.mesh), program.devices_of(compiled)
         modules = parse_modules(program.text_of(compiled))
         memory = program.memory_plan(compiled, modules)
@@ -237,15 +249,20 @@ class _Question:
             )
             raise explain(self.subject, [failure])
         budget, needed = self.limit(devices[0]), memory.peak
-        pairs = [(module, visits(module)) for module in modules[-1:]]
-        sizes = {} if mesh is None else dict(mesh.shape)
         plan = {
             "needed": needed,
             "memory": memory,
             "buffers": memory.buffers,
-            "time": time_of_program(pairs, sizes, devices, self.wish),
+            "time": self._time(modules, mesh, devices, program.lowered_of(lowered)),
         }
         return self._fit(mesh, devices, fits=needed <= budget, budget=budget, **plan)
+
+    def _time(
+        self, modules: Sequence[Any], mesh: Any, devices: Sequence[Any], lowered: Any
+    ) -> Time | None:
+        pairs = [(module, visits(module)) for module in modules[-1:]]
+        time = time_of_program(pairs, {} if mesh is None else mesh.shape, devices, self.wish)
+        return time and with_model_flops(time, lowered, self.wish, devices)
 
     def _refused(self, lowered: Any, verdict: OutOfMemory) -> Fit:
         mesh = self.mesh if self.mesh is not None else getattr(lowered, "mesh", None)

@@ -17,7 +17,7 @@ from spmd.inspection.records.report import Collective, Cost, Report
 from spmd.inspection.records.time import Time
 from spmd.inspection.shardy import passes
 from spmd.inspection.shardy.exchanges import exchanges
-from spmd.inspection.shardy.products import device_flops, model_flops as model_flops_of
+from spmd.inspection.shardy.flops import device_work
 from spmd.inspection.shardy.propagation import propagate
 from spmd.inspection.shardy.targets import target_of
 from spmd.inspection.shardy.why import function_of, origins_later
@@ -131,12 +131,10 @@ def _time(
     if chip is None:
         return None
     whole = propagate(passes.module_of(lowered, subject="preview"), subject="preview", steps=False)
-    flops = device_flops(whole)
-    time = time_of_prediction(found, sizes, devices, chip, flops) if flops is not None else None
+    time = time_of_prediction(found, sizes, devices, chip, device_work(whole))
     if time is None:
         return None
-    known, count = wish.model_flops or model_flops_of(whole), math.prod(sizes.values())
-    return with_model_flops(time, known, wish, devices, count)
+    return with_model_flops(time, lowered, wish, devices, math.prod(sizes.values()))
 
 
 def _devices(lowered: Any) -> Sequence[Any]:

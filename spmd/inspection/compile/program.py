@@ -224,6 +224,14 @@ def _shardings(compiled: Any) -> list[Any]:
     return jax.tree.leaves(_jax.lowering.shardings_of(compiled))
 
 
+def lowered_of(stage: Any) -> Any:
+    """What a lowered or compiled stage was lowered to; None where that is gone."""
+    if not isinstance(stage, COMPILED):
+        return stage
+    # Stages of JAX do not keep the one before.
+    return stage._lowered if isinstance(stage, stages.Compiled) else None
+
+
 def devices_of(compiled: Any) -> list[Any]:
     """The devices of a program, in the order in which it numbers them."""
     if isinstance(compiled, stages.Compiled):

@@ -20,7 +20,13 @@ from spmd import _jax, _mesh, _resolve, stages
 from spmd.errors import ReportError
 from spmd.inspection.compile import program
 from spmd.inspection.compile.arguments import arguments_of
-from spmd.inspection.compile.timed import Asked, asked, time_of_program, with_model_flops
+from spmd.inspection.compile.timed import (
+    Asked,
+    asked,
+    time_of_program,
+    with_model_flops,
+    with_scatters,
+)
 from spmd.inspection.findings.rematerialization import (
     compile_and_catch,
     rematerializations,
@@ -44,7 +50,6 @@ from spmd.inspection.records.report import (
     Unread,
 )
 from spmd.inspection.shardy.passes import frames_of, module_of, operations_in
-from spmd.inspection.shardy.products import model_flops as flops_of_model
 from spmd.inspection.shardy.propagation import Propagation, propagate
 from spmd.inspection.shardy.why import function_of, origins_later
 
@@ -101,9 +106,7 @@ def report(
         with ignored_constraints() as ignored:
             found = program.lower(f, args, kwargs, subject="report", verb="report")
         if isinstance(found, program.COMPILED):
-            # Stages of JAX do not keep the one before.
-            lowered = found._lowered if isinstance(found, stages.Compiled) else None
-            compiled, is_new = found, False
+            compiled, lowered, is_new = found, program.lowered_of(found), False
         else:
             is_new = not _jax.lowering.is_compiled(found._lowering)
             compiled, lowered = compile_and_catch(found), found
@@ -140,7 +143,8 @@ def _report_of(
     modules = parse_modules(program.text_of(compiled))
     visited = [visits(module) for module in modules]
     pairs = [*zip(modules, visited, strict=True)]
-    found = tuple(itertools.chain.from_iterable(ledger(m, v, axis_sizes) for m, v in pairs))
+    for_cpu = devices[0].platform == "cpu"
+    found = tuple(one for m, v in pairs for one in ledger(m, v, axis_sizes, for_cpu=for_cpu))
     memory = program.memory_plan(compiled, modules)
     parameters = _parameter_names(modules)
     unread = [line for module in modules for line in module.unread]
@@ -148,7 +152,7 @@ def _report_of(
         name=_name(compiled, modules),
         backend=devices[0].platform,
         device_kind=devices[0].device_kind,
-        stand_in=devices[0].platform == "cpu",
+        stand_in=for_cpu,
         mesh=axis_sizes,
         num_devices=len(devices),
         versions=versions(),
@@ -176,8 +180,7 @@ def _report_of(
     )
     time = time_of_program(pairs, axis_sizes, devices, wish)
     if time is not None:
-        whole = wish.model_flops or (facts.propagation and flops_of_model(facts.propagation))
-        time = with_model_flops(time, whole, wish, devices)
+        time = with_scatters(with_model_flops(time, lowered, wish, devices), found)
     return dataclasses.replace(report, findings=_spoken(findings(facts), compiled), time=time)
 
 

@@ -10,10 +10,10 @@ from spmd.errors import ArgumentError, Failure, explain, show_value
 from spmd.inspection.compile.carrying import carried
 from spmd.inspection.compile.program import unbound
 from spmd.inspection.compile.report import report
+from spmd.inspection.compile.timed import Asked, asked
 from spmd.inspection.compile.topology import hbm_bytes, is_stand_in, topology
 from spmd.inspection.hlo.oom import out_of_memory
 from spmd.inspection.records.sweep import Sweep, SweepRow
-from spmd.inspection.timing.chips import read_chip
 
 
 def sweep(
@@ -22,6 +22,7 @@ def sweep(
     meshes: Iterable[Any],
     args_of: Callable[[Any], tuple[Any, ...]] | None = None,
     chip: Any = None,
+    model_flops: float | Callable[[Any], float] | None = None,
     **kwargs: Any,
 ) -> Sweep:
     """Compiles a function for several meshes, and compares what each device does.
@@ -38,6 +39,8 @@ def sweep(
         args_of: instead of `args`: makes them, as a tuple, for each mesh, such as a batch that
             grows with it.
         chip: whose figures the times are to use, as `report` takes it.
+        model_flops: of one call on all devices, for the MFU, as `report` takes it; or a function
+            that says it for each mesh.
         **kwargs: keyword arguments of the call.
 
     Returns:
@@ -59,12 +62,13 @@ def sweep(
     name = getattr(f, "__name__", type(f).__name__)
     subject = f"sweep of `{name}`"
     # All of them first: a mistake in the last is no reason to compile for the others.
-    chip = read_chip(chip, subject)
     places = [_place(one, subject) for one in meshes]
+    flops = model_flops if callable(model_flops) else lambda mesh: model_flops
+    wishes = [asked(chip, flops(mesh), subject=subject) for _, mesh in places]
     if failure := _bad_call(places, args, args_of):
         raise explain(subject, [failure])
     rows = []
-    for label, mesh in places:
+    for (label, mesh), wish in zip(places, wishes, strict=True):
         try:
             given = args if args_of is None else args_of(mesh)
             if not isinstance(given, tuple):
@@ -75,7 +79,7 @@ def sweep(
                     error=ArgumentError,
                 )
                 raise explain(subject, [failure])
-            rows.append(_row(f, given, kwargs, label, mesh, chip, subject))
+            rows.append(_row(f, given, kwargs, label, mesh, wish, subject))
         except Exception as e:
             e.add_note(f"{subject} was at {label}, {dict(mesh.shape)}.")
             raise
@@ -115,14 +119,14 @@ def _bad_call(places: list, args: tuple, args_of: Any) -> Failure | None:
 
 
 def _row(
-    f: Any, args: Any, kwargs: Any, label: str, mesh: Any, chip: Any, subject: str
+    f: Any, args: Any, kwargs: Any, label: str, mesh: Any, wish: Asked, subject: str
 ) -> SweepRow:
     kind = mesh.devices.flat[0].device_kind
     f, args, kwargs = unbound(f, args, kwargs)
     args, kwargs = carried(f, args, kwargs, mesh, subject=subject)
     start = time.perf_counter()
     try:
-        found = report(f, *args, mesh=mesh, chip=chip, **kwargs)
+        found = report(f, *args, mesh=mesh, chip=wish.chip, model_flops=wish.model_flops, **kwargs)
     except RuntimeError as e:
         if (verdict := out_of_memory(e)) is None:
             raise

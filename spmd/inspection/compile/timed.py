@@ -6,14 +6,17 @@ from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import itertools
 import math
+import numbers
 from typing import Any
 
-from spmd.errors import ArgumentError, Failure, explain
+from spmd.errors import ArgumentError, Failure, ReportError, explain
 from spmd.inspection.compile.topology import rings_of
 from spmd.inspection.hlo.calls import Modules
 from spmd.inspection.hlo.groups import expand_replica_groups
 from spmd.inspection.records.report import Collective
-from spmd.inspection.records.time import Exchange, Time
+from spmd.inspection.records.time import UNKNOWN_TIMES, Exchange, Time
+from spmd.inspection.shardy.flops import Work, model_work
+from spmd.inspection.shardy.passes import module_of
 from spmd.inspection.timing.boxes import Boxes
 from spmd.inspection.timing.chips import Chip, chip_of, read_chip
 from spmd.inspection.timing.clock import PREDICTED, Links, time_of
@@ -23,6 +26,10 @@ _RINGS = "the places of the chips are not known: each mesh axis is taken as a ri
 _BESIDE = "no exchange is taken to run beside work, and main memory is left out"
 _NEIGHBOURS = "a permute is taken to send to the next device along its axes"
 _STAND_IN = "the CPU's compiler fuses, widens and orders otherwise than that of the chip"
+_ALONE = "exchanges were not measured: they are taken to be as fast as main memory"
+_ONCE = f"a loop with products runs {UNKNOWN_TIMES}: once here"
+_NO_MFU = "the MFU is not known, {}: give model_flops="
+_LESS_MFU = "the MFU leaves out the kernel {}, which has no cost_estimate: give model_flops="
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,16 +42,44 @@ class Asked:
 
 def asked(chip: Any, model_flops: Any, *, subject: str) -> Asked:
     """Reads ``chip=`` and ``model_flops=``."""
-    is_number = isinstance(model_flops, (int, float)) and not isinstance(model_flops, bool)
-    if model_flops is not None and not (is_number and 0 < model_flops < math.inf):
+    is_number = isinstance(model_flops, numbers.Real) and not isinstance(model_flops, bool)
+    failures = []
+    if model_flops is not None and not (is_number and 0 < float(model_flops) < math.inf):
         failure = Failure(
             what="cannot read model_flops",
             expected="a number above 0: floating-point operations of one call on all devices",
             got=repr(model_flops)[:100],
             error=ArgumentError,
         )
-        raise explain(subject, [failure])
-    return Asked(chip=read_chip(chip, subject), model_flops=model_flops)
+        failures.append(failure)
+    found = read_chip(chip, subject)
+    if found is not None and (why := _wrong_figures(found)):
+        failure = Failure(
+            what=f"cannot use the chip {found.name!r}",
+            expected=why,
+            got=repr(found),
+            error=ArgumentError,
+        )
+        failures.append(failure)
+    if failures:
+        raise explain(subject, failures)
+    return Asked(chip=found, model_flops=None if model_flops is None else float(model_flops))
+
+
+def _wrong_figures(chip: Chip) -> str:
+    """What the figures of a chip have to be and are not; empty where they are right."""
+    figures = dataclasses.asdict(chip)
+    if not isinstance(figures.pop("name"), str):
+        return "a name that is text"
+    for name, value in figures.items():
+        above = name in ("flops", "hbm", "link") or (name == "across" and bool(chip.box))
+        whole = name in ("box", "multipliers")
+        kind = numbers.Integral if whole else numbers.Real
+        is_number = isinstance(value, kind) and not isinstance(value, bool)
+        if not is_number or not 0 <= float(value) < math.inf or (above and not value):
+            number = "whole number" if whole else "finite number"
+            return f"{name} to be a {number} {'above 0' if above else 'of at least 0'}"
+    return ""
 
 
 def time_of_program(
@@ -67,10 +102,22 @@ def time_of_program(
         return None
     if devices[0].platform == "cpu":
         doubts = (*doubts, _STAND_IN)
-    cycles = own is not None and own.name == chip.name
+    elif own is None or own.name != chip.name:
+        doubts = (*doubts, _STAND_IN.replace("the CPU", devices[0].device_kind))
+    cycles = own is not None and own.name == chip.name and chip.multipliers > 0
     module, visited = modules[-1]
     time = time_of(module, visited, axis_sizes, chip, links, cycles=cycles)
     return dataclasses.replace(time, unknown=(*time.unknown, *doubts))
+
+
+def with_scatters(time: Time, found: Iterable[Collective]) -> Time:
+    """A time that says which all-reduces of a CPU's program it counts whole."""
+    count = sum(bool(one.sliced) for one in found)
+    if not count:
+        return time
+    some = "an all-reduce" if count == 1 else f"{count} all-reduces"
+    text = f"{some} that hardware would reduce-scatter: counted whole, about twice as long"
+    return dataclasses.replace(time, unknown=(*time.unknown, text))
 
 
 def time_of_prediction(
@@ -78,7 +125,7 @@ def time_of_prediction(
     axis_sizes: Mapping[str, int],
     devices: Sequence[Any],
     chip: Chip,
-    flops: int,
+    work: Work,
 ) -> Time | None:
     """The time of a program that is not compiled: that of its products and of its exchanges.
 
@@ -87,19 +134,19 @@ def time_of_prediction(
         axis_sizes: of its mesh.
         devices: that it is for, in their order; none for an abstract mesh.
         chip: whose figures to use.
-        flops: of the products of a device in one call.
+        work: the products of a device in one call.
     """
     links, doubts = _links(chip, devices, axis_sizes)
     if links is None:
         return None
     exchanges = []
-    for i, one in enumerate(found):
+    for one in found:
         operand, result = (sum(shape.nbytes for shape in side) for side in one.shapes)
         groups = _groups(one, axis_sizes)
         seconds = links.transfer(one.kind, groups, operand, result).seconds * (one.executions or 0)
         exchanges.append(
             Exchange(
-                name=one.name or str(i),
+                name=one.name,
                 mesh_axes=one.mesh_axes,
                 source=one.source,
                 seconds=seconds,
@@ -109,8 +156,10 @@ def time_of_prediction(
         if one.kind == "collective-permute":
             doubts = (*doubts, _NEIGHBOURS)
         if one.executions is None:
-            doubts = (*doubts, "an exchange that runs an unknown number of times is left out")
-    compute = flops / chip.kept
+            doubts = (*doubts, f"an exchange that runs {UNKNOWN_TIMES} is left out")
+    doubts = (*doubts, *[_ONCE] * work.loops)
+    doubts += tuple(f"the kernel {one} has no cost_estimate: left out" for one in work.left_out)
+    compute = work.flops / chip.kept
     seconds = compute + sum(one.seconds for one in exchanges)
     return Time(
         chip=chip.name,
@@ -118,8 +167,8 @@ def time_of_prediction(
         compute=compute,
         memory=0.0,
         exchanges=tuple(exchanges),
-        hardware_flops=flops,
-        hfu=flops / (chip.flops * seconds) if seconds else 0.0,
+        hardware_flops=work.flops,
+        hfu=work.flops / (chip.flops * seconds) if seconds else 0.0,
         source="predicted",
         unknown=(PREDICTED_PRODUCTS, _BESIDE, *dict.fromkeys(doubts)),
     )
@@ -129,14 +178,39 @@ PREDICTED_PRODUCTS = PREDICTED[0].partition(",")[0]
 
 
 def with_model_flops(
-    time: Time, model_flops: float | None, wish: Asked, devices: Sequence[Any], count: int = 0
+    time: Time, lowered: Any, wish: Asked, devices: Sequence[Any], count: int = 0
 ) -> Time:
-    """A time with its MFU, where the FLOPs of one call on all devices are known."""
+    """A time with its MFU, where the FLOPs of one call on all devices are known.
+
+    Args:
+        time: of the program.
+        lowered: what it was compiled from; None where that is gone.
+        wish: what the user says of it.
+        devices: that it is for.
+        count: of devices, where they are not known.
+    """
     chip = wish.chip or (chip_of(devices[0].device_kind) if devices else None)
-    if not model_flops or not time.seconds or chip is None:
+    flops, doubts = wish.model_flops, ()
+    if flops is None:
+        flops, doubts = _model_flops(lowered)
+    time = dataclasses.replace(time, unknown=(*time.unknown, *doubts))
+    if flops is None or chip is None:
         return time
-    mfu = model_flops / ((len(devices) or count) * chip.flops * time.seconds)
-    return dataclasses.replace(time, model_flops=round(model_flops), mfu=mfu)
+    peak = (len(devices) or count) * chip.flops * time.seconds
+    return dataclasses.replace(time, model_flops=round(flops), mfu=flops / peak if peak else None)
+
+
+def _model_flops(lowered: Any) -> tuple[int | None, tuple[str, ...]]:
+    """FLOPs of the products of a program as it was written, and what is not known of them."""
+    if lowered is None:
+        return None, (_NO_MFU.format("since the program was compiled elsewhere"),)
+    try:
+        work = model_work(module_of(lowered, subject="report"))
+    except ReportError:  # lowered for another partitioner
+        return None, (_NO_MFU.format("since the program was lowered without Shardy"),)
+    if work.loops:
+        return None, (_NO_MFU.format(f"since a loop with products runs {UNKNOWN_TIMES}"),)
+    return work.flops, tuple(map(_LESS_MFU.format, work.left_out))
 
 
 def _groups(one: Collective, axis_sizes: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
@@ -162,11 +236,14 @@ def _links(
         own = devices and devices[0].platform == "gpu"
         ids = [device.id for device in devices] if own else range(count)
         boxes = tuple(i // chip.box for i in ids)
-        return Boxes(boxes=boxes, link=chip.link, across=chip.across, hop=chip.hop), ()
+        alone = (_ALONE,) * (chip.box == 1 and count > 1)
+        return Boxes(boxes=boxes, link=chip.link, across=chip.across, hop=chip.hop), alone
     if len({getattr(device, "slice_index", 0) for device in devices}) > 1:
         return None, ()
     coords = [getattr(device, "coords", None) or () for device in devices]
-    if not all(coords) or not coords:
+    known = all(coords) and bool(coords)
+    # Two devices of one place need a link on the chip, which another kind of chip may not have.
+    if not known or (len({*map(tuple, coords)}) < len(coords) and not chip.on_chip):
         sizes = tuple(axis_sizes.values()) or (count,)
         places = tuple(itertools.product(*map(range, sizes)))
         rings = tuple(size > 2 for size in sizes)

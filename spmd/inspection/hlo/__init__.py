@@ -7,6 +7,7 @@ In the order of reading:
 - `loops`: how often a loop runs.
 - `calls`: which computations run, in which order, and how often.
 - `parts`: what is near a collective, and the exchanges that a combined one was combined from.
+- `scatters`: all-reduces of whose result each device needs only its own part.
 - `ledger`: the collectives with their bytes and lines.
 - `cost`: floating-point operations, and bytes of main memory.
 - `schedule`: which arrays are there at which time.

@@ -65,27 +65,39 @@ def _flops_per_term(result: Shape) -> int:
 
 
 def _convolution_flops(one: hlo.Instruction, operands: Sequence[Shape]) -> int:
-    """Each output adds up input features times those kernel positions that meet the input.
-
-    TPU writes matrix products with batch dimensions as convolutions whose windows lie mostly
-    outside of the input, so the positions that are inside have to be counted.
-    """
     labels = re.match(r"(\w+)_(\w+)->(\w+)", one.attribute("dim_labels") or "")
     if not labels:
         return 0
-    result = hlo.parse_shapes(one.type)[0]
+    shapes = (*operands, hlo.parse_shapes(one.type)[0])
+    return convolved(labels.groups(), shapes, _window(one.attribute("window") or ""))
+
+
+def convolved(
+    labels: Iterable[Iterable[str]], shapes: Sequence[Shape], window: Sequence[Sequence[int]]
+) -> int:
+    """FLOPs of a convolution.
+
+    Each output adds up input features times those kernel positions that meet the input. TPU writes
+    matrix products with batch dimensions as convolutions whose windows lie mostly outside of the
+    input, so the positions that are inside have to be counted.
+
+    Args:
+        labels: of the dimensions of input, kernel and result: ``b``, ``f``, ``i``, ``o``, or the
+            number of a spatial one.
+        shapes: of the same.
+        window: strides, low paddings and dilations of input and kernel, by spatial dimension.
+    """
     sizes = [
         dict(zip(names, shape.dims, strict=True))
-        for names, shape in zip(labels.groups(), (*operands, result), strict=True)
+        for names, shape in zip(labels, shapes, strict=True)
     ]
-    window = _window(one.attribute("window") or "")
     inputs, kernel, outputs = sizes
     met = math.prod(
         _met(inputs[d], kernel[d], outputs[d], *(w[int(d)] for w in window))
         for d in outputs
         if d.isdigit()
     )
-    return _flops_per_term(result) * outputs["b"] * outputs["f"] * kernel["i"] * met
+    return _flops_per_term(shapes[-1]) * outputs["b"] * outputs["f"] * kernel["i"] * met
 
 
 def _window(text: str) -> tuple[list[int], ...]:
@@ -129,7 +141,7 @@ _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 # These stand for places in memory and for parts of other operations; they compute nothing.
 _EMPTY_CALLS = re.compile(
     r"Sharding|SPMD|AllocateBuffer|AsyncCollective|AssumeGatherIndicesInBound|ConcatBitcast"
-    r"|SliceId|annotate_device_placement|MoveTo|LayoutConstraint|xla\.sdy"
+    r"|PrepareAsyncCall|SliceId|annotate_device_placement|MoveTo|LayoutConstraint|xla\.sdy"
 )
 # TPU splits numbers of 64 bits into two of 32, and joins them: they are moved, not computed with.
 _HALVES = ("X64SplitLow", "X64SplitHigh")

@@ -12,6 +12,7 @@ from spmd.inspection.hlo import text as hlo
 from spmd.inspection.hlo.calls import Visit, calls_of, visits
 from spmd.inspection.hlo.groups import logical_groups, mesh_axes_of, numbering, written_groups
 from spmd.inspection.hlo.parts import Around, Divider, Origin, Place
+from spmd.inspection.hlo.scatters import Scatters
 from spmd.inspection.records.names import direction_of, user_source
 from spmd.inspection.records.report import KINDS, Collective, Shapes, Source
 
@@ -36,10 +37,17 @@ def collectives(hlo_text: str, axis_sizes: Mapping[str, int]) -> tuple[Collectiv
 
 
 def ledger(
-    module: hlo.Module, visited: Mapping[str, Visit], axis_sizes: Mapping[str, int]
+    module: hlo.Module,
+    visited: Mapping[str, Visit],
+    axis_sizes: Mapping[str, int],
+    *,
+    for_cpu: bool = False,
 ) -> Iterator[Collective]:
-    """List the collectives of a module whose computations run as `visited` says."""
-    reader = _Reader(module, visited, axis_sizes)
+    """List the collectives of a module whose computations run as `visited` says.
+
+    In a program `for_cpu`, which has no reduce-scatter, all-reduces that stand for one are marked.
+    """
+    reader = _Reader(module, visited, axis_sizes, for_cpu)
     for one, home in _in_program_order(module, visited):
         if is_collective(one) and not reader.goes_on(one, home):
             yield reader.record(one, home)
@@ -129,7 +137,11 @@ class _Reader:
     """Turns instructions of one module into records; groups that occur again are read once."""
 
     def __init__(
-        self, module: hlo.Module, visited: Mapping[str, Visit], axis_sizes: Mapping[str, int]
+        self,
+        module: hlo.Module,
+        visited: Mapping[str, Visit],
+        axis_sizes: Mapping[str, int],
+        for_cpu: bool,
     ):
         self.module = module
         self.visited = visited
@@ -139,6 +151,7 @@ class _Reader:
         self.starts = _channels(module, "AsyncCollectiveStart")
         self.waits = _channels(module, "AsyncCollectiveDone") if self.starts else {}
         self.divider = Divider(module, visited, self.around)
+        self.scatters = Scatters(module, visited, self.around) if for_cpu else None
 
     def goes_on(self, one: hlo.Instruction, home: str) -> bool:
         """Whether this is a later part of a collective that another fusion starts."""
@@ -173,9 +186,14 @@ class _Reader:
             in_loop=visit.in_loop,
             name=one.name,
             groups=written_groups(one),
+            sliced=self._sliced(one, home),
         )
         parts = self.divider.parts(whole, places) if combined > 1 else ()
         return dataclasses.replace(whole, parts=parts) if parts else whole
+
+    def _sliced(self, one: hlo.Instruction, home: str) -> tuple[int, ...]:
+        is_sum = self.scatters and hlo.base_opcode(one) == "all-reduce"
+        return self.scatters.sliced(one, home) if self.scatters and is_sum else ()
 
     def _crossing(self, one: hlo.Instruction) -> tuple[tuple[str, ...], int]:
         key = numbering(one), written_groups(one)

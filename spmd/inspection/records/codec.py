@@ -20,6 +20,7 @@ from typing import Any, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 from spmd.errors import Failure, ReportError, explain
 from spmd.inspection.records.origins import Annotation, Later, Origins, Step, known
 from spmd.inspection.records.report import Collective, Part, Report, Source
+from spmd.inspection.records.time import Time
 
 VERSION = 1
 SCHEMA = f"spmd-report/{VERSION}"
@@ -33,7 +34,10 @@ _SCHEMA = re.compile(r"spmd-report/(\d+)")
 def encode(report: Report) -> dict[str, Any]:
     """A report as JSON values, as `Report.to_json` says."""
     frames = _Table[Source]()
-    special = {Collective: functools.partial(_encode_collective, frames=frames)}
+    special = {
+        Collective: functools.partial(_encode_collective, frames=frames),
+        Time: _encode_time,
+    }
     data = {"schema": SCHEMA, **values(report, special)}
     data["mesh"] = [{"axis": name, "size": size} for name, size in report.mesh.items()]
     data["origins"] = _encode_origins(report.origins, frames)
@@ -84,6 +88,11 @@ def _encode_collective(one: Collective, frames: _Table[Source]) -> dict[str, Any
     data["total_payload_bytes"] = one.total_payload_bytes
     data["total_wire_bytes"] = one.total_wire_bytes
     return data
+
+
+def _encode_time(one: Time) -> dict[str, Any]:
+    derived = {"exchange": one.exchange, "exposed": values(one.exposed), "bound": one.bound}
+    return {**values(one), **derived}
 
 
 #: Records of origins that stand in tables of their own: by table, in the order of reading.

@@ -147,6 +147,9 @@ class Collective:
         parts: the exchanges that were combined, one for each operand; none for what is one
             exchange. `source`, `frames` and `op_name` of the whole are what the compiler kept;
             sums by line, module and direction go by the parts.
+        sliced: of an all-reduce in a program for CPUs, the numbers of the operands whose sum each
+            device only takes its own part of. CPUs have no reduce-scatter: the compiler of a TPU or
+            a GPU would write one, which sends half of the bytes.
     """
 
     kind: str
@@ -169,6 +172,7 @@ class Collective:
     name: str = ""
     groups: str = ""
     parts: tuple[Part, ...] = ()
+    sliced: tuple[int, ...] = ()
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -501,7 +505,7 @@ class Report(Paged):
         Args:
             console: a console of rich; None for one on the standard output.
             all_frames: show the whole stack of each collective, libraries included.
-            limit: the most collectives to list, those with most bytes on the wire; None for all.
+            limit: the most rows of collectives, those with most bytes on the wire; None for all.
         """
         self._print(console, all_frames=all_frames, limit=limit)
 
@@ -563,7 +567,8 @@ class Report(Paged):
 
         Returns:
             Events of the Chrome trace format: one track per set of mesh axes, one event per
-            collective, in program order.
+            collective, in program order. Where `time` is known, a second process has one layer of
+            the schedule in microseconds: a track for the core, each memory and direction of links.
         """
         return opened("perfetto").trace_events(self)
 

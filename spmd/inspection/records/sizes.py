@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import re
 
 _UNITS = {
@@ -63,30 +64,39 @@ def show_count(count: int) -> str:
     return f"{count / 1000**power:.1f} {' KMGTPE'[power]}" if power > 0 else f"{count} "
 
 
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
-_TIME = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zµ]+)\s*$")
+# Both letters for micro: the sign of its own, and the Greek one.
+_POWERS = {"s": 0, "ms": 3, "us": 6, "\u00b5s": 6, "\u03bcs": 6, "ns": 9}
+_TIME = re.compile(r"\s*(\d+(?:_\d+)*(?:\.\d*)?|\.\d+)\s*([^\W\d_]*)\s*$")
 
 
-def parse_seconds(time: int | float | str) -> float:
-    """Reads a time: a number of seconds, or text such as ``"20ms"`` or ``"1.5 s"``.
+def parse_seconds(time: float | str) -> float:
+    """Reads a time.
+
+    Args:
+        time: a number of seconds, or text such as ``"20ms"``, ``"1.5 s"`` or ``"300us"``. A text
+            has a unit: ``"20"`` may be meant as either.
 
     Raises:
-        ValueError: the text is no time, or the number is negative.
+        ValueError: the text is no time, the unit is missing or unknown, or the number is negative.
     """
-    if isinstance(time, (int, float)) and not isinstance(time, bool):
-        if not 0 <= time < math.inf:
+    if not isinstance(time, (str, bool)) and isinstance(time, numbers.Real):
+        if not 0 <= float(time) < math.inf:
             raise ValueError(f"a time is at least 0 and finite, not {time}")
         return float(time)
     found = _TIME.match(time) if isinstance(time, str) else None
-    if not found or found[2] not in _SECONDS:
-        raise ValueError(f"{time!r} is no time: write 0.02, '20ms', '1.5s' or '300us'")
-    return float(found[1]) * _SECONDS[found[2]]
+    if not found:
+        raise ValueError(f"{time!r} is no time: write '20ms', '1.5s' or '300us'")
+    number, unit = found.groups()
+    if unit not in _POWERS:
+        what = f"{unit!r} is no unit of time" if unit else f"{time!r} has no unit"
+        raise ValueError(f"{what}: write {number}s, {number}ms, {number}us or {number}ns")
+    return float(number) / 10 ** _POWERS[unit]
 
 
 def show_seconds(seconds: float) -> str:
     """A time with three digits, in the largest unit that leaves at least one: ``21.1 ms``."""
     # What rounds to 1,000 of a unit is 1 of the next.
-    units = (("s", 0), ("ms", 3), ("us", 6))
+    units = (("s", 0), ("ms", 3), ("us", 6), ("ns", 9))
     unit, power = next((one for one in units if seconds * 10 ** one[1] >= 0.9995), units[-1])
     value = seconds * 10**power
     digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
@@ -94,5 +104,7 @@ def show_seconds(seconds: float) -> str:
 
 
 def show_share(share: float) -> str:
-    """A share in percent, with a digit more below ten: ``41%``, ``3.9%``."""
+    """A share in percent, with a digit more below ten: ``41%``, ``3.9%``; ``<0.1%`` for less."""
+    if 0 < share < 0.0005:
+        return "<0.1%"
     return f"{share:.0%}" if share >= 0.0995 or not share else f"{share:.1%}"

@@ -7,7 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from spmd.inspection.records.report import Report, Total, Unread
-from spmd.inspection.records.shown import Shown
+from spmd.inspection.records.shown import Saved
 from spmd.inspection.records.time import Time
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class SweepRow:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Sweep(Shown):
+class Sweep(Saved):
     """One function on several meshes.
 
     Attributes:

@@ -8,13 +8,16 @@ from typing import NamedTuple
 from spmd.inspection.records.arrays import Source
 from spmd.inspection.records.sizes import show_seconds, show_share
 
+UNKNOWN_TIMES = "an unknown number of times"
+"""In a sentence of `Time.unknown`: a call may take longer than the figures say."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
     """How long a collective takes, all its runs in one call together.
 
     Attributes:
-        name: of the instruction in the HLO text; of a prediction, its number among the collectives.
+        name: of the collective in the report.
         mesh_axes: that it crosses.
         source: the user's line that it comes from, or None.
         seconds: in which it keeps links busy.
@@ -29,7 +32,13 @@ class Exchange:
 
 
 class Exposed(NamedTuple):
-    """Seconds of one call in which a device only waits for exchanges over some axes of a line."""
+    """What no work hides of the exchanges of a line over some mesh axes.
+
+    Attributes:
+        mesh_axes: that are crossed.
+        source: the user's line, or None.
+        seconds: of one call in which the device only waits for them.
+    """
 
     mesh_axes: tuple[str, ...]
     source: Source | None

@@ -5,7 +5,8 @@ In the order of reading:
 - `passes`: the passes on a copy of a module, and what its attributes say.
 - `flow`: where values go, through calls, loops and branches, and how often loops run.
 - `propagation`: values, operations and steps, as plain data.
-- `products`: the products of a program, and their FLOPs.
+- `flops`: what one call computes, of the whole program and of a device.
+- `products`: the products of a program, and how often each runs.
 - `conflicts`: the way of an axis from its annotation to a value, and what it did not get past.
 - `why`: the answer to `why`, and the origins that a report holds.
 - `targets`: what the compiler of a backend makes of exchanges.

@@ -3,7 +3,10 @@
 In the order of reading:
 
 - `words`: sentences, figures and cells, made once for terminal and page.
+- `times`: what is said of the time of a call, likewise.
 - `layout`: tables, trees and text at any width.
+- `cells`: cells of tables that several share.
+- `lanes`: the time of a call.
 - `terminal`: a report.
 - `diff`: a difference.
 - `sweep`: a sweep.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -11,6 +11,7 @@ from spmd.inspection.records.diff import Delta, Diff, Pair
 from spmd.inspection.records.report import Collective, Total
 from spmd.inspection.records.sizes import show_bytes
 from spmd.inspection.show import words
+from spmd.inspection.show.cells import axes_cell
 from spmd.inspection.show.layout import (
     Cell,
     Column,
@@ -22,7 +23,7 @@ from spmd.inspection.show.layout import (
     not_shown,
     sections,
 )
-from spmd.inspection.show.terminal import LIMIT, RESHARDS, axes_cell, line_cell, reshard_cells
+from spmd.inspection.show.terminal import LIMIT, RESHARDS, line_cell, reshard_cells
 
 _MARKS = {"+": "green", "-": "red", "~": "yellow"}
 
@@ -32,13 +33,16 @@ def render_diff(diff: Diff, *, limit: int | None = LIMIT) -> RenderableType:
     a, b = (clean(name) for name in diff.names)
     bodies = [
         ("Differences of the whole", _header(diff) if diff.header else None),
+        (words.TITLES["time"], _table(words.time_figures(diff))),
         ("Collectives", _collectives(diff, limit)),
         (words.TITLES["totals"], _totals(diff)),
         (words.TITLES["modules"], _modules(diff)),
-        (words.TITLES["figures"], _figures(diff)),
+        (words.TITLES["figures"], _table(words.figures(diff, words.show_flops, str))),
         (words.TITLES["reshards"], _reshards(diff)),
     ]
-    return sections(Flow(Text.assemble((a, "bold"), " -> ", (b, "bold"))), bodies)
+    change = words.time_change(diff)
+    head = [Text.assemble((a, "bold"), " -> ", (b, "bold")), *[Text(change, "bold")] * bool(change)]
+    return sections(Group(*map(Flow, head)), bodies)
 
 
 def _header(diff: Diff) -> RenderableType:
@@ -72,7 +76,7 @@ def _collectives(diff: Diff, limit: int | None) -> RenderableType:
         return Flow(Text(f"the same in both: {words.plural(len(diff.unchanged), 'collective')}"))
     rows = sorted(words.compared(diff), key=_size_of_change)
     shown = rows[:limit]
-    table = Grid(_COLUMNS, (_row(*row, _mesh(diff)) for row in shown))
+    table = Grid(_COLUMNS, (_row(row, _mesh(diff)) for row in shown))
     hidden = not_shown(len(rows) - len(shown), "row")
     return Group(Flow(*map(Text, counts)), Text(), table, *hidden)
 
@@ -81,8 +85,8 @@ _Sides = tuple[Collective, ...]
 """A collective of one report, or that of the first and that of the second."""
 
 
-def _size_of_change(marked: tuple[str, _Sides]) -> int:
-    first, *second = map(words.ranking, marked[1])
+def _size_of_change(row: words.Compared) -> int:
+    first, *second = map(words.ranking, row.sides)
     return -abs(first - sum(second))
 
 
@@ -91,12 +95,13 @@ def _mesh(diff: Diff) -> Mapping[str, int]:
     return {**diff.meshes[0], **diff.meshes[1]}
 
 
-def _row(mark: str, sides: _Sides, mesh: Mapping[str, int]) -> Row:
+def _row(row: words.Compared, mesh: Mapping[str, int]) -> Row:
+    sides = row.sides
     one = sides[-1]
     return Row(
         cells=(
-            cell(mark, style=_MARKS[mark]),
-            cell(one.kind),
+            cell(row.mark, style=_MARKS[row.mark]),
+            cell(f"{one.kind}{words.times_sign(row.count)}"),
             axes_cell(one.mesh_axes, mesh),
             _both(sides, "payload_bytes", show_bytes),
             _both(sides, "executions", "{:,}".format),
@@ -191,8 +196,8 @@ def show_change(a: float, b: float, show: words.Show = show_bytes) -> str:
     return words.signed(b - a, show) + (f" ({(b - a) / a:+.1%})" if a else "")
 
 
-def _figures(diff: Diff) -> RenderableType | None:
-    rows = [_figure_row(*figure) for figure in words.figures(diff, words.show_flops, str)]
+def _table(figures: Iterable[tuple[Delta, words.Show]]) -> RenderableType | None:
+    rows = [_figure_row(*figure) for figure in figures]
     return Grid((Column(title="figure"), *_DELTAS), rows) if rows else None
 
 
@@ -208,7 +213,8 @@ _NAMES = {
 def _figure_row(delta: Delta, show: words.Show) -> Row:
     name = _NAMES.get(delta.name)
     sides = (words.known(delta.a, show), words.known(delta.b, show))
-    change = "unknown" if "unknown" in sides else show_change(delta.a or 0, delta.b or 0, show)
+    change_as = words.change_of(delta, show)
+    change = "unknown" if "unknown" in sides else show_change(delta.a or 0, delta.b or 0, change_as)
     return Row(cells=tuple(map(cell, (name or delta.name.replace("_", " "), *sides, change))))
 
 

@@ -20,7 +20,7 @@ from spmd.inspection.show.words import plural
 _GAP = 2
 _BELOW = 4
 # Each sign of ours has a substitute of the same width, so that layout does not depend on it.
-_SUBSTITUTES = str.maketrans({"█": "#", "─": "-", "│": "|", "├": "|", "└": "`"})
+_SUBSTITUTES = str.maketrans({"█": "#", "▒": "=", "░": ".", "─": "-", "│": "|", "├": "|", "└": "`"})
 _FOREIGN = re.compile(r"[^\x00-\x7f]+")
 
 Cell: TypeAlias = tuple[Text, ...]

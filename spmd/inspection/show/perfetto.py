@@ -1,4 +1,7 @@
-"""The program order of a report as trace events, for ui.perfetto.dev and chrome://tracing.
+"""A report as trace events, for ui.perfetto.dev and chrome://tracing.
+
+One process has the program order, in which bytes stand for time. Where the time of a call is known,
+another has a layer of the schedule, in microseconds.
 
 The format is the "Trace Event Format" of the Chromium project, in its JSON object form.
 """
@@ -13,7 +16,8 @@ from typing import Any
 
 from spmd.inspection.records.codec import values
 from spmd.inspection.records.report import Collective, Report
-from spmd.inspection.show.words import NO_LINE, lanes_of, ranking
+from spmd.inspection.show.times import by_lane, lane_title
+from spmd.inspection.show.words import NO_LINE, ranking
 
 _PROCESS, _LAYER = 1, 2
 _UNIT = 1000
@@ -42,8 +46,8 @@ def _layer(report: Report) -> Iterator[dict[str, Any]]:
         return
     title = f"{report.name}: one layer on {report.time.chip}, in time"
     yield _meta("process_name", 0, {"name": title}, _LAYER)
-    for track, (lane, events) in enumerate(lanes_of(report.time).items(), 1):
-        yield _meta("thread_name", track, {"name": lane}, _LAYER)
+    for track, (lane, events) in enumerate(by_lane(report.time).items(), 1):
+        yield _meta("thread_name", track, {"name": lane_title(lane)}, _LAYER)
         yield _meta("thread_sort_index", track, {"sort_index": track}, _LAYER)
         for one in events:
             yield {
@@ -109,8 +113,9 @@ def _arguments(one: Collective) -> dict[str, Any]:
 
 def save_trace(report: Report, path: str | os.PathLike[str]) -> None:
     """Writes the trace of a report to a file, as `Report.save_trace` says."""
+    layer = f"; those of process {_LAYER} are times, in microseconds" if report.time else ""
     about = {
-        "durations": "bytes on the wire per device and call; they are not times",
+        "durations": f"bytes on the wire per device and call; they are not times{layer}",
         "bytes_per_microsecond": bytes_per_microsecond(report),
         "unknown_runs": "a collective of unknown runs is as long as one execution",
         "function": report.name,

@@ -9,9 +9,20 @@ from rich.text import Text
 
 from spmd.inspection.records.sizes import show_bytes, show_count, show_seconds
 from spmd.inspection.records.sweep import Sweep, SweepRow
+from spmd.inspection.records.time import Time
+from spmd.inspection.show.cells import figure_cell, show_mesh, show_ratio
+from spmd.inspection.show.lanes import legend, stack
 from spmd.inspection.show.layout import Cell, Column, Flow, Grid, Indented, Row, bar, cell, clean
-from spmd.inspection.show.terminal import figure_cell, show_mesh, show_ratio
-from spmd.inspection.show.words import ANOTHER_BACKEND, known, plural, wire
+from spmd.inspection.show.times import best, timed, utilization
+from spmd.inspection.show.words import (
+    ANOTHER_BACKEND,
+    NO_TIME,
+    TITLES,
+    known,
+    plural,
+    refused,
+    wire,
+)
 
 _BOUND = ">= is a lower bound: some collectives run in loops of unknown length"
 
@@ -22,7 +33,9 @@ def render_sweep(sweep: Sweep) -> RenderableType:
     heading = Text.assemble((clean(sweep.name), "bold"), f" on {meshes}, per device and call")
     table = Grid(_columns(sweep), (_row(row, sweep) for row in sweep))
     notes = [*_notes(sweep)]
-    return Indented(Group(Flow(heading), Text(), table, *[Text()] * bool(notes), *notes), by=0)
+    head = [heading, *[Text(clean(best(sweep)), "bold")] * bool(best(sweep))]
+    parts = [*map(Flow, head), Text(), table, *_chart(sweep), *[Text()] * bool(notes), *notes]
+    return Indented(Group(*parts), by=0)
 
 
 def _notes(sweep: Sweep) -> Iterator[RenderableType]:
@@ -30,6 +43,48 @@ def _notes(sweep: Sweep) -> Iterator[RenderableType]:
         yield Flow(Text(_BOUND, style="dim"))
     if any(row.stand_in for row in sweep):
         yield Flow(Text(f"CPU stand-ins (*): {ANOTHER_BACKEND}", style="yellow"))
+    if any(row.stand_in and row.report and row.time is None for row in sweep):
+        yield Flow(Text(NO_TIME, style="dim"))
+
+
+# Time against the number of devices
+
+_CHART = (
+    Column(title="devices", right=True),
+    Column(title="mesh"),
+    Column(title="time", right=True),
+    Column(ornament=True, rank=1),
+    Column(title="MFU", right=True),
+    Column(ornament=True, rank=2),
+)
+_LONGEST, _WHOLE = 40, 20
+
+
+def _chart(sweep: Sweep) -> Iterator[RenderableType]:
+    """A bar for the time of each mesh, made of its parts, and one for its MFU."""
+    found = timed(sweep)
+    if len(found) < 2:
+        return
+    longest = max(time.seconds for _, time in found)
+    yield Text()
+    yield Text(TITLES["times"], style="bold")
+    yield Grid(_CHART, (_chart_row(row, time, longest) for row, time in found))
+    yield legend()
+
+
+def _chart_row(row: SweepRow, time: Time, longest: float) -> Row:
+    drawn = stack(time, row.mesh, max(1, round(_LONGEST * time.seconds / longest)))
+    used = time.mfu if time.mfu is not None else time.hfu
+    return Row(
+        cells=(
+            cell(f"{row.num_devices:,}"),
+            (show_mesh(row.mesh),) if row.mesh else cell("none", style="dim"),
+            cell(show_seconds(time.seconds), style="bold"),
+            (drawn,),
+            cell(utilization(time)),
+            cell(bar(min(used, 1.0), 1.0, _WHOLE), style="cyan"),
+        )
+    )
 
 
 def _columns(sweep: Sweep) -> list[Column]:
@@ -37,7 +92,6 @@ def _columns(sweep: Sweep) -> list[Column]:
     timed = any(row.time for row in sweep)
     times = [
         Column(title="time", right=True, label="time"),
-        Column(rank=8, ornament=True),
         Column(title="MFU", right=True, rank=1, label="MFU"),
         Column(title="bound by", rank=7, label="bound by"),
     ]
@@ -61,7 +115,7 @@ def _row(row: SweepRow, sweep: Sweep) -> Row:
         cells=(
             cell(row.label + " *" * row.stand_in),
             (show_mesh(row.mesh),) if row.mesh else cell("none", style="dim"),
-            *(_times(row, sweep) if any(one.time for one in sweep) else ()),
+            *(_times(row) if any(one.time for one in sweep) else ()),
             figure_cell(wire(row.total), "bold") if row.total else cell(""),
             *(_over(row, axes) for axes in sweep.axes),
             cell(show_count(row.flops).strip()) if row.flops is not None else cell(""),
@@ -75,19 +129,12 @@ def _row(row: SweepRow, sweep: Sweep) -> Row:
     )
 
 
-def _times(row: SweepRow, sweep: Sweep) -> tuple[Cell, ...]:
-    """Time of a call as a figure and a bar, MFU or else HFU, and what bounds it."""
+def _times(row: SweepRow) -> tuple[Cell, ...]:
+    """Time of a call, MFU or else HFU, and what bounds it."""
     if row.time is None:
-        return (cell(""),) * 4
-    longest = max(one.time.seconds for one in sweep if one.time)
-    used = row.time.utilization
-    share = used.get("MFU", f"HFU {used['HFU']}")
-    return (
-        cell(show_seconds(row.time.seconds), style="bold"),
-        cell(bar(row.time.seconds, longest, width=12), style="cyan"),
-        cell(share),
-        cell(row.time.bound),
-    )
+        return (cell(""),) * 3
+    seconds = cell(show_seconds(row.time.seconds), style="bold")
+    return seconds, cell(utilization(row.time)), cell(row.time.bound)
 
 
 def _over(row: SweepRow, axes: tuple[str, ...]) -> Cell:
@@ -122,8 +169,4 @@ def _share(row: SweepRow) -> Cell:
 
 def _note(row: SweepRow) -> Text:
     """That the program does not fit, or that parts of it are missing in the figures."""
-    if row.unread:
-        return Text(clean(str(row.unread)), style="bold red")
-    needed = "more" if row.needed is None else show_bytes(row.needed)
-    have = "" if row.capacity is None else f" of {show_bytes(row.capacity)}"
-    return Text(f"does not fit: the compiler needs {needed}{have}", style="red")
+    return Text(clean(refused(row)), style="bold red" if row.unread else "red")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-import itertools
 from pathlib import PurePath
 from typing import Any
 
@@ -18,16 +17,22 @@ from spmd.inspection.records.report import (
     Memory,
     Report,
     Reshard,
-    Shape,
-    Shapes,
     Source,
     Total,
     skipped_findings,
 )
-from spmd.inspection.records.sizes import show_bytes, show_seconds
+from spmd.inspection.records.sizes import show_bytes
 from spmd.inspection.records.sums import KEYS, NO_MODULE, by_line, grouped, line_of, spread, sum_of
-from spmd.inspection.records.time import Event, Exchange, Time
 from spmd.inspection.show import words
+from spmd.inspection.show.cells import (
+    axes_cell,
+    figure_cell,
+    shapes_cell,
+    show_mesh,
+    show_ratio,
+    source_cell,
+)
+from spmd.inspection.show.lanes import render_time
 from spmd.inspection.show.layout import (
     Cell,
     Column,
@@ -41,14 +46,13 @@ from spmd.inspection.show.layout import (
     not_shown,
     sections,
 )
+from spmd.inspection.show.times import NONE, Times
 
 #: Rows of the ledger that are drawn where nothing else is asked for.
 LIMIT = 40
 #: Lines that are listed below a row that was combined from exchanges of several.
 LINES_OF_ONE = 8
 _WIDE = 60
-# Pairs that stay apart for most colour-blind readers; the names say the same without colour.
-_AXIS_STYLES = ("cyan", "yellow", "magenta", "green", "blue", "red")
 
 
 # Whole report
@@ -58,6 +62,7 @@ def render_report(
     report: Report, *, all_frames: bool = False, limit: int | None = LIMIT
 ) -> RenderableType:
     """Everything that a report tells, section by section, as `Report.show` says."""
+    times = Times(report)
     bodies = [
         ("Collectives, by bytes on the wire", render_collectives(report, all_frames, limit)),
         (words.TITLES["totals"], render_totals(report)),
@@ -71,11 +76,13 @@ def render_report(
         title = "Communication and computation, per device and call"
         bodies.append((title, render_cost(report)))
     if report.time:
-        bodies.insert(0, ("Time of a call", render_time(report.time, report.mesh)))
+        bodies.insert(
+            0, (words.TITLES["time"], render_time(report.time, times.waits(), report.mesh))
+        )
     if report.memory:
         bodies.append(("Memory, per device", render_memory(report.memory)))
     if report.findings or skipped_findings(report):
-        bodies.insert(0, ("Findings", _findings(report, limit)))
+        bodies.insert(0, ("Findings", _findings(report, times, limit)))
     if report.reshards and not report.findings:
         bodies.append((words.TITLES["reshards"], render_reshards(report.reshards)))
     return sections(render_header(report), bodies)
@@ -100,127 +107,26 @@ def render_header(report: Report) -> RenderableType:
     return Group(*(line for line in lines if line))
 
 
-# Cells
+# Beside bytes
+
+_TIMES = (
+    Column(title="time", right=True, rank=1, label="time"),
+    Column(title="exposed", right=True, rank=1, label="exposed"),
+)
 
 
-def show_mesh(mesh: Mapping[str, int]) -> Text:
-    """Mesh axes as one writes them for ``--mesh``, each in its own colour."""
-    parts = (Text(f"{clean(name)}={n}", axis_style(name, mesh)) for name, n in mesh.items())
-    return Text(", ").join(parts)
+def _timed(columns: Sequence[Column], report: Report, after: str = "wire") -> list[Column]:
+    """Columns with those of time behind the one of bytes, where times are known."""
+    at = 1 + next(i for i, column in enumerate(columns) if column.title == after)
+    return [*columns[:at], *_TIMES * bool(report.time), *columns[at:]]
 
 
-def axis_style(axis: str, mesh: Iterable[str]) -> str:
-    """The colour of an axis, or of the one that it is a part of: the same in all sections."""
-    number = words.number_of(axis, mesh)
-    return "" if number is None else _AXIS_STYLES[number % len(_AXIS_STYLES)]
-
-
-def axes_cell(mesh_axes: Sequence[str], mesh: Iterable[str]) -> Cell:
-    """Mesh axes, each in its colour."""
-    if not mesh_axes:
-        return cell("none", style="dim")
-    return (Text(", ").join(Text(clean(a), style=axis_style(a, mesh)) for a in mesh_axes),)
-
-
-def source_cell(source: Source | None, *, prefix: str = "") -> Cell:
-    """A line with its function, or as much of the path as there is room for."""
-    if source is None:
-        return cell(words.NO_LINE, style="dim")
-    path = short_path(source.file)
-    base = PurePath(path).name or path
-    function = source.function
-    # The function says more than the directories, which the tree of files has in full.
-    spellings = [
-        f"{path}:{source.line} {function}",
-        f"{base}:{source.line} {function}",
-        f"{base}:{source.line} {function.rpartition('.<locals>.')[2]}",
-        f"{base}:{source.line}",
-    ]
-    return cell(*(f"{prefix}{spelling}".rstrip() for spelling in spellings))
-
-
-def shapes_cell(shapes: Shapes) -> Cell:
-    """Shapes before and after, in full and then in shorter and shorter spellings."""
-    before, after = _counted(shapes.operands), _counted(shapes.results)
-    if before == after:
-        return cell(", ".join(after), *_shortened(after))
-    full = f"{', '.join(before) or 'nothing'} -> {', '.join(after) or 'nothing'}"
-    short = [" -> ".join(pair) for pair in zip(_shortened(before), _shortened(after), strict=True)]
-    return cell(full, *short)
-
-
-def _counted(shapes: Iterable[Shape]) -> list[str]:
-    """Equal neighbours as one, with how many there are."""
-    runs = ((shape, len(list(run))) for shape, run in itertools.groupby(shapes))
-    return [f"{shape} x{count}" if count > 1 else str(shape) for shape, count in runs]
-
-
-def _shortened(shapes: list[str]) -> list[str]:
-    """The first shape and how many follow it."""
-    if len(shapes) < 2:
-        return ["".join(shapes) or "nothing"]
-    return [f"{shapes[0]} + {len(shapes) - 1} more"]
-
-
-def figure_cell(figure: str, style: str = "") -> Cell:
-    """A figure, which stands out where it is unknown."""
-    return cell(figure, style="yellow" if figure == "unknown" else style)
-
-
-def show_ratio(a: int, b: int) -> str:
-    """What `a` is in units of `b`, with three digits."""
-    ratio = a / b
-    return f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.3g}"
-
-
-# Time
-
-
-_PARTS = (Column(), Column(right=True), Column(right=True, rank=1), Column(ornament=True, rank=2))
-_STRIP = 60
-
-
-def render_time(time: Time, mesh: Mapping[str, int]) -> RenderableType:
-    """A bar for each part of a call, what is not in the figures, and a layer as lanes."""
-    rows = []
-    for label, axes, seconds in words.time_parts(time):
-        style = "green" if axes is None else axis_style(axes[0], mesh) if axes else ""
-        share = words.show_share(seconds / time.seconds)
-        drawn = cell(bar(seconds, time.seconds), style=style)
-        rows.append(Row(cells=(cell(label), cell(show_seconds(seconds)), cell(share), drawn)))
-    beside = time.exchange - sum(one.exposed for one in time.exchanges)
-    notes = [Flow(Text(f"{show_seconds(beside)} of exchanges beside work"))] if beside > 0 else []
-    doubts = [Flow(Text(clean(f"not known: {text}"), style="yellow")) for text in time.unknown]
-    return Indented(Group(Grid(_PARTS, rows), *notes, *doubts, *_layer(time, mesh)), by=0)
-
-
-def _layer(time: Time, mesh: Mapping[str, int]) -> Iterator[RenderableType]:
-    """One layer of the schedule: a strip for each lane, and how much of the layer it is busy."""
-    lanes, span = words.lanes_of(time), words.end_of(time.layer)
-    if not span:
-        return
-    yield Text()
-    yield Flow(Text(f"one layer, {show_seconds(span)}, from left to right"))
-    rows = []
-    for lane, events in lanes.items():
-        busy = sum(one.seconds for one in events if one.kind != "exposed") / span
-        strip = _strip(events, span, mesh)
-        rows.append(Row(cells=(cell(lane), cell(words.show_share(min(1.0, busy))), (strip,))))
-    yield Grid((Column(), Column(right=True), Column(ornament=True, rank=1)), rows)
-
-
-def _strip(events: Iterable[Event], span: float, mesh: Mapping[str, int]) -> Text:
-    """A lane in signs: full where it is busy for most of a place, in the colour of the axis."""
-    shares, styles = [0.0] * _STRIP, [""] * _STRIP
-    for one in events:
-        if one.kind == "exposed":
-            continue
-        start, end = (_STRIP * at / span for at in (one.start, one.start + one.seconds))
-        for i in range(int(start), min(_STRIP, int(end) + 1)):
-            shares[i] += max(0.0, min(end, i + 1) - max(start, i))
-            styles[i] = axis_style(one.mesh_axes[0], mesh) if one.mesh_axes else "green"
-    signs = zip(shares, styles, strict=True)
-    return Text.assemble(*(("█" if share >= 0.5 else " ", style) for share, style in signs))
+def _time_cells(times: Times, found: Iterable[Collective], style: str = "") -> Iterator[Cell]:
+    """How long some collectives take, and how much of a call nothing hides."""
+    if times.time:
+        seconds, share = times.cells(found)
+        yield cell(seconds, style=style)
+        yield cell(share, style="dim" if share == NONE else style)
 
 
 # Ledger
@@ -233,45 +139,43 @@ _LEDGER = (
     Column(title="wire", right=True, rank=2, label="wire"),
     Column(title="runs", right=True, rank=1, label="runs"),
     Column(title="total wire", right=True, label="total wire"),
-    Column(title="time", right=True, label="time"),
     Column(title="direction", rank=1),
     Column(title="line", rank=3),
 )
-_TIME_COLUMN = 7
 
 
 def render_collectives(
     report: Report, all_frames: bool = False, limit: int | None = LIMIT
 ) -> RenderableType:
-    """The ledger as a table, the most bytes on the wire first."""
-    if not report.collectives:
+    """The ledger as a table, the most bytes on the wire first; what is alike is one row."""
+    found = report.collectives
+    if not found:
         why = words.why_none(report)
         text = f"no collectives: {why}" if why else "no collectives in the text that was understood"
         return Indented(Flow(Text(text)), by=0)
-    pairs = zip(report.collectives, words.times_of(report), strict=True)
-    ranked = sorted(pairs, key=lambda pair: -words.ranking(pair[0]))
-    shown = ranked[:limit]
-    rest = ranked[len(shown) :]
-    rows = [_ledger_row(one, took, report, all_frames) for one, took in shown]
-    columns = [*_LEDGER]
-    if not report.time:
-        del columns[_TIME_COLUMN]
-    table = Grid(columns, rows)
-    sent = f" ({words.wire(sum_of(one for one, _ in rest))} on the wire)"
+    places = [[i] for i in range(len(found))] if all_frames else words.alike(found)
+    alike = [[found[i] for i in some] for some in places]
+    alike.sort(key=lambda some: -sum(map(words.ranking, some)))
+    shown, rest = alike[:limit], alike[limit:] if limit is not None else []
+    times = Times(report)
+    rows = [_ledger_row(some, times, report, all_frames) for some in shown]
+    table = Grid(_timed(_LEDGER, report, "total wire"), rows)
+    sent = f" ({words.wire(sum_of(one for some in rest for one in some))} on the wire)"
     return Indented(Group(table, *not_shown(len(rest), "row", sent)), by=0)
 
 
-def _ledger_row(one: Collective, took: Exchange | None, report: Report, all_frames: bool) -> Row:
+def _ledger_row(alike: Sequence[Collective], times: Times, report: Report, all_frames: bool) -> Row:
+    one = words.together(alike)
     return Row(
         cells=(
-            cell(one.kind),
+            cell(f"{one.kind}{words.times_sign(len(alike))}"),
             axes_cell(one.mesh_axes, report.mesh),
             shapes_cell(one.shapes),
             cell(show_bytes(one.payload_bytes)),
             cell(show_bytes(one.wire_bytes)),
             figure_cell(words.known(one.executions)),
             figure_cell(words.known(one.total_wire_bytes, show_bytes), "bold"),
-            *([cell(words.show_exchange(took, report.time))] if report.time else ()),
+            *_time_cells(times, alike),
             cell(one.direction),
             line_cell(one),
         ),
@@ -335,19 +239,31 @@ def render_totals(report: Report) -> RenderableType:
     """Sums of the ledger by kind and mesh axes, and by direction."""
     by_kind = report.totals("kind", "axis")
     most = max((total.wire_bytes for total in by_kind.values()), default=0)
+    times = Times(report)
+    shares = grouped(report.collectives, lambda one: (one.kind, one.mesh_axes))
     rows = [
-        _total_row(cell(kind), axes_cell(axes, report.mesh), total, most)
+        _total_row(
+            cell(kind), axes_cell(axes, report.mesh), total, most, *_time_cells(times, found)
+        )
         for (kind, axes), total in by_kind.items()
+        for found in (shares[kind, axes],)
     ]
     if len(rows) > 1:
-        rows.append(_total_row(cell("all"), cell(""), report.total, 0, last=True))
+        took = _time_cells(times, report.collectives)
+        rows.append(_total_row(cell("all"), cell(""), report.total, 0, *took, last=True))
     ways = [Text(f"{clean(name)} {sent}") for name, sent in words.directions(report)]
     if ways:
         ways[0] = Text("by direction: ") + ways[0]
-    return Indented(Group(Grid(_TOTALS, rows), Flow(*ways)), by=0)
+    return Indented(Group(Grid(_timed(_TOTALS, report), rows), Flow(*ways)), by=0)
 
 
-def _total_row(kind: Cell, axes: Cell, total: Total, most: int, *, last: bool = False) -> Row:
+def _kind_and_axes(one: Collective) -> tuple[str, tuple[str, ...]]:
+    return one.kind, one.mesh_axes
+
+
+def _total_row(
+    kind: Cell, axes: Cell, total: Total, most: int, *took: Cell, last: bool = False
+) -> Row:
     return Row(
         cells=(
             kind,
@@ -356,6 +272,7 @@ def _total_row(kind: Cell, axes: Cell, total: Total, most: int, *, last: bool = 
             cell(words.bounded(total, f"{total.executions:,}")),
             cell(words.bounded(total, show_bytes(total.payload_bytes))),
             cell(words.wire(total)),
+            *took,
             cell("" if last else bar(total.wire_bytes, most), style="cyan"),
         ),
         rule=last,
@@ -381,11 +298,12 @@ def render_sources(report: Report, limit: int | None = LIMIT) -> RenderableType:
     for source, found in kept.items():
         below.setdefault(source and source.file, {}).update({source: found} if source else {})
     rows: list[Row] = []
+    times = Times(report)
     for file, found in files.items():
         if file in below:
-            rows += [_file_row(file, found), *_line_rows(below[file], report.mesh)]
+            rows += [_file_row(file, found, times), *_line_rows(below[file], times, report.mesh)]
     hidden = not_shown(len(of_lines) - len(kept), "line")
-    return Indented(Group(Grid(_SOURCES, rows), *hidden), by=0)
+    return Indented(Group(Grid(_timed(_SOURCES, report), rows), *hidden), by=0)
 
 
 def _ranked(groups: Mapping[Any, list[Collective]]) -> dict[Any, list[Collective]]:
@@ -398,33 +316,37 @@ _MODULES = (Column(title="module"), *_SOURCES[1:])
 
 def render_modules(report: Report, limit: int | None = LIMIT) -> RenderableType:
     """The bytes that each scope of the name stack puts on the wire, layers of a kind as one."""
-    modules = _ranked(grouped(report.collectives, KEYS["module"]))
+    modules, times = _ranked(grouped(report.collectives, KEYS["module"])), Times(report)
     rows = [
-        _sum_row(cell(name or NO_MODULE), found, report.mesh)
+        _sum_row(cell(name or NO_MODULE), found, times, report.mesh)
         for name, found in list(modules.items())[:limit]
     ]
     hidden = not_shown(len(modules) - len(rows), "module")
-    return Indented(Group(Grid(_MODULES, rows), *hidden), by=0)
+    return Indented(Group(Grid(_timed(_MODULES, report), rows), *hidden), by=0)
 
 
-def _file_row(file: str | None, found: Iterable[Collective]) -> Row:
+def _file_row(file: str | None, found: Sequence[Collective], times: Times) -> Row:
     path = words.NO_LINE if file is None else short_path(file)
-    name = cell(path, PurePath(path).name or path)
-    return Row(cells=(name, cell(words.wire(sum_of(found))), cell("")), style="bold")
+    name, sent = cell(path, PurePath(path).name or path), cell(words.wire(sum_of(found)))
+    return Row(cells=(name, sent, *_time_cells(times, found), cell("")), style="bold")
 
 
-def _line_rows(lines: Mapping[Source, list[Collective]], mesh: Iterable[str]) -> Iterator[Row]:
+def _line_rows(
+    lines: Mapping[Source, list[Collective]], times: Times, mesh: Iterable[str]
+) -> Iterator[Row]:
     for place, (source, found) in enumerate(lines.items(), 1):
         branch = f"{'└' if place == len(lines) else '├'}─ {source.line}"
-        yield _sum_row(cell(f"{branch} {source.function}".rstrip(), branch), found, mesh)
+        yield _sum_row(cell(f"{branch} {source.function}".rstrip(), branch), found, times, mesh)
 
 
-def _sum_row(name: Cell, found: Iterable[Collective], mesh: Iterable[str]) -> Row:
+def _sum_row(name: Cell, found: Sequence[Collective], times: Times, mesh: Iterable[str]) -> Row:
     """What some of the collectives put on the wire, and which they are."""
     kinds = dict.fromkeys((one.kind, one.mesh_axes) for one in found)
     parts = [Text.assemble(clean(k), " ", axes_cell(axes, mesh)[0]) for k, axes in kinds]
     short = [] if len(parts) < 2 else [Text.assemble(parts[0], f" + {len(parts) - 1} more")]
-    return Row(cells=(name, cell(words.wire(sum_of(found))), (Text("; ").join(parts), *short)))
+    what = (Text("; ").join(parts), *short)
+    sent = cell(words.wire(sum_of(found)))
+    return Row(cells=(name, sent, *_time_cells(times, found), what))
 
 
 # Cost
@@ -504,19 +426,22 @@ def _buffer_row(one: Buffer) -> Row:
 # Findings
 
 
-def _findings(report: Report, limit: int | None) -> RenderableType:
-    parts = [render_findings(report.findings, limit)] if report.findings else []
+def _findings(report: Report, times: Times, limit: int | None) -> RenderableType:
+    parts = [render_findings(report.findings, limit, times)] if report.findings else []
     if why := skipped_findings(report):
         parts.append(Flow(Text(why, style="dim")))
     return Group(*parts)
 
 
-def render_findings(findings: Sequence[Finding], limit: int | None = LIMIT) -> RenderableType:
+def render_findings(
+    findings: Sequence[Finding], limit: int | None = LIMIT, times: Times | None = None
+) -> RenderableType:
     """What costs more than it has to: the sentence, the cost and line, the facts, and the fix."""
     shown = findings[:limit]
     parts: list[RenderableType] = []
     for one in shown:
         where = [f"{figure} {short}" for figure, short, _ in words.costs(one)]
+        where += filter(None, [times.cost(one)] if times else [])
         where += [clean(str(one.source))] * bool(one.source)
         parts.append(Flow(Text(clean(one.subject), style="yellow"), Text("; ".join(where))))
         parts += [Indented(Flow(Text(clean(fact), style="dim"))) for fact in one.facts]

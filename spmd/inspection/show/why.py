@@ -10,8 +10,8 @@ from rich.text import Text
 from spmd.inspection.records.arrays import Source
 from spmd.inspection.records.origins import ValueOrigins, Why
 from spmd.inspection.show import words
+from spmd.inspection.show.cells import axis_style, show_mesh
 from spmd.inspection.show.layout import Flow, Indented, clean
-from spmd.inspection.show.terminal import axis_style, show_mesh
 
 #: Values that are drawn; a line may make hundreds, most of them alike.
 MOST = 12

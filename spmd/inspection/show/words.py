@@ -6,9 +6,10 @@ are those of ASCII, which the page sets as ``≥`` and ``→``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
 import itertools
+import operator
 import sys
 from typing import Any, TypeAlias
 
@@ -27,21 +28,26 @@ from spmd.inspection.records.report import (
 )
 from spmd.inspection.records.sizes import show_bytes, show_count, show_seconds, show_share
 from spmd.inspection.records.sums import NO_MODULE as NO_MODULE
-from spmd.inspection.records.time import Event, Exchange, Time
+from spmd.inspection.records.sweep import SweepRow
+from spmd.inspection.records.time import Time
+from spmd.inspection.timing.chips import chip_of
 
 Show: TypeAlias = Callable[[Any], str]
 """How a figure is written, such as `show_bytes`."""
 
 TITLES = {
+    "time": "Time of a call",
+    "times": "Time of a call, by the number of devices",
     "totals": "Totals, per device and call",
     "modules": "Bytes on the wire, by module",
-    "figures": "Cost and memory, per device",
+    "figures": "Cost, memory and time, per device",
     "reshards": "Arguments moved before the program",
 }
 """What stands above a section of a report, of a difference or of both."""
 
 NO_LINE = "no line"
 ANOTHER_BACKEND = "another backend fuses and combines differently"
+NO_TIME = "no time for CPU; give topology= or chip="
 PREDICTED = "predicted, before compilation: compilers combine, move and replace exchanges"
 
 
@@ -108,13 +114,14 @@ def why_none(report: Report) -> str:
 
 def headline(report: Report) -> str:
     """How long a call takes, how well that uses the chip, and what bounds it; or why not known."""
-    time = report.time
-    if time is None:
-        if report.stand_in or report.backend == "cpu":
-            return "no time for CPU; give topology= or chip="
-        kind = report.device_kind or report.backend
-        return f"no time: the figures of {kind} are not known; give chip="
-    return str(time)
+    if report.time is not None:
+        return str(report.time)
+    if report.stand_in or report.backend == "cpu":
+        return NO_TIME
+    if chip_of(report.device_kind):
+        return "no time: the report was made without one, or is of several slices"
+    kind = report.device_kind or report.backend
+    return f"no time: the figures of {kind} are not known; give chip="
 
 
 def time_parts(time: Time) -> list[tuple[str, tuple[str, ...] | None, float]]:
@@ -133,37 +140,6 @@ def time_parts(time: Time) -> list[tuple[str, tuple[str, ...] | None, float]]:
 def whole_axes(mesh_axes: Iterable[str]) -> tuple[str, ...]:
     """Mesh axes without the suffix that names a part."""
     return tuple(axis_name(axis) for axis in mesh_axes)
-
-
-def lanes_of(time: Time) -> dict[str, list[Event]]:
-    """The events of a layer by lane: the core first, then the memory, then links."""
-    lanes: dict[str, list[Event]] = {"core": [], "memory": []}
-    for one in sorted(time.layer, key=lambda one: (one.lane, one.start)):
-        lanes.setdefault(one.lane, []).append(one)
-    return {lane: events for lane, events in lanes.items() if events}
-
-
-def end_of(events: Iterable[Event]) -> float:
-    """When the last of some events ends."""
-    return max((one.start + one.seconds for one in events), default=0.0)
-
-
-def times_of(report: Report) -> list[Exchange | None]:
-    """How long each collective of a report takes, in their order; None where that is not known."""
-    if report.time is None:
-        return [None] * len(report.collectives)
-    if report.predicted:
-        return [*report.time.exchanges]
-    known = {one.name: one for one in report.time.exchanges}
-    return [known.get(one.name) for one in report.collectives]
-
-
-def show_exchange(one: Exchange | None, time: Time | None) -> str:
-    """How long a collective takes, and which share of the call nothing hides."""
-    if one is None or time is None or not one.seconds:
-        return ""
-    share = f"{show_share(one.exposed / time.seconds)} exposed" if one.exposed else "hidden"
-    return f"{show_seconds(one.seconds)}, {share}"
 
 
 def costs(one: Finding) -> Iterator[tuple[str, str, str]]:
@@ -190,6 +166,50 @@ def directions(report: Report) -> list[tuple[str, str]]:
 # A collective
 
 
+def alike(found: Iterable[Collective]) -> list[list[int]]:
+    """Places of collectives, those together that differ in nothing that a row shows but their runs.
+
+    A product that the compiler cut into steps exchanges once for each step, and layers that are
+    written out exchange once for each layer.
+    """
+    rows: dict[object, list[int]] = {}
+    for i, one in enumerate(found):
+        rows.setdefault(_look(one), []).append(i)
+    return [*rows.values()]
+
+
+#: What a row shows of a collective as it is. Names and groups it does not show; its line and name
+#: stack it shows in part, and numbers of runs add up where they are known.
+_SHOWN = operator.attrgetter(
+    *(
+        field.name
+        for field in dataclasses.fields(Collective)
+        if field.name
+        not in ("executions", "source", "op_name", "name", "groups", "frames", "parts")
+    )
+)
+
+
+def _look(one: Collective) -> tuple[Any, ...]:
+    place = one.source
+    line = (place.file, place.line, place.function) if place else one.op_name
+    parts = tuple(dataclasses.replace(part, frames=()) for part in one.parts)
+    return (*_SHOWN(one), one.executions is None, line, parts)
+
+
+def together(found: Sequence[Collective]) -> Collective:
+    """Collectives that are alike as one, which runs as often as all of them."""
+    runs, names = [one.executions for one in found], {one.op_name for one in found}
+    known = None if None in runs else sum(run or 0 for run in runs)
+    op_name = found[0].op_name if len(names) == 1 else ""
+    return dataclasses.replace(found[0], executions=known, op_name=op_name)
+
+
+def times_sign(count: int) -> str:
+    """How many are meant: `` x5``; empty for one."""
+    return f" x{count:,}" if count > 1 else ""
+
+
 def ranking(one: Collective) -> int:
     """Wire bytes of a call, or those of one execution where the number of them is unknown."""
     total = one.total_wire_bytes
@@ -207,10 +227,20 @@ def marks(one: Collective) -> Iterator[tuple[str, bool]]:
         yield "in a branch", True
     if one.executions is None and one.in_loop:
         yield "in a loop of unknown length", True
+    if said := scattered(one):
+        yield said, True
     if one.is_async:
         yield "async", False
     if one.combined > 1:
         yield f"combined from {one.combined}", False
+
+
+def scattered(one: Collective) -> str:
+    """That hardware would reduce-scatter what CPUs sum and then slice; empty for all else."""
+    if not one.sliced:
+        return ""
+    this = "this" if len(one.sliced) == one.combined else f"{len(one.sliced)} of {one.combined}"
+    return f"hardware would reduce-scatter {this}: each device keeps its own part of the sum"
 
 
 # Pictures
@@ -232,11 +262,30 @@ def ends(count: int, most: int) -> list[int | None]:
 # A difference
 
 
-def compared(diff: Diff) -> Iterator[tuple[str, tuple[Collective, ...]]]:
-    """Collectives that are not the same in both, marked: that of one report, or of each."""
-    yield from (("+", (one,)) for one in diff.added)
-    yield from (("-", (one,)) for one in diff.removed)
-    yield from (("~", (pair.a, pair.b)) for pair in diff.changed)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """Collectives that are not the same in two reports; several that are alike stand for one.
+
+    Attributes:
+        mark: ``+`` for one report only, ``-`` for the other, ``~`` for both.
+        sides: that of one report, or that of the first and that of the second.
+        count: how many there are.
+    """
+
+    mark: str
+    sides: tuple[Collective, ...]
+    count: int
+
+
+def compared(diff: Diff) -> Iterator[Compared]:
+    """Collectives that are not the same in both."""
+    marked = [("+", (one,)) for one in diff.added] + [("-", (one,)) for one in diff.removed]
+    rows: dict[tuple[Any, ...], list[tuple[Collective, ...]]] = {}
+    for mark, sides in [*marked, *(("~", (pair.a, pair.b)) for pair in diff.changed)]:
+        rows.setdefault((mark, *map(_look, sides)), []).append(sides)
+    for (mark, *_), found in rows.items():
+        sides = tuple(together(side) for side in zip(*found, strict=True))
+        yield Compared(mark=mark, sides=sides, count=len(found))
 
 
 def total_cells(a: Total, b: Total, change: Callable[[int, int], str]) -> tuple[str, ...]:
@@ -254,21 +303,68 @@ def modules(diff: Diff) -> list[ModuleDelta]:
 
 
 def figures(diff: Diff, flops: Show, count: Show) -> Iterator[tuple[Delta, Show]]:
-    """Figures of cost and memory that differ, and how each is written."""
+    """Figures of cost and of memory that differ, and how each is written."""
     shows = {"flops": flops, "hbm_bytes": show_bytes}
     yield from ((d, shows.get(d.name, count)) for d in diff.cost if d.a != d.b)
     yield from ((d, show_bytes) for d in diff.memory if d.a != d.b)
+
+
+def time_figures(diff: Diff) -> Iterator[tuple[Delta, Show]]:
+    """Figures of time that differ, and how each is written."""
     yield from (
-        (d, show_share if d.name in ("mfu", "hfu") else show_seconds)
-        for d in diff.time
-        if d.a != d.b
+        (d, show_share if d.name in _SHARES else show_seconds) for d in diff.time if d.a != d.b
     )
+
+
+_SHARES = ("mfu", "hfu")
+
+
+def time_change(diff: Diff) -> str:
+    """``248 ms -> 230 ms a call (-7.3%); HFU 54% -> 58%``; empty where neither time is known."""
+    found = {one.name: one for one in diff.time}
+    if "seconds" not in found:
+        return ""
+    time = found["seconds"]
+    change = f" ({time.change / time.a:+.1%})" if time.a and time.change else ""
+    said = [f"{_sides(time, show_seconds)} a call{change}"]
+    for name in _SHARES:
+        if (used := found.get(name)) and (used.a, used.b) != (None, None):
+            said.append(f"{name.upper()} {_sides(used, show_share)}")
+    return "; ".join(said)
+
+
+def show_points(share: float) -> str:
+    """A difference of two shares: ``5.5 points``, of a hundred."""
+    return f"{100 * share:.1f} points"
+
+
+def change_of(delta: Delta, show: Show) -> Show:
+    """How the change of a figure is written."""
+    return show_points if delta.name in _SHARES else show
+
+
+def _sides(delta: Delta, show: Show) -> str:
+    return " -> ".join(dict.fromkeys(known(side, show) for side in (delta.a, delta.b)))
 
 
 def reshards(diff: Diff) -> list[tuple[str, Reshard]]:
     """Arguments that one report moves and the other does not, marked."""
     added = [("+", one) for one in diff.reshards_added]
     return added + [("-", one) for one in diff.reshards_removed]
+
+
+# A sweep
+
+
+def refused(row: SweepRow) -> str:
+    """That a program does not fit, or that not all of it was understood; empty for others."""
+    if row.unread:
+        return str(row.unread)
+    if row.report:
+        return ""
+    needed = "more" if row.needed is None else show_bytes(row.needed)
+    have = "" if row.capacity is None else f" of {show_bytes(row.capacity)}"
+    return f"does not fit: the compiler needs {needed}{have}"
 
 
 # Origins

@@ -23,7 +23,6 @@ from spmd.inspection.hlo.calls import Visit, calls_of
 from spmd.inspection.hlo.cost import (
     FREE,
     Traffic,
-    cost_of,
     hbm_size,
     is_opaque,
     products_of,
@@ -113,7 +112,7 @@ def time_of(
     )
     clock = _Clock(module, visited, axis_sizes, chip, links, told)
     clock.run(module.computations[module.entry])
-    flops = cost_of(module, visited).flops + round(clock.spent["kernel flops"])
+    flops = round(clock.spent["flops"])
     return Time(
         chip=chip.name,
         seconds=clock.now,
@@ -260,6 +259,8 @@ class _Clock:
 
     def step(self, one: hlo.Instruction, types: Mapping[str, str], home: hlo.Computation) -> None:
         """Executes one instruction."""
+        if one.opcode not in ("while", "conditional", "call"):
+            self.spent["flops"] += self.flops(one)  # of the branch that is taken, and of each trip
         match hlo.base_opcode(one):
             case "while":
                 self.loop(one, home)
@@ -516,6 +517,6 @@ class _Clock:
             name = one.op_name.rpartition("/")[0].rpartition("/")[2] or one.name
             sentence = f"the kernel {name} ({target}) has no cost_estimate: counted as {why}"
             self.unknown[sentence] = None
-        self.spent["kernel flops"] += flops
+        self.spent["flops"] += flops
         computing = flops / (_KERNEL * self.chip.kept)
         return self.slower(computing, self.moved(one, types))

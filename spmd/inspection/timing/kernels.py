@@ -12,15 +12,19 @@ from spmd.inspection.records.report import Shape
 # values each of its kernels has.
 _ATTENTION = re.compile(r"(splash|flash)_m[hq]a_(?:bwd_)?(fwd|dq|dkv)")
 _PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
+# Each of the two for gradients computes the products of queries and keys again; where there are
+# two, both also need the gradient of the probabilities.
+_WRITTEN = {"fwd": 2, "dq": 1, "dkv": 3}
 
 
 def known_flops(
-    op_name: str, operands: Sequence[Shape], results: Sequence[Shape]
+    op_name: str, operands: Sequence[Shape], results: Sequence[Shape], *, again: bool = True
 ) -> tuple[int, str] | None:
     """FLOPs of a kernel that is known by its name, and what they are taken for; else None.
 
     Splash attention skips blocks above the diagonal of a causal mask, which it is taken to have;
-    its first operands have an entry for each block.
+    its first operands have an entry for each block. Without `again`, what the kernels for gradients
+    compute a second time is left out.
     """
     found = _ATTENTION.search(op_name)
     floats = [one for one in operands if one.dtype in ("bf16", "f16", "f32") and len(one.dims) > 2]
@@ -29,7 +33,7 @@ def known_flops(
     queries, keys = floats[0], floats[1]
     kind, role = found.groups()
     # A kernel that makes all three gradients has a product more.
-    products = _PRODUCTS[role] + (role == "dkv" and len(results) > 2)
+    products = (_PRODUCTS if again else _WRITTEN)[role] + (role == "dkv" and len(results) > 2)
     flops = 2 * products * math.prod(queries.dims) * keys.dims[-2]
     if kind == "flash":
         return flops, "attention without a mask"

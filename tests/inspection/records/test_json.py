@@ -7,7 +7,17 @@ import re
 
 from hypothesis import given, settings
 import pytest
-from reports import MIB, SMALL, collective, part, report, reports, source, value_origins
+from reports import (
+    MIB,
+    SMALL,
+    collective,
+    part,
+    report,
+    reports,
+    source,
+    timed_reports,
+    value_origins,
+)
 
 import spmd
 from spmd import Report
@@ -77,6 +87,7 @@ TYPES = {
     "string": lambda v: isinstance(v, str),
     "boolean": lambda v: isinstance(v, bool),
     "integer": lambda v: isinstance(v, int) and not isinstance(v, bool),
+    "number": lambda v: isinstance(v, (int, float)) and not isinstance(v, bool),
     "null": lambda v: v is None,
 }
 
@@ -109,7 +120,7 @@ CHECKS = {
     "type": check_type,
     "const": lambda v, one, path: [f"{v!r} is not {one!r}"] * (v != one),
     "enum": lambda v, all_, path: [f"{v!r} is none of {all_}"] * (v not in all_),
-    "minimum": lambda v, least, path: ["too small"] * (isinstance(v, int) and v < least),
+    "minimum": lambda v, least, path: ["too small"] * (TYPES["number"](v) and v < least),
     "required": lambda v, ks, path: [f"no {k}" for k in ks if isinstance(v, dict) and k not in v],
     "properties": check_properties,
     "additionalProperties": check_others,
@@ -157,7 +168,7 @@ def error(function, *args):
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=60)
-@given(reports)
+@given(reports | timed_reports)
 def test_round_trip(one):
     """A report comes back equal from JSON text, and writes the same text again."""
     text = json.dumps(one.to_json())
@@ -169,7 +180,7 @@ def test_round_trip(one):
 
 
 @settings(deadline=None, max_examples=20)
-@given(reports)
+@given(reports | timed_reports)
 def test_round_trip_of_a_file(tmp_path_factory, one):
     """A report comes back equal from a file, whatever its names hold."""
     path = tmp_path_factory.mktemp("reports") / "r.json"
@@ -224,7 +235,7 @@ def test_schema_knows_everything():
 
 
 @settings(deadline=None, max_examples=40)
-@given(reports)
+@given(reports | timed_reports)
 def test_schema_holds(one):
     """What is written is what the schema says."""
     assert faults(one.to_json(), SCHEMA) == []
@@ -458,7 +469,7 @@ def test_every_field_comes_back_changed():
         wire_bytes=2, group_size=3, executions=5, source=None, direction="other", op_name="x",
         is_async=False, combined=7, source_is_consumer=True, frames=(), conditional=True,
         in_loop=True, name="send.1", groups="{{0}}",
-        parts=(part(8, source_is_consumer=True, frames=(source(1), source(42))),),
+        parts=(part(8, source_is_consumer=True, frames=(source(1), source(42))),), sliced=(0,),
     )  # fmt: skip
     for field in dataclasses.fields(one):
         changed = dataclasses.replace(one, **{field.name: getattr(other, field.name)})

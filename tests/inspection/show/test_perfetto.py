@@ -1,12 +1,19 @@
 """Traces of the program order, and the figures for loggers."""
 
+import itertools
 import json
 import math
 
+from hardware import needs_libtpu
 from hypothesis import given, settings
+import jax
+import jax.numpy as jnp
 import pytest
 from reports import MIB, SMALL, collective, report, reports
+from timed import TIMED, timed_reports
 
+import spmd
+from spmd import P
 from spmd.inspection import Collective, Cost, Reshard
 
 
@@ -98,6 +105,112 @@ def test_structure(one):
         end += event["dur"]
         assert event["args"]["kind"] == found.kind
     assert end < 2 * 10**12
+
+
+# A layer in time
+
+
+def lanes_of(trace):
+    """By name, the slices of each track of the process that shows times."""
+    (process,) = {
+        e["pid"] for e in trace if e["name"] == "process_name" and "in time" in e["args"]["name"]
+    }
+    events = [e for e in trace if e["pid"] == process]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert len({*names.values()}) == len(names)
+    order = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
+    slices = {name: [] for _, name in sorted(names.items(), key=lambda one: order[one[0]])}
+    for event in events:
+        if event["ph"] == "X":
+            slices[names[event["tid"]]].append(event)
+    return slices
+
+
+def test_a_layer_has_a_track_for_each_lane(tmp_path):
+    """Core, memories and links are tracks in this order, with times in microseconds."""
+    TIMED.save_trace(tmp_path / "layer.json")
+    trace = json.loads((tmp_path / "layer.json").read_text(encoding="utf-8"))
+    found = lanes_of(trace["traceEvents"])
+    assert [*found] == ["core", "memory", "host", "links x+", "links x-", "links y+"]
+    slices = {
+        name: [(e["name"], e["cat"], round(e["ts"]), round(e["dur"])) for e in events]
+        for name, events in found.items()
+    }
+    assert slices["core"] == [
+        ("dot_general", "compute", 0, 10_000),
+        ("add", "memory", 10_000, 2_000),
+        ("wait for all-reduce", "exposed", 12_000, 6_000),
+        ("dot_general", "compute", 18_000, 2_000),
+    ]
+    assert slices["host"] == [("copy", "memory", 0, 5_000)]
+    assert slices["links x-"] == [("all-reduce", "exchange", 8_000, 10_000)]
+    assert found["links x-"][0]["args"] == {"mesh_axes": ["data"]}
+    assert "process 2 are times, in microseconds" in trace["otherData"]["durations"]
+    # Bytes stand in a process of their own.
+    assert {e["pid"] for e in trace["traceEvents"]} == {1, 2}
+    assert {e["pid"] for e in SMALL.trace_events()} == {1}
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=40)
+@given(timed_reports())
+def test_any_layer_is_a_trace(one):
+    """Slices of a track come in the order of their starts, none of them before the layer."""
+    trace = json.loads(json.dumps(one.trace_events()))
+    if not any("in time" in e["args"].get("name", "") for e in trace):
+        pytest.fail("a report with a time has a process that shows it")
+    found = lanes_of(trace)
+    assert sum(map(len, found.values())) == len(one.time.layer)
+    for events in found.values():
+        starts = [e["ts"] for e in events]
+        assert starts == sorted(starts)
+        assert min(starts) >= 0
+        assert all(e["dur"] >= 0 for e in events)
+
+
+@pytest.fixture(scope="module")
+def pod():
+    """A compiled step for a slice, whose products and exchanges the compiler interleaves."""
+
+    def loss(w, x):
+        def layer(h, ws):
+            return h + jnp.tanh(h @ ws["up"]) @ ws["down"], None
+
+        return (jax.lax.scan(layer, x, w)[0].astype(jnp.float32) ** 2).mean()
+
+    def bf16(*dims):
+        return jax.ShapeDtypeStruct(dims, jnp.bfloat16)
+
+    specs = {"up": P(None, "data", "model"), "down": P(None, "model", "data")}
+    step = spmd.pjit(jax.grad(loss), in_axis_resources=(specs, P("data")), out_axis_resources=specs)
+    w = {"up": bf16(4, 2048, 8192), "down": bf16(4, 8192, 2048)}
+    with spmd.topology("v5e:4x4", mesh={"data": 8, "model": 2}):
+        return spmd.report(step, w, bf16(64, 512, 2048))
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_a_layer_of_a_real_program(pod):
+    """No slice of a track begins before the one before it ends, and the core is never idle."""
+    found = lanes_of(json.loads(json.dumps(pod.trace_events())))
+    assert next(iter(found)) == "core"
+    assert {"links x+", "links x-"} <= found.keys()
+    for events in found.values():
+        for first, second in itertools.pairwise(events):
+            assert second["ts"] >= first["ts"] + first["dur"] - 1e-3
+    core = found["core"]
+    end = max(e["ts"] + e["dur"] for events in found.values() for e in events)
+    assert sum(e["dur"] for e in core) == pytest.approx(end, rel=1e-6)
+    # What the core waits for is on links meanwhile.
+    waits = [e for e in core if e["cat"] == "exposed"]
+    sent = [e for name, events in found.items() if name.startswith("links") for e in events]
+    assert waits
+    for wait in waits:
+        assert any(
+            e["args"] == wait["args"]
+            and e["ts"] < wait["ts"] + wait["dur"] <= e["ts"] + e["dur"] + 1
+            for e in sent
+        )
 
 
 # Scalars

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from spmd.inspection import Shapes, show_bytes
-from spmd.inspection.show import terminal
+from spmd.inspection.show import terminal, words
 from spmd.inspection.show.layout import Column, Grid, Row, cell, flow, plain
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -299,9 +299,10 @@ def test_any_report_fits_any_width(one, width, all_frames):
 @settings(deadline=None, max_examples=40)
 @given(reports, st.integers(60, 200))
 def test_no_figure_is_cut(one, width):
-    """Every figure of the ledger is in the text as a whole, at any width."""
+    """Every figure of the ledger is in the text as a whole, at any width; of alike rows the sum."""
     text = " ".join(drawn(terminal.render_collectives(one), width).split())
-    for found in one.collectives:
+    for places in words.alike(one.collectives):
+        found = words.together([one.collectives[i] for i in places])
         assert show_bytes(found.wire_bytes) in text
         assert show_bytes(found.payload_bytes) in text
         total = found.total_wire_bytes

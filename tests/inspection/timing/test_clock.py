@@ -324,3 +324,23 @@ def test_a_large_product_takes_what_its_bytes_take_where_that_is_longer():
     found = timed(body, computations, chip)
     assert found.memory == pytest.approx(2 * 4 * SIDE**2 / 0.83e9)
     assert found.bound == "memory"
+
+
+def test_flops_are_those_of_the_branch_that_is_taken():
+    """Of two branches with products the longer one counts, in FLOPs as in time."""
+    kind = "f32[8,8]{1,0}"
+
+    def branch(name, count):
+        return (
+            f"%{name} (b: {kind}) -> {kind} {{\n  %b0 = {kind} parameter(0)\n"
+            + "".join(fused(f"%b{i + 1}", 100, f"%b{i}, %b{i}") for i in range(count))
+            + f"  ROOT %end = {kind} bitcast(%b{count})\n}}\n\n"
+        )
+
+    body = (
+        f"  %which = pred[] constant(true)\n  %c = {kind} conditional(%which, %p, %p), "
+        "true_computation=%short, false_computation=%long\n"
+    )
+    found = timed(body, branch("short", 1) + branch("long", 2))
+    assert found.seconds == pytest.approx(200e-6)
+    assert found.hardware_flops == 2 * 2 * 8**3

@@ -1,4 +1,4 @@
-"""A report, or the differences of two, as one HTML page that needs nothing from elsewhere.
+"""A report, the differences of two, or a sweep, as one HTML page that needs nothing from elsewhere.
 
 Text of users (names, paths, lines of code) gets into a page in two ways only: through a template
 that escapes it, and as JSON in a data block with every sign of markup escaped. The page's policy
@@ -24,8 +24,9 @@ from spmd.inspection.records.pictures import Picture, Pictures
 from spmd.inspection.records.report import Report
 from spmd.inspection.records.shown import Paged
 from spmd.inspection.records.sizes import show_bytes
+from spmd.inspection.records.sweep import Sweep
 from spmd.inspection.show import words
-from spmd.inspection.show.page import compare, sheets, view as page_view
+from spmd.inspection.show.page import compare, curves, sheets, view as page_view
 
 LARGEST_CELL = 4 * 2**20
 """Bytes of a page that a notebook shows; what is larger would make the notebook's file too slow."""
@@ -42,6 +43,8 @@ def page_of(record: Paged) -> str:
             return _page("report.html.j2", f"report of `{record.name}`", page_view.view(record))
         case Diff():
             return _page("diff.html.j2", "diff", compare.view(record))
+        case Sweep():
+            return _page("sweep.html.j2", f"sweep of `{record.name}`", curves.view(record))
         case Picture() | Pictures():
             view = sheets.view(record) | {"fragment": False}
             subject = type(record).__name__.lower()

@@ -6,17 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from spmd.inspection.records.diff import Delta, Diff, TotalDelta
-from spmd.inspection.records.report import Collective
 from spmd.inspection.records.sizes import show_bytes
 from spmd.inspection.show import words
-from spmd.inspection.show.page.view import count, place_name, places, show_shapes, typeset
+from spmd.inspection.show.page.view import count, lines_of, place_name, show_shapes, typeset
 
 _MARKS = {"+": "added", "-": "removed", "~": "changed"}
 
 
 def view(diff: Diff) -> dict[str, Any]:
     """Everything that the template draws."""
-    rows = [_row(*row) for row in words.compared(diff)]
+    rows = [*map(_row, words.compared(diff))]
     everything = TotalDelta(kind="all", mesh_axes=(), a=diff.total[0], b=diff.total[1])
     return {
         "title": " → ".join(diff.names),
@@ -25,18 +24,27 @@ def view(diff: Diff) -> dict[str, Any]:
         "rows": sorted(rows, key=lambda row: -abs(row["rank"])),
         "totals": [(one, _total_cells(one)) for one in (*diff.totals, everything)],
         "modules": [(one, _total_cells(one)) for one in words.modules(diff)],
-        "figures": [_figure(*figure) for figure in words.figures(diff, count, count)],
+        "change": typeset(words.time_change(diff)),
+        "tables": [
+            (words.TITLES[name], [_figure(*figure) for figure in figures])
+            for name, figures in (
+                ("time", words.time_figures(diff)),
+                ("figures", words.figures(diff, count, count)),
+            )
+        ],
         "reshards": [(_MARKS[mark], one) for mark, one in words.reshards(diff)],
     }
 
 
-def _row(mark: str, sides: tuple[Collective, ...]) -> dict[str, Any]:
+def _row(row: words.Compared) -> dict[str, Any]:
+    mark, sides = row.mark, row.sides
     one = sides[-1]
     change = _change(mark, [side.total_wire_bytes for side in sides])
-    place = "\n".join(places(one)) or one.op_name
+    place = "\n".join(lines_of(one)) or one.op_name
     return {
         "class": _MARKS[mark],
         "one": one,
+        "count": row.count,
         "shapes": _both(show_shapes(side.shapes) for side in sides),
         "runs": _both(words.known(side.executions) for side in sides),
         "wire": _both(words.known(side.total_wire_bytes, show_bytes) for side in sides),
@@ -77,5 +85,6 @@ _NAMES = {
 
 def _figure(delta: Delta, show: words.Show) -> tuple[str, ...]:
     name = _NAMES.get(delta.name, delta.name.replace("_", " "))
-    change = words.known(delta.change, lambda change: words.signed(change, show))
+    change_as = words.change_of(delta, show)
+    change = words.known(delta.change, lambda change: words.signed(change, change_as))
     return name, words.known(delta.a, show), words.known(delta.b, show), change

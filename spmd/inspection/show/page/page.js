@@ -87,8 +87,9 @@
     const add = (name, text) => { if (text) list.append(make("dt", { textContent: name }), make("dd", {}, text)); };
     const shown = (index) => row.cells[index].textContent;
     add("shapes", one.shapes);
+    add("alike", one.alike);
     add("payload", `${shown(2)}; on the wire ${shown(3)}, ${shown(4)} ${shown(4) === "1" ? "run" : "runs"}`);
-    add("direction", shown(6));
+    add("direction", row.dataset.direction);
     add("marks", one.marks.join(", "));
     add("name stack", one.op);
     add("groups", one.groups && `${one.groups}, at most ${one.group_size} devices`);
@@ -160,8 +161,8 @@
     text.addEventListener("keydown", (event) => {
       if (event.key === "Escape") { text.value = ""; apply(); }
     });
-    byId("source")?.addEventListener("click", (event) => {
-      const button = event.target.closest("button[data-line]");
+    document.addEventListener("click", (event) => {
+      const button = event.target.closest("#source button[data-line], #waits button[data-line]");
       if (!button) return;
       filters.reset();
       text.value = button.dataset.line;

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from spmd.inspection.records.arrays import Argument, Excerpt
@@ -19,46 +19,48 @@ from spmd.inspection.records.report import (
     skipped_findings,
 )
 from spmd.inspection.records.sizes import show_bytes, show_count, show_seconds
-from spmd.inspection.records.sums import NO_MODULE, by_line, grouped, line_of, spread, sum_of
-from spmd.inspection.records.time import Exchange, Time
+from spmd.inspection.records.sums import KEYS, NO_MODULE, by_line, grouped, line_of, spread, sum_of
 from spmd.inspection.show import words
+from spmd.inspection.show.page import clock
+from spmd.inspection.show.page.clock import color as color
+from spmd.inspection.show.times import Times
 
-_COLORS = 6
 _LEVELS = 9
 
 
 def view(report: Report) -> dict[str, Any]:
     """Everything that the template and the script of the page draw."""
-    found = report.collectives
-    order = sorted(range(len(found)), key=lambda i: -words.ranking(found[i]))
-    groups = _groups(report.origins)
-    times = words.times_of(report)
+    found, times = report.collectives, Times(report)
+    alike, groups = words.alike(found), _groups(report.origins)
     return {
         "title": report.name or "report",
         "report": report,
-        "figures": [*_figures(report)],
+        "figures": [*_figures(report, times)],
         "skipped": skipped_findings(report),
-        "totals": report.totals("kind", "axis"),
+        "totals": [*_totals(report, times)],
         "directions": [(name, typeset(sent)) for name, sent in words.directions(report)],
-        "modules": _modules(report),
-        "files": _files(report, groups),
+        "modules": [*_modules(report, times)],
+        "files": _files(report, groups, times),
         "lost": _lost(report),
-        "rows": [_row(i, found[i], times[i], report) for i in order],
-        "time": _time(report),
+        "rows": sorted((_row(some, found, times) for some in alike), key=_rank),
+        "times": times,
+        "time": clock.view(times, report.mesh),
         "kinds": sorted({one.kind for one in found}),
         "axes": sorted({axis for one in found for axis in one.axis_names}),
         "groups": [(_title(rows[0][1]), rows) for rows in groups.values()],
         # What leads from an argument to its value:
         "made": {one.name: f"value-{i}" for i, one in reversed(groups.get("argument", []))},
         "memory": _memory(report.memory) if report.memory else None,
-        "data": data(report),
+        "data": data(report, alike),
     }
 
 
-def data(report: Report) -> dict[str, Any]:
+def data(report: Report, alike: Iterable[Sequence[int]]) -> dict[str, Any]:
     """What the script draws on demand: details of a row, and the picture of an argument."""
     frames: dict[Source, int] = {}
-    details = [_detail(one, frames) for one in report.collectives]
+    details: list[dict[str, Any] | None] = [None] * len(report.collectives)
+    for places in alike:
+        details[places[0]] = _detail([report.collectives[i] for i in places], frames)
     return {
         "details": details,
         "frames": [[short_path(f.file), f.line, f.function] for f in frames],
@@ -81,11 +83,6 @@ def count(number: int) -> str:
     return show_count(number).rstrip()
 
 
-def color(axis: str, mesh: Mapping[str, int]) -> int:
-    """The colour that an axis has everywhere on the page."""
-    return (words.number_of(axis, mesh) or 0) % _COLORS
-
-
 def percent(part: int, whole: int) -> float:
     """How much of a bar is filled; what is not 0 is seen."""
     return max(1.0, round(100 * part / whole, 2)) if part and whole else 0.0
@@ -94,14 +91,15 @@ def percent(part: int, whole: int) -> float:
 # The whole
 
 
-def _figures(report: Report) -> Iterator[tuple[str, str, str]]:
+def _figures(report: Report, times: Times) -> Iterator[tuple[str, str, str]]:
     """Label, figure and what it is of."""
     total, cost, time = report.total, report.cost, report.time
     if time:
         used = ", ".join(f"{name} {share}" for name, share in time.utilization.items())
-        yield "Time of a call", show_seconds(time.seconds), f"{used}; bound by {time.bound}"
+        yield words.TITLES["time"], show_seconds(time.seconds), f"{used}; bound by {time.bound}"
     unknown = f"; {total.unknown:,} run an unknown number of times" if total.unknown else ""
-    yield "On the wire", typeset(words.wire(total)), "sent by each device in a call"
+    took = f"; {said}" if (said := times.summary(report.collectives)) else ""
+    yield "On the wire", typeset(words.wire(total)), f"sent by each device in a call{took}"
     runs = words.plural(total.executions, "run")
     yield "Collectives", f"{total.sites:,}", f"{runs} in a call{unknown}"
     loops = "a lower bound: a loop of unknown length" if cost.unknown_loops else "per device"
@@ -111,74 +109,40 @@ def _figures(report: Report) -> Iterator[tuple[str, str, str]]:
         yield "Memory", show_bytes(report.memory.peak), "needed on each device"
 
 
-def _time(report: Report) -> dict[str, Any] | None:
-    """The bar of a call: its parts one after the other, in percent, and its doubts."""
-    time = report.time
-    if time is None:
-        return None
-    parts, start = [], 0.0
-    for label, axes, seconds in words.time_parts(time):
-        width = 100 * seconds / time.seconds
-        axis = f"axis-{color(axes[0], report.mesh)}" if axes else "axis-none"
-        parts.append(
-            {"name": label.partition(" ")[0], "class": axis, "label": label.capitalize(),
-             "shown": show_seconds(seconds), "share": words.show_share(seconds / time.seconds),
-             "start": round(start, 3), "width": round(width, 3)}
-        )  # fmt: skip
-        start += width
-    beside = time.exchange - sum(one.exposed for one in time.exchanges)
-    return {
-        "parts": parts,
-        "beside": show_seconds(beside) if beside > 0 else "",
-        "span": show_seconds(words.end_of(time.layer)),
-        "lanes": [*_lanes(time, report.mesh)],
-    }
+def _totals(report: Report, times: Times) -> Iterator[dict[str, Any]]:
+    """Sums by kind and mesh axes."""
+    found = report.collectives if times.time else ()
+    shares = grouped(found, lambda one: (one.kind, one.mesh_axes))
+    for (kind, axes), total in report.totals("kind", "axis").items():
+        took = times.cells(shares.get((kind, axes), ()))
+        yield {"kind": kind, "axes": axes, "total": total, "took": took}
 
 
-def _lanes(time: Time, mesh: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """A layer of the schedule: by lane, its events in percent of the layer."""
-    span = words.end_of(time.layer)
-    for lane, events in words.lanes_of(time).items():
-        busy = sum(one.seconds for one in events if one.kind != "exposed") / span
-        yield {
-            "name": lane,
-            "busy": words.show_share(min(1.0, busy)),
-            "events": [
-                {
-                    "class": f"time-{one.kind} "
-                    + (f"axis-{color(one.mesh_axes[0], mesh)}" if one.mesh_axes else "axis-none"),
-                    "title": f"{one.name}, {show_seconds(one.seconds)}"
-                    + (f" over {', '.join(one.mesh_axes)}" if one.mesh_axes else ""),
-                    "start": round(100 * one.start / span, 3),
-                    "width": round(100 * one.seconds / span, 3),
-                }
-                for one in events
-            ],
-        }
-
-
-def _modules(report: Report) -> list[dict[str, Any]]:
+def _modules(report: Report, times: Times) -> Iterator[dict[str, Any]]:
     """Sums by module; nothing where no collective is in one."""
-    sums = report.totals("module")
-    named = sums.items() if any(sums) else ()
-    return [{"name": name or NO_MODULE, "total": total} for name, total in named]
+    sums, found = report.totals("module"), report.collectives if times.time else ()
+    shares = grouped(found, KEYS["module"])
+    for name, total in sums.items() if any(sums) else ():
+        took = times.cells(shares.get(name, ()))
+        yield {"name": name or NO_MODULE, "total": total, "took": took}
 
 
 # Source
 
 
-def _files(report: Report, groups: Mapping[Any, Any]) -> list[dict[str, Any]]:
+def _files(report: Report, groups: Mapping[Any, Any], times: Times) -> list[dict[str, Any]]:
     """Files with their lines, the most bytes first; then those that only excerpts have."""
     shares = grouped(report.collectives, lambda one: one.source and one.source.file)
     files = {file: sum_of(found) for file, found in shares.items() if file is not None}
     for excerpt in report.excerpts:
         files.setdefault(excerpt.file, Total.zeros())
     made = {key: f"made-{i}" for i, key in enumerate(groups)}
-    sent = _sent(report)
+    sent = _sent(report, times)
     return [
         {
             "path": short_path(file),
             "total": total,
+            "took": times.summary(shares.get(file, ())),
             "parts": [
                 [_line(file, one.first + i, text, sent, made) for i, text in enumerate(one.lines)]
                 for one in _excerpts(file, report, sent)
@@ -200,12 +164,12 @@ def _excerpts(file: str, report: Report, sent: Iterable[tuple[str, int]]) -> lis
 def _line(
     file: str, number: int, text: str, sent: Mapping[Any, Any], made: Mapping[Any, str]
 ) -> dict[str, Any]:
-    nothing = {"wire": "", "share": 0.0, "level": 0, "what": ""}
+    nothing = {"wire": "", "took": "", "share": 0.0, "level": 0, "what": ""}
     place = {"number": number, "text": text, "key": f"{short_path(file)}:{number}"}
     return place | sent.get((file, number), nothing) | {"made": made.get((file, number), "")}
 
 
-def _sent(report: Report) -> dict[tuple[str, int], dict[str, Any]]:
+def _sent(report: Report, times: Times) -> dict[tuple[str, int], dict[str, Any]]:
     """By file and line, what it puts on the wire, and by which collectives."""
     shares = grouped(
         report.collectives, lambda one: one.source and (one.source.file, one.source.line)
@@ -217,6 +181,7 @@ def _sent(report: Report) -> dict[tuple[str, int], dict[str, Any]]:
     return {
         key: {
             "wire": typeset(words.wire(sums[key])),
+            "took": times.summary(found),
             "share": filled[key],
             # Levels start at 1, so that a line that sends anything is seen.
             "level": min(_LEVELS, 1 + int(filled[key] * _LEVELS / 100)),
@@ -239,24 +204,32 @@ def _lost(report: Report) -> str:
 # Ledger
 
 
-def _row(index: int, one: Collective, took: Exchange | None, report: Report) -> dict[str, Any]:
+def _row(places: Sequence[int], found: Sequence[Collective], times: Times) -> dict[str, Any]:
+    """A row of the ledger: a collective, or several that are alike."""
+    alike = [found[i] for i in places]
+    one, took = words.together(alike), times.of(alike)
     place, name = words.show_place(one.source), place_name(one)
     function = one.source.function.rpartition(".<locals>.")[2] if one.source else ""
     return {
-        "index": index,
+        "index": places[0],
         "one": one,
-        "rank": words.ranking(one),
-        "time": words.show_exchange(took, report.time),
-        "seconds": took.seconds if took else 0.0,
+        "count": len(alike),
+        "rank": sum(map(words.ranking, alike)),
+        "took": times.shown(took),
+        "seconds": took or (0.0, 0.0),
         "place": place,
-        "places": "\n".join(places(one)),
+        "places": "\n".join(lines_of(one)),
         "name": name,
         "function": function if place.endswith(name) else "",
         "marks": _marks(one),
     }
 
 
-def places(one: Collective) -> list[str]:
+def _rank(row: Mapping[str, Any]) -> int:
+    return -row["rank"]
+
+
+def lines_of(one: Collective) -> list[str]:
     """The lines that have a part in a collective, and its own."""
     found = [words.show_place(share.source) for share in (*by_line(one), one)]
     return [*dict.fromkeys(filter(None, found))]
@@ -272,17 +245,30 @@ def _marks(one: Collective) -> list[str]:
     return [text for text, _ in words.marks(one)] + consumer
 
 
-def _detail(one: Collective, frames: dict[Source, int]) -> dict[str, Any]:
+def _detail(alike: Sequence[Collective], frames: dict[Source, int]) -> dict[str, Any]:
+    """What a row opens to; where it has several collectives, what is not the same is listed."""
+    one = alike[0]
     return {
         "shapes": show_shapes(one.shapes),
-        "op": one.op_name,
-        "hlo": one.name,
-        "groups": one.groups,
+        "alike": _alike(alike),
+        "op": _listed(other.op_name for other in alike),
+        "hlo": _listed(other.name for other in alike),
+        "groups": _listed((other.groups for other in alike), "; or "),
         "group_size": one.group_size,
         "marks": _marks(one),
         "parts": [*_parts(one)],
         "frames": [frames.setdefault(frame, len(frames)) for frame in one.frames],
     }
+
+
+def _alike(alike: Sequence[Collective]) -> str:
+    """How many places a row stands for, and how often each runs; empty for one."""
+    runs = ", ".join(words.known(one.executions) for one in alike)
+    return f"{len(alike):,} places of the program, which run {runs} times" if len(alike) > 1 else ""
+
+
+def _listed(texts: Iterable[str], between: str = ", ") -> str:
+    return between.join(dict.fromkeys(filter(None, texts)))
 
 
 def _parts(one: Collective) -> Iterator[str]:
