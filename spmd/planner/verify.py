@@ -38,10 +38,10 @@ class Program:
             self.function,
             in_axis_resources=ins,
             out_axis_resources=outs,
+            mesh=mesh,
             **self.options,
         )
-        with mesh:
-            return step.lower(*self.args)
+        return step.lower(*self.args)
 
 
 def specs_of(graph: Graph, layout: Layout, sizes: Mapping[str, int], kind: str) -> list[Any]:
