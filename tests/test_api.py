@@ -894,6 +894,31 @@ def test_compiler_options(mesh):
         f.lower(X).compile({"no_such_option": True})
 
 
+def test_pjits_of_one_function_have_their_own_options(mesh):
+    """Of two `pjit`s of one function that differ in one option, none runs the other's program."""
+
+    def successor(x, y):
+        return x + 1
+
+    def names(f):
+        return [eqn.primitive.name for eqn in jax.make_jaxpr(f)(X, X).eqns]
+
+    split, free = functools.partial(pjit, successor, P("data"), mesh=mesh), {"mesh": mesh}
+    plain, elsewhere = split(), put(X, mesh, P("model"))
+    for x in (X, elsewhere):
+        np.testing.assert_array_equal(plain(x, X), X + 1)
+    with pytest.raises(Exception, match="no_such_option"):
+        split(compiler_options={"no_such_option": True})(X, X)
+    with pytest.raises(spmd.ShardingError, match="has to reshard argument x"):
+        split(implicit_reshard="error")(elsewhere, X)
+    for keep, unused in ((False, None), (True, P("data"))):
+        compiled = split(keep_unused=keep).lower(X, X).compile()
+        assert compiled.in_specs == ((P("data"), unused), {})
+    assert names(pjit(successor, **free)) == ["pjit"]
+    assert names(pjit(successor, inline=True, **free)) == ["add"]
+    np.testing.assert_array_equal(plain(elsewhere, X), X + 1)
+
+
 def test_mistakes_at_decoration():
     """What can be seen without arguments is refused without arguments."""
     with pytest.raises(TypeError, match="needs a function"):

@@ -567,11 +567,13 @@ def test_reference_given_twice_is_refused(mesh):
     def both(a, b):
         a[...] = b[...] * 2
 
-    with pytest.raises(spmd.ArgumentError) as e:
-        pjit(both, mesh=mesh)(r, r)
-    message = re.sub("used at .*", "used at LINE", str(e.value))
-    assert message.startswith("pjit of `both` cannot take one reference as a and as b.\n")
-    assert "used at LINE" in message
+    f = pjit(both, mesh=mesh)
+    for call in (f.lower, f):  # a call would wait for itself for ever
+        with pytest.raises(spmd.ArgumentError) as e:
+            call(r, r)
+        message = re.sub("used at .*", "used at LINE", str(e.value))
+        assert message.startswith("pjit of `both` cannot take one reference as a and as b.\n")
+        assert "used at LINE" in message
     np.testing.assert_array_equal(r[...], X)
 
 

@@ -117,6 +117,18 @@ def test_code_for_one_explicit_axis():
     assert seen == [[P("data", None), P(None, None), P(), P("data", None)]]
 
 
+def test_one_body_has_the_types_of_each_pjit(explicit):
+    """Two `pjit`s of one function that differ in their specs alone each see their own types."""
+
+    def there_and_back(x):
+        return reshard(reshard(x, P()) * 2, jax.typeof(x).sharding)
+
+    for spec in (P("data"), P("model"), P("data", "model"), P("data")):
+        y = pjit(there_and_back, in_axis_resources=spec, mesh=explicit)(X)
+        np.testing.assert_array_equal(y, 2 * X)
+        assert y.sharding.is_equivalent_to(NamedSharding(explicit, spec), 2)
+
+
 def test_code_for_explicit_axes_needs_specs(explicit):
     """The type of an argument is what its spec says; without one the error names it."""
     f = pjit(lambda x, w: reshard(x, P("data")) + w, in_shardings=(None, spmd.FROM_ARRAY))

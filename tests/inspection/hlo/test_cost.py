@@ -459,6 +459,9 @@ BIG, BIG_BYTES, ROW = "f32[8,16]{1,0}", 512, "f32[1,16]{1,0}"
         # What is updated and then used is read as a whole, and what is new is written as a whole.
         (["%a = BIG dynamic-update-slice(%p0, %p1)", "%b = BIG negate(%a)"],
          ["BIG", "ROW"], "BIG", 2 * BIG_BYTES + 64),
+        # Also where all of it is the result in another form: the root needs every element.
+        (["%a = BIG dynamic-update-slice(%p0, %p1)", "%b = bf16[8,16]{1,0} convert(%a)"],
+         ["BIG", "ROW"], "bf16[8,16]{1,0}", BIG_BYTES + 64 + 256),
         (["%z = BIG broadcast(%p1)", "%a = BIG dynamic-update-slice(%z, %p0)"],
          ["ROW", "f32[]"], "BIG", 64 + 4 + BIG_BYTES),
         (["%a = BIG copy(%p0)", "%b = BIG dynamic-update-slice(%a, %p1)"],

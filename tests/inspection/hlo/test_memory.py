@@ -551,6 +551,34 @@ def test_a_fusion_that_moves_elements_needs_another_place(opcode, order, tempora
     assert sum(b.nbytes for b in found if b.at_peak and b.kind == "temporary") == temporaries
 
 
+@pytest.mark.parametrize(
+    ("before", "temporaries"),
+    [
+        # Each element of the result needs the same one of the operand.
+        ("%s = f32[10,20]{1,0} exponential(%q)", 800),
+        # One needs all of a row, which an element that is written already is a part of.
+        ("%m = f32[10]{0} reduce(%q), dimensions={1}, to_apply=%add\n"
+         "  %s = f32[10,20]{1,0} broadcast(%m), dimensions={0}", 1600),
+    ],
+)  # fmt: skip
+def test_a_fusion_that_sums_an_array_needs_another_place(before, temporaries):
+    """A fusion that also maps what it sums, as a softmax does, does not write over its operand."""
+    more = f"""%inside (q: f32[10,20]) -> f32[10,20] {{
+  %q = f32[10,20]{{1,0}} parameter(0)
+  {before}
+  ROOT %o = f32[10,20]{{1,0}} subtract(%q, %s)
+}}
+
+"""
+    body = """
+  %p = f32[] parameter(0)
+  %a = f32[10,20]{1,0} custom-call(%p), custom_call_target="x"
+  %b = f32[10,20]{1,0} fusion(%a), kind=kLoop, calls=%inside
+  ROOT %r = f32[] custom-call(%b), custom_call_target="x" """
+    found = _buffers(_hlo(body, more=more))
+    assert sum(b.nbytes for b in found if b.at_peak and b.kind == "temporary") == temporaries
+
+
 def test_modules_without_a_program():
     """An empty text, and one without an entry, have no buffers."""
     assert _buffers("") == ()

@@ -133,6 +133,41 @@ def test_constants_of_one_caller_alone_are_not_known(limits, trips):
     assert _executions(module)["body"] == trips
 
 
+@pytest.mark.parametrize(
+    "branches",
+    ["true_computation=%first, false_computation=%second", "branch_computations={%first, %second}"],
+)
+def test_a_branch_counts_with_its_own_operand(branches):
+    """A loop in a branch has the limit that its own operand gives, not that of another branch."""
+    state = "(s32[], s32[])"
+    given = f"%p = {state} parameter(0)"
+    split = [f"%{n} = s32[] get-tuple-element(%p), index={i}" for i, n in enumerate("in")]
+    step = ["%one = s32[] constant(1)", "%j = s32[] add(%i, %one)"]
+    test = [given, *split, "ROOT %less = pred[] compare(%i, %n), direction=LT"]
+    body = [given, *split, *step, f"ROOT %out = {state} tuple(%j, %n)"]
+    loop = f"ROOT %w = {state} while(%p), condition=%{{0}}_test, body=%{{0}}_body"
+    entry = [
+        "%q = pred[] parameter(0)",
+        "%zero = s32[] constant(0)",
+        "%five = s32[] constant(5)",
+        "%seven = s32[] constant(7)",
+        f"%s = {state} tuple(%zero, %five)",
+        f"%t = {state} tuple(%zero, %seven)",
+        f"ROOT %c = {state} conditional(%q, %s, %t), {branches}",
+    ]
+    module = _module(
+        first_test=test,
+        first_body=body,
+        first=[given, loop.format("first")],
+        second_test=test,
+        second_body=body,
+        second=[given, loop.format("second")],
+        main=entry,
+    )
+    found = _executions(module)
+    assert (found["first_body"], found["second_body"]) == (5, 7)
+
+
 def test_unknown_counts_spread():
     """In a loop of unknown count all is unknown, and so is what is called there as well."""
     module = _module(
