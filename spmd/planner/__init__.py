@@ -6,7 +6,6 @@ No public name gives a plan yet: `docs/design/plan.md` says what is built. In th
 - `layout`: a plan, as an order of such classes for each mesh axis; where it puts an array's axes.
 - `pins`: a layout written into a lowered module.
 - `estimate`: a cost from classes alone, in milliseconds.
-- `predict`: a cost from what Shardy makes of a layout.
 - `search`: the layouts that are worth a look.
 - `verify`: what the compiler makes of the best ones.
 """

@@ -27,50 +27,13 @@ PINNED = ("stablehlo.dot_general", "stablehlo.convolution", "stablehlo.gather", 
 
 _NUMBER = "spmd.number"
 # What a compiler fuses with its neighbours reads and writes no memory of its own.
-_FUSED = frozenset(
-    [
-        "abs",
-        "add",
-        "and",
-        "broadcast_in_dim",
-        "ceil",
-        "clamp",
-        "compare",
-        "constant",
-        "convert",
-        "cosine",
-        "divide",
-        "exponential",
-        "exponential_minus_one",
-        "floor",
-        "iota",
-        "is_finite",
-        "log",
-        "log_plus_one",
-        "logistic",
-        "maximum",
-        "minimum",
-        "multiply",
-        "negate",
-        "not",
-        "or",
-        "power",
-        "reshape",
-        "return",
-        "rsqrt",
-        "select",
-        "sharding_constraint",
-        "sign",
-        "sine",
-        "sqrt",
-        "square",
-        "subtract",
-        "tanh",
-        "transpose",
-        "while",
-        "xor",
-    ]
-)
+_FUSED = frozenset((
+    "abs", "add", "and", "broadcast_in_dim", "ceil", "clamp", "compare", "constant", "convert",
+    "cosine", "divide", "exponential", "exponential_minus_one", "floor", "iota", "is_finite", "log",
+    "log_plus_one", "logistic", "maximum", "minimum", "multiply", "negate", "not", "or", "power",
+    "reshape", "return", "rsqrt", "select", "sharding_constraint", "sign", "sine", "sqrt", "square",
+    "subtract", "tanh", "transpose", "while", "xor",
+))  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +157,7 @@ class _Reader:
 
     def _root(self, place: tuple[int, int]) -> tuple[int, int]:
         while (parent := self.parents.setdefault(place, place)) != place:
-            self.parents[place] = self.parents[parent] if parent in self.parents else parent
+            self.parents[place] = self.parents.get(parent, parent)
             place = parent
         return place
 

@@ -1,8 +1,8 @@
 """A plan: which classes of dimensions each mesh axis splits, in an order.
 
-An axis goes to the first class of its order that a value has. One such rule says data parallelism
-(``data: batch``), FSDP (``data: batch, width``), Megatron (``model: heads, hidden, vocabulary``), and
-sequence, context and expert parallelism.
+An axis goes to the first class of its order that a value has. This one rule says data parallelism
+(``data: batch``), FSDP (``data: batch, width``), Megatron (``model: heads, hidden, vocabulary``),
+and sequence, context and expert parallelism.
 """
 
 from __future__ import annotations

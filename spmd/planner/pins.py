@@ -60,8 +60,8 @@ def pin(module: Any, pins: Sequence[Pin], mesh: str = "mesh") -> None:
     operations = numbered(module.operation)
     with module.context, ir.Location.unknown(module.context):
         for one in pins:
-            operation = operations[one.number] if one.number < len(operations) else None
-            _check(one, operation)
+            _check(one, operations[one.number : one.number + 1])
+            operation = operations[one.number]
             for n, entries in enumerate(one.specs[: len(operation.operands)]):
                 if entries:
                     with ir.InsertionPoint(operation):
@@ -82,15 +82,16 @@ def _results(operation: Any, one: Pin) -> Iterator[tuple[Any, Entries]]:
     return ((result, entries) for result, entries in found if entries)
 
 
-def _check(one: Pin, operation: Any) -> None:
-    values = [] if operation is None else [*operation.operands, *operation.results]
+def _check(one: Pin, found: Sequence[Any]) -> None:
+    values = (value for each in found for side in (each.operands, each.results) for value in side)
     ranks = [len(passes.dims_of(value.type)[0]) for value in values]
-    if operation is None or operation.name != one.name or ranks != [*map(len, one.specs)]:
+    names = [each.name for each in found]
+    if names != [one.name] or ranks != [*map(len, one.specs)]:
         raise MisfitError(
             Failure(
                 what="is of another program",
                 given=f"constraints around operation {one.number}, {one.name}",
-                got="no such operation" if operation is None else operation.name,
+                got=names[0] if names else "no such operation",
                 error=ArgumentError,
             )
         )

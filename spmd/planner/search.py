@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
 import itertools
 import time
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from spmd.planner.estimate import Estimate, Estimator, Machine
 from spmd.planner.graph import Graph
@@ -21,6 +21,7 @@ from spmd.planner.layout import Layout
 # never as good as one that fits, and of two that do not fit the smaller one is better.
 _OVER = 1000.0
 _MOST_CLASSES = 5
+_Pairs: TypeAlias = set[tuple[int | None, int | None]]
 
 
 class Candidate(NamedTuple):
@@ -84,7 +85,9 @@ def search(
 
     allowed = {
         axis: [
-            c for c in graph.classes if _divides(graph, c, size) and (c, axis) not in rules.never
+            c
+            for c, largest in graph.sizes.items()
+            if largest % size == 0 and (c, axis) not in rules.never
         ]
         for axis, size in machine.sizes.items()
         if size > 1
@@ -101,15 +104,16 @@ def search(
     return sorted(seen.values(), key=lambda one: one.score)
 
 
-def _together(graph: Graph) -> set[tuple[int, int]]:
-    """Classes that an operation or a value has both of: only between these an order says anything."""
+def _together(graph: Graph) -> _Pairs:
+    """Pairs that an operation or a value has both of: only of these an order says anything."""
     groups = [one.by_class for one in graph.operations] + [one.classes for one in graph.tensors]
-    return {
-        pair for group in {*map(frozenset, groups)} for pair in itertools.permutations(group, 2)
-    }
+    different = {*map(frozenset, groups)}
+    return {pair for group in different for pair in itertools.permutations(group, 2)}
 
 
-def _sorted(order: tuple[int, ...], together: set[tuple[int, int]]) -> tuple[int, ...]:
+def _sorted(
+    order: tuple[int, ...], together: set[tuple[int | None, int | None]]
+) -> tuple[int, ...]:
     """One order for all that say the same: neighbours that never meet stand by their numbers."""
     found = [*order]
     for _ in order:
@@ -117,10 +121,6 @@ def _sorted(order: tuple[int, ...], together: set[tuple[int, int]]) -> tuple[int
             if pair[0] > pair[1] and pair not in together:
                 found[i], found[i + 1] = found[i + 1], found[i]
     return tuple(found)
-
-
-def _divides(graph: Graph, number: int, size: int) -> bool:
-    return graph.sizes[number] % size == 0
 
 
 def _starts(allowed: Mapping[str, list[int]]) -> Iterator[Layout]:

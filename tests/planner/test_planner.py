@@ -25,6 +25,7 @@ B, D, F = 64, 32, 128
 
 
 def f32(*dims):
+    """The description of an array."""
     return jax.ShapeDtypeStruct(dims, jnp.float32)
 
 
@@ -46,6 +47,7 @@ def attend(q, k):
 
 
 def graph(program, mesh):
+    """A program as a plan sees it."""
     return graph_of(module_of(program.lowered(mesh), subject="plan"), subject="plan")
 
 
@@ -55,6 +57,7 @@ def classes(found):
 
 
 def machine(mesh, **figures):
+    """A v5e whose messages take no time, with other figures."""
     chip = dataclasses.replace(CHIPS["v5e"], hop=0.0, **figures)
     devices = [*mesh.devices.flat]
     return Machine(chip, links_of(chip, devices, dict(mesh.shape))[0], dict(mesh.shape))
@@ -62,11 +65,13 @@ def machine(mesh, **figures):
 
 @pytest.fixture(scope="module")
 def mesh():
+    """Of eight devices."""
     return spmd.make_mesh({"data": 4, "model": 2})
 
 
 @pytest.fixture(scope="module")
 def mlp(mesh):
+    """The step as a plan sees it."""
     return graph(MLP, mesh)
 
 
@@ -157,7 +162,7 @@ ORDERS = ("", "b", "f", "bd", "fd", "d", "bf")
 
 @pytest.mark.parametrize("orders", [*itertools.product(ORDERS, repeat=2)])
 def test_exchanges_are_about_those_that_shardy_makes(orders, mlp, mesh):
-    """Against the bytes that Shardy's own passes exchange, before a backend changes them."""
+    """Against Shardy's own bytes: equal where each axis splits a class of its own."""
     of = classes(mlp)
     letters = {"b": of["x:0"], "d": of["x:1"], "f": of["w['up']:1"]}
     named = zip(mesh.shape, orders, strict=True)
@@ -165,8 +170,14 @@ def test_exchanges_are_about_those_that_shardy_makes(orders, mlp, mesh):
     pod = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
     found = planned(MLP, pod, mlp, layout).preview().total.wire_bytes
     # Over links of a byte a second that send one way, seconds are the bytes that a device sends.
-    estimate = Estimator(mlp, Machine(dataclasses.replace(CHIPS["h100"], hbm=1e30), Sent(), pod.shape))
-    print("RATIO", orders, estimate(layout).exchange, found, estimate(layout).exchange / max(1, found))
+    estimate = Estimator(
+        mlp, Machine(dataclasses.replace(CHIPS["h100"], hbm=1e30), Sent(), pod.shape)
+    )
+    ours = estimate(layout).exchange
+    if orders[0] != orders[1] and max(map(len, orders)) == 1:
+        assert ours == pytest.approx(found)
+    else:  # Shardy adds up over two axes at once, and does not scatter what it then gathers
+        assert 0.45 * found <= ours <= 1.5 * found
 
 
 class Sent:
@@ -176,7 +187,9 @@ class Sent:
         size = len(groups[0])
         if kind == "all-to-all":
             return Transfer(operand * (1 - 1 / size), frozenset())
-        return Transfer((1 + (kind == "all-reduce")) * max(operand, result) * (1 - 1 / size), frozenset())
+        return Transfer(
+            (1 + (kind == "all-reduce")) * max(operand, result) * (1 - 1 / size), frozenset()
+        )
 
     def lane_name(self, lane):
         return ""
@@ -197,7 +210,7 @@ def test_the_search_finds_the_best_of_all(mlp, mesh):
 
 
 def test_a_budget_and_what_is_never_wanted_bind(mlp, mesh):
-    """Under a budget that replicated weights break, they are split; a pair that is barred is left."""
+    """Under a tight budget more is split, and a pair that is barred is left alone."""
     on = machine(mesh)
     seen = search(mlp, on, Rules())
     free = seen[0]
