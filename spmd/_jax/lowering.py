@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import copy
 from typing import Any
 
 import jax
@@ -298,6 +299,17 @@ def lower_module(
         lowering_parameters=parameters or mlir.LoweringParameters(),
         pgle_profiler=None,
     )
+
+
+def edited(lowering: Any, edit: Callable[[Any], None]) -> Any:
+    """A lowering with a module of its own, after an edit: JAX may share the one that it has."""
+    own = copy.copy(lowering)
+    module = lowering.stablehlo()
+    with module.context:
+        own._hlo = ir.Module.parse(mlir.module_to_bytecode(module))
+    edit(own._hlo)
+    own._executable = None
+    return own
 
 
 def compile_lowering(lowering: Any) -> tuple[Any, Sequence[Any], bool]:

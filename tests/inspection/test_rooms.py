@@ -21,6 +21,7 @@ FOLDERS = (
     "distributed",
     "host_callback",
     "launch",
+    "planner",
 )
 
 

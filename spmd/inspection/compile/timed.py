@@ -97,7 +97,7 @@ def time_of_program(
     chip = wish.chip or own
     if chip is None or not modules:
         return None
-    links, doubts = _links(chip, devices, axis_sizes)
+    links, doubts = links_of(chip, devices, axis_sizes)
     if links is None:
         return None
     if devices[0].platform == "cpu":
@@ -136,7 +136,7 @@ def time_of_prediction(
         chip: whose figures to use.
         work: the products of a device in one call.
     """
-    links, doubts = _links(chip, devices, axis_sizes)
+    links, doubts = links_of(chip, devices, axis_sizes)
     if links is None:
         return None
     exchanges = []
@@ -227,7 +227,7 @@ def _groups(one: Collective, axis_sizes: Mapping[str, int]) -> tuple[tuple[int, 
     )
 
 
-def _links(
+def links_of(
     chip: Chip, devices: Sequence[Any], axis_sizes: Mapping[str, int]
 ) -> tuple[Links | None, tuple[str, ...]]:
     """What joins devices, and what is assumed of it; None for several slices."""

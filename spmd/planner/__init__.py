@@ -1,0 +1,11 @@
+"""Which layout of a program's arrays takes the least time, and what the compiler says of it.
+
+No public name gives a plan yet: `docs/design/plan.md` says what is built. In the order of reading:
+
+- `graph`: dimensions that operations tie to each other, and the operations between them.
+- `layout`: a plan, as an order of such classes for each mesh axis; where it puts an array's axes.
+- `pins`: a layout written into a lowered module.
+- `estimate`: a cost from classes alone, in milliseconds.
+- `search`: the layouts that are worth a look.
+- `verify`: what the compiler makes of the best ones.
+"""

@@ -1,0 +1,107 @@
+"""A layout, written into a lowered module: constraints around what decides how it is split.
+
+The module is a copy. JAX may share the one that it lowered with a function of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import sdy
+
+from spmd.errors import ArgumentError, Failure
+from spmd.inspection.shardy import passes
+from spmd.planner.graph import Graph, numbered, pinned
+from spmd.planner.layout import Layout, spec_entries
+
+Entries = tuple[tuple[str, ...] | None, ...]
+
+
+class Pin(NamedTuple):
+    """The shardings of what an operation takes and makes.
+
+    Attributes:
+        number: of the operation, among those that plans pin.
+        name: of it in the module.
+        specs: of its operands, then of its results.
+    """
+
+    number: int
+    name: str
+    specs: tuple[Entries, ...]
+
+
+def pins_of(graph: Graph, layout: Layout, sizes: Mapping[str, int]) -> tuple[Pin, ...]:
+    """What a layout says of each operation that is pinned."""
+
+    def entries(i: int) -> Entries:
+        tensor = graph.tensors[i]
+        return tuple(spec_entries(layout.places(tensor, sizes), len(tensor.shape)))
+
+    return tuple(
+        Pin(number, f"stablehlo.{one.name}", tuple(entries(i) for i in one.tensors))
+        for number, one in pinned(graph)
+    )
+
+
+class MisfitError(Exception):
+    """Pins that are of another program; carries the failure."""
+
+
+def pin(module: Any, pins: Sequence[Pin], mesh: str = "mesh") -> None:
+    """Writes constraints into a module.
+
+    Raises:
+        MisfitError: the module has other operations than those that the pins are of. A constraint
+            of another rank would end the process in Shardy.
+    """
+    operations = numbered(module.operation)
+    with module.context, ir.Location.unknown(module.context):
+        for one in pins:
+            _check(one, operations[one.number : one.number + 1])
+            operation = operations[one.number]
+            for n, entries in enumerate(one.specs[: len(operation.operands)]):
+                if entries:
+                    with ir.InsertionPoint(operation):
+                        held = sdy.ShardingConstraintOp(
+                            operation.operands[n], _sharding(entries, mesh)
+                        )
+                    operation.operands[n] = held.result
+            for result, entries in _results(operation, one):
+                users = [*result.uses]
+                with ir.InsertionPoint.after(operation):
+                    held = sdy.ShardingConstraintOp(result, _sharding(entries, mesh))
+                for use in users:
+                    passes.operation_of(use.owner).operands[use.operand_number] = held.result
+
+
+def _results(operation: Any, one: Pin) -> Iterator[tuple[Any, Entries]]:
+    found = zip(operation.results, one.specs[len(operation.operands) :], strict=True)
+    return ((result, entries) for result, entries in found if entries)
+
+
+def _check(one: Pin, found: Sequence[Any]) -> None:
+    values = (value for each in found for side in (each.operands, each.results) for value in side)
+    ranks = [len(passes.dims_of(value.type)[0]) for value in values]
+    names = [each.name for each in found]
+    if names != [one.name] or ranks != [*map(len, one.specs)]:
+        raise MisfitError(
+            Failure(
+                what="is of another program",
+                given=f"constraints around operation {one.number}, {one.name}",
+                got=names[0] if names else "no such operation",
+                error=ArgumentError,
+            )
+        )
+
+
+def sharding_text(entries: Entries, mesh: str) -> str:
+    """A sharding as Shardy writes it, all of whose dimensions are closed."""
+    dimensions = ("{" + ", ".join(f'"{axis}"' for axis in axes or ()) + "}" for axes in entries)
+    return f"#sdy.sharding<@{mesh}, [{', '.join(dimensions)}]>"
+
+
+def _sharding(entries: Entries, mesh: str) -> Any:
+    return ir.Attribute.parse(sharding_text(entries, mesh))

@@ -1,0 +1,72 @@
+"""What the compiler makes of a layout: the program with its pins, compiled and reported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import copy
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+
+import spmd
+from spmd import _jax, stages
+from spmd.inspection.records.report import Report
+from spmd.planner.graph import Graph
+from spmd.planner.layout import Layout
+from spmd.planner.pins import Pin, pin, pins_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What is planned: a function, its arguments, and what `pjit` is told of it.
+
+    Attributes:
+        function: that is called.
+        args: its arguments, or structs of their shapes.
+        options: of `pjit`, such as ``donate_argnums``.
+    """
+
+    function: Any
+    args: tuple[Any, ...]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def lowered(self, mesh: Any, ins: Any = None, outs: Any = None) -> stages.Lowered:
+        """Lowered for a mesh, with specs of its arguments and results; None leaves them open."""
+        step = spmd.pjit(
+            self.function,
+            in_axis_resources=ins,
+            out_axis_resources=outs,
+            mesh=mesh,
+            **self.options,
+        )
+        return step.lower(*self.args)
+
+
+def specs_of(graph: Graph, layout: Layout, sizes: Mapping[str, int], kind: str) -> list[Any]:
+    """Where the arguments or the outputs lie, in their order."""
+    return [layout.spec(one, sizes) for one in graph.tensors if one.kind == kind]
+
+
+def planned(program: Program, mesh: Any, graph: Graph, layout: Layout) -> stages.Lowered:
+    """The program as a layout wants it, lowered with its pins."""
+    sizes = dict(mesh.shape)
+    ins = jax.tree.unflatten(
+        jax.tree.structure(program.args), specs_of(graph, layout, sizes, "argument")
+    )
+    plain = program.lowered(mesh)
+    outs = jax.tree.unflatten(plain.out_tree, specs_of(graph, layout, sizes, "output"))
+    return pinned(program.lowered(mesh, ins, outs), pins_of(graph, layout, sizes))
+
+
+def pinned(lowered: stages.Lowered, pins: Sequence[Pin]) -> stages.Lowered:
+    """A lowered program with constraints; the one that is given stays as it is."""
+    own = copy.copy(lowered)
+    own._lowering = _jax.lowering.edited(lowered._lowering, functools.partial(pin, pins=pins))
+    return own
+
+
+def verified(lowered: stages.Lowered) -> Report:
+    """What the compiled program does."""
+    return spmd.report(lowered.compile())
