@@ -8,4 +8,5 @@ No public name gives a plan yet: `docs/design/plan.md` says what is built. In th
 - `estimate`: a cost from classes alone, in milliseconds.
 - `search`: the layouts that are worth a look.
 - `verify`: what the compiler makes of the best ones.
+- `choose`: all of it, from a program and meshes to the layouts that were compiled.
 """

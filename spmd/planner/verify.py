@@ -67,6 +67,6 @@ def pinned(lowered: stages.Lowered, pins: Sequence[Pin]) -> stages.Lowered:
     return own
 
 
-def verified(lowered: stages.Lowered) -> Report:
-    """What the compiled program does."""
-    return spmd.report(lowered.compile())
+def verified(lowered: stages.Lowered, chip: Any = None) -> Report:
+    """What the compiled program does, in the time of a chip; by default of its own devices."""
+    return spmd.report(lowered.compile(), chip=chip)
