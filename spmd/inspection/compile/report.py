@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
+import gc
 import importlib.metadata
 import itertools
 import linecache
@@ -108,10 +110,27 @@ def report(
             is_new = not _jax.lowering.is_compiled(found._lowering)
             compiled, lowered = compile_and_catch(found), found
         own = program.mesh_of(compiled, mesh)
-        made = _report_of(compiled, own, lowered, [*ignored.values()], wish)
+        with _keeping_all():
+            made = _report_of(compiled, own, lowered, [*ignored.values()], wish)
         if not is_new and _jax.lowering.may_have_other_lines() and _has_other_lines(made, lowered):
             warnings.warn(_OTHER_LINES, stacklevel=2)
         return made
+
+
+@contextlib.contextmanager
+def _keeping_all() -> Iterator[None]:
+    """While a program is read, nothing is looked through for garbage.
+
+    Hardly anything of what is read becomes garbage meanwhile, and to look through it, and through
+    all that JAX keeps, takes up to a quarter of the time.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 _OTHER_LINES = (
@@ -218,7 +237,8 @@ def _propagation(lowered: Any) -> Propagation | None:
 def _donated(compiled: Any, report: Report) -> list[str]:
     """Paths of the arguments that were given away."""
     if isinstance(compiled, stages.Compiled):
-        flags = [i in compiled.donate_argnums for i in range(len(report.arguments))]
+        given = {*compiled.donate_argnums}
+        flags = [i in given for i in range(len(report.arguments))]
     else:
         flags = [info.donated for info in jax.tree.leaves(compiled.args_info)]
     if len(flags) != len(report.arguments):

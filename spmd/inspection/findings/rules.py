@@ -341,7 +341,8 @@ def _unused_axes(program: Program) -> Iterator[str]:
     found = program.propagation
     if found is None or all(math.prod(value.shape) <= 1 for value in found.values):
         return
-    values = {axis for v in found.values for axes in v.axes for axis in axes}
+    splits = {value.axes for value in found.values}
+    values = {axis for split in splits for axes in split for axis in axes}
     marks = {axis for m in found.marks.values() for d in m.dimensions for axis in d.axes}
     exchanged = {axis for one in program.report.collectives for axis in one.axis_names}
     used = {axis.partition(":")[0] for axis in values | marks | exchanged}
