@@ -45,7 +45,9 @@ def value_findings(
     yield from _whole(found, lines, residuals, told, "replicated-residual")
     # What is kept is made, stacked and read on the same line.
     known = {lines[i].key for i in residuals}
-    others = {i for i in _large_results(found, wholes) if _shape(found.values[i]) in compiled} - residuals
+    others = {
+        i for i in _large_results(found, wholes) if _shape(found.values[i]) in compiled
+    } - residuals
     others = {i for i in others if lines[i].key not in known}
     yield from _whole(found, lines, others, told, "replicated-value")
     yield from _uneven(found, lines, compiled)

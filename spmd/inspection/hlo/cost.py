@@ -285,7 +285,9 @@ class _Fused:
         self.computation = computation
         self.root = computation.root
         # Most fusions use all that they get.
-        if computation.opcodes.isdisjoint(_PARTIAL) and (self.root is None or self.root.opcode != "tuple"):
+        if computation.opcodes.isdisjoint(_PARTIAL) and (
+            self.root is None or self.root.opcode != "tuple"
+        ):
             return
         self.inner = {
             one.name: traffic.fused(one.callees().get("calls", ("",))[0])
