@@ -210,7 +210,8 @@ def _report_of(
 
 
 def _findings(work_out: Findings, words: Mapping[str, str], module: Any) -> tuple[Finding, ...]:
-    return _spoken(work_out(_propagation(module)), words)
+    with _keeping_all():
+        return _spoken(work_out(_propagation(module)), words)
 
 
 def _is_partitioned_here() -> bool:

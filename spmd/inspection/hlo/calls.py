@@ -69,7 +69,7 @@ def visits(module: Module) -> dict[str, Visit]:
         return {}
     calls = {name: _calls(module, name) for name in module.computations}
     found: dict[str, Visit] = {module.entry: Visit(executions=1)}
-    for name in _callers_first(module.entry, calls):
+    for name in filter(calls.__getitem__, _callers_first(module.entry, calls)):
         for callee, visit in _called(module, name, calls[name], found[name]):
             found[callee] = found[callee] + visit if callee in found else visit
     return {name: found[name] for name in _program_order(module.entry, calls)}

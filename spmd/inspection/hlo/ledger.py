@@ -47,9 +47,10 @@ def ledger(
 
 def _in_program_order(module: hlo.Module, visited: Mapping[str, Visit]) -> Iterator[Place]:
     """Every exchange and every call that runs, where the program first reaches it."""
-    rest = {name: iter(_looked_at(module.computations[name])) for name in visited}
+    looked_at = {name: _looked_at(module.computations[name]) for name in visited}
+    rest = {name: iter(found) for name, found in looked_at.items() if found}
     entered = {module.entry}
-    pending = [module.entry] if visited else []
+    pending = [module.entry] if module.entry in rest else []
     while pending:
         home = pending[-1]
         one = next(rest[home], None)
@@ -57,7 +58,7 @@ def _in_program_order(module: hlo.Module, visited: Mapping[str, Visit]) -> Itera
             pending.pop()
             continue
         yield one, home
-        inside = dict.fromkeys(name for name, _ in calls_of(one) if name in visited)
+        inside = dict.fromkeys(name for name, _ in calls_of(one) if name in rest)
         pending += [name for name in reversed(inside) if name not in entered]
         entered.update(inside)
 
