@@ -146,9 +146,7 @@ def _layer(c: Decoder, x: Any, p: Params) -> Any:
     return _keep(x if c.gated else x + p["bias"].sum(0)[None, None])
 
 
-GPT2 = Decoder(
-    layers=12, width=768, hidden=3072, heads=12, groups=12, vocab=50304, length=1024
-)
+GPT2 = Decoder(layers=12, width=768, hidden=3072, heads=12, groups=12, vocab=50304, length=1024)
 LLAMA = Decoder(
     layers=8, width=2048, hidden=5632, heads=32, groups=8, vocab=32000, length=2048, gated=True
 )

@@ -1,8 +1,8 @@
 """What costs a program more than it has to, and what to write instead.
 
 Each rule is a function that gives findings; `RULES` lists those on the compiled program. What no
-mesh axis splits is asked of Shardy as well. Those on arguments that are whole, on batches, on values
-between arguments and results, and on work that is repeated are in files of their own.
+mesh axis splits is asked of Shardy as well: those on arguments that are whole, on batches, on
+values between arguments and results, and on work that is repeated are in files of their own.
 """
 
 from __future__ import annotations

@@ -51,17 +51,18 @@ def run(module: Any, passes: Sequence[str], *, subject: str) -> Any:
     parse = passmanager.PassManager.parse
     with module.context:
         copy = module.operation.clone().operation
-        operations: list[Any] = []
-        copy.walk(lambda one: operations.append(one) or ir.WalkResult.ADVANCE)
+        operations = _all_in(copy)
+        loops = any(one.name == LOOP for one in operations)
+        _tell_rules(operations)
+        del operations  # which the passes may replace
         try:
             manager = parse(f"builtin.module({', '.join(passes)})")
-            if any(one.name == LOOP for one in operations):
+            if loops:
                 manager = parse(_propagating_twice(str(manager)))
         except (ValueError, ir.MLIRError) as error:
             raise explain(subject, [_missing(passes, error)]) from None
         # On JAX 0.10.2 the records of propagation fail verification on every loop.
         manager.enable_verifier(False)
-        _tell_rules(operations)
         try:
             manager.run(copy)
         except ir.MLIRError as error:
@@ -73,6 +74,18 @@ def run(module: Any, passes: Sequence[str], *, subject: str) -> Any:
             )
             raise explain(subject, [failure]) from None
     return copy
+
+
+def _all_in(copy: Any) -> list[Any]:
+    """All operations of a module, inner ones first: sooner than by `operations_in`."""
+    found: list[Any] = []
+
+    def keep(operation: Any) -> Any:
+        found.append(operation)
+        return ir.WalkResult.ADVANCE
+
+    copy.walk(keep)
+    return found
 
 
 PROPAGATION = "sdy-propagation-pipeline"
@@ -278,7 +291,7 @@ def entries_of(operation: Any, name: str) -> list[Any]:
 
 def entry_of(entries: Any, name: str) -> Any:
     """One attribute of an argument or result; None where there is none."""
-    return entries[name] if name in entries else None
+    return entries[name] if name in entries else None  # noqa: SIM401  MLIR's have no `get`
 
 
 _NUMBERS = re.compile(r"(\w+) = \[([\d, ]*)\]")

@@ -107,7 +107,7 @@ class Link(NamedTuple):
         op_name: its name stack.
     """
 
-    factors: passes.Factors
+    factors: tuple[passes.Factors, ...]
     sizes: Mapping[str, int]
     stops: frozenset[str]
     name: str
@@ -313,7 +313,7 @@ class _Reader:
             self.found.values.append(made)
             # The pass writes the steps of all outputs to the first one: they cannot be told apart.
             rule = passes.identity(2, value.shape)
-            self._link(Link(*rule, name="return", frames=value.frames, values=pair, operands=1))
+            self._link(rule, name="return", frames=value.frames, values=pair, operands=1)
 
     # Operations
 
@@ -329,15 +329,13 @@ class _Reader:
             values = (*operands, *[self._at(one) for one in operation.results])
             last = self.found.values[values[-1]]
             self._link(
-                Link(
-                    *(passes.identity(2, last.shape) if constraint else self.rule_of(rule)),
-                    name=_short(kind),
-                    frames=self.frames_of(operation) if self.steps else (),
-                    values=values,
-                    operands=len(operands),
-                    edges=passes.text_of(operation, _STEPS) if self.steps else "",
-                    op_name="" if constraint else passes.op_name_of(operation.location),
-                )
+                passes.identity(2, last.shape) if constraint else self.rule_of(rule),
+                name=_short(kind),
+                frames=self.frames_of(operation) if self.steps else (),
+                values=values,
+                operands=len(operands),
+                edges=passes.text_of(operation, _STEPS) if self.steps else "",
+                op_name="" if constraint else passes.op_name_of(operation.location),
             )
 
     def _flow(self, edge: Any) -> None:
@@ -347,22 +345,21 @@ class _Reader:
         # Inside of a shard_map a value has another shape, and only some of the axes: none relate.
         shape = () if owner.name == _MANUAL else self.found.values[values[-1]].shape
         self._link(
-            Link(
-                *passes.identity(len(values), shape),
-                name=_owner_name(raw),
-                frames=self.frames_of(owner) if self.steps else (),
-                values=values,
-                operands=len(values) - 1,
-                edges=passes.text_of(edge, _STEPS),
-                op_name=passes.op_name_of(owner.location),
-            )
+            passes.identity(len(values), shape),
+            name=_owner_name(raw),
+            frames=self.frames_of(owner) if self.steps else (),
+            values=values,
+            operands=len(values) - 1,
+            edges=passes.text_of(edge, _STEPS),
+            op_name=passes.op_name_of(owner.location),
         )
 
     def _results(self, operation: Any) -> None:
         kind, attributes = operation.name, operation.attributes
         edge, constraint = kind == _EDGE, kind == _CONSTRAINT
-        asked = "sharding" if edge or constraint else "sdy.sharding"
-        shardings = self.shardings_of(attributes.get(asked))
+        own = "sharding" if edge or constraint else "sdy.sharding"
+        shardings = self.shardings_of(attributes.get(own))
+        come = attributes.get("sdy.sharding_origins")
         name = _owner_name(operation.operands[0]) if edge else _short(kind)
         owner = _owner(operation.operands[0]) if edge else operation
         op_name = passes.op_name_of(owner.location)
@@ -373,7 +370,7 @@ class _Reader:
                 continue
             shape, dtype = self.type_of(result.type)
             dimensions = _of_rank(shardings[i] if i < len(shardings) else (), len(shape))
-            origins = self._come(attributes, i) if self.steps else {}
+            origins = self.origins_of(come, i)
             mark = None
             if edge or constraint or "self" in origins.values():
                 mark = self._mark(operation, i, dimensions, frames)
@@ -393,16 +390,8 @@ class _Reader:
             )
             self._add(result, made)
 
-    def _come(self, attributes: Any, i: int = 0) -> Mapping[str, str]:
-        """By axis, the annotation that it came from."""
-        return self.origins_of(attributes.get("sdy.sharding_origins"), i)
-
     def _mark(
-        self,
-        operation: Any,
-        i: int,
-        dimensions: Dimensions,
-        frames: tuple[Source, ...],
+        self, operation: Any, i: int, dimensions: Dimensions, frames: tuple[Source, ...]
     ) -> Mark | None:
         """The annotation that a result has by itself."""
         if operation.name == _EDGE:
@@ -425,10 +414,10 @@ class _Reader:
             self.found.marks[name] = mark
         return mark
 
-    def _link(self, link: Link) -> None:
-        for value in dict.fromkeys(link.values):
+    def _link(self, rule: Rule, **fields: Any) -> None:
+        for value in dict.fromkeys(fields["values"]):
             self.found.values[value].links.append(len(self.found.links))
-        self.found.links.append(link)
+        self.found.links.append(Link(rule.factors, rule.sizes, rule.stops, **fields))
 
 
 # Control flow
