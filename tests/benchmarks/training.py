@@ -1,6 +1,6 @@
-"""Training steps of the sizes of real models, lowered for a mesh with the axes ``data`` and ``model``.
+"""Training steps of the sizes of real models, for a mesh with the axes ``data`` and ``model``.
 
-Nothing of them runs: arguments are shapes.
+They are lowered and compiled; nothing of them runs, since arguments are shapes.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -75,9 +76,8 @@ class Decoder:
     def specs(self) -> Params:
         """Of the parameters: Megatron's."""
         split = {
-            **dict.fromkeys("qkv", P(None, "model")),
-            **{"out": P("model"), "up": P(None, "model"), "gate": P(None, "model")},
-            "down": P("model"),
+            **dict.fromkeys(("q", "k", "v", "up", "gate"), P(None, "model")),
+            **dict.fromkeys(("out", "down"), P("model")),
         }
         stack = (None,) * self.scanned
 
@@ -183,9 +183,7 @@ def _decoder(model: Decoder) -> Any:
 
 def _mlp() -> Any:
     sizes = [1024, *[4096] * 8, 1024]
-    shapes = [
-        jax.ShapeDtypeStruct(pair, np.float32) for pair in zip(sizes, sizes[1:], strict=False)
-    ]
+    shapes = [jax.ShapeDtypeStruct(pair, np.float32) for pair in itertools.pairwise(sizes)]
     specs = [P(None, "model") if i % 2 == 0 else P("model") for i in range(len(shapes))]
 
     def loss(params: Params, x: Any, y: Any) -> Any:
