@@ -31,7 +31,8 @@ from spmd.inspection import (
     Unread,
     ValueOrigins,
 )
-from spmd.inspection.records.origins import REASONS, known
+from spmd.inspection.records.later import known
+from spmd.inspection.records.origins import REASONS
 from spmd.inspection.records.report import FINDINGS, Finding
 
 MIB = 2**20

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
+import functools
+import gc
 import importlib.metadata
 import itertools
 import linecache
@@ -32,12 +35,13 @@ from spmd.inspection.findings.rematerialization import (
     rematerializations,
     warnings_of,
 )
-from spmd.inspection.findings.rules import Program, findings, ignored_constraints
+from spmd.inspection.findings.rules import Findings, Program, findings, ignored_constraints
 from spmd.inspection.hlo.calls import visits
 from spmd.inspection.hlo.cost import cost_of
 from spmd.inspection.hlo.ledger import ledger
 from spmd.inspection.hlo.text import Module, parse_modules
 from spmd.inspection.records.arrays import Excerpt
+from spmd.inspection.records.later import Later
 from spmd.inspection.records.names import is_library
 from spmd.inspection.records.report import (
     Collective,
@@ -111,10 +115,27 @@ def report(
             is_new = not _jax.lowering.is_compiled(found._lowering)
             compiled, lowered = compile_and_catch(found), found
         own = program.mesh_of(compiled, mesh)
-        made = _report_of(compiled, own, lowered, [*ignored.values()], wish)
+        with _keeping_all():
+            made = _report_of(compiled, own, lowered, [*ignored.values()], wish)
         if not is_new and _jax.lowering.may_have_other_lines() and _has_other_lines(made, lowered):
             warnings.warn(_OTHER_LINES, stacklevel=2)
         return made
+
+
+@contextlib.contextmanager
+def _keeping_all() -> Iterator[None]:
+    """While a program is read, nothing is looked through for garbage.
+
+    Hardly anything of what is read becomes garbage meanwhile, and to look through it, and through
+    all that JAX keeps, takes up to a quarter of the time.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 _OTHER_LINES = (
@@ -171,17 +192,25 @@ def _report_of(
         modules=pairs,
         parameters=parameters,
         donated=_donated(compiled, report),
-        propagation=_propagation(lowered),
         rematerialized=rematerializations(warnings_of(compiled), modules[-1], axis_sizes)
         if modules
         else (),
         # On one device, and meant for one, there is nothing to constrain.
         ignored=ignored if len(devices) > 1 or _is_partitioned_here() else (),
     )
+    work_out, words = findings(facts), _words(compiled)
+    # Not the stage: it holds the arrays that a function closes over.
+    module = _foreseen(functools.partial(module_of, lowered, subject="report")) if lowered else None
     time = time_of_program(pairs, axis_sizes, devices, wish)
     if time is not None:
         time = with_scatters(with_model_flops(time, lowered, wish, devices), found)
-    return dataclasses.replace(report, findings=_spoken(findings(facts), compiled), time=time)
+    later = Later(functools.partial(_findings, work_out, words, module))
+    return dataclasses.replace(report, time=time, _findings_later=later).without_findings()
+
+
+def _findings(work_out: Findings, words: Mapping[str, str], module: Any) -> tuple[Finding, ...]:
+    with _keeping_all():
+        return _spoken(work_out(_propagation(module)), words)
 
 
 def _is_partitioned_here() -> bool:
@@ -189,14 +218,21 @@ def _is_partitioned_here() -> bool:
     return mesh is not None and mesh.size > 1
 
 
-def _spoken(found: Iterable[Finding], compiled: Any) -> tuple[Finding, ...]:
-    """Findings in the words of what was called: rules write those of `spmd.pjit`."""
-    words = {"in_axis_resources": "in_shardings"}
+def _words(compiled: Any) -> Mapping[str, str]:
+    """What `spmd.pjit` calls by other names than what was called."""
     if not isinstance(compiled, stages.Compiled):
-        words["in_axis_resources"] += " of jax.jit, as NamedSharding(mesh, spec)"
-        words["with_sharding_constraint"] = "jax.lax.with_sharding_constraint"
-    elif not any(name.startswith("in_shardings") for name in compiled._call.given):
-        return tuple(found)
+        return {
+            "in_axis_resources": "in_shardings of jax.jit, as NamedSharding(mesh, spec)",
+            "with_sharding_constraint": "jax.lax.with_sharding_constraint",
+        }
+    given = any(name.startswith("in_shardings") for name in compiled._call.given)
+    return {"in_axis_resources": "in_shardings"} if given else {}
+
+
+def _spoken(found: tuple[Finding, ...], words: Mapping[str, str]) -> tuple[Finding, ...]:
+    """Findings in the words of what was called: rules write those of `spmd.pjit`."""
+    if not words:
+        return found
     pattern = re.compile("|".join(words))
     return tuple(
         dataclasses.replace(one, fix=pattern.sub(lambda word: words[word[0]], one.fix))
@@ -204,13 +240,17 @@ def _spoken(found: Iterable[Finding], compiled: Any) -> tuple[Finding, ...]:
     )
 
 
-def _propagation(lowered: Any) -> Propagation | None:
+def _propagation(module: Any) -> Propagation | None:
     """How the values of a program are split, where that can be known."""
-    if lowered is None:
+    if module is None:
         return None
+    return _foreseen(functools.partial(propagate, module, subject="report", steps=False))
+
+
+def _foreseen(ask: Callable[[], Any]) -> Any:
+    """What Shardy's passes tell of a program; None where they cannot."""
     try:
-        module = module_of(lowered, subject="report")
-        return propagate(module, subject="report", steps=False)
+        return ask()
     except ReportError:
         return None  # lowered for another partitioner, or by a jaxlib without the passes
     except Exception:  # whatever a program has that is not foreseen, it has a report
@@ -221,7 +261,8 @@ def _propagation(lowered: Any) -> Propagation | None:
 def _donated(compiled: Any, report: Report) -> list[str]:
     """Paths of the arguments that were given away."""
     if isinstance(compiled, stages.Compiled):
-        flags = [i in compiled.donate_argnums for i in range(len(report.arguments))]
+        given = {*compiled.donate_argnums}
+        flags = [i in given for i in range(len(report.arguments))]
     else:
         flags = [info.donated for info in jax.tree.leaves(compiled.args_info)]
     if len(flags) != len(report.arguments):

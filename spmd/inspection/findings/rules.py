@@ -1,15 +1,16 @@
 """What costs a program more than it has to, and what to write instead.
 
-Each rule is a function that gives findings; `RULES` lists them. Those on arguments that are whole,
-on batches, on values between arguments and results, and on work that is repeated are in files of
-their own.
+Each rule is a function that gives findings; `RULES` lists those on the compiled program. What no
+mesh axis splits is asked of Shardy as well: those on arguments that are whole, on batches, on
+values between arguments and results, and on work that is repeated are in files of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import functools
 import math
 import sys
 from typing import Any
@@ -19,7 +20,7 @@ import jax
 from spmd.inspection.findings.batch import batch_finding, unsplit_batches
 from spmd.inspection.findings.rematerialization import Rematerialization
 from spmd.inspection.findings.values import Place, name_of, value_findings, whole_arguments
-from spmd.inspection.findings.work import Repeated, Work, work_finding
+from spmd.inspection.findings.work import Made, Repeated, Work, made_by, work_finding
 from spmd.inspection.hlo.calls import Modules, Visit
 from spmd.inspection.hlo.ledger import is_collective
 from spmd.inspection.hlo.memory import donations
@@ -38,8 +39,6 @@ class Program:
         modules: its text, with how each computation runs.
         parameters: paths of the arguments that the last module takes, in its order.
         donated: paths of the arguments that the user gave away.
-        propagation: how its values are split; None where it was compiled by others, or this
-            jaxlib lacks the passes.
         rematerialized: what the partitioner warned of; none where it was compiled by others.
         ignored: the lines whose constraints it was traced without.
     """
@@ -48,19 +47,37 @@ class Program:
     modules: Modules
     parameters: Sequence[str]
     donated: Sequence[str]
-    propagation: Propagation | None
     rematerialized: Sequence[Rematerialization] = ()
     ignored: Sequence[Source] = ()
 
 
-def findings(program: Program) -> tuple[Finding, ...]:
+Findings = Callable[[Propagation | None], tuple[Finding, ...]]
+"""All findings on a program, once it is known how its values are split.
+
+That is None where it was compiled by others, or this jaxlib lacks the passes.
+"""
+
+
+def findings(program: Program) -> Findings:
     """All findings: constraints that do nothing, repeated work, then the most bytes first.
 
-    Whole arguments, which may be meant so, are last.
+    Whole arguments, which may be meant so, are last. Nothing holds the program afterwards.
     """
     found = [finding for rule in RULES for finding in rule(program)]
+    shapes, made = _buffer_shapes(program), made_by(program.modules)
+    return functools.partial(_all, found, program.report, shapes, made)
+
+
+def _all(
+    found: Sequence[Finding],
+    report: Report,
+    shapes: Container[Shape],
+    made: Mapping[Place, list[Made]],
+    propagation: Propagation | None,
+) -> tuple[Finding, ...]:
+    every = [*found, *_splits(report, shapes, made, propagation)]
     ranks = {"ignored-constraint": 0, "replicated-argument": 2}
-    return tuple(sorted(found, key=lambda one: (ranks.get(one.kind, 1), -one.flops, -one.nbytes)))
+    return tuple(sorted(every, key=lambda one: (ranks.get(one.kind, 1), -one.flops, -one.nbytes)))
 
 
 # Logical constraints of Flax that do nothing, and do not say so
@@ -310,18 +327,21 @@ def _constraints(route: Sequence[str]) -> str:
 # What no axis splits
 
 
-def _splits(program: Program) -> Iterator[Finding]:
+def _splits(
+    report: Report,
+    shapes: Container[Shape],
+    made: Mapping[Place, list[Made]],
+    found: Propagation | None,
+) -> Iterator[Finding]:
     """What no mesh axis splits: each cause once, with what follows from it."""
-    found, report = program.propagation, program.report
     if found is None:
         yield from whole_arguments(report.arguments, report.mesh)
         return
-    shapes = _buffer_shapes(program)
-    work = Work(found, report, program.modules)
+    work = Work(found, report, made)
     batches = [*unsplit_batches(found, shapes)]
     for batch in batches:
         yield batch_finding(found, batch, work.take(batch.axis, batch.splits))
-    unused = [*_unused_axes(program)]
+    unused = [*_unused_axes(found, report)]
     for axis in unused:
         if axis not in {batch.axis for batch in batches}:
             yield _unused_axis(axis, report.mesh[axis], work.take(axis))
@@ -337,15 +357,15 @@ def _splits(program: Program) -> Iterator[Finding]:
     yield from whole_arguments(rest, report.mesh)
 
 
-def _unused_axes(program: Program) -> Iterator[str]:
-    found = program.propagation
-    if found is None or all(math.prod(value.shape) <= 1 for value in found.values):
+def _unused_axes(found: Propagation, report: Report) -> Iterator[str]:
+    if all(math.prod(value.shape) <= 1 for value in found.values):
         return
-    values = {axis for v in found.values for axes in v.axes for axis in axes}
+    splits = {value.axes for value in found.values}
+    values = {axis for split in splits for axes in split for axis in axes}
     marks = {axis for m in found.marks.values() for d in m.dimensions for axis in d.axes}
-    exchanged = {axis for one in program.report.collectives for axis in one.axis_names}
+    exchanged = {axis for one in report.collectives for axis in one.axis_names}
     used = {axis.partition(":")[0] for axis in values | marks | exchanged}
-    for axis, size in program.report.mesh.items():
+    for axis, size in report.mesh.items():
         if size > 1 and axis not in used:
             yield axis
 
@@ -382,5 +402,4 @@ RULES = (
     _unused_donations,
     _collectives_in_loops,
     _rematerializations,
-    _splits,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+import functools
 import itertools
 import math
 import re
@@ -39,11 +40,14 @@ def value_findings(
     if math.prod(found.axis_sizes.values()) == 1 or found.names:
         return
     lines = Lines(found)
-    residuals = {i for i in _residuals(found) if _shape(found.values[i]) in compiled}
+    wholes = [i for i, value in enumerate(found.values) if _is_whole(value)]
+    residuals = {i for i in _residuals(found, wholes) if _shape(found.values[i]) in compiled}
     yield from _whole(found, lines, residuals, told, "replicated-residual")
     # What is kept is made, stacked and read on the same line.
     known = {lines[i].key for i in residuals}
-    others = {i for i in _large_results(found) if _shape(found.values[i]) in compiled} - residuals
+    others = {
+        i for i in _large_results(found, wholes) if _shape(found.values[i]) in compiled
+    } - residuals
     others = {i for i in others if lines[i].key not in known}
     yield from _whole(found, lines, others, told, "replicated-value")
     yield from _uneven(found, lines, compiled)
@@ -110,7 +114,12 @@ def _shape(value: Value) -> Shape:
 
 def _nbytes(value: Value) -> int:
     """Bytes of all of a value; none of what is no array, such as a token."""
-    return _shape(value).nbytes if value.dtype in DTYPES else 0
+    return _size(value.dtype, value.shape)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _size(dtype: str, dims: tuple[int, ...]) -> int:
+    return Shape(dtype=dtype, dims=dims).nbytes if dtype in DTYPES else 0
 
 
 def parts_of(found: Propagation, axes: Iterable[str]) -> int:
@@ -143,17 +152,17 @@ def _largest_by_line(lines: Lines, sizes: Mapping[int, int]) -> Iterator[tuple[i
 # Values that are whole on every device
 
 
-def _large_results(found: Propagation) -> Iterator[int]:
-    """Results of operations, but for what has the shape of an argument that is whole itself.
+def _large_results(found: Propagation, wholes: Iterable[int]) -> Iterator[int]:
+    """Results that are whole, but for what has the shape of an argument that is whole itself.
 
     The gradient of a weight is often made transposed, and a weight transposed to make others. A
     loop takes arguments apart along their first dimension.
     """
-    wholes = [v.shape for v in found.values if v.kind == "argument" and not any(v.axes)]
-    arguments = {*wholes, *(s[1:] for s in wholes), *((1, *s[1:]) for s in wholes)}
-    for i, value in enumerate(found.values):
-        whole = value.plain and _is_whole(value)
-        if whole and not _forms(found, i) & arguments and frames_at(value):
+    given = [v.shape for v in found.values if v.kind == "argument" and not any(v.axes)]
+    arguments = {*given, *(s[1:] for s in given), *((1, *s[1:]) for s in given)}
+    for i in wholes:
+        value = found.values[i]
+        if value.plain and not _forms(found, i) & arguments and frames_at(value):
             yield i
 
 
@@ -182,14 +191,14 @@ def _is_argument(found: Propagation, i: int) -> bool:
     return True
 
 
-def _residuals(found: Propagation) -> Iterator[int]:
-    """Values that the forward pass makes whole, and the backward pass takes."""
-    backward = [link for link in found.links if direction_of(link.op_name) == "backward"]
-    for i in {i for link in backward for i in link.values[: link.operands]}:
-        value = found.values[i]
-        forward = _is_whole(value) and direction_of(value.op_name) == "forward"
-        if forward and not _is_argument(found, i):
-            yield i
+def _residuals(found: Propagation, wholes: Iterable[int]) -> Iterator[int]:
+    """Of the results that are whole, those that the backward pass takes from the forward pass."""
+    for i in wholes:
+        if direction_of(found.values[i].op_name) == "forward":
+            taking = (link for link in found.links_of(i) if i in link.values[: link.operands])
+            backward = any(direction_of(link.op_name) == "backward" for link in taking)
+            if backward and not _is_argument(found, i):
+                yield i
 
 
 def _whole(
@@ -257,10 +266,12 @@ def _constraint(found: Propagation, value: Value, line: _Line) -> str:
 
 
 def _uneven(found: Propagation, lines: Lines, compiled: Container[Shape]) -> Iterator[Finding]:
+    padding = functools.cache(functools.partial(_padding, found))  # values have few shapes
     sizes = {
         i: waste
         for i, value in enumerate(found.values)
-        if value.plain and not value.local and (waste := _padding(found, value)) >= PADDED
+        if value.plain and not value.local
+        if (waste := padding(value.dtype, value.shape, value.axes)) >= PADDED
         if shard_of(found, value) in compiled
     }
     for i, waste in _largest_by_line(lines, sizes):
@@ -285,13 +296,15 @@ def _uneven(found: Propagation, lines: Lines, compiled: Container[Shape]) -> Ite
         )
 
 
-def _padding(found: Propagation, value: Value) -> int:
+def _padding(
+    found: Propagation, dtype: str, dims: tuple[int, ...], split: Sequence[Iterable[str]]
+) -> int:
     """Bytes of a shard that hold no element of the value, on average over the devices."""
-    pairs = [(n, parts_of(found, axes)) for n, axes in zip(value.shape, value.axes, strict=True)]
-    if all(n % parts == 0 for n, parts in pairs) or value.dtype not in DTYPES:
+    pairs = [(n, parts_of(found, axes)) for n, axes in zip(dims, split, strict=True)]
+    if all(n % parts == 0 for n, parts in pairs):
         return 0
-    shard = shard_of(found, value).nbytes
-    return shard - _shape(value).nbytes // math.prod(parts for _, parts in pairs)
+    shard = _size(dtype, tuple(-(-n // parts) for n, parts in pairs))
+    return shard - _size(dtype, dims) // math.prod(parts for _, parts in pairs)
 
 
 # Arguments

@@ -80,13 +80,13 @@ class Repeated:
 class Work:
     """What devices compute alike. A cause takes what follows from it, so nothing is said twice."""
 
-    def __init__(self, found: Propagation, report: Report, modules: Modules):
+    def __init__(self, found: Propagation, report: Report, made: Mapping[values.Place, list[Made]]):
         self._sizes, self._total = found.axis_sizes, report.cost.flops
         self._lines = values.Lines(found)
         devices = math.prod(self._sizes.values())
         # Of several meshes that give an axis several sizes, which one is missing cannot be known.
         known = devices > 1 and not found.names and devices == report.num_devices
-        self._products = [*_products(found, _compiled(modules))] if known else []
+        self._products = [*_products(found, made)] if known else []
 
     def take(
         self, axis: str, follows: Callable[[Link], bool] = lambda link: True
@@ -194,22 +194,22 @@ def _dimension(
 # What the annotations demand, and what the compiler made of it
 
 
-class _Made(NamedTuple):
+class Made(NamedTuple):
     """A product of the compiled program: FLOPs in one call, and the scopes of its name."""
 
     flops: int
     scope: str
 
 
-def _compiled(modules: Modules) -> dict[values.Place, list[_Made]]:
+def made_by(modules: Modules) -> dict[values.Place, list[Made]]:
     """The products of the compiled program by their innermost line."""
-    found: dict[values.Place, list[_Made]] = {}
+    found: dict[values.Place, list[Made]] = {}
     for module, visited in modules:
         for name, visit in visited.items():
             for one, flops in products_of(module.computations[name]):
                 caller = [visit.caller] if visit.caller else []
                 frames = (source for i in (one, *caller) for source in frames_of(i, module))
-                made = _Made(flops * (visit.executions or 0), _scope(one.op_name))
+                made = Made(flops * (visit.executions or 0), _scope(one.op_name))
                 found.setdefault(values.place_of(next(frames, None)), []).append(made)
     return found
 
@@ -235,9 +235,7 @@ class _Demand:
     local: bool
 
 
-def _products(
-    found: Propagation, compiled: Mapping[values.Place, list[_Made]]
-) -> Iterator[Product]:
+def _products(found: Propagation, compiled: Mapping[values.Place, list[Made]]) -> Iterator[Product]:
     """The products of a program, with what each device computes of them.
 
     The partitioner does better than the annotations demand, or worse: so each product is found
@@ -257,7 +255,7 @@ def _products(
         yield from made
 
 
-def _each(demands: Sequence[_Demand], pool: list[_Made]) -> list[Product]:
+def _each(demands: Sequence[_Demand], pool: list[Made]) -> list[Product]:
     """The products that are in the compiled program as they are, which leave the pool.
 
     Products of one line are told apart by their scopes, such as those of the two directions; the
@@ -279,17 +277,17 @@ def _each(demands: Sequence[_Demand], pool: list[_Made]) -> list[Product]:
     return made
 
 
-def _nearest(pool: Iterable[_Made], flops: int) -> _Made:
+def _nearest(pool: Iterable[Made], flops: int) -> Made:
     """What is next to the FLOPs that are expected: padding adds some, borders take some."""
     near = [one for one in pool if abs(one.flops - flops) <= flops // 10]
-    return min(near, key=lambda one: abs(one.flops - flops), default=_Made(0, ""))
+    return min(near, key=lambda one: abs(one.flops - flops), default=Made(0, ""))
 
 
 def _together(demands: Sequence[_Demand], flops: int) -> list[Product]:
     """The products of a line that the compiler has made one, or has taken apart into loops."""
     total = sum(one.flops for one in demands)
     for parts, missing in demands[0].ways if demands else ():
-        if _nearest([_Made(flops, "")], total // parts).flops:
+        if _nearest([Made(flops, "")], total // parts).flops:
             return [
                 Product(link=one.link, flops=one.flops // parts, missing=missing) for one in demands
             ]

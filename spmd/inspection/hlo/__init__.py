@@ -3,6 +3,7 @@
 In the order of reading:
 
 - `text`: modules, computations, instructions, their lines and types: no other knows the syntax.
+- `layouts`: the main memory that the arrays of a type take.
 - `groups`: groups of devices, and the mesh axes that they vary over.
 - `loops`: how often a loop runs.
 - `calls`: which computations run, in which order, and how often.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
+import functools
 import itertools
 import operator
 
@@ -68,16 +69,19 @@ def visits(module: Module) -> dict[str, Visit]:
         return {}
     calls = {name: _calls(module, name) for name in module.computations}
     found: dict[str, Visit] = {module.entry: Visit(executions=1)}
-    for name in _callers_first(module.entry, calls):
+    for name in filter(calls.__getitem__, _callers_first(module.entry, calls)):
         for callee, visit in _called(module, name, calls[name], found[name]):
             found[callee] = found[callee] + visit if callee in found else visit
     return {name: found[name] for name in _program_order(module.entry, calls)}
 
 
 def _calls(module: Module, name: str) -> list[_Call]:
+    computation = module.computations[name]
+    if computation.opcodes.isdisjoint(CALLERS):
+        return []
     return [
         (one, callee, role)
-        for one in module.computations[name].instructions
+        for one in computation.instructions
         for callee, role in calls_of(one)
         if callee in module.computations
     ]
@@ -118,8 +122,8 @@ def _called(
     for one, group in itertools.groupby(calls, key=operator.itemgetter(0)):
         kind = base_opcode(one)
         loop = around.loop(one) if kind == "while" else None
-        inside = dataclasses.replace(
-            here,
+        inside = functools.partial(
+            Visit,
             conditional=here.conditional or kind == "conditional",
             in_loop=here.in_loop or kind == "while",
             in_fusion=here.in_fusion or kind == "fusion",
@@ -135,7 +139,7 @@ def _called(
             else:
                 argument, times = _argument(one, index), here.executions
                 constants = around.constants_of(argument) if argument else {}
-            yield callee, dataclasses.replace(inside, executions=times, constants=constants)
+            yield callee, inside(executions=times, constants=constants)
 
 
 def _times(executions: int | None, trips: int | None, *, tests: bool) -> int | None:
@@ -147,9 +151,9 @@ def _times(executions: int | None, trips: int | None, *, tests: bool) -> int | N
 
 def _argument(one: Instruction, branch: int) -> str:
     """The operand that is the only parameter of a computation that an instruction calls."""
-    names = one.operand_names
     if base_opcode(one) == "fusion":  # no loop stands in it
         return ""
+    names = one.operand_names
     if base_opcode(one) == "conditional":  # a predicate or index, and an operand for each branch
         return names[branch + 1] if branch + 1 < len(names) else ""
     return names[0] if len(names) == 1 else ""
@@ -161,7 +165,7 @@ def calls_of(one: Instruction) -> list[tuple[str, str]]:
     The `to_apply` of anything but a call is a scalar function, and the update and done of an
     asynchronous call name the computation that its start has already run.
     """
-    roles = _ROLES.get(base_opcode(one))
+    roles = _ROLES.get(one.opcode)
     if not roles:
         return []
     named = one.callees()
@@ -175,3 +179,7 @@ _ROLES = {
     "fusion": ("calls",),
     "async": ("calls",),
 }
+_ROLES |= {f"{opcode}-start": roles for opcode, roles in _ROLES.items()}
+
+CALLERS = frozenset(_ROLES)
+"""Opcodes of instructions inside which computations run."""

@@ -19,16 +19,14 @@ def cost_of(module: hlo.Module, visited: Mapping[str, Visit]) -> Cost:
     """
     traffic = Traffic(module)
     unknown = frozenset[str]().union(*(visit.unknown_loops for visit in visited.values()))
-    total = Cost(flops=0, hbm_bytes=0, unknown_loops=len(unknown))
+    flops = moved = opaque = 0
     for name, visit in visited.items():
         computation = module.computations[name]
         times = visit.executions or 0
-        total += Cost(
-            flops=times * sum(flops for _, flops in products_of(computation)),
-            hbm_bytes=0 if visit.in_fusion else times * sum(traffic.of(computation)),
-            opaque_calls=sum(map(is_opaque, computation.instructions)),
-        )
-    return total
+        flops += times * sum(flops for _, flops in products_of(computation))
+        moved += 0 if visit.in_fusion else times * sum(traffic.of(computation))
+        opaque += _opaque_calls(computation)
+    return Cost(flops=flops, hbm_bytes=moved, unknown_loops=len(unknown), opaque_calls=opaque)
 
 
 # Computing
@@ -39,11 +37,12 @@ def products_of(computation: hlo.Computation) -> Iterator[tuple[hlo.Instruction,
 
     A multiplication with its addition counts as two.
     """
-    types: dict[str, str] = {}
+    if computation.opcodes.isdisjoint(_FLOPS):
+        return
     for one in computation.instructions:
         rule = _FLOPS.get(one.opcode)
         if rule:
-            types = types or {other.name: other.type for other in computation.instructions}
+            types = computation.types
             named = (hlo.parse_shapes(types.get(name, "")) for name in one.operand_names)
             operands = hlo.parse_shapes(one.operands) or [shapes[0] for shapes in named if shapes]
             yield one, rule(one, operands)
@@ -164,6 +163,12 @@ def is_opaque(one: hlo.Instruction) -> bool:
     return not _is_empty_call(one) and _target(one) not in _MOVING_CALLS
 
 
+def _opaque_calls(computation: hlo.Computation) -> int:
+    if computation.opcodes.isdisjoint(_CALLS):
+        return 0
+    return sum(map(is_opaque, computation.instructions))
+
+
 def _is_empty_call(one: hlo.Instruction) -> bool:
     return bool(_EMPTY_CALLS.search(_target(one)))
 
@@ -214,15 +219,16 @@ def _logical_size(type_text: str) -> int:
 
 
 # Names for places, and what is counted inside or was counted at its start.
-FREE = (
+FREE = frozenset((
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "conditional",
     "call", "while-start", "conditional-start", "call-start", "async-start", "after-all",
     "add-dependency", "partition-id", "replica-id", "opt-barrier", "domain",
-)  # fmt: skip
+))  # fmt: skip
 _LATER = ("-done", "-update")
 _SLICES = ("dynamic-slice", "slice", "gather")
 _UPDATES = ("dynamic-update-slice", "scatter")
 _RENAMES = ("bitcast", "reshape")
+_IN_PLACE = frozenset(("parameter", *_UPDATES, *_RENAMES))
 _TURNS = (*_RENAMES, "copy", "transpose", "convert")
 _PARTIAL = frozenset((*_SLICES, *_UPDATES, "fusion"))
 _DEEPEST = 50
@@ -238,19 +244,19 @@ class Traffic:
 
     def of(self, computation: hlo.Computation) -> Iterator[int]:
         """By instruction that reads or writes main memory."""
-        types = {one.name: one.type for one in computation.instructions}
         for one in computation.instructions:
             if one.opcode not in FREE and not one.opcode.endswith(_LATER):
-                yield self.instruction(one, types)
+                yield self.instruction(one, computation.types)
 
     def instruction(self, one: hlo.Instruction, types: Mapping[str, str]) -> int:
         """Of one instruction, whose operands have these types by name."""
-        operands = [types.get(name, "") for name in one.operand_names]
+        if hlo.base_opcode(one) == "fusion":
+            names = one.callees().get("calls", ())
+            return sum(fused.total() for name in names if (fused := self.fused(name)))
+        names = one.operand_names
+        operands = [types.get(name, "") for name in names]
         result = hlo.result_type(one)
         match hlo.base_opcode(one):
-            case "fusion":
-                names = one.callees().get("calls", ())
-                return sum(fused.total() for name in names if (fused := self.fused(name)))
             case "custom-call" if _is_empty_call(one):
                 return 0
             case kind if operands and (kind in _SLICES or _is_half(one)):
@@ -265,7 +271,7 @@ class Traffic:
                 return 2 * min(hbm_size(result), updates) + sum(map(hbm_size, operands[count:]))
             case "send":  # gives its operand back
                 result = ""
-        read = {name: hbm_size(types.get(name, "")) for name in one.operand_names}
+        read = dict(zip(names, map(hbm_size, operands), strict=True))
         return sum(read.values()) + hbm_size(result)
 
     def fused(self, name: str) -> _Fused | None:
@@ -287,14 +293,19 @@ class _Fused:
     """
 
     def __init__(self, traffic: Traffic, computation: hlo.Computation):
-        self.traffic = traffic
         self.used: dict[str, int] = {}
-        self.instructions = {one.name: one for one in computation.instructions}
+        self.computation = computation
         self.root = computation.root
         # Most fusions use all that they get.
-        opcodes = {one.opcode for one in computation.instructions}
-        if opcodes.isdisjoint(_PARTIAL) and (self.root is None or self.root.opcode != "tuple"):
+        if computation.opcodes.isdisjoint(_PARTIAL) and (
+            self.root is None or self.root.opcode != "tuple"
+        ):
             return
+        self.inner = {
+            one.name: traffic.fused(one.callees().get("calls", ("",))[0])
+            for one in computation.instructions
+            if one.opcode == "fusion"
+        }
         self.in_place = {one.name for output, _ in self._outputs() for one in self._updates(output)}
         self.users: dict[str, list[hlo.Instruction]] = {}
         for one in computation.instructions:
@@ -307,10 +318,14 @@ class _Fused:
                 uses = (self._used_by(one, u, size) for u in self.users.get(one.name, ()))
                 self.used[one.name] = min(size, sum(uses))
 
+    @functools.cached_property
+    def instructions(self) -> dict[str, hlo.Instruction]:
+        return {one.name: one for one in self.computation.instructions}
+
     def total(self) -> int:
         return sum(
             min(hbm_size(one.type), self.used.get(one.name, hbm_size(one.type)))
-            for one in self.instructions.values()
+            for one in self.computation.instructions
             if one.opcode == "parameter"
         ) + sum(self._written(one, text) for one, text in self._outputs())
 
@@ -318,7 +333,7 @@ class _Fused:
         """Bytes that are used of a parameter; None for all."""
         found = (
             self.used.get(one.name)
-            for one in self.instructions.values()
+            for one in self.computation.instructions
             if one.opcode == "parameter" and one.operands == str(index)
         )
         return next(found, None)
@@ -347,7 +362,7 @@ class _Fused:
         return self._new(user) if user.opcode == "scatter" else 0
 
     def _used_in_fusion(self, one: hlo.Instruction, user: hlo.Instruction, size: int) -> int:
-        fused = self.traffic.fused(user.callees().get("calls", ("",))[0])
+        fused = self.inner[user.name]
         places = [i for i, name in enumerate(user.operand_names) if name == one.name]
         uses = [fused.parameter_use(i) if fused else None for i in places]
         return sum(size if use is None else use for use in uses)
@@ -361,6 +376,8 @@ class _Fused:
 
     def _updates(self, one: hlo.Instruction) -> list[hlo.Instruction]:
         """The updates that make a value of a parameter, in its place; none for one that is new."""
+        if one.opcode not in _IN_PLACE:
+            return []
         found = []
         for _ in self.instructions:
             if one.opcode == "parameter":

@@ -9,7 +9,7 @@ import itertools
 import warnings
 
 from spmd.inspection.hlo import text as hlo
-from spmd.inspection.hlo.calls import Visit, calls_of, visits
+from spmd.inspection.hlo.calls import CALLERS, Visit, calls_of, visits
 from spmd.inspection.hlo.groups import logical_groups, mesh_axes_of, numbering, written_groups
 from spmd.inspection.hlo.parts import Around, Divider, Origin, Place
 from spmd.inspection.hlo.scatters import Scatters
@@ -54,10 +54,11 @@ def ledger(
 
 
 def _in_program_order(module: hlo.Module, visited: Mapping[str, Visit]) -> Iterator[Place]:
-    """Every instruction that runs, where the program first reaches it."""
-    rest = {name: iter(module.computations[name].instructions) for name in visited}
+    """Every exchange and every call that runs, where the program first reaches it."""
+    looked_at = {name: _looked_at(module.computations[name]) for name in visited}
+    rest = {name: iter(found) for name, found in looked_at.items() if found}
     entered = {module.entry}
-    pending = [module.entry] if visited else []
+    pending = [module.entry] if module.entry in rest else []
     while pending:
         home = pending[-1]
         one = next(rest[home], None)
@@ -65,9 +66,16 @@ def _in_program_order(module: hlo.Module, visited: Mapping[str, Visit]) -> Itera
             pending.pop()
             continue
         yield one, home
-        inside = dict.fromkeys(name for name, _ in calls_of(one) if name in visited)
+        inside = dict.fromkeys(name for name, _ in calls_of(one) if name in rest)
         pending += [name for name in reversed(inside) if name not in entered]
         entered.update(inside)
+
+
+def _looked_at(computation: hlo.Computation) -> list[hlo.Instruction]:
+    """The instructions that may exchange data, and those inside which others may."""
+    if computation.opcodes.isdisjoint(_LOOKED_AT):
+        return []
+    return [one for one in computation.instructions if one.opcode in _LOOKED_AT]
 
 
 def wire_bytes(kind: str, operand: int, result: int, group_size: int) -> int:
@@ -105,11 +113,15 @@ def wire_bytes(kind: str, operand: int, result: int, group_size: int) -> int:
 
 def is_collective(one: hlo.Instruction) -> bool:
     """Whether an instruction exchanges data between devices, or starts to."""
-    kind = hlo.base_opcode(one)
-    if kind not in KINDS:
+    if one.opcode not in _EXCHANGES:
         return False
     # Transfers to and from the host share the opcodes of those between devices.
-    return kind not in ("send", "recv") or one.attribute("is_host_transfer") != "true"
+    return one.opcode not in _SENDS or one.attribute("is_host_transfer") != "true"
+
+
+_SENDS = frozenset(("send", "recv", "send-start", "recv-start"))
+_EXCHANGES = frozenset((*KINDS, *(f"{kind}-start" for kind in KINDS)))
+_LOOKED_AT = _EXCHANGES | CALLERS
 
 
 # TPU writes a gather that runs beside other work into three fusions: one that starts it, one with
@@ -123,6 +135,8 @@ def _channels(module: hlo.Module, target: str) -> dict[str, list[str]]:
     mark = f'custom_call_target="{target}"'
     found: dict[str, list[str]] = {}
     for computation in module.computations.values():
+        if "custom-call" not in computation.opcodes:
+            continue
         if any(mark in i.attributes for i in computation.instructions if i.opcode == "custom-call"):
             for one in filter(is_collective, computation.instructions):
                 found.setdefault(_channel(one), []).append(computation.name)

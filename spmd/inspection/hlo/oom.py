@@ -7,7 +7,7 @@ import dataclasses
 import re
 
 from spmd.errors import Failure, OutOfMemoryError
-from spmd.inspection.hlo.text import leaves
+from spmd.inspection.hlo.layouts import leaves
 from spmd.inspection.records.report import Buffer, Source
 from spmd.inspection.records.sizes import show_bytes
 

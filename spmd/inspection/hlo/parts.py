@@ -36,7 +36,7 @@ class Around:
 
     def __init__(self, computation: Computation):
         self.instructions = computation.instructions
-        self.types = {one.name: one.type for one in computation.instructions}
+        self.types = computation.types
         self.places = {one.name: i for i, one in enumerate(computation.instructions)}
 
     @functools.cached_property

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from spmd.inspection.hlo import text as hlo
 from spmd.inspection.hlo.calls import calls_of
+from spmd.inspection.hlo.layouts import leaves
 from spmd.inspection.records.report import Shape
 
 # Values
@@ -161,7 +162,7 @@ class Schedule:
     def new(self, one: hlo.Instruction, kept: Mapping[Path, Value]) -> Value:
         """The value of an instruction, all of whose arrays are new but those kept, by path."""
         made: dict[Path, Value] = {}
-        for leaf in hlo.leaves(one.type, self.tiled):
+        for leaf in leaves(one.type, self.tiled):
             if leaf.path in kept:
                 made[leaf.path] = kept[leaf.path]
             else:

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 import dataclasses
 import functools
 import itertools
-import math
 import re
 from typing import NamedTuple
 
@@ -28,6 +27,8 @@ _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=? ]*)\]")
 # is followed by ",", "}", "(" or ")".
 _INSTRUCTION = re.compile(
     r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<opcode>[a-z][\w\-]*)\("
+    # Most have neither brackets nor strings in their operands.
+    r"(?:(?P<operands>[^()\"]*)\)(?:, )?)?"
 )
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*\) -> .* )?\{$")
 _HEADER = re.compile(r"HloModule (?P<name>[^\s,]+)")
@@ -35,18 +36,30 @@ _HEADER = re.compile(r"HloModule (?P<name>[^\s,]+)")
 _OPERAND = re.compile(r"(?:^|[ ,(/])%([\w.\-]+)")
 _BARE_NAMES = re.compile(r"[a-zA-Z_][\w.\-]*(?:, [a-zA-Z_][\w.\-]*)*")
 _LITERALS = ("parameter", "constant", "iota")
-_CALLEE = re.compile(
-    r"\b(calls|to_apply|body|condition|branch_computations|true_computation|false_computation)="
-    r"(\{[^}]*\}|%?[\w.\-]+)"
-)
-_METADATA = re.compile(r"(?:^|, )metadata=\{")
+_ROLES = "calls|to_apply|body|condition|branch_computations|true_computation|false_computation"
+_ROLE = re.compile(f"(?:{_ROLES})=")
+_CALLEE = re.compile(rf"\b({_ROLES})=(\{{[^}}]*\}}|%?[\w.\-]+)")
+_QUOTE = re.compile("[\"']")
+_NAME = re.compile(r"[\w.\-]+")
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _FRAME_ID = re.compile(r"\bstack_frame_id=(\d+)")
 _TABLE_ROW = re.compile(r"(\d+) (.*)")
+_FIELD = re.compile(r"\b(\w+)=(\d+)")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
-class Instruction(NamedTuple):
+class _Parts(NamedTuple):
+    """The fields of an `Instruction`."""
+
+    name: str
+    opcode: str
+    type: str
+    operands: str
+    attributes: str
+    is_root: bool = False
+
+
+class Instruction(_Parts):
     """One line of a computation, cut into its parts.
 
     There are hundreds of thousands, and a tuple is made three times faster than a dataclass.
@@ -59,13 +72,6 @@ class Instruction(NamedTuple):
         attributes: the text after them.
         is_root: True where its result is that of the computation.
     """
-
-    name: str
-    opcode: str
-    type: str
-    operands: str
-    attributes: str
-    is_root: bool = False
 
     @property
     def operand_names(self) -> tuple[str, ...]:
@@ -92,8 +98,9 @@ class Instruction(NamedTuple):
     @property
     def _metadata(self) -> int:
         """Where its metadata starts: what a user wrote before may hold the same words."""
-        found = _METADATA.search(self.attributes)
-        return found.start() if found else 0
+        if self.attributes.startswith("metadata={"):
+            return 0
+        return max(self.attributes.find(", metadata={"), 0)
 
     @property
     def trip_count(self) -> int | None:
@@ -113,16 +120,23 @@ class Instruction(NamedTuple):
             return f"{value},{rest}"
         return value
 
-    def callees(self) -> dict[str, tuple[str, ...]]:
+    def callees(self) -> Mapping[str, tuple[str, ...]]:
         """Names of the computations that this instruction calls, by the attribute that says so."""
+        return self._callees
+
+    @functools.cached_property
+    def _callees(self) -> Mapping[str, tuple[str, ...]]:
+        text = self.attributes
         # Strings may hold anything, the names of other computations included.
-        text = re.sub(_QUOTED, '""', self.attributes)
-        return {
-            role: tuple(re.findall(r"[\w.\-]+", names)) for role, names in _CALLEE.findall(text)
-        }
+        string = _QUOTE.search(text)
+        if string and _ROLE.search(text, string.start()):
+            text = re.sub(_QUOTED, '""', text)
+        elif string:
+            text = text[: string.start()]
+        return {role: tuple(_NAME.findall(names)) for role, names in _CALLEE.findall(text)}
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Computation:
     """A named sequence of instructions.
 
@@ -134,7 +148,17 @@ class Computation:
     name: str
     instructions: tuple[Instruction, ...]
 
-    @property
+    @functools.cached_property
+    def opcodes(self) -> frozenset[str]:
+        """What its instructions do: most computations have nothing of what is looked for."""
+        return frozenset([one.opcode for one in self.instructions])
+
+    @functools.cached_property
+    def types(self) -> Mapping[str, str]:
+        """The texts of types, by the names of instructions."""
+        return {one.name: one.type for one in self.instructions}
+
+    @functools.cached_property
     def root(self) -> Instruction | None:
         """The instruction whose result is that of the computation: the last one without a mark."""
         last = self.instructions[-1] if self.instructions else None
@@ -191,8 +215,10 @@ def result_type(one: Instruction) -> str:
     Starts give (operands, result, contexts...), copies (result, operand, contexts...), and
     all-reduces the result alone.
     """
+    if not one.opcode.endswith("-start") or one.opcode == "all-reduce-start":
+        return one.type
     elements = tuple_elements(one.type)
-    if not one.opcode.endswith("-start") or len(elements) < 2 or one.opcode == "all-reduce-start":
+    if len(elements) < 2:
         return one.type
     return elements[0] if one.opcode == "copy-start" else elements[1]
 
@@ -202,6 +228,7 @@ def integers(text: str | None) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", text or "")))
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def parse_shapes(text: str) -> tuple[Shape, ...]:
     """All array shapes in the text of a type, those of a tuple in order.
 
@@ -238,7 +265,8 @@ def parse_modules(text: str) -> tuple[Module, ...]:
     """
     if not text.strip():
         return ()
-    starts = [found.start() for found in re.finditer(r"^HloModule ", text, re.MULTILINE)]
+    # A line end before it all is as long as what its place is off by.
+    starts = [found.start() for found in re.finditer(r"\nHloModule ", f"\n{text}")]
     edges = [0, *starts[1:], len(text)]  # what stands before the first is read, too
     return tuple(parse_module(text[a:b]) for a, b in itertools.pairwise(edges))
 
@@ -362,18 +390,20 @@ def _table(lines: list[str], unread: list[str]) -> Iterator[tuple[int, str]]:
 
 def _frames(tables: dict[str, dict[int, str]]) -> dict[int, tuple[Source, int]]:
     files, functions = tables["FileNames"], tables["FunctionNames"]
+    locations = {number: _numbers(row) for number, row in tables["FileLocations"].items()}
     places = {
         number: Source(
-            file=_unquoted(files.get(_number(row, "file_name_id"), "")),
-            line=_number(row, "line"),
-            column=_number(row, "column") + 1,
-            function=_unquoted(functions.get(_number(row, "function_name_id"), "")),
+            file=_unquoted(files.get(row.get("file_name_id", 0), "")),
+            line=row.get("line", 0),
+            column=row.get("column", 0) + 1,
+            function=_unquoted(functions.get(row.get("function_name_id", 0), "")),
         )
-        for number, row in tables["FileLocations"].items()
+        for number, row in locations.items()
     }
+    stacks = {number: _numbers(row) for number, row in tables["StackFrames"].items()}
     frames = {
-        number: (places.get(_number(row, "file_location_id")), _number(row, "parent_frame_id"))
-        for number, row in tables["StackFrames"].items()
+        number: (places.get(row.get("file_location_id", 0)), row.get("parent_frame_id", 0))
+        for number, row in stacks.items()
     }
     # The printed number of the caller is one too high, so that no outermost frame says 0. Should a
     # release print the number itself, one does.
@@ -384,6 +414,10 @@ def _frames(tables: dict[str, dict[int, str]]) -> dict[int, tuple[Source, int]]:
 def _number(text: str, name: str, default: int = 0) -> int:
     found = re.search(rf"\b{name}=(\d+)", text)
     return int(found[1]) if found else default
+
+
+def _numbers(row: str) -> dict[str, int]:
+    return {name: int(number) for name, number in _FIELD.findall(row)}
 
 
 def _unquoted(text: str) -> str:
@@ -453,15 +487,12 @@ def parse_instruction(line: str) -> Instruction | None:
     found = _INSTRUCTION.match(line)
     if not found:
         return None
-    end = _closing(line, found.end() - 1)
-    return Instruction(
-        name=found["name"],
-        opcode=found["opcode"],
-        type=found["type"],
-        operands=line[found.end() : end],
-        attributes=line[end + 1 :].removeprefix(", "),
-        is_root=bool(found["root"]),
-    )
+    root, name, kind, opcode, operands = found.groups()
+    attributes = line[found.end() :]
+    if operands is None:
+        end = _closing(line, found.end() - 1)
+        operands, attributes = line[found.end() : end], line[end + 1 :].removeprefix(", ")
+    return Instruction(name, opcode, kind, operands, attributes, root is not None)
 
 
 _BRACKET_OR_QUOTE = re.compile(rf"[()\[\]{{}},]|{_QUOTED}")
@@ -471,9 +502,6 @@ _STRUCTURE = re.compile(rf"[()\[\]{{}}\n]|{_QUOTED}|[\"']")
 
 def _closing(text: str, start: int) -> int:
     """Index of the bracket that closes the one at ``start``."""
-    first = text.find(")", start)
-    if text.find("(", start + 1, first) < 0 and text.find('"', start + 1, first) < 0:
-        return first if first >= 0 else len(text)
     depth = 0
     for token in _BRACKET_OR_QUOTE.finditer(text, start):
         depth += (token[0] in "([{") - (token[0] in ")]}")
@@ -515,66 +543,3 @@ def frames_of(instruction: Instruction, module: Module) -> tuple[Source, ...]:
     if not file or not line:
         return ()
     return (Source(file=unescape(file[1]), line=int(line[1]), column=0, function=""),)
-
-
-# Memory of types
-
-_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=? ]*)\](?:\{([^{}]*)\})?")
-_TILE = re.compile(r":[^T]*T\(([\d,*]+)\)")
-_SPACE = re.compile(r"S\((\d+)\)")
-_ELEMENT_BITS = re.compile(r"E\((\d+)\)")
-_HOST = 5
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Leaf:
-    """One array of a type: where in the tuple it stands, and the memory that it takes."""
-
-    path: tuple[int, ...]
-    shape: Shape
-    nbytes: int
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def leaves(text: str, tiled: bool) -> tuple[Leaf, ...]:
-    """The arrays of a type that lie in main memory.
-
-    On TPU (`tiled`) layouts have tiles, and spaces other than 0 are on the chip.
-    """
-    if not text.startswith("("):
-        shapes = parse_shapes(text)
-        size = _nbytes(text, shapes[0], tiled) if shapes else 0
-        return (Leaf((), shapes[0], size),) if size else ()
-    return tuple(
-        Leaf((i, *leaf.path), leaf.shape, leaf.nbytes)
-        for i, element in enumerate(tuple_elements(text))
-        for leaf in leaves(element, tiled)
-    )
-
-
-def _nbytes(text: str, shape: Shape, tiled: bool) -> int:
-    """Bytes that an array takes, with what the layout adds; 0 outside of main memory."""
-    found = _ARRAY.match(text)
-    layout = (found[3] or "") if found else ""
-    space = _SPACE.search(layout)
-    if space and int(space[1]) and (tiled or int(space[1]) == _HOST):
-        return 0
-    if not tiled:
-        return shape.nbytes
-    bits = _ELEMENT_BITS.search(layout)
-    padded = Shape(dtype=shape.dtype, dims=_padded(shape.dims, layout))
-    return -(-math.prod(padded.dims) * int(bits[1]) // 8) if bits else padded.nbytes
-
-
-def _padded(dims: tuple[int, ...], layout: str) -> tuple[int, ...]:
-    """The dimensions, from major to minor, rounded up to whole tiles."""
-    tile = _TILE.match(layout[layout.find(":") :]) if ":" in layout else None
-    if not tile:
-        return dims
-    order = [int(d) for d in layout.partition(":")[0].split(",") if d]
-    sizes = [dims[d] for d in reversed(order)] or [1]
-    steps = [int(s) for s in tile[1].split(",") if s.isdigit()]
-    # A tile of higher rank than the array has leading dimensions of one.
-    sizes = [1] * (len(steps) - len(sizes)) + sizes
-    steps = [1] * (len(sizes) - len(steps)) + steps
-    return tuple(-(-size // step) * step for size, step in zip(sizes, steps, strict=True))

@@ -5,6 +5,7 @@ In the order of reading:
 - `sizes`: bytes and counts as people write them.
 - `shown`: what a record opens to be read or drawn: no other file does.
 - `arrays`: arrays on a mesh, and source text, as a report shows them.
+- `later`: parts of a report that are worked out when they are first asked for.
 - `origins`: where shardings come from, and the answer of `why`.
 - `report`: a report and what it holds: collectives, cost, memory, findings.
 - `time`: how long a call takes, and what takes it.

@@ -18,7 +18,8 @@ import types
 from typing import Any, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from spmd.errors import Failure, ReportError, explain
-from spmd.inspection.records.origins import Annotation, Later, Origins, Step, known
+from spmd.inspection.records.later import Later, known
+from spmd.inspection.records.origins import Annotation, Origins, Step
 from spmd.inspection.records.report import Collective, Part, Report, Source
 from spmd.inspection.records.time import Time
 
@@ -291,7 +292,7 @@ class _Reader:
             return self._wrong(path, f"indices into the {len(self.frames)} frames", value)
         return tuple(self.frames[i] for i in known)
 
-    def _origins(self, hint: Any, value: Any, path: str) -> Later | None:
+    def _origins(self, hint: Any, value: Any, path: str) -> Later[Origins] | None:
         reader = _OriginsReader(self, value, path)
         origins = reader.read(Origins, value, path)
         return None if origins is None else known(origins)

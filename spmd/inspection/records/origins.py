@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 import dataclasses
-import threading
 from typing import TYPE_CHECKING, Any
 
 from spmd.inspection.records.arrays import Source
+from spmd.inspection.records.later import known
 from spmd.inspection.records.shown import Shown, opened
 
 if TYPE_CHECKING:
@@ -166,37 +166,6 @@ class Origins:
     values: tuple[ValueOrigins, ...] = ()
     left_out: int = 0
     missing: str = ""
-
-
-class Later:
-    """Origins that are worked out when they are first asked for, once for all copies of a report.
-
-    What works them out is let go afterwards, and with it the program.
-    """
-
-    __slots__ = ("_lock", "_made", "_make")
-
-    def __init__(self, make: Callable[[], Origins]):
-        self._make: Callable[[], Origins] | None = make
-        self._made: Origins | None = None
-        self._lock = threading.Lock()
-
-    def get(self) -> Origins:
-        """The origins."""
-        with self._lock:
-            if self._made is None:
-                assert self._make  # one of the two is always there
-                self._made = self._make()
-                self._make = None
-            return self._made
-
-    def __reduce__(self) -> Any:
-        return known, (self.get(),)
-
-
-def known(origins: Origins) -> Later:
-    """Origins that are there already."""
-    return Later(lambda: origins)
 
 
 UNKNOWN = known(Origins(missing="The report does not hold where its shardings come from."))

@@ -13,7 +13,8 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from spmd.inspection.records.arrays import Argument, Excerpt, Source as Source
-from spmd.inspection.records.origins import UNKNOWN, Later, Origins
+from spmd.inspection.records.later import FindingsLater, Later, known
+from spmd.inspection.records.origins import UNKNOWN, Origins
 from spmd.inspection.records.shown import Paged, opened
 from spmd.inspection.records.sizes import show_bytes
 from spmd.inspection.records.time import Time as Time
@@ -395,7 +396,7 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Report(Paged):
+class Report(FindingsLater, Paged):
     """What one compiled program does between and on its devices.
 
     Attributes:
@@ -415,7 +416,7 @@ class Report(Paged):
         device_ids: of the mesh, in its order: the last axis varies fastest.
         excerpts: the source text around the lines of collectives and buffers.
         findings: what costs more than it has to: repeated work first, then the most bytes, whole
-            arguments last.
+            arguments last. They are worked out when they are first asked for, as printing does.
         predicted: True where nothing was compiled: the collectives are those that the shardings
             demand, changed by the rules that `prediction` names; `cost` is zero and `memory` None.
         unread: text of the program that was not understood, so that collectives, cost and
@@ -446,7 +447,10 @@ class Report(Paged):
     unread: Unread | None = None
     prediction: str = ""
     time: Time | None = None
-    _origins: Later = dataclasses.field(default=UNKNOWN, repr=False, compare=False)
+    _origins: Later[Origins] = dataclasses.field(default=UNKNOWN, repr=False, compare=False)
+    _findings_later: Later[tuple[Finding, ...]] = dataclasses.field(
+        default=known(()), repr=False, compare=False
+    )
 
     @property
     def origins(self) -> Origins:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.mlir import ir, passmanager
 
@@ -51,15 +51,18 @@ def run(module: Any, passes: Sequence[str], *, subject: str) -> Any:
     parse = passmanager.PassManager.parse
     with module.context:
         copy = module.operation.clone().operation
+        operations = _all_in(copy)
+        loops = any(one.name == LOOP for one in operations)
+        _tell_rules(operations)
+        del operations  # which the passes may replace
         try:
             manager = parse(f"builtin.module({', '.join(passes)})")
-            if PROPAGATION in passes:
+            if loops:
                 manager = parse(_propagating_twice(str(manager)))
         except (ValueError, ir.MLIRError) as error:
             raise explain(subject, [_missing(passes, error)]) from None
         # On JAX 0.10.2 the records of propagation fail verification on every loop.
         manager.enable_verifier(False)
-        _tell_rules(copy)
         try:
             manager.run(copy)
         except ir.MLIRError as error:
@@ -73,6 +76,18 @@ def run(module: Any, passes: Sequence[str], *, subject: str) -> Any:
     return copy
 
 
+def _all_in(copy: Any) -> list[Any]:
+    """All operations of a module, inner ones first: sooner than by `operations_in`."""
+    found: list[Any] = []
+
+    def keep(operation: Any) -> Any:
+        found.append(operation)
+        return ir.WalkResult.ADVANCE
+
+    copy.walk(keep)
+    return found
+
+
 PROPAGATION = "sdy-propagation-pipeline"
 """Shardy's propagation and what comes before and after it."""
 
@@ -80,20 +95,19 @@ _PROPAGATE = re.compile(r"sdy-user-priority-propagate(\{[^{}]*\})?")
 
 
 def _propagating_twice(pipeline: str) -> str:
-    """A pipeline that propagates again where it does so once.
+    """A pipeline that propagates again where it does so once, for programs with loops.
 
     Propagation is over before the shardings of a loop reach the functions that its body calls, such
     as those that take its turn of a stacked array: whatever they give stays whole. A second one
-    starts from all that the first one knows. XLA needs no second one: it has no calls when it
+    starts from all that the first one knows; numbers of steps go on. Asked for origins, it would
+    say of each that it cannot be found. XLA needs no second one: it has no calls when it
     propagates, and its loops do not carry what they only read.
     """
     # This one writes files if it is told where, and has no name that can be parsed.
     pipeline = pipeline.replace("sdy-save-module,", "")
-    return _PROPAGATE.sub(r"\g<0>,\g<0>", pipeline)
+    again = "debug-sharding-origins=true", "debug-sharding-origins=false"
+    return _PROPAGATE.sub(lambda one: f"{one[0]},{one[0].replace(*again)}", pipeline)
 
-
-OWN_RULE = "spmd.sharding_rule"
-"""The attribute with the rule of an operation that Shardy has none for."""
 
 #: What XLA keeps as a call that it does not partition.
 _OPAQUE = ("chlo.erf",) if _jax.versions.ERF_IS_OPAQUE else ()
@@ -101,15 +115,16 @@ _OPAQUE = ("chlo.erf",) if _jax.versions.ERF_IS_OPAQUE else ()
 _LETTERS = "ijklmnopqrstuvwxyz"
 
 
-def _tell_rules(copy: Any) -> None:
+def _tell_rules(operations: Iterable[Any]) -> None:
     """Tells Shardy how operations propagate that XLA replaces before it propagates.
 
     JAX writes ``chlo.square`` where XLA then has ``stablehlo.multiply``; the pass that replaces it
     cannot be reached from Python, and Shardy has no rule for it. All that have operands and
     results of one shape work on each element by itself.
     """
-    for operation in operations_in(copy):
-        if not operation.name.startswith("chlo.") or operation.name in _OPAQUE:
+    for operation in operations:
+        name = operation.name
+        if not name.startswith("chlo.") or name in _OPAQUE:
             continue
         values = [*operation.operands, *operation.results]
         shape, *others = {dims_of(value.type)[0] for value in values}
@@ -122,9 +137,7 @@ def _tell_rules(copy: Any) -> None:
             for side in (operation.operands, operation.results)
         )
         rule = f"#sdy.op_sharding_rule<({')->('.join(sides)}) {{{sizes}}}>"
-        # Shardy drops the first one when it is done.
-        for name in ("sdy.sharding_rule", OWN_RULE):
-            operation.attributes[name] = ir.Attribute.parse(rule)
+        operation.attributes["sdy.sharding_rule"] = ir.Attribute.parse(rule)
 
 
 def _missing(passes: Sequence[str], error: Exception) -> Failure:
@@ -140,9 +153,11 @@ def _missing(passes: Sequence[str], error: Exception) -> Failure:
 
 # Operations
 
+LOOP = "stablehlo.while"
+
 HOLDERS = frozenset(
     (
-        *("stablehlo.while", "stablehlo.case", "stablehlo.if"),
+        *(LOOP, "stablehlo.case", "stablehlo.if"),
         *("sdy.manual_computation", "sdy.named_computation"),
     )
 )
@@ -164,9 +179,10 @@ def operations_in(operation: Any, holders: Container[str] | None = None) -> Iter
     """All operations inside of one, in order; with `holders`, of others nothing that is inside."""
     for block in blocks(operation):
         for view in block.operations:
-            yield view.operation
-            if holders is None or view.operation.name in holders:
-                yield from operations_in(view.operation, holders)
+            operation = view.operation
+            yield operation
+            if operation.regions and (holders is None or operation.name in holders):
+                yield from operations_in(operation, holders)
 
 
 def end_of(block: Any) -> Any:
@@ -268,10 +284,14 @@ def text_of(operation: Any, name: str) -> str:
     return str(attributes[name]) if name in attributes else ""
 
 
-def entries_of(operation: Any, name: str) -> list[dict[str, Any]]:
+def entries_of(operation: Any, name: str) -> list[Any]:
     """The attributes of each argument or result of a function, as in ``arg_attrs``."""
-    found = operation.attributes.get(name, ())
-    return [{entry.name: entry.attr for entry in one} for one in found]
+    return [*operation.attributes.get(name, ())]
+
+
+def entry_of(entries: Any, name: str) -> Any:
+    """One attribute of an argument or result; None where there is none."""
+    return entries[name] if name in entries else None  # noqa: SIM401  MLIR's have no `get`
 
 
 _NUMBERS = re.compile(r"(\w+) = \[([\d, ]*)\]")
@@ -317,8 +337,7 @@ Factors = tuple[tuple[str, ...], ...]
 """For each dimension of a value, the factors of the operation that it consists of."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(NamedTuple):
     """Which dimensions of an operation's operands and results are split alike.
 
     Attributes:
@@ -475,7 +494,8 @@ def _entering(value: Any, default: Dimensions | None) -> Dimensions:
     operation, i = value.owner.owner.operation, value.arg_number
     if operation.name == "func.func":
         entries = entries_of(operation, "arg_attrs")
-        return _nth(str(entries[i].get("sdy.sharding", "")) if i < len(entries) else "", 0, value)
+        own = entry_of(entries[i], "sdy.sharding") if i < len(entries) else None
+        return _nth("" if own is None else str(own), 0, value)
     if operation.name == "stablehlo.while":
         return _nth(text_of(operation, "sdy.sharding"), i, value)
     return _nth("", 0, value) if default is None else default

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from jax.extend.mlir import ir
 
@@ -16,16 +16,12 @@ from spmd.inspection.records.report import Source
 from spmd.inspection.shardy import passes
 from spmd.inspection.shardy.passes import Dimensions, Rule
 
-_EDGES = "debug-propagation-edge-sharding=true"
+_RECORDS = " debug-sharding-origins=true debug-propagation-edge-sharding=true"
 _PASSES = (
     "sdy-import-pipeline",
     # Without it nothing is said about the inside of called functions.
     "sdy-import-func-calls",
-    f"sdy-user-priority-propagate{{debug-sharding-origins=true {_EDGES}}}",
-    # Again, since the first one is over too early (`passes`, `_propagating_twice`). The numbers of
-    # steps go on. Asked for origins, it would say of each that it cannot be found.
-    f"sdy-user-priority-propagate{{{_EDGES}}}",
-    "func.func(sdy-populate-op-sharding-rules)",
+    f"sdy-user-priority-propagate{{keep-sharding-rules=true{_RECORDS}}}",
 )
 _MANUAL = "sdy.manual_computation"
 _EDGE = "sdy.data_flow_edge"
@@ -86,7 +82,7 @@ class Value:
     operation: Any = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        self.axes = tuple(dimension.axes for dimension in self.dimensions)
+        self.axes = tuple([dimension.axes for dimension in self.dimensions])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +95,11 @@ class Move:
     targets: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Link(Rule):
+class Link(NamedTuple):
     """An operation, or a way of control flow, that relates dimensions of values by a rule.
 
     Attributes:
+        factors: as those of a `Rule`; so are `sizes` and `stops`.
         frames: of its Python code, innermost first.
         values: indices of its operands, then of its results.
         operands: how many of them are operands.
@@ -111,6 +107,9 @@ class Link(Rule):
         op_name: its name stack.
     """
 
+    factors: tuple[passes.Factors, ...]
+    sizes: Mapping[str, int]
+    stops: frozenset[str]
     name: str
     frames: tuple[Source, ...]
     values: tuple[int, ...]
@@ -183,10 +182,10 @@ def walk(
 def propagate(module: Any, *, subject: str, steps: bool = True) -> Propagation:
     """Runs propagation on a copy of a lowered module, and reads what it did.
 
-    To read by which `steps` axes travelled, and the lines of all operations, takes most of the
-    time. Without, `frames_at` has the lines of results.
+    To record and read where axes come from, by which `steps` they travelled, and the lines of all
+    operations, takes most of the time. Without, `frames_at` has the lines of results.
     """
-    pipeline = _PASSES if steps else [one.replace(_EDGES, "") for one in _PASSES]
+    pipeline = _PASSES if steps else [one.replace(_RECORDS, "") for one in _PASSES]
     done = passes.run(module, pipeline, subject=subject)
     with module.context:
         return _Reader(module.operation, done, steps).read()
@@ -201,17 +200,21 @@ class _Reader:
     """Turns an MLIR module into a `Propagation`."""
 
     def __init__(self, before: Any, done: Any, steps: bool):
-        self.has_manual = False
+        self.steps, self.has_manual = steps, False
         self.before = passes.functions(before)["main"]
         self.main = passes.functions(done)["main"]
         self.names = passes.apart(done)
         sizes = passes.axis_sizes(done)
         self.found = Propagation(axis_sizes=sizes, names=self.names, module=done)
         self.index: dict[Any, int] = {}
-        # A program has hundreds of thousands of values, of few types.
-        self.dims_of = functools.cache(passes.dims_of)
-        self.frames_of = functools.cache(_frames) if steps else lambda _: ()
         self.stands_for: dict[Any, Any] = {}
+        # A program has hundreds of thousands of values, of few types and shardings; MLIR has one
+        # object for all attributes that say the same.
+        self.type_of = functools.cache(_type_of)
+        self.shardings_of = functools.cache(functools.partial(_shardings_of, names=self.names))
+        self.origins_of = functools.cache(_origins)
+        self.rule_of = functools.cache(lambda attribute: passes.parse_rule(str(attribute)))
+        self.frames_of = functools.cache(_frames)
 
     def read(self) -> Propagation:
         body = passes.block_of(self.main)
@@ -221,8 +224,7 @@ class _Reader:
         self.has_manual = any(operation.name == _MANUAL for operation in operations)
         # What enters a loop is used inside of it before the loop's results come.
         for operation in operations:
-            for i, result in enumerate(operation.results):
-                self._result(operation, i, result)
+            self._results(operation)
         for operation in operations:
             self._relate(operation)
         self._outputs(passes.end_of(body).operands)
@@ -236,26 +238,27 @@ class _Reader:
             if operation.name == _EDGE:
                 self.stands_for[operation.operands[0]] = operation.results[0]
         for operation in operations:
-            if operation.name == "stablehlo.while":
+            if operation.name == passes.LOOP:
                 for block in passes.blocks(operation):
                     for argument, result in zip(block.arguments, operation.results, strict=True):
                         self.stands_for[argument] = self.stands_for.get(result, result)
 
     def _at(self, value: Any) -> int:
-        value = self.stands_for.get(value, value)
-        if value not in self.index:  # of an operation that is no part of the program
-            self._add(value, name="", plain=False)
+        try:
+            return self.index[value]
+        except KeyError:
+            own = self.stands_for.get(value, value)
+        if own not in self.index:  # of an operation that is no part of the program
+            shape, dtype = self.type_of(own.type)
+            dimensions = passes.open_sharding(len(shape))
+            made = {"shape": shape, "dtype": dtype, "dimensions": dimensions}
+            self._add(own, Value(kind="result", name="", plain=False, **made))
+        self.index[value] = self.index[own]
         return self.index[value]
 
-    def _add(
-        self, value: Any, *, kind: str = "result", dimensions: Dimensions = (), **fields: Any
-    ) -> None:
-        if value is not None:
-            self.index[value] = len(self.found.values)
-            shape, dtype = self.dims_of(value.type)
-            fields |= {"shape": shape, "dtype": passes.hlo_dtype(dtype)}
-        own = _of_rank(dimensions, len(fields["shape"]))
-        self.found.values.append(Value(kind=kind, dimensions=own, **fields))
+    def _add(self, value: Any, made: Value) -> None:
+        self.index[value] = len(self.found.values)
+        self.found.values.append(made)
 
     def _arguments(self, arguments: Sequence[Any]) -> None:
         names = [passes.op_name_of(argument.location) for argument in arguments]
@@ -263,43 +266,51 @@ class _Reader:
             names = [f"argument {i}" for i in range(len(names))]
         entries = self._entries("arg_attrs", len(names))
         for i, (name, argument) in enumerate(zip(names, arguments, strict=True)):
-            self._add(argument, **self._boundary("argument", i, name, entries[i]))
+            shape, dtype = self.type_of(argument.type)
+            self._add(argument, self._boundary("argument", i, name, entries[i], shape, dtype))
 
-    def _entries(self, name: str, count: int) -> list[tuple[Mapping[str, Any], ...]]:
+    def _entries(self, name: str, count: int) -> list[tuple[Any, ...]]:
         """The attributes of each argument or result, after the passes and before them."""
         sides = (passes.entries_of(one, name) for one in (self.main, self.before))
         return [*zip(*([*side, *[{}] * (count - len(side))] for side in sides), strict=False)]
 
     def _boundary(
-        self, kind: str, i: int, name: str, entries: Sequence[Mapping[str, Any]]
-    ) -> dict[str, Any]:
-        """What an argument or output has from its attributes."""
-        own, asked = (
-            passes.shardings_of(str(one.get("sdy.sharding", "")), self.names) for one in entries
-        )
+        self,
+        kind: str,
+        i: int,
+        name: str,
+        entries: Sequence[Any],
+        shape: tuple[int, ...],
+        dtype: str,
+    ) -> Value:
+        """An argument or output, by its attributes."""
+        own, asked = (self.shardings_of(passes.entry_of(one, "sdy.sharding")) for one in entries)
         mark = None
         # An output may say no more than that the partitioner chooses.
         if asked and any(d.axes or d.closed for d in asked[0]):
             mark = Mark(kind=kind, name=name, frames=(), dimensions=asked[0])
             self.found.marks[f"{'input' if kind == 'argument' else kind}: {i}"] = mark
-        return {
-            "kind": kind,
-            "name": name,
-            "dimensions": own[0] if own else (),
-            "origins": _origins(entries[0].get("sdy.sharding_origins")),
-            "mark": mark,
-        }
+        return Value(
+            kind=kind,
+            name=name,
+            shape=shape,
+            dtype=dtype,
+            dimensions=_of_rank(own[0] if own else (), len(shape)),
+            mark=mark,
+            origins=self.origins_of(passes.entry_of(entries[0], "sdy.sharding_origins")),
+        )
 
     def _outputs(self, returned: Sequence[Any]) -> None:
         entries = self._entries("res_attrs", len(returned))
         for i, operand in enumerate(returned):
-            name = str(entries[i][0].get("jax.result_info", f"result[{i}]")).strip('"')
+            told = passes.entry_of(entries[i][0], "jax.result_info")
+            name = f"result[{i}]" if told is None else str(told).strip('"')
             inner = self._at(operand)
             value = self.found.values[inner]
-            fields = self._boundary("output", i, name, entries[i])
-            same = {"shape": value.shape, "dtype": value.dtype, "frames": value.frames}
-            self._add(None, **same, **fields)
-            pair = (inner, len(self.found.values) - 1)
+            made = self._boundary("output", i, name, entries[i], value.shape, value.dtype)
+            made.frames = value.frames
+            pair = (inner, len(self.found.values))
+            self.found.values.append(made)
             # The pass writes the steps of all outputs to the first one: they cannot be told apart.
             rule = passes.identity(2, value.shape)
             self._link(rule, name="return", frames=value.frames, values=pair, operands=1)
@@ -307,23 +318,24 @@ class _Reader:
     # Operations
 
     def _relate(self, operation: Any) -> None:
-        if operation.name == _EDGE:
+        kind, attributes = operation.name, operation.attributes
+        if kind == _EDGE:
             self._flow(operation)
             return
-        constraint = operation.name == _CONSTRAINT
-        names = () if constraint else ("sdy.sharding_rule", passes.OWN_RULE)
-        text = next(filter(None, (passes.text_of(operation, name) for name in names)), "")
-        if constraint or text:
-            values = tuple(map(self._at, (*operation.operands, *operation.results)))
-            shape = self.found.values[values[-1]].shape
+        rule = attributes.get("sdy.sharding_rule")
+        constraint = kind == _CONSTRAINT
+        if constraint or rule is not None:
+            operands = [self._at(one) for one in operation.operands]
+            values = (*operands, *[self._at(one) for one in operation.results])
+            last = self.found.values[values[-1]]
             self._link(
-                passes.parse_rule(text) if text else passes.identity(2, shape),
-                name=_short(operation.name),
-                frames=self.frames_of(operation),
+                passes.identity(2, last.shape) if constraint else self.rule_of(rule),
+                name=_short(kind),
+                frames=self.frames_of(operation) if self.steps else (),
                 values=values,
-                operands=len(operation.operands),
-                edges=passes.text_of(operation, _STEPS),
-                op_name=passes.op_name_of(operation.location) if text else "",
+                operands=len(operands),
+                edges=passes.text_of(operation, _STEPS) if self.steps else "",
+                op_name="" if constraint else passes.op_name_of(operation.location),
             )
 
     def _flow(self, edge: Any) -> None:
@@ -335,50 +347,53 @@ class _Reader:
         self._link(
             passes.identity(len(values), shape),
             name=_owner_name(raw),
-            frames=self.frames_of(owner),
+            frames=self.frames_of(owner) if self.steps else (),
             values=values,
             operands=len(values) - 1,
             edges=passes.text_of(edge, _STEPS),
             op_name=passes.op_name_of(owner.location),
         )
 
-    def _result(self, operation: Any, i: int, result: Any) -> None:
-        edge = operation.name == _EDGE
-        if not edge and result in self.stands_for:
-            return
-        own = edge or operation.name == _CONSTRAINT
-        text = passes.text_of(operation, "sharding" if own else "sdy.sharding")
-        shardings = passes.shardings_of(text, self.names)
-        rank = len(self.dims_of(result.type)[0])
-        dimensions = _of_rank(shardings[i] if i < len(shardings) else (), rank)
-        origins = _origins(operation.attributes.get("sdy.sharding_origins", None), i)
-        frames = self.frames_of(operation)
-        holders = passes.holders_of(operation) if self.has_manual else ()
-        name = _owner_name(operation.operands[0]) if edge else _short(operation.name)
+    def _results(self, operation: Any) -> None:
+        kind, attributes = operation.name, operation.attributes
+        edge, constraint = kind == _EDGE, kind == _CONSTRAINT
+        own = "sharding" if edge or constraint else "sdy.sharding"
+        shardings = self.shardings_of(attributes.get(own))
+        come = attributes.get("sdy.sharding_origins")
+        name = _owner_name(operation.operands[0]) if edge else _short(kind)
         owner = _owner(operation.operands[0]) if edge else operation
-        self._add(
-            result,
-            name=name,
-            dimensions=dimensions,
-            origins=origins,
-            frames=frames,
-            mark=self._mark(operation, i, dimensions, origins, frames),
-            plain=not edge,
-            local=any(one.name == _MANUAL for one in holders),
-            op_name=passes.op_name_of(owner.location),
-            operation=operation,
-        )
+        op_name = passes.op_name_of(owner.location)
+        frames = self.frames_of(operation) if self.steps else ()
+        local = self.has_manual and _is_local(operation)
+        for i, result in enumerate(operation.results):
+            if result in self.stands_for and not edge:
+                continue
+            shape, dtype = self.type_of(result.type)
+            dimensions = _of_rank(shardings[i] if i < len(shardings) else (), len(shape))
+            origins = self.origins_of(come, i)
+            mark = None
+            if edge or constraint or "self" in origins.values():
+                mark = self._mark(operation, i, dimensions, frames)
+            made = Value(
+                kind="result",
+                name=name,
+                shape=shape,
+                dtype=dtype,
+                dimensions=dimensions,
+                frames=frames,
+                mark=mark,
+                origins=origins,
+                plain=not edge,
+                local=local,
+                op_name=op_name,
+                operation=operation,
+            )
+            self._add(result, made)
 
     def _mark(
-        self,
-        operation: Any,
-        i: int,
-        dimensions: Dimensions,
-        origins: Mapping[str, str],
-        frames: tuple[Source, ...],
+        self, operation: Any, i: int, dimensions: Dimensions, frames: tuple[Source, ...]
     ) -> Mark | None:
         """The annotation that a result has by itself."""
-        name = passes.text_of(operation, "sdy.sharding_origin_name").strip('"')
         if operation.name == _EDGE:
             raw = operation.operands[0]
             manual = _owner(raw)
@@ -386,14 +401,15 @@ class _Reader:
                 return None
             kind, frames = "shard_map", passes.frames_of(manual.location)
             name, dimensions = _manual_mark(manual, raw, self.names)
-        elif operation.name == _CONSTRAINT:
-            kind = "constraint"
-        elif "self" in origins.values():
-            # The pipeline may move a constraint to what makes its operand.
-            kind, frames = "constraint", _constraint_frames(operation.results[i]) or frames
         else:
-            return None
+            kind = "constraint"
+            # The pipeline may move a constraint to what makes its operand.
+            if operation.name != _CONSTRAINT:
+                frames = _constraint_frames(operation.results[i]) or frames
+            name = passes.text_of(operation, "sdy.sharding_origin_name").strip('"')
         mark = Mark(kind=kind, name="", frames=frames, dimensions=dimensions)
+        if not self.steps:  # the pass gives no names
+            name = f"{kind} {len(self.found.marks)}"
         if name:
             self.found.marks[name] = mark
         return mark
@@ -405,6 +421,10 @@ class _Reader:
 
 
 # Control flow
+
+
+def _is_local(operation: Any) -> bool:
+    return any(one.name == _MANUAL for one in passes.holders_of(operation))
 
 
 def _owner(raw: Any) -> Any:
@@ -464,8 +484,19 @@ def _constraint_frames(value: Any) -> tuple[Source, ...]:
 # Attributes
 
 
+def _type_of(kind: Any) -> tuple[tuple[int, ...], str]:
+    """The dimensions of a type, and XLA's name of its element type."""
+    dims, dtype = passes.dims_of(kind)
+    return dims, passes.hlo_dtype(dtype)
+
+
+@functools.cache
 def _short(name: str) -> str:
     return name.partition(".")[2]
+
+
+def _shardings_of(attribute: Any, names: passes.Names) -> tuple[Dimensions, ...]:
+    return passes.shardings_of("" if attribute is None else str(attribute), names)
 
 
 def _of_rank(found: Dimensions, rank: int) -> Dimensions:

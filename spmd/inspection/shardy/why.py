@@ -18,7 +18,7 @@ from typing import Any
 
 from spmd.errors import ArgumentError, Failure, ReportError, did_you_mean, explain, show_value
 from spmd.inspection.compile.program import COMPILED, check_lowered, entered, lower, stage_of
-from spmd.inspection.records import origins
+from spmd.inspection.records import later, origins
 from spmd.inspection.records.names import user_source
 from spmd.inspection.records.origins import Origins, ValueOrigins, Why
 from spmd.inspection.records.report import Collective
@@ -266,20 +266,22 @@ NOT_AT_HAND = (
 )
 
 
-def origins_later(lowered: Any, found: Sequence[Collective], *, subject: str) -> origins.Later:
+def origins_later(
+    lowered: Any, found: Sequence[Collective], *, subject: str
+) -> later.Later[Origins]:
     """The origins of a report, for when somebody asks for them.
 
     `lowered` is the stage that the program was compiled from, or None where it is not at hand, and
     `found` are the collectives, whose lines count.
     """
     if lowered is None:
-        return origins.known(Origins(missing=NOT_AT_HAND))
+        return later.known(Origins(missing=NOT_AT_HAND))
     try:
         # Not the stage: it holds the arrays that a function closes over.
         module = passes.module_of(lowered, subject=subject)
     except Exception as error:
-        return origins.known(_unknown(error))
-    return origins.Later(functools.partial(_work_out, module, found, subject))
+        return later.known(_unknown(error))
+    return later.Later(functools.partial(_work_out, module, found, subject))
 
 
 def _work_out(module: Any, found: Sequence[Collective], subject: str) -> Origins:

@@ -24,7 +24,7 @@ from spmd import Report
 from spmd.errors import ReportError
 from spmd.inspection import Cost, Origins, Shapes
 from spmd.inspection.records import codec
-from spmd.inspection.records.origins import known
+from spmd.inspection.records.later import known
 
 SCHEMA = json.loads(
     (Path(spmd.__file__).parent / "inspection" / "report.schema.json").read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ from reports import ORIGINS, SMALL, report
 import spmd
 from spmd import P
 from spmd.inspection import Origins, Report
-from spmd.inspection.records.origins import Later, known
+from spmd.inspection.records.later import Later, known
 from spmd.inspection.shardy import why as shardy_why
 
 FILE = "test_origins.py"

@@ -12,7 +12,7 @@ from rich.console import Console
 
 import spmd
 from spmd.inspection import Annotation, Argument, Origin, Origins, Split, Step, Why
-from spmd.inspection.records.origins import known
+from spmd.inspection.records.later import known
 
 EVIL = "</script><script>window.broken=1</script><img src=x onerror=window.broken=1>\"'&<!--"
 _CONTRAST = (Path(__file__).parent / "contrast.js").read_text(encoding="utf-8")
