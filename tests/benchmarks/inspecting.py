@@ -122,20 +122,13 @@ def _overheads(turns: int) -> Iterator[str]:
 
 def _overhead(name: str, lowered: Callable[[], Any], turns: int) -> str:
     walls, cpus = zip(*(_timed(lowered) for _ in range(turns)), strict=True)
-    share = statistics.median(one.report / one.compile for one in walls)
-    verdict = "ok" if share <= OVERHEAD else "MISSED"
-    whole, busy, all_busy = (
-        statistics.median(some)
-        for some in (
-            [(one.report + one.findings) / one.compile for one in walls],
-            [one.report / one.compile for one in cpus],
-            [(one.report + one.findings) / one.compile for one in cpus],
-        )
-    )
+    alone, whole = (statistics.median(one.share(both) for one in walls) for both in (False, True))
+    busy = (statistics.median(one.share(both) for one in cpus) for both in (False, True))
+    verdict = "ok" if alone <= OVERHEAD else "MISSED"
     return (
-        f"{name}: {share:.1%} of {statistics.median(one.compile for one in walls):.1f} s of compile"
-        f"  <= 10%  {verdict}; with its findings {whole:.1%};"
-        f" by CPU time {busy:.1%}, {all_busy:.1%}"
+        f"{name}: {alone:.1%} of {statistics.median(one.compile for one in walls):.1f} s of compile"
+        f"  <= 10%  {verdict}"
+        f"; with its findings {whole:.1%}; by CPU time {', '.join(f'{one:.1%}' for one in busy)}"
     )
 
 
@@ -145,6 +138,10 @@ class _Times(NamedTuple):
     compile: float
     report: float
     findings: float
+
+    def share(self, both: bool) -> float:
+        """What the report takes of the compile, or `both` it and its findings."""
+        return (self.report + self.findings * both) / self.compile
 
 
 def _timed(lowered: Callable[[], Any]) -> tuple[_Times, _Times]:

@@ -241,6 +241,7 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
     )
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def tuple_elements(text: str) -> tuple[str, ...]:
     """The elements of a tuple type, one level deep; another type is its own only element."""
     text = re.sub(r"/\*.*?\*/", "", text).strip()

@@ -1,6 +1,7 @@
 """Each kind of finding has a program that has it, and the same with what the finding says done."""
 
 import functools
+import gc
 
 from hypothesis import given, settings, strategies as st
 import jax
@@ -14,6 +15,7 @@ from spmd import P, pjit, with_sharding_constraint as constrain
 from spmd.inspection import Shape
 from spmd.inspection.findings.values import LARGE, split_of, value_findings
 from spmd.inspection.records.report import FINDINGS
+from spmd.inspection.shardy import passes
 from spmd.inspection.shardy.propagation import propagate
 
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
@@ -60,6 +62,48 @@ SPLIT = ([P(None, "model"), P("model")], P("data"))
 def test_nothing_to_say():
     """A program whose arguments and values are all split has no finding."""
     assert found(jax.grad(loss), SPLIT, [W, W], X) == {}
+
+
+def test_shardy_is_asked_when_the_findings_are(monkeypatch):
+    """A report runs none of Shardy's passes before its findings are asked for, and then once."""
+    runs = []
+    run = passes.run
+    monkeypatch.setattr(passes, "run", lambda *a, **k: (runs.append(True), run(*a, **k))[1])
+    report = spmd.report(pjit(loss, in_axis_resources=None, mesh=MESH), [W, W], X)
+    assert not runs
+    assert "unused-axis" in {one.kind for one in report.findings}
+    assert str(report)
+    assert len(runs) == 1
+
+
+def test_a_time_and_the_findings_share_a_run(monkeypatch):
+    """The products for the MFU are those of the run of Shardy's passes that the findings have."""
+    runs = []
+    run = passes.run
+    monkeypatch.setattr(passes, "run", lambda *a, **k: (runs.append(True), run(*a, **k))[1])
+    report = spmd.report(pjit(loss, in_axis_resources=None, mesh=MESH), [W, W], X, chip="v5p")
+    assert report.time.model_flops == 2 * 2 * 4096 * SIDE * SIDE
+    assert report.findings
+    assert len(runs) == 1
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_a_report_leaves_no_garbage(collects):
+    """While a report is made nothing is collected; so nothing of it may need to be, afterwards."""
+    lowered = pjit(jax.grad(loss), in_axis_resources=None, mesh=MESH).lower([W, W], X)
+    gc.collect()
+    (gc.enable if collects else gc.disable)()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        assert spmd.report(lowered).findings
+        assert gc.isenabled() == collects
+        gc.collect()
+        kinds = {type(one).__module__ for one in gc.garbage}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not [kind for kind in kinds if kind.startswith("spmd.inspection")]
 
 
 def test_nothing_on_one_device():

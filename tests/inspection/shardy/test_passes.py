@@ -1,0 +1,26 @@
+"""Shardy's passes, as they are run on a copy of a program."""
+
+import programs
+import pytest
+
+from spmd.inspection.shardy import passes, propagation
+
+#: Calls, branches, a `shard_map` and constraints, and no loop.
+LOOPLESS = (
+    *("data_parallel_mlp", "moe_dispatch", "either_branch", "call_graph", "partly_manual"),
+    *("sharded_vocabulary", "uneven_rows"),
+)
+
+
+@pytest.mark.parametrize("name", LOOPLESS)
+def test_without_loops_a_second_round_changes_nothing(name):
+    """Only a program with loops is propagated twice: in any other the first round says all."""
+    lowered, _ = programs.PROGRAMS[name][0](programs.cpu_target())
+    module = passes.module_of(lowered, subject="test")
+    pipeline = [one.replace(propagation._RECORDS, "") for one in propagation._PASSES]
+    *before, propagate = pipeline
+    assert "propagate" in propagate
+    once = passes.run(module, pipeline, subject="test")
+    twice = passes.run(module, [*before, propagate, propagate], subject="test")
+    assert not any(one.name == passes.LOOP for one in passes.operations_in(once))
+    assert str(once) == str(twice)
