@@ -41,7 +41,7 @@ from spmd.inspection.hlo.cost import cost_of
 from spmd.inspection.hlo.ledger import ledger
 from spmd.inspection.hlo.text import Module, parse_modules
 from spmd.inspection.records.arrays import Excerpt
-from spmd.inspection.records.later import Later
+from spmd.inspection.records.later import Later, without_findings
 from spmd.inspection.records.names import is_library
 from spmd.inspection.records.report import (
     Collective,
@@ -205,7 +205,7 @@ def _report_of(
     if time is not None:
         time = with_scatters(with_model_flops(time, lowered, wish, devices), found)
     later = Later(functools.partial(_findings, work_out, words, module))
-    return dataclasses.replace(report, time=time, _findings_later=later).without_findings()
+    return without_findings(dataclasses.replace(report, time=time, _findings_later=later))
 
 
 def _findings(work_out: Findings, words: Mapping[str, str], module: Any) -> tuple[Finding, ...]:

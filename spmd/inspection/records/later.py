@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import threading
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 _Part = TypeVar("_Part")
 
@@ -58,7 +58,11 @@ class FindingsLater:
             object.__setattr__(self, name, self._findings_later.get())
             return self.findings
 
-    def without_findings(self) -> Self:
-        """This record, whose findings are worked out when they are asked for."""
-        object.__delattr__(self, "findings")
-        return self
+
+_Record = TypeVar("_Record", bound=FindingsLater)
+
+
+def without_findings(record: _Record) -> _Record:
+    """The record, whose findings are worked out when they are asked for."""
+    object.__delattr__(record, "findings")
+    return record

@@ -14,6 +14,7 @@ import spmd
 from spmd import P, pjit, with_sharding_constraint as constrain
 from spmd.inspection import Shape
 from spmd.inspection.findings.values import LARGE, split_of, value_findings
+from spmd.inspection.hlo.text import Computation
 from spmd.inspection.records.report import FINDINGS
 from spmd.inspection.shardy import passes
 from spmd.inspection.shardy.propagation import propagate
@@ -104,6 +105,18 @@ def test_a_report_leaves_no_garbage(collects):
         gc.garbage.clear()
         gc.enable()
     assert not [kind for kind in kinds if kind.startswith("spmd.inspection")]
+
+
+def test_findings_to_come_do_not_hold_the_text():
+    """Until its findings are asked for, a report keeps nothing of the text that was read."""
+
+    def read():
+        return {id(one) for one in gc.get_objects() if isinstance(one, Computation)}
+
+    before = read()
+    report = spmd.report(pjit(loss, in_axis_resources=None, mesh=MESH), [W, W], X)
+    assert read() <= before
+    assert report.findings
 
 
 def test_nothing_on_one_device():

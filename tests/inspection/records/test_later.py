@@ -8,7 +8,7 @@ import pytest
 from reports import SMALL
 
 from spmd.inspection import Report
-from spmd.inspection.records.later import Later
+from spmd.inspection.records.later import Later, without_findings
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def unfilled(made):
         made.append(True)
         return SMALL.findings
 
-    return dataclasses.replace(SMALL, _findings_later=Later(make)).without_findings()
+    return without_findings(dataclasses.replace(SMALL, _findings_later=Later(make)))
 
 
 ASKING = {
@@ -77,7 +77,7 @@ def test_an_interrupt_leaves_them_to_be_asked_for_again():
             raise answer
         return answer
 
-    report = dataclasses.replace(SMALL, _findings_later=Later(make)).without_findings()
+    report = without_findings(dataclasses.replace(SMALL, _findings_later=Later(make)))
     with pytest.raises(KeyboardInterrupt):
         _ = report.findings
     assert report == SMALL
