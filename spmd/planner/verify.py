@@ -34,14 +34,15 @@ class Program:
 
     def lowered(self, mesh: Any, ins: Any = None, outs: Any = None) -> stages.Lowered:
         """Lowered for a mesh, with specs of its arguments and results; None leaves them open."""
-        step = spmd.pjit(
-            self.function,
-            in_axis_resources=ins,
-            out_axis_resources=outs,
-            mesh=mesh,
-            **self.options,
-        )
-        return step.lower(*self.args)
+        return self._step(mesh, ins, outs).lower(*self.args)
+
+    def out_tree(self, mesh: Any) -> Any:
+        """The structure of its results, which a trace tells."""
+        return self._step(mesh).trace(*self.args).out_tree
+
+    def _step(self, mesh: Any, ins: Any = None, outs: Any = None) -> Any:
+        specs = {"in_axis_resources": ins, "out_axis_resources": outs}
+        return spmd.pjit(self.function, mesh=mesh, **specs, **self.options)
 
 
 def specs_of(graph: Graph, layout: Layout, sizes: Mapping[str, int], kind: str) -> list[Any]:
@@ -55,8 +56,7 @@ def planned(program: Program, mesh: Any, graph: Graph, layout: Layout) -> stages
     ins = jax.tree.unflatten(
         jax.tree.structure(program.args), specs_of(graph, layout, sizes, "argument")
     )
-    plain = program.lowered(mesh)
-    outs = jax.tree.unflatten(plain.out_tree, specs_of(graph, layout, sizes, "output"))
+    outs = jax.tree.unflatten(program.out_tree(mesh), specs_of(graph, layout, sizes, "output"))
     return pinned(program.lowered(mesh, ins, outs), pins_of(graph, layout, sizes))
 
 
