@@ -13,9 +13,9 @@ import jax
 import spmd
 from spmd import _jax, stages
 from spmd.inspection.records.report import Report
-from spmd.planner.graph import Graph
-from spmd.planner.layout import Layout
+from spmd.planner.layout import Fixed, Layout, places_of, spec_of
 from spmd.planner.pins import Pin, pin, pins_of
+from spmd.planner.structure import Graph
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,19 +45,32 @@ class Program:
         return spmd.pjit(self.function, mesh=mesh, **specs, **self.options)
 
 
-def specs_of(graph: Graph, layout: Layout, sizes: Mapping[str, int], kind: str) -> list[Any]:
+def specs_of(
+    graph: Graph,
+    layout: Layout,
+    sizes: Mapping[str, int],
+    kind: str,
+    fixed: Fixed | None = None,
+) -> list[Any]:
     """Where the arguments or the outputs lie, in their order."""
-    return [layout.spec(one, sizes) for one in graph.tensors if one.kind == kind]
+    places = places_of(graph.tensors, layout, sizes, fixed)
+    return [
+        spec_of(found, len(one.shape))
+        for one, found in zip(graph.tensors, places, strict=True)
+        if one.kind == kind
+    ]
 
 
-def planned(program: Program, mesh: Any, graph: Graph, layout: Layout) -> stages.Lowered:
+def planned(
+    program: Program, mesh: Any, graph: Graph, layout: Layout, fixed: Fixed | None = None
+) -> stages.Lowered:
     """The program as a layout wants it, lowered with its pins."""
     sizes = dict(mesh.shape)
-    ins = jax.tree.unflatten(
-        jax.tree.structure(program.args), specs_of(graph, layout, sizes, "argument")
-    )
-    outs = jax.tree.unflatten(program.out_tree(mesh), specs_of(graph, layout, sizes, "output"))
-    return pinned(program.lowered(mesh, ins, outs), pins_of(graph, layout, sizes))
+    specs = {kind: specs_of(graph, layout, sizes, kind, fixed) for kind in ("argument", "output")}
+    ins = jax.tree.unflatten(jax.tree.structure(program.args), specs["argument"])
+    outs = jax.tree.unflatten(program.out_tree(mesh), specs["output"])
+    lowered = program.lowered(mesh, ins, outs)
+    return pinned(lowered, pins_of(graph, layout, sizes, fixed))
 
 
 def pinned(lowered: stages.Lowered, pins: Sequence[Pin]) -> stages.Lowered:
