@@ -38,7 +38,7 @@ CORE = (
     "_options",
     "_pjit",
     "_constraint",
-    "_plan",
+    "_binding",
     "_doors",
     "stages",
     "_api",

@@ -1,4 +1,4 @@
-"""From the arguments of a call to its plan, in file order: flatten to PjitCall."""
+"""From the arguments of a call to what it binds, in file order: flatten to PjitCall."""
 
 from __future__ import annotations
 
@@ -168,11 +168,11 @@ def resolve_inputs(
     return tuple(leaf for leaf, _ in found), given, tuple(avals)
 
 
-def check_from_array(flat: Flat, plan: Plan, options: PjitOptions) -> None:
+def check_from_array(flat: Flat, binding: Binding, options: PjitOptions) -> None:
     """Checks that every argument under FROM_ARRAY has a sharding to take."""
-    values = [(i, _jax.core.underlying(flat.leaves[i])) for i in plan.from_array]
+    values = [(i, _jax.core.underlying(flat.leaves[i])) for i in binding.from_array]
     failures = [
-        from_array_failure(value, plan.call.mesh, f"argument {flat.signature.arg_names[i]}")
+        from_array_failure(value, binding.call.mesh, f"argument {flat.signature.arg_names[i]}")
         for i, value in values
         if not isinstance(value, _jax.core.Tracer)  # of those the partitioner decides
     ]
@@ -180,19 +180,19 @@ def check_from_array(flat: Flat, plan: Plan, options: PjitOptions) -> None:
         raise explain(options.subject, failures)
 
 
-def check_refs(flat: Flat, plan: Plan, options: PjitOptions) -> None:
+def check_refs(flat: Flat, binding: Binding, options: PjitOptions) -> None:
     """Checks that no mutable reference is two arguments, or an argument and closed over."""
-    values, names = [*plan.consts, *flat.leaves], plan.call.arg_names
+    values, names = [*binding.consts, *flat.leaves], binding.call.arg_names
     first: dict[int, str] = {}
     failures = [
         Failure(
             what=f"cannot take one reference as {first[id(values[i])]} and as {names[i]}",
-            given=f"{_jax.core.short_aval(plan.jaxpr.in_avals[i])}{_jax.core.used_at()}",
+            given=f"{_jax.core.short_aval(binding.jaxpr.in_avals[i])}{_jax.core.used_at()}",
             expected="each mutable reference once: a program updates it in place",
             fix="pass a second jax.new_ref with a copy of the value",
             error=ArgumentError,
         )
-        for i in plan.refs
+        for i in binding.refs
         if first.setdefault(id(values[i]), names[i]) != names[i]
     ]
     if failures:
@@ -246,7 +246,7 @@ def _constrain_outputs(jaxpr: Any, resources: Sequence[Any], mesh: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
-class Plan:
+class Binding:
     """What a call of one signature does, up to the values.
 
     Attributes:
@@ -269,13 +269,13 @@ class Plan:
 
 
 @_jax.core.weakref_lru_cache
-def make_plan(
+def make_binding(
     fun: Callable,
     options: PjitOptions,
     signature: Signature,
     semantics: tuple[str, ...],
     mesh: Any,
-) -> Plan:
+) -> Binding:
     """Resolves and traces a call: everything that depends on its signature only."""
     manual = _jax.mesh.manual_axes()
     resources, given, avals = resolve_inputs(options, signature, semantics, mesh, manual)
@@ -295,17 +295,17 @@ def make_plan(
         implicit_reshard=options.implicit_reshard,
         compiler_options=options.compiler_options,
     )
-    return plan_of(
+    return binding_of(
         replace(traced, jaxpr=_constrain_outputs(traced.jaxpr, outs, mesh)),
         call,
         from_array=tuple(i for i, r in enumerate(resources) if r is FROM_ARRAY),
     )
 
 
-def plan_of(traced: Trace, call: PjitCall, from_array: tuple[int, ...] = ()) -> Plan:
-    """Builds the plan of a call, which does not know yet what the function closes over."""
+def binding_of(traced: Trace, call: PjitCall, from_array: tuple[int, ...] = ()) -> Binding:
+    """Builds the binding of a call, which does not know yet what the function closes over."""
     names = [f"closed-over value {i}" for i in range(len(traced.consts))]
-    return Plan(
+    return Binding(
         jaxpr=traced.jaxpr,
         call=call.add_inputs(names, leading=True) if names else call,
         consts=traced.consts,
