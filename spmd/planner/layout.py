@@ -65,7 +65,7 @@ class Layout:
 
     def spec(self, tensor: Placed, sizes: Mapping[str, int]) -> P:
         """Where an array lies: an entry for each dimension."""
-        return P(*spec_entries(self.places(tensor, sizes), len(tensor.shape)))
+        return P(*(e or None for e in spec_entries(self.places(tensor, sizes), len(tensor.shape))))
 
 
 def _candidates(tensor: Placed, classes: Sequence[int]) -> Iterator[int]:
@@ -73,9 +73,9 @@ def _candidates(tensor: Placed, classes: Sequence[int]) -> Iterator[int]:
         yield from (d for d, number in enumerate(tensor.classes) if number == wanted)
 
 
-def spec_entries(places: Mapping[str, int], rank: int) -> list[tuple[str, ...] | None]:
-    """Axes by dimension, or None."""
+def spec_entries(places: Mapping[str, int], rank: int) -> list[tuple[str, ...]]:
+    """Axes by dimension."""
     entries: list[list[str]] = [[] for _ in range(rank)]
     for axis, d in places.items():
         entries[d].append(axis)
-    return [tuple(axes) or None for axes in entries]
+    return [*map(tuple, entries)]

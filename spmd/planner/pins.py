@@ -6,31 +6,16 @@ The module is a copy. JAX may share the one that it lowered with a function of i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
 
 from spmd.errors import ArgumentError, Failure
+from spmd.inspection.records.plan import Entries, Pin
 from spmd.inspection.shardy import passes
 from spmd.planner.graph import Graph, numbered, pinned
 from spmd.planner.layout import Layout, spec_entries
-
-Entries = tuple[tuple[str, ...] | None, ...]
-
-
-class Pin(NamedTuple):
-    """The shardings of what an operation takes and makes.
-
-    Attributes:
-        number: of the operation, among those that plans pin.
-        name: of it in the module.
-        specs: of its operands, then of its results.
-    """
-
-    number: int
-    name: str
-    specs: tuple[Entries, ...]
 
 
 def pins_of(graph: Graph, layout: Layout, sizes: Mapping[str, int]) -> tuple[Pin, ...]:
@@ -99,7 +84,7 @@ def _check(one: Pin, found: Sequence[Any]) -> None:
 
 def sharding_text(entries: Entries, mesh: str) -> str:
     """A sharding as Shardy writes it, all of whose dimensions are closed."""
-    dimensions = ("{" + ", ".join(f'"{axis}"' for axis in axes or ()) + "}" for axes in entries)
+    dimensions = ("{" + ", ".join(f'"{axis}"' for axis in axes) + "}" for axes in entries)
     return f"#sdy.sharding<@{mesh}, [{', '.join(dimensions)}]>"
 
 
