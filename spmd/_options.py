@@ -55,7 +55,9 @@ class PjitOptions:
         object.__setattr__(self, "_hash", hash(parts))
         object.__setattr__(self, "subject", f"pjit of `{self.name}`")
         leaves = (*self.in_specs.leaves, *self.out_specs.leaves)
-        object.__setattr__(self, "is_planned", self.plan is not None or AUTO in leaves)
+        object.__setattr__(
+            self, "is_planned", self.plan is not None or any(x is AUTO for x in leaves)
+        )
 
     def __hash__(self) -> int:
         return self._hash

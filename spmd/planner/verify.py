@@ -13,7 +13,7 @@ import jax
 import spmd
 from spmd import P, _jax, stages
 from spmd._spec import UNSPECIFIED, ParsedPartitionSpec
-from spmd.inspection.records.plan import Entries, Pin
+from spmd.inspection.records.plan import Entries, Pin, Placed
 from spmd.inspection.records.report import Report
 from spmd.planner.graph import Graph
 from spmd.planner.layout import Layout
@@ -119,3 +119,21 @@ def _struct(leaf: Any) -> Any:
         weak = getattr(leaf, "weak_type", False)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
     return leaf
+
+
+def open_leaves(stage: stages.Traced | Any) -> tuple[list[Placed], list[Placed]]:
+    """Arguments and results of a trace, or of the binding of a call, that nothing places yet."""
+    if isinstance(stage, stages.Traced):
+        jaxpr, call, signature = stage._jaxpr, stage._call, stage._signature
+        consts, outs = signature.consts, signature.out_names
+    else:
+        jaxpr, call, consts, outs = stage.jaxpr, stage.call, stage.consts, stage.out_names
+    skip = len(consts)
+    return (
+        [*map(_open_leaf, call.arg_names[skip:], jaxpr.in_avals[skip:])],
+        [*map(_open_leaf, outs, jaxpr.out_avals)],
+    )
+
+
+def _open_leaf(name: str, aval: Any) -> Placed:
+    return Placed(name=name, dtype=aval.dtype.name, shape=tuple(aval.shape), spec=())
