@@ -190,10 +190,15 @@ def check_not_traced(flat: Flat, options: PjitOptions) -> None:
         raise explain(options.subject, [planned_inside(traced[0])])
 
 
+_AROUND = {
+    **dict.fromkeys(("JVPTracer", "LinearizeTracer"), "jax.grad or another derivative"),
+    "BatchTracer": "jax.vmap",
+}
+
+
 def planned_inside(tracer: Any) -> Failure:
     """A plan is of a whole program, and this call is a part of one."""
-    around = {"JVPTracer": "jax.grad or jax.jvp", "BatchTracer": "jax.vmap"}
-    outer = around.get(type(tracer).__name__, "jax.jit or another transformation")
+    outer = _AROUND.get(type(tracer).__name__, "jax.jit or another transformation")
     return Failure(
         what=f"cannot be planned inside of {outer}",
         given=f"AUTO or plan=, with a traced argument{_jax.core.used_at()}",
