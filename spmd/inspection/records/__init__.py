@@ -18,4 +18,6 @@ In the order of reading:
 - `plan`: where a program's arrays are to lie, and what else was looked at.
 - `plan_codec`: a plan as JSON, and back.
 - `pictures`: which device holds which part of an array, or of each array of a tree.
+- `plan`: where a program's arrays lie on a mesh, why, and what else was looked at.
+- `plan_codec`: a plan as JSON, and back.
 """

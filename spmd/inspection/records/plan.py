@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import dataclasses
+import math
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from spmd.inspection.records.later import Later
 from spmd.inspection.records.report import Report
 from spmd.inspection.records.shown import Paged, opened
+from spmd.inspection.records.sizes import show_seconds
 from spmd.inspection.records.time import Time
 
 if TYPE_CHECKING:
@@ -162,7 +164,7 @@ class Candidate:
         return not self.failure and (budget is None or self.needed <= budget)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan(Paged):
     """Mesh, shardings and constraints for a program, chosen by predicted time.
 
@@ -205,6 +207,11 @@ class Plan(Paged):
     program: str
     versions: Mapping[str, str]
     inside: Later[Inside] | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices the mesh has."""
+        return math.prod(self.axes.values())
 
     @property
     def constraints(self) -> tuple[SourceConstraint, ...]:
@@ -311,6 +318,12 @@ class Plan(Paged):
         """
         return opened("plans").load(path)
 
+    def __repr__(self) -> str:
+        mesh = "".join(f", {name}={size}" for name, size in self.axes.items())
+        where = f" on {self.topology}" if self.topology else ""
+        how = f"verified by {self.verified}" if self.verified else "not verified"
+        return f"<Plan of {self.name}{where}{mesh}: {show_seconds(self.seconds)} a call, {how}>"
+
     def print(self, console: Console | None = None) -> None:
         """Prints it in colour, as wide as the terminal is.
 
@@ -318,6 +331,3 @@ class Plan(Paged):
             console: to print to.
         """
         self._print(console)
-
-
-Plan.__module__ = "spmd"
