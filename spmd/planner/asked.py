@@ -164,6 +164,19 @@ def factorisations(count: int, parts: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
+def different(meshes: Sequence[Any], named: Iterable[str]) -> tuple[Any, ...]:
+    """The meshes, but one of those that differ only in which of their axes have size 1.
+
+    The axes that are `named` in what a user asks for tell meshes apart.
+    """
+    found: dict[Any, Any] = {}
+    kept = {*named}
+    for mesh in meshes:
+        axes = tuple((a if a in kept else "", size) for a, size in mesh.shape.items() if size > 1)
+        found.setdefault(axes, mesh)
+    return tuple(found.values())
+
+
 # What is fixed, and what never
 
 
