@@ -23,11 +23,13 @@ from spmd._binding import (
     Binding,
     Flat,
     check_from_array,
+    check_not_traced,
     check_refs,
     find_mesh,
     flatten,
     make_binding,
 )
+from spmd._doors import opened
 from spmd._local import global_to_local, local_to_global
 from spmd._mesh import auto_mesh, show_mesh
 from spmd._options import MISSING, PjitOptions, not_callable, parse
@@ -53,6 +55,7 @@ def pjit(
     positional_semantics: str = "global",
     implicit_reshard: str | None = None,
     compiler_options: Mapping[str, Any] | None = None,
+    plan: Any = None,
     in_shardings: Any = UNSPECIFIED,
     out_shardings: Any = UNSPECIFIED,
 ) -> Any:
@@ -66,10 +69,12 @@ def pjit(
         in_axis_resources: Specs of the arguments: one for all, a tuple with one entry per
             argument that is not static (a list counts as one), or a dict by parameter name; each
             entry is a pytree prefix of its argument. A leaf is a PartitionSpec, None
-            (replicated), a sharding, or :data:`FROM_ARRAY`. Left out: committed arrays stay
-            as they are, everything else is replicated.
+            (replicated), a sharding, :data:`FROM_ARRAY`, or :data:`AUTO`: the planner chooses.
+            Left out: committed arrays stay as they are, everything else is replicated; beside
+            AUTO for results it means AUTO.
         out_axis_resources: Specs of the results, a pytree prefix; ``P.UNCONSTRAINED`` leaves a
-            dimension to the partitioner. Left out: the partitioner chooses.
+            dimension to the partitioner, AUTO a result to the planner. Left out: the partitioner
+            chooses; beside AUTO for arguments the planner.
         static_argnums: Positions of arguments that are Python values, part of the program's key.
         donate_argnums: Positions of arguments whose buffers the program may reuse.
         static_argnames: As `static_argnums`, by name.
@@ -84,15 +89,20 @@ def pjit(
             spec says: ``"allow"`` moves it, ``"warn"`` moves it and warns, ``"error"`` refuses.
             None: what ``SPMD_IMPLICIT_RESHARD`` says, else ``"allow"``.
         compiler_options: Options for the compiler, by name.
+        plan: A :class:`Plan` that says where everything lies, instead of specs.
         in_shardings: Another name of `in_axis_resources`.
         out_shardings: Another name of `out_axis_resources`.
 
     Returns:
-        A function like `fun`, with ``.trace``, ``.lower``, ``.eval_shape`` and ``.clear_cache``.
+        A function like `fun`, with ``.trace``, ``.lower``, ``.plan``, ``.eval_shape`` and
+        ``.clear_cache``.
 
     Raises:
         TypeError: `fun` is not callable, or a leaf is no spec.
         ValueError: An option names an argument that does not exist, or two options disagree.
+
+    A call of the function raises :class:`PlanError` where the plan is of another program, mesh or
+    version, and where the call is a part of a larger program.
 
     Example:
         >>> with Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model")):
@@ -129,6 +139,8 @@ class _Line:
         _jax.rules.load_late_rules()
         options = self.options
         flat = flatten(options, args, kwargs)
+        if options.is_planned:
+            check_not_traced(flat, options)
         mesh = find_mesh(options, flat)
         binding = make_binding(self.fun, options, flat.signature, flat.semantics, mesh)
         if binding.from_array:
@@ -188,6 +200,27 @@ class PjitFunction:
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
         """Traces and lowers for these arguments; see :meth:`trace`."""
         return self.trace(*args, **kwargs).lower()
+
+    @_jax.core.api_boundary
+    def plan(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Returns where arguments, results and what is inside lie, and why.
+
+        That is the plan of a function with AUTO among its specs, or with ``plan=``; of any other
+        function it is what `spmd.plan` chooses for the active mesh.
+
+        Args:
+            *args: Arrays, or ``jax.ShapeDtypeStruct``.
+            **kwargs: Likewise, by name.
+
+        Returns:
+            A :class:`Plan`.
+
+        Raises:
+            PlanError: No plan is possible.
+        """
+        if self._line.options.is_planned:
+            return self._line.walk(args, kwargs)[1].plan
+        return opened("plan")(self, *args, **kwargs)
 
     @_jax.core.api_boundary
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:

@@ -15,14 +15,15 @@ from spmd import _jax
 from spmd._arguments import argument_specs, describe_leaves, split_arguments
 from spmd._call import PjitCall
 from spmd._constraint import sharding_constraint_p
+from spmd._doors import opened
 from spmd._local import global_shape
-from spmd._mesh import active_mesh, auto_mesh, check_parts, enclosing_pjit
+from spmd._mesh import active_mesh, auto_mesh, check_parts, enclosing_pjit, plain_mesh
 from spmd._options import PjitOptions, mesh_clash
 from spmd._pjit import nested_mesh_failure
 from spmd._resolve import from_array_failure, mesh_of, no_mesh, resolve_leaves
 from spmd._spec import FROM_ARRAY, UNSPECIFIED, ParsedPartitionSpec
 from spmd._trace import Signature, Trace, trace
-from spmd.errors import ArgumentError, Failure, explain
+from spmd.errors import ArgumentError, Failure, PlanError, explain
 
 # Flatten
 
@@ -114,6 +115,8 @@ def find_mesh(options: PjitOptions, flat: Flat) -> Any:
     shardings = [x for x in leaves if isinstance(x, Sharding)]
     leaf_mesh = mesh_of(shardings) if shardings else None
     mesh = options.mesh if options.mesh is not None else active_mesh()
+    if mesh is None and options.plan is not None:
+        mesh = plain_mesh(options.plan.mesh)
     if mesh is not None:
         specs = (options.in_specs, options.out_specs)
         clash = mesh_clash("the context", mesh, specs) if shardings else []
@@ -178,6 +181,32 @@ def check_from_array(flat: Flat, binding: Binding, options: PjitOptions) -> None
     ]
     if failures := [f for f in failures if f]:
         raise explain(options.subject, failures)
+
+
+def check_not_traced(flat: Flat, options: PjitOptions) -> None:
+    """Checks that a call whose places a plan says is the outermost program."""
+    traced = [x for x in flat.leaves if isinstance(x, _jax.core.Tracer)]
+    if traced:
+        raise explain(options.subject, [planned_inside(traced[0])])
+
+
+_AROUND = {
+    **dict.fromkeys(("JVPTracer", "LinearizeTracer"), "jax.grad or another derivative"),
+    "BatchTracer": "jax.vmap",
+}
+
+
+def planned_inside(tracer: Any) -> Failure:
+    """A plan is of a whole program, and this call is a part of one."""
+    outer = _AROUND.get(type(tracer).__name__, "jax.jit or another transformation")
+    return Failure(
+        what=f"cannot be planned inside of {outer}",
+        given=f"AUTO or plan=, with a traced argument{_jax.core.used_at()}",
+        expected="the outermost program: a plan places its arguments and results",
+        fix="plan the outer function: pjit(outer, in_axis_resources=AUTO);\n"
+        "or write the specs that spmd.plan(...).code() prints",
+        error=PlanError,
+    )
 
 
 def check_refs(flat: Flat, binding: Binding, options: PjitOptions) -> None:
@@ -257,6 +286,7 @@ class Binding:
         out_names: What to call each result.
         from_array: Indices of the arguments under FROM_ARRAY.
         refs: Indices of the mutable references among constants and arguments.
+        plan: Of the planner, if it says where something lies.
     """
 
     jaxpr: Any
@@ -266,6 +296,7 @@ class Binding:
     out_names: tuple[str, ...]
     from_array: tuple[int, ...]
     refs: tuple[int, ...]
+    plan: Any = None
 
 
 @_jax.core.weakref_lru_cache
@@ -295,11 +326,15 @@ def make_binding(
         implicit_reshard=options.implicit_reshard,
         compiler_options=options.compiler_options,
     )
-    return binding_of(
+    binding = binding_of(
         replace(traced, jaxpr=_constrain_outputs(traced.jaxpr, outs, mesh)),
         call,
         from_array=tuple(i for i, r in enumerate(resources) if r is FROM_ARRAY),
     )
+    if not options.is_planned:
+        return binding
+    call, plan = opened("plan_of_call")(binding, options, signature)
+    return replace(binding, call=call, plan=plan)
 
 
 def binding_of(traced: Trace, call: PjitCall, from_array: tuple[int, ...] = ()) -> Binding:
