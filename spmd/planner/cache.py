@@ -16,8 +16,9 @@ import tempfile
 from typing import Any
 
 from spmd.errors import SpmdError
+from spmd.inspection.records import codec
 from spmd.inspection.records.plan import Plan
-from spmd.inspection.records.plan_codec import load, text_of
+from spmd.inspection.records.plan_codec import encode, load
 
 logger = logging.getLogger(__name__)
 
@@ -70,13 +71,9 @@ def keep(key: str, plan: Plan) -> None:
         return
     try:
         where.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=where, suffix=".tmp")
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                file.write(text_of(plan, force=False))
-            os.replace(name, where / f"{key}.json")
-        except BaseException:
-            os.unlink(name)
-            raise
+        with tempfile.TemporaryDirectory(dir=where) as own:
+            whole = Path(own) / "plan.json"
+            codec.write(encode(plan, force=False), whole)
+            os.replace(whole, where / f"{key}.json")
     except OSError as e:
         logger.debug("Cannot keep a plan in %s: %s", where, e)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import hashlib
 import os
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,8 +15,11 @@ import jax.tree_util as jtu
 
 from spmd import _mesh
 from spmd.errors import ArgumentError, Failure, MeshError, PlanError, explain
+from spmd.inspection.records import plan_codec
 from spmd.inspection.records.plan import Placed, Plan
+from spmd.inspection.records.plan_codec import save_json
 from spmd.inspection.records.report import Shape
+from spmd.inspection.show import plan as show
 from spmd.planner.graph import numbered
 from spmd.planner.pins import MisfitError, pin
 from spmd.planner.verify import spec_of_entries
@@ -209,27 +213,22 @@ def code_of(plan: Plan) -> str:
 
 def why(plan: Plan, path: str) -> str:
     """What other places of an argument or result would cost."""
-    from spmd.inspection.show.plan import why as show
-
-    return show(plan, path)
+    return show.why(plan, path)
 
 
 def difference(one: Plan, other: Plan) -> str:
     """What another plan does otherwise."""
-    from spmd.inspection.show.plan import difference as show
-
-    return show(one, other)
+    return show.difference(one, other)
 
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Writes a plan to a file."""
-    from spmd.inspection.records.plan_codec import save_json
-
-    save_json(plan, path)
+    if Path(path).suffix.lower() == ".html":
+        Path(path).write_text(plan.to_html(), encoding="utf-8")
+    else:
+        save_json(plan, path)
 
 
 def load(path: str | os.PathLike[str]) -> Plan:
     """Reads a plan from a file."""
-    from spmd.inspection.records.plan_codec import load as read
-
-    return read(path)
+    return plan_codec.load(path)

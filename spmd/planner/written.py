@@ -16,8 +16,10 @@ from spmd.errors import SpmdError
 
 def has_auto(f: Any) -> bool:
     """Whether AUTO is among the specs of a function."""
-    return isinstance(f, PjitFunction) and f._line.options.plan is None and any(
-        leaf is AUTO for leaf in _leaves(f)
+    return (
+        isinstance(f, PjitFunction)
+        and f._line.options.plan is None
+        and any(leaf is AUTO for leaf in _leaves(f))
     )
 
 
@@ -48,7 +50,9 @@ def given_specs(f: PjitFunction, args: Sequence[Any], mesh: Any) -> Iterator[tup
             yield name, resource.to_partition_spec()
 
 
-def lowered_as_written(f: PjitFunction, args: Sequence[Any], meshes: Sequence[Any]) -> Iterator[Any]:
+def lowered_as_written(
+    f: PjitFunction, args: Sequence[Any], meshes: Sequence[Any]
+) -> Iterator[Any]:
     """The program as it is, for each mesh that its specs fit."""
     for mesh in meshes:
         try:

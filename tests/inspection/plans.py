@@ -42,9 +42,7 @@ def tree(root):
     """Parameters, a count and two moments below a name."""
     below = [f"{root}['params']", f"{root}['opt'].mu", f"{root}['opt'].nu"]
     count = [placed(f"{root}['opt'].count", (), (), dtype="s32")]
-    arrays = [
-        [placed(f"{at}['{name}']", *given) for name, given in PARAMS.items()] for at in below
-    ]
+    arrays = [[placed(f"{at}['{name}']", *given) for name, given in PARAMS.items()] for at in below]
     return (*arrays[0], *count, *arrays[1], *arrays[2])
 
 

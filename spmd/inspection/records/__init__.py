@@ -15,8 +15,6 @@ In the order of reading:
 - `diff`: what differs between two reports, and how the rows of two programs are matched.
 - `fit`: whether a program fits, and up to which size.
 - `sweep`: one program on several meshes.
-- `plan`: where a program's arrays are to lie, and what else was looked at.
-- `plan_codec`: a plan as JSON, and back.
 - `pictures`: which device holds which part of an array, or of each array of a tree.
 - `plan`: where a program's arrays lie on a mesh, why, and what else was looked at.
 - `plan_codec`: a plan as JSON, and back.

@@ -116,9 +116,7 @@ def _misfits(plan: Plan) -> Iterator[Failure]:
         yield from _misplaced(where, arrays, plan.axes)
 
 
-def _misplaced(
-    where: str, arrays: Sequence[Placed], axes: Mapping[str, int]
-) -> Iterator[Failure]:
+def _misplaced(where: str, arrays: Sequence[Placed], axes: Mapping[str, int]) -> Iterator[Failure]:
     for i, one in enumerate(arrays):
         place, named = f"{where}[{i}].spec", [axis for entry in one.spec for axis in entry]
         if len(one.spec) != len(one.shape):

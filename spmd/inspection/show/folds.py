@@ -124,9 +124,7 @@ def _all_merged(
     return [*rows]
 
 
-def _merged(
-    rows: Sequence[Fold[_Item]], look: Callable[[_Item], Hashable]
-) -> list[Fold[_Item]]:
+def _merged(rows: Sequence[Fold[_Item]], look: Callable[[_Item], Hashable]) -> list[Fold[_Item]]:
     """Rows of one look whose paths differ in one place as one; the last place comes first."""
     most = max((len(row.parts) for row in rows), default=0)
     for place in range(1, most + 1):
@@ -155,9 +153,7 @@ def _together(group: Sequence[Fold[_Item]], place: int) -> Fold[_Item]:
 # What differs between a beginning and an end, such as parameters and their moments
 
 
-def _bridged(
-    rows: Sequence[Fold[_Item]], look: Callable[[_Item], Hashable]
-) -> list[Fold[_Item]]:
+def _bridged(rows: Sequence[Fold[_Item]], look: Callable[[_Item], Hashable]) -> list[Fold[_Item]]:
     found: dict[Hashable, list[Fold[_Item]]] = {}
     for row in rows:
         found.setdefault((row.parts[0], row.parts[-1], look(row.items[0])), []).append(row)
@@ -182,7 +178,9 @@ def _bridge(group: list[Fold[_Item]]) -> list[Fold[_Item]]:
 def _alike(paths: Sequence[_Parts], most: int) -> int:
     """How many steps all paths begin with alike, up to a number."""
     steps = zip(*paths, strict=False)
-    same = itertools.takewhile(lambda step: len({*step}) == 1, itertools.islice(steps, max(0, most)))
+    same = itertools.takewhile(
+        lambda step: len({*step}) == 1, itertools.islice(steps, max(0, most))
+    )
     return sum(1 for _ in same)
 
 

@@ -271,7 +271,9 @@ def _wholes(a: Plan, b: Plan) -> Iterator[tuple[str, str, str]]:
         "budget": ["none" if one.budget is None else show_bytes(one.budget) for one in (a, b)],
         "sent by a device": [show_bytes(one.chosen.sent) for one in (a, b)],
     }
-    splits = [{axis: f"{size}: {classes}" for axis, size, classes in said.splits(p)} for p in (a, b)]
+    splits = [
+        {axis: f"{size}: {classes}" for axis, size, classes in said.splits(p)} for p in (a, b)
+    ]
     for axis in dict.fromkeys([*splits[0], *splits[1]]):
         pairs[f"axis {axis}"] = [side.get(axis, "none") for side in splits]
     for what, (left, right) in pairs.items():
