@@ -19,7 +19,6 @@ from reports import (
 )
 from schemas import faults, schema_of, undocumented
 
-import spmd
 from spmd import Report
 from spmd.errors import ReportError
 from spmd.inspection import Cost, Origins, Shapes

@@ -206,7 +206,7 @@ def test_other_kinds(tmp_path):
     with pytest.raises(ReportError, match="is no report"):
         Report.from_json(encoded(GPT))
     (tmp_path / "p.json").write_text("{")
-    with pytest.raises(ReportError, match="expected  a file that plan.save\\(\\) wrote"):
+    with pytest.raises(ReportError, match=r"expected  a file that plan.save\(\) wrote"):
         plan_codec.load(tmp_path / "p.json")
 
 

@@ -19,9 +19,10 @@ def rows(paths):
     [
         ("x", ["x"]),
         ("state['a.b'][0].mu", ["state", "['a.b']", "[0]", ".mu"]),
-        ('w["it\'s"][\'[x]\']', ["w", '["it\'s"]', "['[x]']"]),
+        ("w[\"it's\"]['[x]']", ["w", '["it\'s"]', "['[x]']"]),
         ("x[<flat index 2>]", ["x", "[<flat index 2>]"]),
         ("", [""]),
+        ("odd.['", ["odd.['"]),
     ],
 )
 def test_steps_of_a_path(path, parts):
