@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 import copy
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import spmd
 from spmd import P, _jax, stages
@@ -136,4 +138,15 @@ def open_leaves(stage: stages.Traced | Any) -> tuple[list[Placed], list[Placed]]
 
 
 def _open_leaf(name: str, aval: Any) -> Placed:
-    return Placed(name=name, dtype=aval.dtype.name, shape=tuple(aval.shape), spec=())
+    return Placed(name=name, dtype=_dtype(aval), shape=tuple(aval.shape), spec=())
+
+
+_LETTERS = {"int": "s", "uint": "u", "float": "f", "bfloat": "bf", "complex": "c"}
+
+
+def _dtype(aval: Any) -> str:
+    """XLA's name of an element type; of keys, that of what they are made of."""
+    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        return "u32"
+    kind, size, rest = re.fullmatch(r"([a-z]+)(\d*)(.*)", aval.dtype.name).groups()
+    return "pred" if kind == "bool" else _LETTERS[kind] + size + rest.replace("_", "")
