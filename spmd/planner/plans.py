@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import hashlib
 import os
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +16,6 @@ from spmd import _mesh
 from spmd.errors import ArgumentError, Failure, MeshError, PlanError, explain
 from spmd.inspection.records import plan_codec
 from spmd.inspection.records.plan import Placed, Plan
-from spmd.inspection.records.plan_codec import save_json
 from spmd.inspection.records.report import Shape
 from spmd.inspection.show import plan as show
 from spmd.planner.graph import numbered
@@ -223,10 +221,7 @@ def difference(one: Plan, other: Plan) -> str:
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Writes a plan to a file."""
-    if Path(path).suffix.lower() == ".html":
-        Path(path).write_text(plan.to_html(), encoding="utf-8")
-    else:
-        save_json(plan, path)
+    plan_codec.save(plan, path)
 
 
 def load(path: str | os.PathLike[str]) -> Plan:

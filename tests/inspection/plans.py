@@ -81,7 +81,8 @@ def compiled(name, seconds, peak, **fields):
 CONSTRAINTS = (
     SourceConstraint(
         file="/w/model/transformer.py", line=42, column=8, end_line=42, end_column=20,
-        function="block", expression="h @ w['up']", operation="dot_general", spec=(DATA, NONE, MODEL),
+        function="block", expression="h @ w['up']", operation="dot_general",
+        spec=(DATA, NONE, MODEL),
     ),
     SourceConstraint(
         file="/w/model/transformer.py", line=57, column=None, end_line=None, end_column=None,

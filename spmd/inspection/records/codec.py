@@ -95,6 +95,7 @@ def _encode_collective(one: Collective, frames: _Table[Source]) -> dict[str, Any
 
 
 def encode_time(one: Time) -> dict[str, Any]:
+    """A time, with the figures that follow from it."""
     derived = {"exchange": one.exchange, "exposed": values(one.exposed), "bound": one.bound}
     return {**values(one), **derived}
 
@@ -127,21 +128,26 @@ def _encode_totals(report: Report) -> dict[str, Any]:
 
 def save(report: Report, path: str | os.PathLike[str]) -> None:
     """Writes a report to a file, as `Report.save` says."""
+    if is_page(path, "report", f"report of `{report.name}`"):
+        Path(path).write_text(report.to_html(), encoding="utf-8")
+    else:
+        write(encode(report), Path(path))
+
+
+def is_page(path: str | os.PathLike[str], noun: str, subject: str) -> bool:
+    """Whether a file is to be a page, by its ending; an error where it is to be neither."""
     path = Path(path)
-    if path.suffix.lower() == ".html":
-        path.write_text(report.to_html(), encoding="utf-8")
-        return
-    if path.suffix.lower() != ".json":
-        near = ".html" if "htm" in path.suffix.lower() else ".json"
-        failure = Failure(
-            what=f"cannot be saved as `{path}`",
-            expected="a file name that ends in .json or .html",
-            got=f"the ending {path.suffix!r}" if path.suffix else "a name without an ending",
-            fix=f"report.save({str(path.with_suffix(near))!r})" if path.name else "",
-            error=ReportError,
-        )
-        raise explain(f"report of `{report.name}`", [failure])
-    write(encode(report), path)
+    if (suffix := path.suffix.lower()) in (".json", ".html"):
+        return suffix == ".html"
+    near = ".html" if "htm" in suffix else ".json"
+    failure = Failure(
+        what=f"cannot be saved as `{path}`",
+        expected="a file name that ends in .json or .html",
+        got=f"the ending {path.suffix!r}" if path.suffix else "a name without an ending",
+        fix=f"{noun}.save({str(path.with_suffix(near))!r})" if path.name else "",
+        error=ReportError,
+    )
+    raise explain(subject, [failure])
 
 
 def write(data: Mapping[str, Any], path: Path) -> None:
@@ -203,7 +209,7 @@ _FIX = "pass what report.to_json() gives or report.save() writes"
 
 
 def other_version(data: Any, schema: str = SCHEMA, fix: str = _FIX) -> Failure | None:
-    """Why values are of no file of a kind and version, such as ``spmd-report/1``; None if they are."""
+    """Why values are of no file of a kind and version, such as ``spmd-report/1``; None if so."""
     is_object = isinstance(data, Mapping)
     given = data.get("schema") if is_object else None
     if given == schema:
@@ -294,6 +300,7 @@ class Reader:
         return record(**fields) if complete else None
 
     def mesh(self, hint: Any, value: Any, path: str) -> dict | None:
+        """Axes as `encode_mesh` writes them."""
         if not isinstance(value, list) or not all(isinstance(a, Mapping) for a in value):
             return self.wrong(path, "an array of objects", value)
         if not all(isinstance(axis.get("axis"), str) for axis in value):
@@ -314,6 +321,7 @@ class Reader:
         return None if origins is None else known(origins)
 
     def wrong(self, path: str, expected: str, value: Any) -> None:
+        """Keeps in mind that a value is wrong."""
         got = json.dumps(value, default=repr)
         got = got if len(got) <= 60 else f"{got[:57]}..."
         what = f"has a wrong value in {path or 'its root'}"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import dataclasses
 import math
 import os
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from spmd.inspection.records.later import Later
@@ -54,6 +55,25 @@ class Placed:
     spec: Entries
     is_fixed: bool = False
     prices: tuple[Price, ...] = ()
+
+    def nbytes_on(self, axes: Mapping[str, int]) -> int | None:
+        """Bytes of it on a device of a mesh; None where its element type has no size.
+
+        Args:
+            axes: sizes of the mesh axes.
+        """
+        if (width := _width(self.dtype)) is None:
+            return None
+        parts = math.prod(axes.get(axis, 1) for entry in self.spec for axis in entry)
+        return -(-math.prod(self.shape) * width // 8) // max(1, parts)
+
+
+def _width(dtype: str) -> int | None:
+    """Bits of an element: of ``float32`` and ``f32``, ``int4``, ``float8_e4m3fn``, ``bool``."""
+    if dtype in ("bool", "pred"):
+        return 8
+    found = re.match(r"[a-z]+(\d+)", dtype)
+    return int(found[1]) if found else None
 
 
 class Pin(NamedTuple):

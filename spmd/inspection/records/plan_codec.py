@@ -5,7 +5,7 @@ The report of the compiled program stands inside as `codec` writes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import os
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,14 @@ def _encode_candidate(one: Candidate) -> dict[str, Any]:
     orders = [{"axis": axis, "classes": [*names]} for axis, names in one.orders.items()]
     data = codec.values(one, {Time: codec.encode_time})
     return data | {"axes": codec.encode_mesh(one.axes), "orders": orders}
+
+
+def save(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Writes a plan to a file, as `Plan.save` says."""
+    if codec.is_page(path, "plan", f"plan of `{plan.name}`"):
+        Path(path).write_text(plan.to_html(), encoding="utf-8")
+    else:
+        save_json(plan, path)
 
 
 def save_json(plan: Plan, path: str | os.PathLike[str]) -> None:
@@ -98,7 +106,7 @@ class _Reader(codec.Reader):
             axis: self.read(tuple[str, ...], names, f"{path}.{axis}") for axis, names in classes
         }
 
-    SPECIAL = {
+    SPECIAL: Mapping[tuple[type, str], Callable[..., Any]] = {
         **codec.Reader.SPECIAL,
         (Plan, "axes"): codec.Reader.mesh,
         (Plan, "report"): _report,

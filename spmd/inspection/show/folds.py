@@ -1,17 +1,17 @@
 """Paths of arrays as few rows: those that differ in one place, and are alike, are one.
 
-``w['q']`` and ``w['k']`` are ``w['q', 'k']``, and all that is below ``w`` is ``w``. A row stands for
-exactly the arrays that it names.
+``w['q']`` and ``w['k']`` are ``w['q', 'k']``, and all that is below ``w`` is ``w``. A row stands
+for exactly the arrays that it names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 import dataclasses
 import itertools
 import math
 import re
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 _Item = TypeVar("_Item")
 _Parts: TypeAlias = tuple[tuple[str, ...], ...]
@@ -72,29 +72,29 @@ def folded(
 
 def parts_of(path: str) -> tuple[str, ...]:
     """The steps of a path: ``state``, ``['params']``, ``.mu``, ``[0]``."""
-    return tuple(_PART.findall(path)) or (path,)
+    parts = tuple(_PART.findall(path))
+    return parts if "".join(parts) == path and parts else (path,)
 
 
 # What is whole: a part of the tree all of whose arrays are alike.
 
-_Tree: TypeAlias = dict[str, "_Tree[_Item]"] | list[_Item]
+_Tree: TypeAlias = dict[str, Any]
+"""By the next step of a path what is below; the items whose path ends here have an empty step."""
 
 
-def _tree(items: Iterable[_Item], name: Callable[[_Item], str]) -> dict[str, _Tree]:
-    """Items by the steps of their paths; several of one path, or one above another, share it."""
-    root: dict[str, _Tree] = {}
+def _tree(items: Iterable[_Item], name: Callable[[_Item], str]) -> _Tree:
+    root: _Tree = {}
     for one in items:
         at = root
         for part in parts_of(name(one)):
-            at = at.setdefault(part, {})  # type: ignore[assignment]
-        at.setdefault("", []).append(one)  # type: ignore[union-attr]
+            at = at.setdefault(part, {})
+        at.setdefault("", []).append(one)
     return root
 
 
-def _whole(
-    tree: Mapping[str, _Tree], at: _Parts, look: Callable[[_Item], Hashable]
-) -> Iterator[Fold[_Item]]:
-    below = [*_leaves(tree)]
+def _whole(tree: _Tree, at: _Parts, look: Callable[[_Item], Hashable]) -> Iterator[Fold[_Item]]:
+    """The largest parts of a tree whose items are all alike."""
+    below: list[_Item] = [*_leaves(tree)]
     if at and len({look(one) for one in below}) == 1:
         yield Fold(at, tuple(below))
         return
@@ -105,12 +105,9 @@ def _whole(
             yield from (Fold(at, (one,)) for one in inner)
 
 
-def _leaves(tree: _Tree) -> Iterator[_Item]:
-    if isinstance(tree, list):
-        yield from tree
-        return
+def _leaves(tree: _Tree) -> Iterator[Any]:
     for inner in tree.values():
-        yield from _leaves(inner)
+        yield from _leaves(inner) if isinstance(inner, dict) else inner
 
 
 # What differs in one place

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-import math
 import operator
 from typing import Any, NamedTuple
 
 from spmd.inspection.records.plan import Candidate, Entries, Placed, Plan, Price
-from spmd.inspection.records.report import Shape
 from spmd.inspection.records.sizes import show_bytes, show_seconds, show_share
 from spmd.inspection.show import words
 from spmd.inspection.show.folds import Fold, folded, parts_of
@@ -140,17 +138,8 @@ def trimmed(spec: Entries) -> Entries:
 
 def nbytes(found: Iterable[Placed], axes: Mapping[str, int]) -> int | None:
     """Bytes on a device of some arrays; None where an element type is not known."""
-    try:
-        return sum(
-            Shape(dtype=one.dtype, dims=one.shape).nbytes // max(1, _parts(one, axes))
-            for one in found
-        )
-    except KeyError:
-        return None
-
-
-def _parts(one: Placed, axes: Mapping[str, int]) -> int:
-    return math.prod(axes.get(axis, 1) for entry in one.spec for axis in entry)
+    sizes = [one.nbytes_on(axes) for one in found]
+    return None if None in sizes else sum(filter(None, sizes))
 
 
 class Lying(NamedTuple):
