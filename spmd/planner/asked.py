@@ -29,7 +29,7 @@ from spmd.inspection.compile.topology import hbm_bytes, topology as describe
 from spmd.inspection.records.plan import Placed
 from spmd.inspection.records.sizes import parse_bytes
 from spmd.inspection.timing.chips import CHIPS, Chip, chip_of
-from spmd.planner.graph import Graph
+from spmd.planner.structure import Graph
 
 STAND_IN = "v5e"
 """Whose figures a plan uses for devices that have none, such as CPUs."""

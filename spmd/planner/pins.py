@@ -14,16 +14,19 @@ from jax.extend.mlir.dialects import sdy
 from spmd.errors import ArgumentError, Failure
 from spmd.inspection.records.plan import Entries, Pin
 from spmd.inspection.shardy import passes
-from spmd.planner.graph import Graph, numbered, pinned
-from spmd.planner.layout import Layout, spec_entries
+from spmd.planner.graph import numbered
+from spmd.planner.layout import Fixed, Layout, places_of, spec_entries
+from spmd.planner.structure import Graph, pinned
 
 
-def pins_of(graph: Graph, layout: Layout, sizes: Mapping[str, int]) -> tuple[Pin, ...]:
-    """What a layout says of each operation that is pinned."""
+def pins_of(
+    graph: Graph, layout: Layout, sizes: Mapping[str, int], fixed: Fixed | None = None
+) -> tuple[Pin, ...]:
+    """What a layout says of each operation that is pinned; arguments may have fixed places."""
+    places = places_of(graph.tensors, layout, sizes, fixed)
 
     def entries(i: int) -> Entries:
-        tensor = graph.tensors[i]
-        return tuple(spec_entries(layout.places(tensor, sizes), len(tensor.shape)))
+        return tuple(spec_entries(places[i], len(graph.tensors[i].shape)))
 
     return tuple(
         Pin(number, f"stablehlo.{one.name}", tuple(entries(i) for i in one.tensors))
