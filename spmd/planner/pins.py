@@ -46,23 +46,34 @@ def pin(module: Any, pins: Sequence[Pin], mesh: str = "mesh") -> None:
             of another rank would end the process in Shardy.
     """
     operations = numbered(module.operation)
+    held: dict[Any, Any] = {}
     with module.context, ir.Location.unknown(module.context):
         for one in pins:
             _check(one, operations[one.number : one.number + 1])
             operation = operations[one.number]
             for n, entries in enumerate(one.specs[: len(operation.operands)]):
                 if entries:
-                    with ir.InsertionPoint(operation):
-                        held = sdy.ShardingConstraintOp(
-                            operation.operands[n], _sharding(entries, mesh)
-                        )
-                    operation.operands[n] = held.result
+                    operation.operands[n] = _constrained(operation, n, _sharding(entries, mesh), held)
             for result, entries in _results(operation, one):
                 users = [*result.uses]
                 with ir.InsertionPoint.after(operation):
-                    held = sdy.ShardingConstraintOp(result, _sharding(entries, mesh))
+                    value = sdy.ShardingConstraintOp(result, _sharding(entries, mesh)).result
                 for use in users:
-                    passes.operation_of(use.owner).operands[use.operand_number] = held.result
+                    passes.operation_of(use.owner).operands[use.operand_number] = value
+                held[value, str(_sharding(entries, mesh)), operation.block] = value
+
+
+def _constrained(operation: Any, n: int, sharding: Any, held: dict[Any, Any]) -> Any:
+    """An operand with a constraint: what was constrained so before in its block has one already.
+
+    The compiler would keep two of them apart, and send what they ask for twice.
+    """
+    value = operation.operands[n]
+    key = value, str(sharding), operation.block
+    if key not in held:
+        with ir.InsertionPoint(operation):
+            held[key] = sdy.ShardingConstraintOp(value, sharding).result
+    return held[key]
 
 
 def _results(operation: Any, one: Pin) -> Iterator[tuple[Any, Entries]]:
