@@ -1,7 +1,7 @@
 """pjit: the straight line from a user's call to the devices.
 
 parse (at decoration, `_options`) -> flatten -> resolve inputs -> trace -> resolve outputs ->
-PjitCall (`_plan`) -> bind (here) -> impl rule (`_pjit`) -> lower -> compile -> execute
+PjitCall (`_binding`) -> bind (here) -> impl rule (`_pjit`) -> lower -> compile -> execute
 (`_dispatch`) -> unflatten. `trace()`, `lower()` and `compile()` stop at a point on it. The eager
 call is the same line behind the C++ dispatcher's lookup.
 """
@@ -19,19 +19,21 @@ import jax.tree_util as jtu
 
 from spmd import _dispatch, _jax
 from spmd._arguments import describe_leaves
+from spmd._binding import (
+    Binding,
+    Flat,
+    check_from_array,
+    check_not_traced,
+    check_refs,
+    find_mesh,
+    flatten,
+    make_binding,
+)
+from spmd._doors import opened
 from spmd._local import global_to_local, local_to_global
 from spmd._mesh import auto_mesh, show_mesh
 from spmd._options import MISSING, PjitOptions, not_callable, parse
 from spmd._pjit import clear_rule_caches, pjit_p
-from spmd._plan import (
-    Flat,
-    Plan,
-    check_from_array,
-    check_refs,
-    find_mesh,
-    flatten,
-    make_plan,
-)
 from spmd._spec import UNSPECIFIED, ParsedPartitionSpec
 from spmd._trace import clear_trace_cache, evict_trace
 from spmd.errors import Failure, MeshError, explain
@@ -53,6 +55,7 @@ def pjit(
     positional_semantics: str = "global",
     implicit_reshard: str | None = None,
     compiler_options: Mapping[str, Any] | None = None,
+    plan: Any = None,
     in_shardings: Any = UNSPECIFIED,
     out_shardings: Any = UNSPECIFIED,
 ) -> Any:
@@ -66,10 +69,12 @@ def pjit(
         in_axis_resources: Specs of the arguments: one for all, a tuple with one entry per
             argument that is not static (a list counts as one), or a dict by parameter name; each
             entry is a pytree prefix of its argument. A leaf is a PartitionSpec, None
-            (replicated), a sharding, or :data:`FROM_ARRAY`. Left out: committed arrays stay
-            as they are, everything else is replicated.
+            (replicated), a sharding, :data:`FROM_ARRAY`, or :data:`AUTO`: the planner chooses.
+            Left out: committed arrays stay as they are, everything else is replicated; beside
+            AUTO for results it means AUTO.
         out_axis_resources: Specs of the results, a pytree prefix; ``P.UNCONSTRAINED`` leaves a
-            dimension to the partitioner. Left out: the partitioner chooses.
+            dimension to the partitioner, AUTO a result to the planner. Left out: the partitioner
+            chooses; beside AUTO for arguments the planner.
         static_argnums: Positions of arguments that are Python values, part of the program's key.
         donate_argnums: Positions of arguments whose buffers the program may reuse.
         static_argnames: As `static_argnums`, by name.
@@ -84,15 +89,20 @@ def pjit(
             spec says: ``"allow"`` moves it, ``"warn"`` moves it and warns, ``"error"`` refuses.
             None: what ``SPMD_IMPLICIT_RESHARD`` says, else ``"allow"``.
         compiler_options: Options for the compiler, by name.
+        plan: A :class:`Plan` that says where everything lies, instead of specs.
         in_shardings: Another name of `in_axis_resources`.
         out_shardings: Another name of `out_axis_resources`.
 
     Returns:
-        A function like `fun`, with ``.trace``, ``.lower``, ``.eval_shape`` and ``.clear_cache``.
+        A function like `fun`, with ``.trace``, ``.lower``, ``.plan``, ``.eval_shape`` and
+        ``.clear_cache``.
 
     Raises:
         TypeError: `fun` is not callable, or a leaf is no spec.
         ValueError: An option names an argument that does not exist, or two options disagree.
+
+    A call of the function raises :class:`PlanError` where the plan is of another program, mesh or
+    version, and where the call is a part of a larger program.
 
     Example:
         >>> with Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model")):
@@ -124,22 +134,24 @@ class _Line:
     fun: Callable
     options: PjitOptions
 
-    def plan(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Flat, Plan]:
+    def walk(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Flat, Binding]:
         """Walks the line up to the bind."""
         _jax.rules.load_late_rules()
         options = self.options
         flat = flatten(options, args, kwargs)
+        if options.is_planned:
+            check_not_traced(flat, options)
         mesh = find_mesh(options, flat)
-        plan = make_plan(self.fun, options, flat.signature, flat.semantics, mesh)
-        if plan.from_array:
-            check_from_array(flat, plan, options)
-        if len(plan.refs) > 1:
-            check_refs(flat, plan, options)
-        return flat, plan
+        binding = make_binding(self.fun, options, flat.signature, flat.semantics, mesh)
+        if binding.from_array:
+            check_from_array(flat, binding, options)
+        if len(binding.refs) > 1:
+            check_refs(flat, binding, options)
+        return flat, binding
 
     def clear(self) -> None:
         """Forgets all traces and programs."""
-        make_plan.evict_weakref(self.fun)
+        make_binding.evict_weakref(self.fun)
         evict_trace(self.fun)
 
 
@@ -171,23 +183,44 @@ class PjitFunction:
             **kwargs: Likewise, by name.
         """
         line = self._line
-        flat, plan = line.plan(args, kwargs)
+        flat, binding = line.walk(args, kwargs)
         signature = Origin(
             params=line.options.params,
             positions=flat.signature.positions,
             statics=flat.signature.statics,
             in_tree=flat.signature.tree,
-            out_tree=plan.out_tree,
-            out_names=plan.out_names,
-            consts=plan.consts,
+            out_tree=binding.out_tree,
+            out_names=binding.out_names,
+            consts=binding.consts,
         )
-        placed = _jax.dispatch.placed_shardings((*plan.consts, *flat.leaves))
-        return Traced(plan.jaxpr, plan.call, placed, signature)
+        placed = _jax.dispatch.placed_shardings((*binding.consts, *flat.leaves))
+        return Traced(binding.jaxpr, binding.call, placed, signature)
 
     @_jax.core.api_boundary
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
         """Traces and lowers for these arguments; see :meth:`trace`."""
         return self.trace(*args, **kwargs).lower()
+
+    @_jax.core.api_boundary
+    def plan(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Returns where arguments, results and what is inside lie, and why.
+
+        That is the plan of a function with AUTO among its specs, or with ``plan=``; of any other
+        function it is what `spmd.plan` chooses for the active mesh.
+
+        Args:
+            *args: Arrays, or ``jax.ShapeDtypeStruct``.
+            **kwargs: Likewise, by name.
+
+        Returns:
+            A :class:`Plan`.
+
+        Raises:
+            PlanError: No plan is possible.
+        """
+        if self._line.options.is_planned:
+            return self._line.walk(args, kwargs)[1].plan
+        return opened("plan")(self, *args, **kwargs)
 
     @_jax.core.api_boundary
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -220,62 +253,62 @@ def instance_of(kind: type[PjitFunction], fun: Callable, line: Any, call: Callab
 @_jax.core.api_boundary
 def _call(line: _Line, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
     """Calls once; returns results, data for the C++ dispatcher or None, and False (keep it)."""
-    flat, plan = line.plan(args, kwargs)
-    return call_planned(line, flat, plan, args, kwargs)
+    flat, binding = line.walk(args, kwargs)
+    return call_bound(line, flat, binding, args, kwargs)
 
 
-def call_planned(
-    line: Any, flat: Flat, plan: Plan, args: tuple, kwargs: Mapping[str, Any]
+def call_bound(
+    line: Any, flat: Flat, binding: Binding, args: tuple, kwargs: Mapping[str, Any]
 ) -> tuple[Any, Any, bool]:
     """The rest of the line of a call: bind, execute, unflatten; returns what `_call` does."""
     leaves = flat.leaves
     if "local" in flat.semantics:
-        leaves = _to_global(leaves, flat, plan)
-    values = [*plan.consts, *leaves]
+        leaves = _to_global(leaves, flat, binding)
+    values = [*binding.consts, *leaves]
     repeatable = _dispatch.may_repeat(values)
     try:
-        outs = _bind(values, plan, line.options)
+        outs = _bind(values, binding, line.options)
     except _jax.transform.InternalFloatingPointError as e:
         _jax.transform.find_nan(e, line.fun, args, kwargs)
         raise
     data = None
     if repeatable and (not kwargs or line.options.params.keeps_order(args, kwargs)):
-        data = _dispatch.fast_path_data(values, plan.jaxpr, plan.call, plan.out_tree, outs)
+        data = _dispatch.fast_path_data(values, binding.jaxpr, binding.call, binding.out_tree, outs)
     if line.options.positional_semantics == "local":
-        data, mesh = None, plan.call.mesh
+        data, mesh = None, binding.call.mesh
         outs = [x if isinstance(x, _jax.core.Tracer) else global_to_local(x, mesh) for x in outs]
-    return jtu.tree_unflatten(plan.out_tree, outs), data, False
+    return jtu.tree_unflatten(binding.out_tree, outs), data, False
 
 
-def _bind(values: Sequence[Any], plan: Plan, options: PjitOptions) -> Sequence[Any]:
-    mesh = plan.call.mesh
+def _bind(values: Sequence[Any], binding: Binding, options: PjitOptions) -> Sequence[Any]:
+    mesh = binding.call.mesh
     if _jax.mesh.meets_explicit_axes(mesh):
         traced = [v for v in values if isinstance(v, _jax.core.Tracer)]
         if traced and _jax.mesh.explicit_axes():
-            return _bind_typed(values, plan, options)
+            return _bind_typed(values, binding, options)
         if any(map(_jax.core.is_derived, traced)):
             raise explain(options.subject, [_not_set(mesh)])
         if traced and any(map(_jax.mesh.has_explicit_type, values)):
             with _jax.mesh.typing_under(mesh):
-                return _bind_typed(values, plan, options)
-    return pjit_p.bind(*values, jaxpr=plan.jaxpr, call=plan.call)
+                return _bind_typed(values, binding, options)
+    return pjit_p.bind(*values, jaxpr=binding.jaxpr, call=binding.call)
 
 
-def _bind_typed(values: Sequence[Any], plan: Plan, options: PjitOptions) -> Sequence[Any]:
+def _bind_typed(values: Sequence[Any], binding: Binding, options: PjitOptions) -> Sequence[Any]:
     """Binds where shardings are types: a traced result needs one, which the boundary says."""
-    outs = plan.call.out_axis_resources
+    outs = binding.call.out_axis_resources
     vague = [
         n
-        for n, r in zip(plan.out_names, outs, strict=True)
+        for n, r in zip(binding.out_names, outs, strict=True)
         if not isinstance(r, ParsedPartitionSpec) or r.has_unconstrained
     ]
     if vague:
         raise explain(options.subject, [_vague_output(n) for n in vague])
     specs = [_jax.mesh.explicit_part(r.to_partition_spec()) for r in outs]
-    call = plan.call
+    call = binding.call
     if call.mesh is not None:
         call = replace(call, mesh=auto_mesh(call.mesh))
-    inside = functools.partial(pjit_p.bind, jaxpr=plan.jaxpr, call=call)
+    inside = functools.partial(pjit_p.bind, jaxpr=binding.jaxpr, call=call)
     boundary: Any = jax.sharding.auto_axes(lambda *v: inside(*v), out_sharding=specs)
     return boundary(*values)
 
@@ -300,9 +333,9 @@ def _vague_output(name: str) -> Failure:
     )
 
 
-def _to_global(leaves: Sequence[Any], flat: Flat, plan: Plan) -> list[Any]:
-    call = plan.call
-    resources = call.in_axis_resources[len(plan.consts) :]
+def _to_global(leaves: Sequence[Any], flat: Flat, binding: Binding) -> list[Any]:
+    call = binding.call
+    resources = call.in_axis_resources[len(binding.consts) :]
     return [
         local_to_global(x, r, call.mesh)
         if kind == "local" and not isinstance(x, _jax.core.Tracer)
@@ -313,7 +346,7 @@ def _to_global(leaves: Sequence[Any], flat: Flat, plan: Plan) -> list[Any]:
 
 def clear_caches() -> None:
     """Forgets every trace, lowering and program of `spmd`; arrays and meshes stay."""
-    make_plan.cache_clear()
+    make_binding.cache_clear()
     describe_leaves.cache_clear()
     clear_trace_cache()
     clear_rule_caches()

@@ -6,7 +6,7 @@ that a transformation means for specs, donation and names is here, once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any
@@ -36,6 +36,7 @@ class PjitCall:
         implicit_reshard: ``"allow"``, ``"warn"``, ``"error"``, or None for the environment's.
         compiler_options: Pairs for the compiler of an eager call.
         kind: What the user called: ``"pjit"`` or ``"pmap"``.
+        pins: What writes the constraints of a plan into the lowered module, or None.
     """
 
     name: str
@@ -51,6 +52,7 @@ class PjitCall:
     implicit_reshard: str | None = None
     compiler_options: tuple[tuple[str, Any], ...] = ()
     kind: str = "pjit"
+    pins: Callable[[Any], None] | None = None
     # Computed once: the record is part of the key of every lookup.
     _hash: int | None = field(init=False, repr=False, compare=False, default=None)
 

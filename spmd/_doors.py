@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 #: By name, the feature that has it.
 DOORS = {
     "oom_failure": "spmd.inspection",
+    "plan": "spmd.planner",
+    "plan_of_call": "spmd.planner",
+    "Plan": "spmd.inspection",
     "preview": "spmd.inspection",
     "report": "spmd.inspection",
     "save": "spmd.bundle",

@@ -69,7 +69,7 @@ def _lower(jaxpr: Any, call: PjitCall, mesh: Any, in_key: Any) -> Any:
     )
     count("lowerings")
     logger.debug("Lowered pjit of `%s`", call.name)
-    return lowering
+    return _pinned(lowering, call)
 
 
 @_jax.core.weakref_lru_cache
@@ -103,7 +103,7 @@ def lower_for_export(
     """
     _complete(jaxpr, call, mesh)
     with _jax.mesh.tracing_under(mesh):
-        return _jax.lowering.lower_module(
+        lowering = _jax.lowering.lower_module(
             jaxpr,
             call.name,
             shardings,
@@ -114,6 +114,12 @@ def lower_for_export(
             platforms=tuple(platforms),
             parameters=parameters,
         )
+    return _pinned(lowering, call)
+
+
+def _pinned(lowering: Any, call: PjitCall) -> Any:
+    """A lowering with the constraints of its plan, if it has one."""
+    return lowering if call.pins is None else _jax.lowering.edited(lowering, call.pins)
 
 
 def clear_lower_cache() -> None:

@@ -14,9 +14,10 @@ from jax.sharding import NamedSharding
 
 from spmd import _dispatch, _jax
 from spmd._arguments import Parameters, parse_parameters
+from spmd._doors import opened
 from spmd._mesh import auto_mesh, plain_mesh, show_mesh
 from spmd._resolve import mesh_of_leaves
-from spmd._spec import UNSPECIFIED, SpecTree, parse_specs, show_spec
+from spmd._spec import AUTO, UNSPECIFIED, SpecTree, parse_specs, show_spec
 from spmd.errors import ArgumentError, Failure, MeshError, OptionError, explain
 
 MISSING: Any = object()
@@ -38,10 +39,14 @@ class PjitOptions:
     positional_semantics: str
     implicit_reshard: str | None
     compiler_options: tuple[tuple[str, Any], ...]
+    #: A plan that says where everything lies, or None.
+    plan: Any = None
     # Computed once: the record is part of the key of every lookup.
     _hash: int = field(init=False, compare=False)
     #: The first words of a message.
     subject: str = field(init=False, compare=False)
+    #: Whether the planner says where something lies.
+    is_planned: bool = field(init=False, compare=False)
     #: What to declare an argument static with.
     static_option: ClassVar[str] = "static_argnames"
 
@@ -49,6 +54,10 @@ class PjitOptions:
         parts = (self.name, self.in_specs, self.out_specs, self.params, self.mesh)
         object.__setattr__(self, "_hash", hash(parts))
         object.__setattr__(self, "subject", f"pjit of `{self.name}`")
+        leaves = (*self.in_specs.leaves, *self.out_specs.leaves)
+        object.__setattr__(
+            self, "is_planned", self.plan is not None or any(x is AUTO for x in leaves)
+        )
 
     def __hash__(self) -> int:
         return self._hash
@@ -118,6 +127,7 @@ def parse(
     positional_semantics: str,
     implicit_reshard: str | None,
     compiler_options: Mapping[str, Any] | None,
+    plan: Any,
 ) -> tuple[Callable, PjitOptions]:
     """Reads what can be read without arguments; returns `fun` too, as one that caches can hold."""
     fun = _weakly_referable(fun)
@@ -137,6 +147,7 @@ def parse(
         fun, subject, static_argnums, static_argnames, donate_argnums, donate_argnames
     )
     failures = [*_choice_failures(mesh, positional_semantics, implicit_reshard)]
+    failures += _plan_failures(plan, [ins, outs])
     if any(isinstance(x, NamedSharding) for s in specs for x in s.leaves):
         _, clash = mesh_of_leaves(
             [x for s in specs for x in s.leaves], [n for s in specs for n in s.names]
@@ -157,6 +168,7 @@ def parse(
         positional_semantics=positional_semantics,
         implicit_reshard=implicit_reshard,
         compiler_options=tuple(sorted((compiler_options or {}).items())),
+        plan=plan,
     )
 
 
@@ -191,6 +203,25 @@ def _choice_failures(mesh: Any, semantics: str, reshard: str | None) -> Iterator
         )
     if reshard is not None and reshard not in _dispatch.RESHARD_MODES:
         yield replace(_dispatch.bad_reshard_mode(reshard), what="cannot read implicit_reshard")
+
+
+def _plan_failures(plan: Any, given: Sequence[tuple[str, Any]]) -> Iterator[Failure]:
+    if plan is None:
+        return
+    if not isinstance(plan, opened("Plan")):
+        yield Failure(
+            what="cannot use this plan",
+            given=f"plan={plan!r}"[:100],
+            expected="a plan, as spmd.plan(...) and spmd.Plan.load(...) give it",
+            got=type(plan).__name__,
+            error=ArgumentError,
+        )
+    elif said := [name for name, value in given if value is not UNSPECIFIED]:
+        yield Failure(
+            what=f"got both a plan and {' and '.join(said)}: the plan says where everything lies",
+            fix=f"leave {' and '.join(said)} out, or plan again with fixed=",
+            error=OptionError,
+        )
 
 
 def mesh_clash(where: str, mesh: Any, specs: Sequence[SpecTree]) -> list[Failure]:

@@ -12,7 +12,7 @@ from spmd._dispatch import (
     ImplicitReshardWarning as ImplicitReshardWarning,
 )
 from spmd._mesh import Mesh as Mesh, current_mesh as current_mesh, make_mesh as make_mesh
-from spmd._spec import FROM_ARRAY as FROM_ARRAY
+from spmd._spec import AUTO as AUTO, FROM_ARRAY as FROM_ARRAY
 from spmd.errors import (
     ArgumentError as ArgumentError,
     BundleError as BundleError,
@@ -22,6 +22,7 @@ from spmd.errors import (
     MeshError as MeshError,
     OptionError as OptionError,
     OutOfMemoryError as OutOfMemoryError,
+    PlanError as PlanError,
     RecoveryError as RecoveryError,
     ReportError as ReportError,
     ShardingError as ShardingError,
@@ -64,6 +65,7 @@ if _typing.TYPE_CHECKING:
         visualize as visualize,
         why as why,
     )
+    from spmd.planner import Plan as Plan, plan as plan
 
 #: Names of features, and where they live: the core never imports those files.
 _FEATURES = {
@@ -71,6 +73,7 @@ _FEATURES = {
     **dict.fromkeys(("diff", "fits"), "spmd.inspection"),
     **dict.fromkeys(("preview", "report", "sweep", "topology"), "spmd.inspection"),
     **dict.fromkeys(("visualize", "why"), "spmd.inspection"),
+    **dict.fromkeys(("Plan", "plan"), "spmd.planner"),
     "bundle": "spmd.bundle",
     "load": "spmd.bundle",
     "colocated_python": "spmd.colocated_python",

@@ -65,6 +65,23 @@ class _FromArray:
 FROM_ARRAY = _FromArray()
 
 
+class _Auto:
+    """The type of :data:`AUTO`."""
+
+    __slots__ = ()
+    __module__ = "spmd"
+
+    def __repr__(self) -> str:
+        return "AUTO"
+
+    def __reduce__(self) -> str:
+        return "AUTO"
+
+
+#: In `in_axis_resources` and `out_axis_resources`: the planner chooses.
+AUTO = _Auto()
+
+
 class ParsedPartitionSpec:
     """A PartitionSpec with every dimension spelled as a tuple of mesh axes.
 
@@ -276,7 +293,7 @@ def _type_failure(entry: Any, arg_name: str) -> Failure:
     return Failure(
         what=f"cannot read {arg_name}",
         given=f"{entry!r}"[:100],
-        expected="a PartitionSpec, None, a sharding, or FROM_ARRAY for an input",
+        expected="a PartitionSpec, None, a sharding, AUTO, or FROM_ARRAY for an input",
         got=type(entry).__qualname__,
         fix=fix,
         error=SpecTypeError,
@@ -292,7 +309,7 @@ class SpecTree:
 
     Attributes:
         name: The option it was given as, e.g. ``"in_axis_resources"``.
-        leaves: ParsedPartitionSpec, ``UNSPECIFIED``, ``FROM_ARRAY`` or a sharding.
+        leaves: ParsedPartitionSpec, ``UNSPECIFIED``, ``FROM_ARRAY``, ``AUTO`` or a sharding.
         names: How each leaf is written, e.g. ``"in_axis_resources[0]['w']"``.
         treedef: The structure; None, specs and shardings are leaves.
     """
@@ -333,6 +350,15 @@ def _leaf_failure(entry: Any, leaf_name: str, role: str) -> Failure | None:
         return _spec_failure(entry.spec, leaf_name, allow_unconstrained=role != "input")
     if isinstance(entry, Sharding):
         return None  # what it says is known with the rank of a value
+    if entry is AUTO and role != "constraint":
+        return None
+    if entry is AUTO:
+        return Failure(
+            what=f"cannot choose {leaf_name}",
+            given="AUTO",
+            expected="a spec: AUTO is for arguments and results",
+            fix="leave the constraint out: the plan of a pjit writes its own inside",
+        )
     if entry is FROM_ARRAY:
         if role == "input":
             return None

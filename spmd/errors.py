@@ -73,6 +73,10 @@ class OutOfMemoryError(SpmdError, RuntimeError):
     """A program needs more memory than its devices have, as the compiler says."""
 
 
+class PlanError(SpmdError, ValueError):
+    """No plan is possible as it was asked for, or a plan is of another program, mesh or version."""
+
+
 class ReportError(SpmdError, ValueError):
     """Something is no report, or nothing that this version can read, write or report on."""
 

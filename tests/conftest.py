@@ -13,6 +13,7 @@ os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # A user's own setting must not change what a test of the default sees.
 os.environ.pop("SPMD_IMPLICIT_RESHARD", None)
+os.environ["SPMD_PLAN_CACHE"] = ""  # nor plans that a session before this one kept
 
 import jax
 import numpy as np

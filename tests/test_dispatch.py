@@ -702,9 +702,9 @@ def test_failing_trace_in_many_threads_leaves_nothing(mesh):
 @pytest.mark.slow
 def test_dropped_functions_die_with_their_programs():
     """Caches hold a function weakly: create, compile, call, drop leaves nothing behind."""
-    from spmd import _dispatch, _lower, _plan, _trace
+    from spmd import _binding, _dispatch, _lower, _trace
 
-    caches = [_plan.make_plan, _trace._trace, _dispatch._prepare, _lower._compile]
+    caches = [_binding.make_binding, _trace._trace, _dispatch._prepare, _lower._compile]
     mesh = mesh_of({"x": 1})
     spmd.clear_caches()
 
@@ -726,7 +726,7 @@ def test_dropped_functions_die_with_their_programs():
 @pytest.mark.slow
 def test_ten_thousand_rounds_do_not_grow():
     """10,000 times create, evaluate, drop: functions die, caches and objects stay few."""
-    from spmd import _plan, _trace
+    from spmd import _binding, _trace
 
     mesh = mesh_of({"x": 8})
 
@@ -747,7 +747,7 @@ def test_ten_thousand_rounds_do_not_grow():
     assert sum(r() is not None for r in refs) == 0
     refs.clear()
     assert len(gc.get_objects()) - objects < 2_000
-    assert _plan.make_plan.cache_info().currsize < 100
+    assert _binding.make_binding.cache_info().currsize < 100
     assert _trace._trace.cache_info().currsize < 100
 
 

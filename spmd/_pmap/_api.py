@@ -19,10 +19,10 @@ import jax.tree_util as jtu
 
 from spmd import _api, _dispatch, _jax, _options
 from spmd._api import PjitFunction
+from spmd._binding import Binding, Flat, binding_of, flatten
 from spmd._call import PjitCall
 from spmd._mesh import auto_mesh
 from spmd._pickled import check_version, find_device
-from spmd._plan import Flat, Plan, flatten, plan_of
 from spmd._pmap._levels import Nest, nest_here, run_in_nest
 from spmd._pmap._mapping import Mapped, spec_along
 from spmd._pmap._options import PmapOptions, find_mapping, globally, parse
@@ -104,13 +104,13 @@ class _Line:
     def __init__(self, fun: Callable, options: PmapOptions):
         self.fun = fun
         self.options = options
-        self.plans = _plans(fun, options)
+        self.bindings = _bindings(fun, options)
         self.programs = Entries()
         self.starts = Starts()
         # What runs where `jax.disable_jit` switches the dispatcher off.
         self.unjitted = functools.partial(_run_unjitted, self)
 
-    def plan(self, args: tuple, kwargs: Any) -> tuple[Flat, Plan]:
+    def walk(self, args: tuple, kwargs: Any) -> tuple[Flat, Binding]:
         """Walks the line up to the bind."""
         _jax.rules.load_late_rules()
         if nest_here():
@@ -121,7 +121,7 @@ class _Line:
             )
             raise explain(self.options.subject, [failure])
         flat = self.flatten(args, kwargs)
-        return flat, self.plan_of(flat)
+        return flat, self.binding_of(flat)
 
     def flatten(self, args: tuple, kwargs: Any) -> Flat:
         """Flattens the arguments of a call."""
@@ -138,14 +138,14 @@ class _Line:
         flat = flatten(self.options, args, kwargs)  # type: ignore[arg-type] - has what it reads
         return flat if jax.process_count() == 1 else globally(self.options, flat)
 
-    def plan_of(self, flat: Flat) -> Plan:
+    def binding_of(self, flat: Flat) -> Binding:
         """Returns what a call does, traced at the first of its signature."""
-        make = functools.partial(_make_plan, self.fun, self.options, flat.signature)
-        return self.plans.get(_key(flat.signature), make)
+        make = functools.partial(_make_binding, self.fun, self.options, flat.signature)
+        return self.bindings.get(_key(flat.signature), make)
 
-    def compile(self, flat: Flat, plan: Plan) -> None:
+    def compile(self, flat: Flat, binding: Binding) -> None:
         """Compiles what a call does, at the first of its signature, however many threads call."""
-        values = [*plan.consts, *flat.leaves]
+        values = [*binding.consts, *flat.leaves]
         if (
             any(isinstance(v, _jax.core.Tracer) for v in values)
             or not _jax.core.trace_state_clean()
@@ -154,15 +154,15 @@ class _Line:
 
         def make() -> bool:
             if "local" not in flat.semantics:  # else compiled when they are on the devices
-                _dispatch.check_alive(values, plan.call)
-                _dispatch.prepare(values, _jax.transform.plain_jaxpr(plan.jaxpr), plan.call)
+                _dispatch.check_alive(values, binding.call)
+                _dispatch.prepare(values, _jax.transform.plain_jaxpr(binding.jaxpr), binding.call)
             return True
 
         self.programs.get(_key(flat.signature), make)
 
     def clear(self) -> None:
         """Forgets all programs."""
-        self.plans.clear()
+        self.bindings.clear()
         self.programs.clear()
 
 
@@ -210,7 +210,7 @@ def _key(signature: Signature) -> tuple[Signature, Any]:
     return signature, _jax.core.trace_context()
 
 
-def _make_plan(fun: Callable, options: PmapOptions, signature: Signature) -> Plan:
+def _make_binding(fun: Callable, options: PmapOptions, signature: Signature) -> Binding:
     axes, size = find_mapping(options, signature)
     bare = Signature(
         tree=signature.tree,
@@ -251,12 +251,12 @@ def _make_plan(fun: Callable, options: PmapOptions, signature: Signature) -> Pla
         return traced, call
 
     traced, call = run_in_nest(options, size, run)
-    return plan_of(traced, call)
+    return binding_of(traced, call)
 
 
-def _is_settled(plan: Plan) -> bool:
-    """Whether a plan has no values of the trace that it was made in."""
-    return not any(isinstance(c, _jax.core.Tracer) for c in plan.consts)
+def _is_settled(binding: Binding) -> bool:
+    """Whether a binding has no values of the trace that it was made in."""
+    return not any(isinstance(c, _jax.core.Tracer) for c in binding.consts)
 
 
 def _make_entries(fun: Callable, options: PmapOptions) -> Entries:
@@ -264,8 +264,8 @@ def _make_entries(fun: Callable, options: PmapOptions) -> Entries:
     return Entries(_is_settled)
 
 
-# Code that maps a function anew at each step finds its plans again.
-_plans = _jax.core.weakref_lru_cache(_make_entries)
+# Code that maps a function anew at each step finds its bindings again.
+_bindings = _jax.core.weakref_lru_cache(_make_entries)
 
 
 class PmapFunction(PjitFunction):
@@ -385,10 +385,10 @@ def _miss(line: _Line, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
     return line.starts.miss(_call, line, *args, **kwargs)
 
 
-def _prepare(line: _Line, args: tuple, kwargs: dict[str, Any]) -> tuple[Flat, Plan]:
-    flat, plan = line.plan(args, kwargs)
-    line.compile(flat, plan)
-    return flat, plan
+def _prepare(line: _Line, args: tuple, kwargs: dict[str, Any]) -> tuple[Flat, Binding]:
+    flat, binding = line.walk(args, kwargs)
+    line.compile(flat, binding)
+    return flat, binding
 
 
 @_jax.core.api_boundary
@@ -398,9 +398,9 @@ def _call(line: _Line, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
     if nest is not None:
         flat = line.flatten(args, kwargs)
         return not_starting(_run_inside, line, flat, nest), None, False
-    flat, plan = not_starting(_prepare, line, args, kwargs)
-    learns = line.starts.program(plan.jaxpr, plan.call.mesh)
-    outs, data, keep = _api.call_planned(line, flat, plan, args, kwargs)
+    flat, binding = not_starting(_prepare, line, args, kwargs)
+    learns = line.starts.program(binding.jaxpr, binding.call.mesh)
+    outs, data, keep = _api.call_bound(line, flat, binding, args, kwargs)
     return outs, data if learns() else None, keep
 
 
@@ -409,11 +409,11 @@ _lines: weakref.WeakValueDictionary[int, _Line] = weakref.WeakValueDictionary()
 
 def _after_fork() -> None:
     """Forgets what threads that stay with the parent were making."""
-    global _plans
-    _plans = _jax.core.weakref_lru_cache(_make_entries)
+    global _bindings
+    _bindings = _jax.core.weakref_lru_cache(_make_entries)
     for ref in _lines.valuerefs():
         if line := ref():
-            line.plans.after_fork()
+            line.bindings.after_fork()
             line.programs.after_fork()
 
 
@@ -422,7 +422,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def _clear_all() -> None:
     """Forgets the programs of all functions."""
-    _plans.cache_clear()
+    _bindings.cache_clear()
     for ref in _lines.valuerefs():  # a copy, which other threads may add to
         if line := ref():
             line.clear()

@@ -12,7 +12,7 @@ import numpy as np
 
 from spmd import _jax
 from spmd._arguments import Parameters, parse_parameters
-from spmd._plan import Flat
+from spmd._binding import Flat
 from spmd._spec import broadcast_prefix
 from spmd._trace import Signature
 from spmd.errors import ArgumentError, Failure, OptionError, explain, refuse, show_value

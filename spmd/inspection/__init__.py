@@ -38,6 +38,7 @@ from spmd.inspection.records.pictures import (
     Pictures as Pictures,
     Shard as Shard,
 )
+from spmd.inspection.records.plan import Candidate as Candidate, Placed as Placed, Plan as Plan
 from spmd.inspection.records.report import (
     DIRECTIONS as DIRECTIONS,
     KINDS as KINDS,

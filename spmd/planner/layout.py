@@ -105,7 +105,7 @@ class Layout:
 
     def spec(self, tensor: Placed, sizes: Mapping[str, int]) -> P:
         """Where an array lies: an entry for each dimension."""
-        return P(*spec_entries(self.places(tensor, sizes), len(tensor.shape)))
+        return spec_of(self.places(tensor, sizes), len(tensor.shape))
 
 
 def _frozen(orders: Mapping[str, Sequence[int]]) -> Orders:
@@ -116,12 +116,12 @@ def _with(orders: Orders, axis: str, classes: Sequence[int]) -> Orders:
     return _frozen({**dict(orders), axis: classes})
 
 
-def spec_entries(places: Mapping[str, int], rank: int) -> list[tuple[str, ...] | None]:
-    """Axes by dimension, or None."""
+def spec_entries(places: Mapping[str, int], rank: int) -> list[tuple[str, ...]]:
+    """Axes by dimension."""
     entries: list[list[str]] = [[] for _ in range(rank)]
     for axis, d in places.items():
         entries[d].append(axis)
-    return [tuple(axes) or None for axes in entries]
+    return [*map(tuple, entries)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -155,4 +155,4 @@ def places_of(
 
 def spec_of(places: Mapping[str, int], rank: int) -> P:
     """Where an array lies: an entry for each dimension."""
-    return P(*spec_entries(places, rank))
+    return P(*(axes or None for axes in spec_entries(places, rank)))

@@ -6,32 +6,17 @@ The module is a copy. JAX may share the one that it lowered with a function of i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
 
 from spmd.errors import ArgumentError, Failure
+from spmd.inspection.records.plan import Entries, Pin
 from spmd.inspection.shardy import passes
 from spmd.planner.graph import numbered
 from spmd.planner.layout import Fixed, Layout, places_of, spec_entries
 from spmd.planner.structure import Graph, pinned
-
-Entries = tuple[tuple[str, ...] | None, ...]
-
-
-class Pin(NamedTuple):
-    """The shardings of what an operation takes and makes.
-
-    Attributes:
-        number: of the operation, among those that plans pin.
-        name: of it in the module.
-        specs: of its operands, then of its results.
-    """
-
-    number: int
-    name: str
-    specs: tuple[Entries, ...]
 
 
 def pins_of(
@@ -61,23 +46,34 @@ def pin(module: Any, pins: Sequence[Pin], mesh: str = "mesh") -> None:
             of another rank would end the process in Shardy.
     """
     operations = numbered(module.operation)
+    held: dict[Any, Any] = {}
     with module.context, ir.Location.unknown(module.context):
         for one in pins:
             _check(one, operations[one.number : one.number + 1])
             operation = operations[one.number]
             for n, entries in enumerate(one.specs[: len(operation.operands)]):
                 if entries:
-                    with ir.InsertionPoint(operation):
-                        held = sdy.ShardingConstraintOp(
-                            operation.operands[n], _sharding(entries, mesh)
-                        )
-                    operation.operands[n] = held.result
+                    operation.operands[n] = _constrained(operation, n, _sharding(entries, mesh), held)
             for result, entries in _results(operation, one):
                 users = [*result.uses]
                 with ir.InsertionPoint.after(operation):
-                    held = sdy.ShardingConstraintOp(result, _sharding(entries, mesh))
+                    value = sdy.ShardingConstraintOp(result, _sharding(entries, mesh)).result
                 for use in users:
-                    passes.operation_of(use.owner).operands[use.operand_number] = held.result
+                    passes.operation_of(use.owner).operands[use.operand_number] = value
+                held[value, str(_sharding(entries, mesh)), operation.block] = value
+
+
+def _constrained(operation: Any, n: int, sharding: Any, held: dict[Any, Any]) -> Any:
+    """An operand with a constraint: what was constrained so before in its block has one already.
+
+    The compiler would keep two of them apart, and send what they ask for twice.
+    """
+    value = operation.operands[n]
+    key = value, str(sharding), operation.block
+    if key not in held:
+        with ir.InsertionPoint(operation):
+            held[key] = sdy.ShardingConstraintOp(value, sharding).result
+    return held[key]
 
 
 def _results(operation: Any, one: Pin) -> Iterator[tuple[Any, Entries]]:
@@ -102,7 +98,7 @@ def _check(one: Pin, found: Sequence[Any]) -> None:
 
 def sharding_text(entries: Entries, mesh: str) -> str:
     """A sharding as Shardy writes it, all of whose dimensions are closed."""
-    dimensions = ("{" + ", ".join(f'"{axis}"' for axis in axes or ()) + "}" for axes in entries)
+    dimensions = ("{" + ", ".join(f'"{axis}"' for axis in axes) + "}" for axes in entries)
     return f"#sdy.sharding<@{mesh}, [{', '.join(dimensions)}]>"
 
 

@@ -1,1 +1,1 @@
-"""Where this file is, the tests below can import `models`, `programs` and `reports`."""
+"""Where this file is, the tests below can import `models`, `plans`, `programs` and `reports`."""

@@ -243,7 +243,7 @@ def test_a_plan_with_values_of_a_trace_is_for_that_trace():
     for w in (2.0, 5.0):
         value, slope = jax.value_and_grad(loss)(w)
         np.testing.assert_allclose((value, slope), (X.sum() * w, X.sum()))
-    assert len(mapped._line.plans) == 0
+    assert len(mapped._line.bindings) == 0
 
 
 # Threads

@@ -218,7 +218,7 @@ def interrupted_waiter():
     mapped, found = pmap(fun), []
     maker = threading.Thread(target=lambda: found.append(mapped(X)))
     maker.start()
-    until(lambda: mapped._line.plans._making)
+    until(lambda: mapped._line.bindings._making)
     try:
         mapped(X)
     except KeyboardInterrupt:
@@ -278,7 +278,7 @@ def tracers():
 
     before = in_threads([traced] * 2)
     assert before == [None] * 2, before
-    settled(fun, 0, plans=1)
+    settled(fun, 0, bindings=1)
     found = in_threads([traced] * 2 + [concrete] * 4)
     assert found == [None] * 6, found
     settled(fun, 1)

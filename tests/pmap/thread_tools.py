@@ -84,11 +84,14 @@ def free():
     assert in_threads([take]) == [True]
 
 
-def settled(fun, size, plans=None):
-    """Asserts that a function has so many programs and plans, and none that is being made."""
+def settled(fun, size, bindings=None):
+    """Asserts that a function has so many programs and bindings, and none that is being made."""
     assert fun._cache_size == size
     line = fun._line
-    for entries, count in ((line.programs, size), (line.plans, size if plans is None else plans)):
+    for entries, count in (
+        (line.programs, size),
+        (line.bindings, size if bindings is None else bindings),
+    ):
         assert (len(entries), entries._making) == (count, {})
     assert not fun._line.starts.misses
 

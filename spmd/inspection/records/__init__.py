@@ -16,4 +16,6 @@ In the order of reading:
 - `fit`: whether a program fits, and up to which size.
 - `sweep`: one program on several meshes.
 - `pictures`: which device holds which part of an array, or of each array of a tree.
+- `plan`: where a program's arrays lie on a mesh, why, and what else was looked at.
+- `plan_codec`: a plan as JSON, and back.
 """

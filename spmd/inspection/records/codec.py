@@ -23,10 +23,8 @@ from spmd.inspection.records.origins import Annotation, Origins, Step
 from spmd.inspection.records.report import Collective, Part, Report, Source
 from spmd.inspection.records.time import Time
 
-VERSION = 1
-SCHEMA = f"spmd-report/{VERSION}"
+SCHEMA = "spmd-report/1"
 _T = TypeVar("_T")
-_SCHEMA = re.compile(r"spmd-report/(\d+)")
 
 
 # Writing
@@ -37,14 +35,19 @@ def encode(report: Report) -> dict[str, Any]:
     frames = _Table[Source]()
     special = {
         Collective: functools.partial(_encode_collective, frames=frames),
-        Time: _encode_time,
+        Time: encode_time,
     }
     data = {"schema": SCHEMA, **values(report, special)}
-    data["mesh"] = [{"axis": name, "size": size} for name, size in report.mesh.items()]
+    data["mesh"] = encode_mesh(report.mesh)
     data["origins"] = _encode_origins(report.origins, frames)
     data["frames"] = values(tuple(frames))
     data["totals"] = _encode_totals(report)
     return data
+
+
+def encode_mesh(mesh: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Axes of a mesh in their order, which not every reader of JSON keeps in an object."""
+    return [{"axis": name, "size": size} for name, size in mesh.items()]
 
 
 _Special: TypeAlias = Mapping[type, Callable[[Any], Any]]
@@ -91,7 +94,8 @@ def _encode_collective(one: Collective, frames: _Table[Source]) -> dict[str, Any
     return data
 
 
-def _encode_time(one: Time) -> dict[str, Any]:
+def encode_time(one: Time) -> dict[str, Any]:
+    """A time, with the figures that follow from it."""
     derived = {"exchange": one.exchange, "exposed": values(one.exposed), "bound": one.bound}
     return {**values(one), **derived}
 
@@ -124,22 +128,31 @@ def _encode_totals(report: Report) -> dict[str, Any]:
 
 def save(report: Report, path: str | os.PathLike[str]) -> None:
     """Writes a report to a file, as `Report.save` says."""
+    if is_page(path, "report", f"report of `{report.name}`"):
+        Path(path).write_text(report.to_html(), encoding="utf-8")
+    else:
+        write(encode(report), Path(path))
+
+
+def is_page(path: str | os.PathLike[str], noun: str, subject: str) -> bool:
+    """Whether a file is to be a page, by its ending; an error where it is to be neither."""
     path = Path(path)
-    if path.suffix.lower() == ".html":
-        path.write_text(report.to_html(), encoding="utf-8")
-        return
-    if path.suffix.lower() != ".json":
-        near = ".html" if "htm" in path.suffix.lower() else ".json"
-        failure = Failure(
-            what=f"cannot be saved as `{path}`",
-            expected="a file name that ends in .json or .html",
-            got=f"the ending {path.suffix!r}" if path.suffix else "a name without an ending",
-            fix=f"report.save({str(path.with_suffix(near))!r})" if path.name else "",
-            error=ReportError,
-        )
-        raise explain(f"report of `{report.name}`", [failure])
-    # One line for each element of a list: files compare well, and a line is one collective.
-    path.write_text(_entries(encode(report), "{\n", "\n}\n"), encoding="utf-8")
+    if (suffix := path.suffix.lower()) in (".json", ".html"):
+        return suffix == ".html"
+    near = ".html" if "htm" in suffix else ".json"
+    failure = Failure(
+        what=f"cannot be saved as `{path}`",
+        expected="a file name that ends in .json or .html",
+        got=f"the ending {path.suffix!r}" if path.suffix else "a name without an ending",
+        fix=f"{noun}.save({str(path.with_suffix(near))!r})" if path.name else "",
+        error=ReportError,
+    )
+    raise explain(subject, [failure])
+
+
+def write(data: Mapping[str, Any], path: Path) -> None:
+    """Writes JSON values to a file, a line for each element of a list: such files compare well."""
+    path.write_text(_entries(data, "{\n", "\n}\n"), encoding="utf-8")
 
 
 def _entries(data: Mapping[str, Any], start: str, end: str) -> str:
@@ -147,8 +160,12 @@ def _entries(data: Mapping[str, Any], start: str, end: str) -> str:
     return start + ",\n".join(lines) + end
 
 
+#: What objects have whose lists get lines: origins, and the report of a plan.
+_HAVE_LINES = {"values", "collectives"}
+
+
 def _lines(value: Any) -> str:
-    if isinstance(value, dict) and isinstance(value.get("values"), list):  # origins
+    if isinstance(value, dict) and _HAVE_LINES & value.keys():
         return _entries(value, "{", "}")
     if not isinstance(value, list) or not value:
         return json.dumps(value)
@@ -163,14 +180,14 @@ def load(path: str | os.PathLike[str]) -> Report:
     return decode(read(path), subject=f"file `{path}`")
 
 
-def read(path: str | os.PathLike[str]) -> Any:
+def read(path: str | os.PathLike[str], writer: str = "report.save()") -> Any:
     """The JSON values in a file; an error where it cannot be read, or holds none."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as e:  # not UTF-8, or not JSON, or no report's
         failure = Failure(
             what="holds no JSON",
-            expected="a file that report.save() wrote",
+            expected=f"a file that {writer} wrote",
             got=str(e),
             error=ReportError,
         )
@@ -179,41 +196,45 @@ def read(path: str | os.PathLike[str]) -> Any:
 
 def decode(data: Any, *, subject: str = "argument of `Report.from_json`") -> Report:
     """Makes a report of JSON values, as `Report.from_json` says; `subject` begins an error."""
-    _check_version(data, subject)
-    reader = _Reader(data)
+    if failure := other_version(data):
+        raise explain(subject, [failure])
+    reader = Reader(data)
     report = reader.read(Report, data, "")
     if reader.failures:
         raise explain(subject, reader.failures)
     return report
 
 
-def _check_version(data: Any, subject: str) -> None:
+_FIX = "pass what report.to_json() gives or report.save() writes"
+
+
+def other_version(data: Any, schema: str = SCHEMA, fix: str = _FIX) -> Failure | None:
+    """Why values are of no file of a kind and version, such as ``spmd-report/1``; None if so."""
     is_object = isinstance(data, Mapping)
-    schema = data.get("schema") if is_object else None
-    known = _SCHEMA.fullmatch(schema) if isinstance(schema, str) else None
-    if known and int(known[1]) == VERSION:
-        return
-    expected, got = f"schema {SCHEMA!r}", f"schema {schema!r}"
-    if not known:
-        got = got if schema is not None else "an object without a schema"
-        failure = Failure(
-            what="is no report",
+    given = data.get("schema") if is_object else None
+    if given == schema:
+        return None
+    kind = schema.partition("/")[0]
+    noun = kind.removeprefix("spmd-")
+    expected, got = f"schema {schema!r}", f"schema {given!r}"
+    if not isinstance(given, str) or not re.fullmatch(rf"{kind}/\d+", given):
+        got = got if given is not None else "an object without a schema"
+        return Failure(
+            what=f"is no {noun}",
             expected=f"a JSON object with {expected}",
             got=got if is_object else f"a value of type {type(data).__name__}",
-            fix="pass what report.to_json() gives or report.save() writes",
+            fix=fix,
             error=ReportError,
         )
-    else:
-        versions = data.get("versions")
-        writer = versions.get("spmd") if isinstance(versions, Mapping) else None
-        failure = Failure(
-            what="is a report of a version that this spmd does not read",
-            expected=expected,
-            got=got + (f", written by spmd {writer}" if writer else ""),
-            fix="install the version of spmd that wrote it, or write the report anew",
-            error=ReportError,
-        )
-    raise explain(subject, [failure])
+    versions = data.get("versions")
+    writer = versions.get("spmd") if isinstance(versions, Mapping) else None
+    return Failure(
+        what=f"is a {noun} of a version that this spmd does not read",
+        expected=expected,
+        got=got + (f", written by spmd {writer}" if writer else ""),
+        fix=f"install the version of spmd that wrote it, or write the {noun} anew",
+        error=ReportError,
+    )
 
 
 _get_hints = functools.cache(get_type_hints)
@@ -228,12 +249,13 @@ def _defaults(record: type) -> frozenset[str]:
     return frozenset(f.name for f in dataclasses.fields(record) if f.default is not missing)
 
 
-class _Reader:
+class Reader:
     """Reads values by the types of the records, and collects everything that is wrong."""
 
-    def __init__(self, data: Mapping[str, Any]):
+    def __init__(self, data: Mapping[str, Any], at: str = ""):
         self.failures: list[Failure] = []
-        self.frames = self.read(tuple[Source, ...], data.get("frames", []), "frames") or ()
+        place = f"{at}.frames".lstrip(".")
+        self.frames = self.read(tuple[Source, ...], data.get("frames", []), place) or ()
 
     def read(self, hint: Any, value: Any, path: str) -> Any:
         """The value as a field of type `hint` holds it; None where it is wrong."""
@@ -250,38 +272,39 @@ class _Reader:
             return float(value)  # JSON has one kind of number
         # A bool is an int to Python and not to JSON.
         right = isinstance(value, hint) and isinstance(value, bool) == (hint is bool)
-        return value if right else self._wrong(path, _JSON_NAMES[hint], value)
+        return value if right else self.wrong(path, _JSON_NAMES[hint], value)
 
     def _items(self, hint: Any, value: Any, path: str) -> tuple | None:
         if not isinstance(value, list):
-            return self._wrong(path, "an array", value)
+            return self.wrong(path, "an array", value)
         return tuple(self.read(hint, item, f"{path}[{i}]") for i, item in enumerate(value))
 
     def _mapping(self, hint: Any, value: Any, path: str) -> dict | None:
         if not isinstance(value, Mapping):
-            return self._wrong(path, "an object", value)
+            return self.wrong(path, "an object", value)
         return {key: self.read(hint, item, f"{path}.{key}") for key, item in value.items()}
 
     def _record(self, record: Any, value: Any, path: str) -> Any:
         if not isinstance(value, Mapping):
-            return self._wrong(path, "an object", value)
+            return self.wrong(path, "an object", value)
         fields, complete = {}, True
         for name, hint in _get_hints(record).items():
             key = name.lstrip("_")
             place = f"{path}.{key}".lstrip(".")
             if key in value:
-                read = self._SPECIAL.get((record, key), _Reader.read)
+                read = self.SPECIAL.get((record, key), Reader.read)
                 fields[name] = read(self, hint, value[key], place)
             elif name not in _defaults(record):
                 complete = False
                 self.failures.append(Failure(what=f"misses the key {place}", error=ReportError))
         return record(**fields) if complete else None
 
-    def _mesh(self, hint: Any, value: Any, path: str) -> dict | None:
+    def mesh(self, hint: Any, value: Any, path: str) -> dict | None:
+        """Axes as `encode_mesh` writes them."""
         if not isinstance(value, list) or not all(isinstance(a, Mapping) for a in value):
-            return self._wrong(path, "an array of objects", value)
+            return self.wrong(path, "an array of objects", value)
         if not all(isinstance(axis.get("axis"), str) for axis in value):
-            return self._wrong(path, "an array of objects with an axis and a size", value)
+            return self.wrong(path, "an array of objects with an axis and a size", value)
         sizes = ((axis["axis"], axis.get("size")) for axis in value)
         return {name: self.read(int, size, f"{path}.{name}") for name, size in sizes}
 
@@ -289,7 +312,7 @@ class _Reader:
         indices = self._items(int, value, path) or ()
         known = [i for i in indices if i is not None and 0 <= i < len(self.frames)]
         if len(known) < len(indices):
-            return self._wrong(path, f"indices into the {len(self.frames)} frames", value)
+            return self.wrong(path, f"indices into the {len(self.frames)} frames", value)
         return tuple(self.frames[i] for i in known)
 
     def _origins(self, hint: Any, value: Any, path: str) -> Later[Origins] | None:
@@ -297,31 +320,32 @@ class _Reader:
         origins = reader.read(Origins, value, path)
         return None if origins is None else known(origins)
 
-    def _wrong(self, path: str, expected: str, value: Any) -> None:
+    def wrong(self, path: str, expected: str, value: Any) -> None:
+        """Keeps in mind that a value is wrong."""
         got = json.dumps(value, default=repr)
         got = got if len(got) <= 60 else f"{got[:57]}..."
         what = f"has a wrong value in {path or 'its root'}"
         self.failures.append(Failure(what=what, expected=expected, got=got, error=ReportError))
 
-    _SPECIAL: Mapping[tuple[type, str], Callable[..., Any]] = {
-        (Report, "mesh"): _mesh,
+    SPECIAL: Mapping[tuple[type, str], Callable[..., Any]] = {
+        (Report, "mesh"): mesh,
         (Report, "origins"): _origins,
         (Collective, "frames"): _frames,
         (Part, "frames"): _frames,
     }
 
 
-class _OriginsReader(_Reader):
+class _OriginsReader(Reader):
     """Reads origins, in which an index stands for each record that others share."""
 
-    def __init__(self, whole: _Reader, data: Any, path: str):
+    def __init__(self, whole: Reader, data: Any, path: str):
         self.failures = whole.failures
         self.tables: dict[Any, tuple[Any, ...]] = {Source: whole.frames}
         for name, record in _SHARED.items():
             rows = data.get(name, []) if isinstance(data, Mapping) else []
             place = f"{path}.{name}"
             if not isinstance(rows, list):
-                self._wrong(place, "an array", rows)
+                self.wrong(place, "an array", rows)
                 rows = []
             # A row refers to those of the tables before its own.
             read = (self._record(record, row, f"{place}[{i}]") for i, row in enumerate(rows))
@@ -332,7 +356,7 @@ class _OriginsReader(_Reader):
         if table is None:
             return super().read(hint, value, path)
         if type(value) is not int or not 0 <= value < len(table):
-            return self._wrong(path, f"an index below {len(table)}", value)
+            return self.wrong(path, f"an index below {len(table)}", value)
         return table[value]
 
 

@@ -31,6 +31,10 @@ class Later(Generic[_Part]):
                 self._make = None
             return self._made
 
+    def peek(self) -> _Part | None:
+        """What is worked out already; None where that has not been asked for."""
+        return self._made
+
     def __reduce__(self) -> Any:
         return known, (self.get(),)
 

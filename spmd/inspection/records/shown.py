@@ -21,6 +21,7 @@ DOORS = {
     "drawn": "spmd.inspection.show.drawn",
     "page": "spmd.inspection.show.page",
     "perfetto": "spmd.inspection.show.perfetto",
+    "plans": "spmd.planner.plans",
     "scalars": "spmd.inspection.show.scalars",
     "sums": "spmd.inspection.records.sums",
 }

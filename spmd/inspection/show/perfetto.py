@@ -37,10 +37,10 @@ def trace_events(report: Report) -> list[dict[str, Any]]:
         length = max(ranking(one) // unit, 1)
         events.append(_event(one, start, length, tracks[one.mesh_axes]))
         start += length
-    return events + [*_layer(report)]
+    return events + [*layer_events(report)]
 
 
-def _layer(report: Report) -> Iterator[dict[str, Any]]:
+def layer_events(report: Report) -> Iterator[dict[str, Any]]:
     """One layer of the schedule in a process of its own, in real microseconds."""
     if report.time is None:
         return

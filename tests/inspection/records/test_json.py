@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
 import re
 
 from hypothesis import given, settings
@@ -18,17 +17,15 @@ from reports import (
     timed_reports,
     value_origins,
 )
+from schemas import faults, schema_of, undocumented
 
-import spmd
 from spmd import Report
 from spmd.errors import ReportError
 from spmd.inspection import Cost, Origins, Shapes
 from spmd.inspection.records import codec
 from spmd.inspection.records.later import known
 
-SCHEMA = json.loads(
-    (Path(spmd.__file__).parent / "inspection" / "report.schema.json").read_text(encoding="utf-8")
-)
+SCHEMA = schema_of("report.schema.json")
 
 #: Written by hand from `report.schema.json`, and all that a reader needs.
 BY_HAND = {
@@ -68,91 +65,6 @@ BY_HAND = {
         {"file": "a.py", "line": 7, "column": 1, "function": "f"},
     ],
 }
-
-
-def faults(value, schema, path="$"):
-    """Where a value breaks a JSON Schema, for the keywords that ours uses and no other."""
-    assert schema.keys() <= {"description", "title", "$schema", "$defs"} | CHECKS.keys()
-    return [
-        fault if fault.startswith("$") else f"{path}: {fault}"
-        for keyword, check in CHECKS.items()
-        if keyword in schema
-        for fault in check(value, schema[keyword], path)
-    ]
-
-
-TYPES = {
-    "object": lambda v: isinstance(v, dict),
-    "array": lambda v: isinstance(v, list),
-    "string": lambda v: isinstance(v, str),
-    "boolean": lambda v: isinstance(v, bool),
-    "integer": lambda v: isinstance(v, int) and not isinstance(v, bool),
-    "number": lambda v: isinstance(v, (int, float)) and not isinstance(v, bool),
-    "null": lambda v: v is None,
-}
-
-
-def check_type(value, types, path):
-    """A type, or one of several."""
-    types = [types] if isinstance(types, str) else types
-    return [] if any(TYPES[name](value) for name in types) else [f"{value!r} is none of {types}"]
-
-
-def check_properties(value, schemas, path):
-    """The keys that a schema names, where they are there."""
-    pairs = value.items() if isinstance(value, dict) else ()
-    return [f for k, v in pairs if k in schemas for f in faults(v, schemas[k], f"{path}.{k}")]
-
-
-def check_others(value, schema, path):
-    """All keys, in objects that are maps: ours name no keys then."""
-    pairs = value.items() if isinstance(value, dict) else ()
-    return [fault for k, v in pairs for fault in faults(v, schema, f"{path}.{k}")]
-
-
-def check_items(value, schema, path):
-    """Each element of an array."""
-    items = enumerate(value) if isinstance(value, list) else ()
-    return [fault for i, item in items for fault in faults(item, schema, f"{path}[{i}]")]
-
-
-CHECKS = {
-    "type": check_type,
-    "const": lambda v, one, path: [f"{v!r} is not {one!r}"] * (v != one),
-    "enum": lambda v, all_, path: [f"{v!r} is none of {all_}"] * (v not in all_),
-    "minimum": lambda v, least, path: ["too small"] * (TYPES["number"](v) and v < least),
-    "required": lambda v, ks, path: [f"no {k}" for k in ks if isinstance(v, dict) and k not in v],
-    "properties": check_properties,
-    "additionalProperties": check_others,
-    "items": check_items,
-    "allOf": lambda v, schemas, path: [f for s in schemas for f in faults(v, s, path)],
-    "anyOf": lambda v, schemas, path: min((faults(v, s, path) for s in schemas), key=len),
-    "$ref": lambda v, ref, path: faults(v, SCHEMA["$defs"][ref.removeprefix("#/$defs/")], path),
-}
-
-
-def undocumented(value, schema, path="$"):
-    """Keys that are written and that the schema does not name."""
-    if isinstance(value, list):
-        return [f for v in value for f in undocumented(v, together(schema)["items"], path)]
-    schema = together(schema)
-    if not isinstance(value, dict) or "additionalProperties" in schema:
-        return []
-    named = schema["properties"]
-    found = [f"{path}.{key}" for key in value if key not in named]
-    pairs = [(key, inner) for key, inner in value.items() if key in named]
-    return found + [f for k, v in pairs for f in undocumented(v, named[k], f"{path}.{k}")]
-
-
-def together(schema):
-    """A schema with what it refers to in place; of a value or null, that of the value."""
-    if "$ref" in schema:
-        return together(SCHEMA["$defs"][schema["$ref"].removeprefix("#/$defs/")])
-    if "anyOf" in schema:
-        return together(schema["anyOf"][0])
-    parts = [together(part) for part in schema.get("allOf", ())]
-    named = {key: inner for part in parts for key, inner in part["properties"].items()}
-    return {"properties": named} if parts else schema
 
 
 def error(function, *args):

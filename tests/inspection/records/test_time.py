@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from reports import SMALL, TIME, TIMED, source
-from test_json import SCHEMA, faults, undocumented
+from schemas import faults, schema_of, undocumented
 
 from spmd import Report, diff
 from spmd.errors import ReportError
@@ -125,9 +125,9 @@ def test_what_follows_from_a_time_is_written():
 def test_the_schema_knows_a_time():
     """Every key of a time stands in the schema, in its order; the schema holds for it."""
     data = TIMED.to_json()
-    assert undocumented(data, SCHEMA) == []
-    assert faults(data, SCHEMA) == []
-    defs, time = SCHEMA["$defs"], data["time"]
+    assert undocumented(data, schema_of("report.schema.json")) == []
+    assert faults(data, schema_of("report.schema.json")) == []
+    defs, time = schema_of("report.schema.json")["$defs"], data["time"]
     assert list(time) == list(defs["Time"]["properties"])
     for key, name in (("exchanges", "Exchange"), ("exposed", "Exposed"), ("layer", "Event")):
         assert list(time[key][0]) == list(defs[name]["properties"]) == defs[name]["required"]
@@ -148,7 +148,7 @@ def test_the_schema_knows_a_time():
 def test_the_schema_refuses_other_times(change):
     """Wrong types, negative figures and unknown sources do not fit the schema."""
     data = TIMED.to_json()
-    assert faults(data | {"time": data["time"] | change}, SCHEMA)
+    assert faults(data | {"time": data["time"] | change}, schema_of("report.schema.json"))
 
 
 def test_a_file_from_before_times():

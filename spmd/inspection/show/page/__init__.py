@@ -1,4 +1,4 @@
-"""A report, the differences of two, or a sweep, as one HTML page that needs nothing from elsewhere.
+"""A report, the differences of two, a sweep or a plan as one HTML page that needs no other file.
 
 Text of users (names, paths, lines of code) gets into a page in two ways only: through a template
 that escapes it, and as JSON in a data block with every sign of markup escaped. The page's policy
@@ -21,12 +21,13 @@ from typing import Any
 from spmd.errors import Failure, ReportError, explain
 from spmd.inspection.records.diff import Diff
 from spmd.inspection.records.pictures import Picture, Pictures
+from spmd.inspection.records.plan import Plan
 from spmd.inspection.records.report import Report
 from spmd.inspection.records.shown import Paged
 from spmd.inspection.records.sizes import show_bytes
 from spmd.inspection.records.sweep import Sweep
 from spmd.inspection.show import words
-from spmd.inspection.show.page import compare, curves, sheets, view as page_view
+from spmd.inspection.show.page import choices, compare, curves, sheets, view as page_view
 
 LARGEST_CELL = 4 * 2**20
 """Bytes of a page that a notebook shows; what is larger would make the notebook's file too slow."""
@@ -45,6 +46,8 @@ def page_of(record: Paged) -> str:
             return _page("diff.html.j2", "diff", compare.view(record))
         case Sweep():
             return _page("sweep.html.j2", f"sweep of `{record.name}`", curves.view(record))
+        case Plan():
+            return _page("plan.html.j2", f"plan of `{record.name}`", choices.view(record))
         case Picture() | Pictures():
             view = sheets.view(record) | {"fragment": False}
             subject = type(record).__name__.lower()

@@ -221,6 +221,71 @@
     });
   }
 
+  // A plan: candidates by memory and time, code to copy, and the lanes as a file
+
+  const scatter = byId("scatter");
+  if (scatter) {
+    const marks = [...scatter.querySelectorAll(".mark-of")], about = byId("about");
+    const rows = new Map([...document.querySelectorAll("#candidate-rows tr[data-i]")].map((row) => [Number(row.dataset.i), row]));
+    let at = 0;
+    const tell = (i) => {
+      marks[at].setAttribute("tabindex", "-1");
+      for (const one of [marks[at], rows.get(at)]) one.classList.remove("at");
+      at = i;
+      marks[at].setAttribute("tabindex", "0");
+      for (const one of [marks[at], rows.get(at)]) one.classList.add("at");
+      const one = data.candidates[i];
+      const list = make("dl", { className: "facts" });
+      for (const [label, text] of one.rows) list.append(make("dt", { textContent: label }), make("dd", { textContent: text }));
+      about.replaceChildren(make("h3", { textContent: one.name }), list);
+    };
+    // The one that is nearest in a direction, the sides counting double.
+    const center = (mark) => { const b = mark.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; };
+    const nearest = (right, down) => {
+      const [x, y] = center(marks[at]);
+      let best = -1, least = Infinity;
+      marks.forEach((mark, i) => {
+        const [dx, dy] = [center(mark)[0] - x, center(mark)[1] - y];
+        const along = dx * right + dy * down, aside = Math.abs(dx * down) + Math.abs(dy * right);
+        if (i !== at && along > 0.5 && along + 2 * aside < least) { best = i; least = along + 2 * aside; }
+      });
+      return best;
+    };
+    for (const kind of ["pointerover", "focusin"]) {
+      scatter.addEventListener(kind, (event) => {
+        const mark = event.target.closest(".mark-of");
+        if (mark) tell(Number(mark.dataset.i));
+      });
+    }
+    scatter.addEventListener("keydown", (event) => {
+      const moves = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+      const to = event.key === "Home" ? 0 : event.key === "End" ? marks.length - 1 : moves[event.key] ? nearest(...moves[event.key]) : -1;
+      if (to < 0) return;
+      event.preventDefault();
+      marks[to].focus();
+    });
+  }
+
+  document.addEventListener("click", async (event) => {
+    const button = event.target.closest("button.copy");
+    if (!button) return;
+    const text = byId(button.dataset.of);
+    let done = true;
+    try {
+      await navigator.clipboard.writeText(text.textContent);
+    } catch { // a frame may not: what is selected can be copied by hand at least
+      getSelection().selectAllChildren(text);
+      done = document.execCommand("copy");
+    }
+    byId("copied").textContent = done ? "copied" : "selected: copy it with the keyboard";
+  });
+
+  byId("trace")?.addEventListener("click", () => {
+    const file = URL.createObjectURL(new Blob([JSON.stringify(data.trace)], { type: "application/json" }));
+    make("a", { href: file, download: "layer.json" }).click();
+    setTimeout(() => URL.revokeObjectURL(file), 10000);
+  });
+
   // Mesh: which shard of an argument lies on which device
 
   const grid = byId("devices");

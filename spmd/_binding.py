@@ -1,4 +1,4 @@
-"""From the arguments of a call to its plan, in file order: flatten to PjitCall."""
+"""From the arguments of a call to what it binds, in file order: flatten to PjitCall."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from spmd import _jax
 from spmd._arguments import argument_specs, describe_leaves, split_arguments
 from spmd._call import PjitCall
 from spmd._constraint import sharding_constraint_p
+from spmd._doors import opened
 from spmd._local import global_shape
-from spmd._mesh import active_mesh, auto_mesh, check_parts, enclosing_pjit
+from spmd._mesh import active_mesh, auto_mesh, check_parts, enclosing_pjit, plain_mesh
 from spmd._options import PjitOptions, mesh_clash
 from spmd._pjit import nested_mesh_failure
 from spmd._resolve import from_array_failure, mesh_of, no_mesh, resolve_leaves
 from spmd._spec import FROM_ARRAY, UNSPECIFIED, ParsedPartitionSpec
 from spmd._trace import Signature, Trace, trace
-from spmd.errors import ArgumentError, Failure, explain
+from spmd.errors import ArgumentError, Failure, PlanError, explain
 
 # Flatten
 
@@ -114,6 +115,8 @@ def find_mesh(options: PjitOptions, flat: Flat) -> Any:
     shardings = [x for x in leaves if isinstance(x, Sharding)]
     leaf_mesh = mesh_of(shardings) if shardings else None
     mesh = options.mesh if options.mesh is not None else active_mesh()
+    if mesh is None and options.plan is not None:
+        mesh = plain_mesh(options.plan.mesh)
     if mesh is not None:
         specs = (options.in_specs, options.out_specs)
         clash = mesh_clash("the context", mesh, specs) if shardings else []
@@ -168,11 +171,11 @@ def resolve_inputs(
     return tuple(leaf for leaf, _ in found), given, tuple(avals)
 
 
-def check_from_array(flat: Flat, plan: Plan, options: PjitOptions) -> None:
+def check_from_array(flat: Flat, binding: Binding, options: PjitOptions) -> None:
     """Checks that every argument under FROM_ARRAY has a sharding to take."""
-    values = [(i, _jax.core.underlying(flat.leaves[i])) for i in plan.from_array]
+    values = [(i, _jax.core.underlying(flat.leaves[i])) for i in binding.from_array]
     failures = [
-        from_array_failure(value, plan.call.mesh, f"argument {flat.signature.arg_names[i]}")
+        from_array_failure(value, binding.call.mesh, f"argument {flat.signature.arg_names[i]}")
         for i, value in values
         if not isinstance(value, _jax.core.Tracer)  # of those the partitioner decides
     ]
@@ -180,19 +183,45 @@ def check_from_array(flat: Flat, plan: Plan, options: PjitOptions) -> None:
         raise explain(options.subject, failures)
 
 
-def check_refs(flat: Flat, plan: Plan, options: PjitOptions) -> None:
+def check_not_traced(flat: Flat, options: PjitOptions) -> None:
+    """Checks that a call whose places a plan says is the outermost program."""
+    traced = [x for x in flat.leaves if isinstance(x, _jax.core.Tracer)]
+    if traced:
+        raise explain(options.subject, [planned_inside(traced[0])])
+
+
+_AROUND = {
+    **dict.fromkeys(("JVPTracer", "LinearizeTracer"), "jax.grad or another derivative"),
+    "BatchTracer": "jax.vmap",
+}
+
+
+def planned_inside(tracer: Any) -> Failure:
+    """A plan is of a whole program, and this call is a part of one."""
+    outer = _AROUND.get(type(tracer).__name__, "jax.jit or another transformation")
+    return Failure(
+        what=f"cannot be planned inside of {outer}",
+        given=f"AUTO or plan=, with a traced argument{_jax.core.used_at()}",
+        expected="the outermost program: a plan places its arguments and results",
+        fix="plan the outer function: pjit(outer, in_axis_resources=AUTO);\n"
+        "or write the specs that spmd.plan(...).code() prints",
+        error=PlanError,
+    )
+
+
+def check_refs(flat: Flat, binding: Binding, options: PjitOptions) -> None:
     """Checks that no mutable reference is two arguments, or an argument and closed over."""
-    values, names = [*plan.consts, *flat.leaves], plan.call.arg_names
+    values, names = [*binding.consts, *flat.leaves], binding.call.arg_names
     first: dict[int, str] = {}
     failures = [
         Failure(
             what=f"cannot take one reference as {first[id(values[i])]} and as {names[i]}",
-            given=f"{_jax.core.short_aval(plan.jaxpr.in_avals[i])}{_jax.core.used_at()}",
+            given=f"{_jax.core.short_aval(binding.jaxpr.in_avals[i])}{_jax.core.used_at()}",
             expected="each mutable reference once: a program updates it in place",
             fix="pass a second jax.new_ref with a copy of the value",
             error=ArgumentError,
         )
-        for i in plan.refs
+        for i in binding.refs
         if first.setdefault(id(values[i]), names[i]) != names[i]
     ]
     if failures:
@@ -246,7 +275,7 @@ def _constrain_outputs(jaxpr: Any, resources: Sequence[Any], mesh: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
-class Plan:
+class Binding:
     """What a call of one signature does, up to the values.
 
     Attributes:
@@ -257,6 +286,7 @@ class Plan:
         out_names: What to call each result.
         from_array: Indices of the arguments under FROM_ARRAY.
         refs: Indices of the mutable references among constants and arguments.
+        plan: Of the planner, if it says where something lies.
     """
 
     jaxpr: Any
@@ -266,16 +296,17 @@ class Plan:
     out_names: tuple[str, ...]
     from_array: tuple[int, ...]
     refs: tuple[int, ...]
+    plan: Any = None
 
 
 @_jax.core.weakref_lru_cache
-def make_plan(
+def make_binding(
     fun: Callable,
     options: PjitOptions,
     signature: Signature,
     semantics: tuple[str, ...],
     mesh: Any,
-) -> Plan:
+) -> Binding:
     """Resolves and traces a call: everything that depends on its signature only."""
     manual = _jax.mesh.manual_axes()
     resources, given, avals = resolve_inputs(options, signature, semantics, mesh, manual)
@@ -295,17 +326,21 @@ def make_plan(
         implicit_reshard=options.implicit_reshard,
         compiler_options=options.compiler_options,
     )
-    return plan_of(
+    binding = binding_of(
         replace(traced, jaxpr=_constrain_outputs(traced.jaxpr, outs, mesh)),
         call,
         from_array=tuple(i for i, r in enumerate(resources) if r is FROM_ARRAY),
     )
+    if not options.is_planned:
+        return binding
+    call, plan = opened("plan_of_call")(binding, options, signature)
+    return replace(binding, call=call, plan=plan)
 
 
-def plan_of(traced: Trace, call: PjitCall, from_array: tuple[int, ...] = ()) -> Plan:
-    """Builds the plan of a call, which does not know yet what the function closes over."""
+def binding_of(traced: Trace, call: PjitCall, from_array: tuple[int, ...] = ()) -> Binding:
+    """Builds the binding of a call, which does not know yet what the function closes over."""
     names = [f"closed-over value {i}" for i in range(len(traced.consts))]
-    return Plan(
+    return Binding(
         jaxpr=traced.jaxpr,
         call=call.add_inputs(names, leading=True) if names else call,
         consts=traced.consts,

@@ -1,0 +1,265 @@
+"""spmd.plan: from a function and hardware to a plan that a compiler has seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+import dataclasses
+import time
+from typing import Any, NamedTuple
+
+import jax
+
+import spmd
+from spmd import _jax
+from spmd._api import PjitFunction
+from spmd._options import not_callable
+from spmd.errors import ArgumentError, Failure, did_you_mean, explain
+from spmd.inspection.records.plan import Plan
+from spmd.inspection.records.sizes import show_count, show_seconds
+from spmd.inspection.shardy.passes import module_of
+from spmd.inspection.show.progress import quiet, showing
+from spmd.planner import asked, cache
+from spmd.planner.asked import Hardware
+from spmd.planner.choose import choose
+from spmd.planner.graph import graph_of
+from spmd.planner.plans import fingerprint
+from spmd.planner.recorded import nothing_fits, recorded
+from spmd.planner.search import Rules
+from spmd.planner.verify import Program, open_leaves, structs
+
+
+class Progress(NamedTuple):
+    """How far a search is.
+
+    Attributes:
+        tried: layouts so far.
+        best: seconds of the best one so far; None before the first.
+        compiling: what the compiler works on; empty where it does not.
+    """
+
+    tried: int
+    best: float | None
+    compiling: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What is asked of a plan, beside the hardware; as `plan` takes it."""
+
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    never: Sequence[Any] = ()
+    classes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    top: int = 3
+    timeout: float | None = None
+    seed: int = 0
+    seeds: bool = True
+    cache: bool = True
+    progress: Callable[[Progress], None] | bool | None = None
+
+
+def plan(
+    f: Any,
+    /,
+    *args: Any,
+    topology: Any = None,
+    mesh: Any = None,
+    axes: str | Sequence[str] = ("data", "model"),
+    memory: int | float | str | None = None,
+    chip: Any = None,
+    fixed: Mapping[str, Any] | None = None,
+    never: Sequence[Any] = (),
+    classes: Mapping[str, Any] | None = None,
+    top: int = 3,
+    timeout: float | None = None,
+    seed: int = 0,
+    seeds: bool = True,
+    cache: bool = True,
+    progress: Callable[[Progress], None] | bool | None = None,
+    **options: Any,
+) -> Plan:
+    """Chooses mesh, shardings and constraints for a function, and has the compiler look at them.
+
+    The program is lowered once, and thousands of layouts are compared by a model of their time and
+    memory. Of the best ones Shardy tells the exchanges, and the compiler of the hardware the rest:
+    the answer is the fastest of those that were compiled and keep to the memory. Nothing runs.
+
+    Args:
+        f: a function: bare, of `spmd.pjit`, or of `jax.jit`. Options of `pjit` are taken over.
+        *args: what it is called with: arrays or `jax.ShapeDtypeStruct`s, in any pytrees.
+        topology: the name of described hardware, such as ``"v5e:4x4"``: all meshes over `axes` are
+            compared. Or a mesh.
+        mesh: a mesh, or sizes by axis name, to plan for; by default the active one.
+        axes: names of mesh axes, where a topology leaves the sizes to the planner.
+        memory: of one device, such as ``"14GB"``; by default what the hardware has.
+        chip: whose figures to use, as `report` takes it; by default those of the devices, and of a
+            v5e where CPUs stand in.
+        fixed: specs by path, such as ``{"batch": P("data"), "state['step']": P()}``. A path stands
+            for all below it; the longer one counts.
+        never: pairs of a dimension and a mesh axis that must not split it: ``("tokens:1",
+            "data")``, or with a name from `classes`.
+        classes: names of dimensions, such as ``{"vocab": "state['embed']:0"}``. All that operations
+            tie to it is one class; `print` uses the name.
+        top: how many layouts are compiled, beside the best experts.
+        timeout: seconds after which the best so far is the answer, compiled or not.
+        seed: of ties; one seed gives one answer.
+        seeds: whether experts (data parallel, FSDP, Megatron, ...) and the specs of `f` are
+            compared too, so that the answer is never worse.
+        cache: whether plans are kept on disk and found again.
+        progress: called with a :class:`Progress` now and then. Or whether the standard error shows
+            it: True for lines, False for nothing; None for a line that moves in a terminal.
+        **options: of `pjit`: ``donate_argnums``, ``static_argnums`` and the like.
+
+    Returns:
+        A :class:`Plan`: ``print`` it, run it with ``pjit(f, plan=plan)``, paste ``plan.code()``.
+
+    Raises:
+        PlanError: Nothing fits the memory, or there is nothing to split.
+        ArgumentError: A path, a dimension or an option is not known.
+        MeshError: There is no mesh and no topology, or no such topology.
+        OptionError: A number or a size cannot be read.
+
+    Example:
+        >>> plan = spmd.plan(step, state, batch, topology="v5e:4x4", donate_argnums=0)
+        >>> print(plan.code())
+    """
+    function, own = _function_of(f)
+    name = getattr(function, "__name__", type(function).__name__)
+    subject = f"plan of `{name}`"
+    if not callable(function):
+        raise explain(subject, [not_callable(function, "spmd.plan(f, *args, topology=...)")])
+    asked.check_options(subject, top=top, timeout=timeout, seed=seed)
+    _check_names(options, subject)
+    on = asked.hardware(topology, mesh, axes, memory, chip, subject=subject)
+    wish = Wish(
+        fixed=fixed or {},
+        never=never,
+        classes=classes or {},
+        top=top,
+        timeout=timeout,
+        seed=seed,
+        seeds=seeds,
+        cache=cache,
+        progress=progress,
+    )
+    program = Program(function=function, args=structs(args), options={**own, **options})
+    return plan_program(program, on, wish, name=name, subject=subject)
+
+
+_OPTIONS = (
+    *("static_argnums", "static_argnames", "donate_argnums", "donate_argnames"),
+    *("keep_unused", "inline", "compiler_options"),
+)
+
+
+def _check_names(options: Mapping[str, Any], subject: str) -> None:
+    failures = [
+        Failure(
+            what=f"has no option {name!r}{did_you_mean(name, _OPTIONS)}",
+            expected=f"an option of plan, or one of {', '.join(_OPTIONS)}",
+            fix="pass arguments of the function by position",
+            error=ArgumentError,
+        )
+        for name in options
+        if name not in _OPTIONS
+    ]
+    if failures:
+        raise explain(subject, failures)
+
+
+def _function_of(f: Any) -> tuple[Any, dict[str, Any]]:
+    """The function that `pjit` gets, and what is known of its options."""
+    if not isinstance(f, PjitFunction):
+        return f, {}
+    options = f._line.options
+    return f.__wrapped__, {
+        "static_argnums": options.params.static_nums,
+        "static_argnames": options.params.static_names,
+        "donate_argnums": options.params.donate_nums,
+        "donate_argnames": options.params.donate_names,
+        "keep_unused": options.keep_unused,
+        "compiler_options": dict(options.compiler_options),
+    }
+
+
+def versions() -> dict[str, str]:
+    """What a plan depends on."""
+    jaxlib = _jax.versions.JAXLIB_VERSION
+    return {"jax": jax.__version__, "jaxlib": jaxlib, "spmd": spmd.__version__}
+
+
+def plan_program(program: Program, on: Hardware, wish: Wish, *, name: str, subject: str) -> Plan:
+    """The plan of a program, from the disk or from a search."""
+    ins, outs = open_leaves(program.traced(on.meshes[0]))
+    leaves = [*ins, *outs]
+    names = [one.name for one in leaves]
+    if not any(one.shape for one in leaves):
+        raise explain(subject, [asked.nothing_to_split(names)])
+    specs, meshes = asked.fixed_specs(wish.fixed, leaves, on.meshes, subject)
+    named = {axis for spec in specs.values() for axis in spec.axes}
+    named |= {pair[1] for pair in wish.never if len(pair) == 2}
+    on = dataclasses.replace(on, meshes=asked.different(meshes, named))
+    lowered = program.lowered(meshes[0])
+    module = module_of(lowered, subject=subject)
+    key = cache.key_of((lowered.as_text(), _identity(on), _identity_of_wish(wish), versions()))
+    if wish.cache and (found := cache.find(key)):
+        return found
+    graph = graph_of(module, subject=subject)
+    labels = asked.class_names(graph, wish.classes, subject)
+    axes = [*dict.fromkeys(axis for mesh in meshes for axis in mesh.shape)]
+    rules = Rules(
+        budget=on.budget,
+        never=asked.never_pairs(wish.never, graph, labels, axes, subject),
+        deadline=None if wish.timeout is None else time.monotonic() + wish.timeout,
+    )
+    with _telling(wish.progress, subject):
+        found = choose(program, on.meshes, on.chip, rules=rules, top=wish.top)
+    plan = recorded(
+        found,
+        on,
+        program,
+        labels=labels,
+        name=name,
+        versions=versions(),
+        program_key=fingerprint(module),
+    )
+    if not plan.chosen.fits(on.budget):
+        raise explain(subject, [nothing_fits(plan, on)])
+    if wish.cache and plan.complete:
+        cache.keep(key, plan)
+    return plan
+
+
+def _identity(on: Hardware) -> tuple[Any, ...]:
+    devices = [mesh.devices.flat[0] for mesh in on.meshes]
+    kinds = [(one.platform, one.device_kind) for one in devices]
+    return (on.topology, [dict(mesh.shape) for mesh in on.meshes], kinds, on.chip, on.budget)
+
+
+def _identity_of_wish(wish: Wish) -> tuple[Any, ...]:
+    fixed = sorted((key, str(spec)) for key, spec in wish.fixed.items())
+    return (fixed, [*map(str, wish.never)], sorted(map(str, wish.classes.items())),
+            wish.top, wish.seed, wish.seeds)  # fmt: skip
+
+
+@contextlib.contextmanager
+def _telling(wish: Any, subject: str) -> Iterator[Callable[[Progress], None]]:
+    if callable(wish):
+        yield wish
+        return
+    with quiet() if wish is False else showing(subject, lines=bool(wish)) as say:
+        last = 0.0
+
+        def tell(one: Progress) -> None:
+            nonlocal last
+            if one.compiling or time.monotonic() - last > 0.2:
+                last = time.monotonic()
+                say(_words(one))
+
+        yield tell
+
+
+def _words(one: Progress) -> str:
+    best = "" if one.best is None else f", best {show_seconds(one.best)}"
+    doing = f", compiling {one.compiling}" if one.compiling else ""
+    return f"{show_count(one.tried)} layouts{best}{doing}"

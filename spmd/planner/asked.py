@@ -1,0 +1,367 @@
+"""What a user wants of a plan, read and checked: meshes, a chip, a budget, what is fixed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+import dataclasses
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from spmd import _mesh
+from spmd._resolve import spec_failure
+from spmd._spec import ParsedPartitionSpec
+from spmd.errors import (
+    ArgumentError,
+    Failure,
+    MeshError,
+    OptionError,
+    PlanError,
+    SpmdError,
+    did_you_mean,
+    explain,
+)
+from spmd.inspection.compile.timed import asked as read_chip
+from spmd.inspection.compile.topology import hbm_bytes, topology as describe
+from spmd.inspection.records.plan import Placed
+from spmd.inspection.records.sizes import parse_bytes
+from spmd.inspection.timing.chips import CHIPS, Chip, chip_of
+from spmd.planner.structure import Graph
+
+STAND_IN = "v5e"
+"""Whose figures a plan uses for devices that have none, such as CPUs."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """What a plan is for.
+
+    Attributes:
+        meshes: to choose among.
+        topology: name of described hardware, or empty.
+        chip: whose figures to use.
+        budget: bytes that a device may hold; None for no limit.
+    """
+
+    meshes: tuple[Any, ...]
+    topology: str
+    chip: Chip
+    budget: int | None
+
+
+def hardware(
+    topology: Any, mesh: Any, axes: Any, memory: Any, chip: Any, *, subject: str
+) -> Hardware:
+    """Reads the options that say what a plan is for."""
+    meshes = tuple(_meshes(topology, mesh, axes, subject))
+    device = meshes[0].devices.flat[0]
+    wish = read_chip(chip, None, subject=subject).chip
+    return Hardware(
+        meshes=meshes,
+        topology=topology if isinstance(topology, str) else "",
+        chip=wish or chip_of(device.device_kind) or CHIPS[STAND_IN],
+        budget=_budget(memory, device, subject),
+    )
+
+
+def _budget(memory: Any, device: Any, subject: str) -> int | None:
+    if memory is None:
+        return hbm_bytes(device.device_kind) or _own_limit(device)
+    try:
+        found = parse_bytes(memory)
+    except ValueError as e:
+        failure = Failure(what="cannot read memory", got=str(e), error=OptionError)
+        raise explain(subject, [failure]) from None
+    if found <= 0:
+        failure = Failure(
+            what="cannot keep to this memory",
+            expected="bytes of one device, above 0",
+            got=repr(memory),
+            error=OptionError,
+        )
+        raise explain(subject, [failure])
+    return found
+
+
+def _own_limit(device: Any) -> int | None:
+    try:
+        return (device.memory_stats() or {}).get("bytes_limit")
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return None  # described devices have no runtime, and CPUs no limit
+
+
+# Meshes
+
+
+def _meshes(topology: Any, mesh: Any, axes: Any, subject: str) -> Iterator[Any]:
+    if isinstance(topology, str):
+        if isinstance(mesh, jax.sharding.Mesh):
+            mesh = dict(mesh.shape)
+        if mesh is not None:
+            yield describe(topology, mesh)
+            return
+        names = _axis_names(axes, subject)
+        for sizes in factorisations(describe(topology).size, len(names)):
+            yield describe(topology, dict(zip(names, sizes, strict=True)))
+        return
+    if topology is not None and mesh is not None:
+        failure = Failure(
+            what="got a mesh twice",
+            expected="topology='v5e:4x4' with the sizes of its axes as mesh, or one mesh",
+            error=OptionError,
+        )
+        raise explain(subject, [failure])
+    found = topology if mesh is None else mesh
+    found = _mesh.current_mesh() if found is None else found
+    if found is None:
+        raise explain(subject, [_no_hardware()])
+    if isinstance(found, Mapping):
+        found = _mesh.make_mesh(found)
+    if not isinstance(found, jax.sharding.Mesh):
+        failure = Failure(
+            what="cannot use this mesh",
+            expected="a mesh, or sizes by axis name",
+            got=type(found).__name__,
+            error=ArgumentError,
+        )
+        raise explain(subject, [failure])
+    yield found
+
+
+def _no_hardware() -> Failure:
+    return Failure(
+        what="needs a mesh or a topology, and there is none here",
+        expected="what the plan is for",
+        fix="topology='v5e:4x4', which chooses the mesh too; mesh=spmd.make_mesh({'data': 8});\n"
+        "or a mesh that is active",
+        error=MeshError,
+    )
+
+
+def _axis_names(axes: Any, subject: str) -> tuple[str, ...]:
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    if names and len({*names}) == len(names) and all(isinstance(n, str) and n for n in names):
+        return names
+    failure = Failure(
+        what="cannot use these axes",
+        expected="names of mesh axes, each once, such as ('data', 'model')",
+        got=repr(axes)[:100],
+        error=OptionError,
+    )
+    raise explain(subject, [failure])
+
+
+def factorisations(count: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number of devices as a product of so many sizes, in order."""
+    if parts == 1:
+        yield (count,)
+        return
+    for first in (d for d in range(count, 0, -1) if count % d == 0):
+        for rest in factorisations(count // first, parts - 1):
+            yield (first, *rest)
+
+
+def different(meshes: Sequence[Any], named: Iterable[str]) -> tuple[Any, ...]:
+    """The meshes, but one of those that differ only in which of their axes have size 1.
+
+    The axes that are `named` in what a user asks for tell meshes apart.
+    """
+    found: dict[Any, Any] = {}
+    kept = {*named}
+    for mesh in meshes:
+        axes = tuple((a if a in kept else "", size) for a, size in mesh.shape.items() if size > 1)
+        found.setdefault(axes, mesh)
+    return tuple(found.values())
+
+
+# What is fixed, and what never
+
+
+def check_options(subject: str, *, top: Any, timeout: Any, seed: Any) -> None:
+    """Checks the numbers among the options."""
+    failures = [
+        Failure(
+            what=f"cannot read {name}", expected=expected, got=repr(value)[:60], error=OptionError
+        )
+        for name, value, expected, right in (
+            ("top", top, "how many layouts to compile, at least 0", _is_whole(top) and top >= 0),
+            ("seed", seed, "a whole number", _is_whole(seed)),
+            ("timeout", timeout, "seconds above 0, or None", timeout is None or _is_above(timeout)),
+        )
+        if not right
+    ]
+    if failures:
+        raise explain(subject, failures)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_above(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and float(value) > 0
+
+
+def leaves_of(
+    given: Mapping[str, Any], names: Sequence[str], subject: str, option: str
+) -> dict[int, tuple[str, Any]]:
+    """By leaf the key that says most of it, and its value; all below a path has its spec."""
+    if not isinstance(given, Mapping):
+        failure = Failure(
+            what=f"cannot read {option}",
+            expected="a dict of paths and PartitionSpecs, such as {'batch': P('data')}",
+            got=type(given).__name__,
+            error=ArgumentError,
+        )
+        raise explain(subject, [failure])
+    found: dict[int, tuple[str, Any]] = {}
+    failures = []
+    for key in sorted(given, key=lambda k: len(str(k))):
+        at = [i for i, name in enumerate(names) if _is_below(name, key)]
+        found.update(dict.fromkeys(at, (key, given[key])))
+        if not at:
+            failures.append(unknown_path(key, names))
+    if failures:
+        raise explain(subject, failures)
+    return found
+
+
+def _is_below(name: str, key: Any) -> bool:
+    rest = name[len(key) :] if isinstance(key, str) and name.startswith(key) else None
+    return rest is not None and (not rest or rest[0] in "[.")
+
+
+def unknown_path(key: Any, names: Sequence[str]) -> Failure:
+    """The failure of a path that names no argument and no result."""
+    return Failure(
+        what=f"has no argument or result {key}{did_you_mean(key, names)}",
+        expected=f"a path such as {', '.join(names[:3])}" + (", ..." if len(names) > 3 else ""),
+        error=ArgumentError,
+    )
+
+
+def fixed_specs(
+    given: Mapping[str, Any], leaves: Sequence[Placed], meshes: Sequence[Any], subject: str
+) -> tuple[dict[int, ParsedPartitionSpec], tuple[Any, ...]]:
+    """The specs that are fixed, by leaf, and the meshes that they fit."""
+    rows = leaves_of(given, [one.name for one in leaves], subject, "fixed")
+    parsed = {i: _parsed(spec, f"fixed[{key!r}]", subject) for i, (key, spec) in rows.items()}
+    by_mesh = {
+        mesh: [
+            found
+            for i, spec in parsed.items()
+            if (found := _misfit(leaves[i], spec, f"fixed[{rows[i][0]!r}]", mesh))
+        ]
+        for mesh in meshes
+    }
+    fitting = tuple(mesh for mesh, failures in by_mesh.items() if not failures)
+    if not fitting:
+        raise explain(subject, by_mesh[meshes[0]])
+    return parsed, fitting
+
+
+def _parsed(spec: Any, where: str, subject: str) -> ParsedPartitionSpec:
+    if isinstance(spec, NamedSharding):
+        spec = spec.spec
+    try:
+        return ParsedPartitionSpec.from_user_input(spec, where)
+    except SpmdError as e:
+        text = str(e).partition(" ")[2]
+        raise type(e)(f"{subject} {text}") from None
+
+
+def _misfit(leaf: Placed, spec: ParsedPartitionSpec, where: str, mesh: Any) -> Failure | None:
+    kind = "" if leaf.name.startswith("result") else "argument "
+    aval = jax.eval_shape(lambda: jnp.zeros(leaf.shape, leaf.dtype))
+    return spec_failure(spec, aval, mesh, kind + leaf.name, where, boundary=True)
+
+
+def places_of(spec: ParsedPartitionSpec) -> dict[str, int]:
+    """The dimension that each axis splits."""
+    return {
+        axis: d
+        for d, part in enumerate(spec.partitions)
+        if isinstance(part, tuple)
+        for axis in part
+    }
+
+
+# Classes
+
+
+def class_names(graph: Graph, given: Mapping[str, Any] | None, subject: str) -> dict[str, int]:
+    """Classes by the names that a user gave them."""
+    return {str(name): class_of(place, graph, {}, subject) for name, place in (given or {}).items()}
+
+
+def class_of(place: Any, graph: Graph, names: Mapping[str, int], subject: str) -> int:
+    """The class of a dimension: a name, ``"path:dimension"``, or a pair of both."""
+    if isinstance(place, str) and place in names:
+        return names[place]
+    path, d = place.rpartition(":")[::2] if isinstance(place, str) else _pair(place)
+    tensors = {one.name: one for one in graph.tensors if one.kind != "result"}
+    if path in tensors and str(d).isdigit() and int(d) < len(tensors[path].classes):
+        found = tensors[path].classes[int(d)]
+        if found is not None and found in graph.sizes:
+            return found
+    known = [*names, *(f"{n}:{i}" for n, one in tensors.items() for i in range(len(one.shape)))]
+    failure = Failure(
+        what=f"has no dimension {place!r} to split{did_you_mean(place, known)}",
+        expected="a name in classes=, or a path and a dimension, such as "
+        + ", ".join(known[:2] or ["'x:0'"]),
+        error=ArgumentError,
+    )
+    raise explain(subject, [failure])
+
+
+def _pair(place: Any) -> tuple[Any, Any]:
+    is_pair = isinstance(place, (tuple, list)) and len(place) == 2
+    return (place[0], place[1]) if is_pair else (None, None)
+
+
+def never_pairs(
+    given: Iterable[Any], graph: Graph, names: Mapping[str, int], axes: Sequence[str], subject: str
+) -> frozenset[tuple[int, str]]:
+    """Pairs of a class and an axis that may not split it."""
+    found = []
+    for pair in given:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            failure = Failure(
+                what="cannot read never",
+                expected="pairs of a dimension and a mesh axis, such as ('tokens:1', 'data')",
+                got=repr(pair)[:100],
+                error=ArgumentError,
+            )
+            raise explain(subject, [failure])
+        if pair[1] not in axes:
+            failure = Failure(
+                what=f"has no mesh axis {pair[1]!r}{did_you_mean(pair[1], axes)}",
+                expected=f"one of {', '.join(map(repr, axes))}",
+                error=ArgumentError,
+            )
+            raise explain(subject, [failure])
+        found.append((class_of(pair[0], graph, names, subject), pair[1]))
+    return frozenset(found)
+
+
+def label_of(number: int, graph: Graph, names: Mapping[str, int]) -> str:
+    """What to call a class: the user's name, else the shortest dimension that is in it."""
+    for name, one in names.items():
+        if one == number:
+            return name
+    places = graph.classes.get(number) or ()
+    return min((f"{path}:{d}" for path, d in places), key=len, default=f"inner {number}")
+
+
+def nothing_to_split(names: Sequence[str]) -> Failure:
+    """The failure of a program of scalars."""
+    return Failure(
+        what="has nothing to split: no argument and no result has a dimension",
+        got=", ".join(names[:5]) or "no arguments and no results",
+        expected="arrays of rank 1 or more",
+        fix="call it with pjit as it is: scalars are replicated",
+        error=PlanError,
+    )

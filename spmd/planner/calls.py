@@ -1,0 +1,114 @@
+"""A call of `pjit` whose places a plan says: AUTO among its specs, or ``plan=``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+
+from spmd import _jax, stages
+from spmd._spec import AUTO, UNSPECIFIED, ParsedPartitionSpec
+from spmd.errors import Failure, MeshError, PlanError, explain
+from spmd.inspection.records.plan import Placed, Plan
+from spmd.planner.api import Wish, plan_program, versions
+from spmd.planner.asked import hardware
+from spmd.planner.plans import Pinner, other_mesh, stale, subject_of
+from spmd.planner.verify import Program, open_leaves, spec_of_entries
+
+
+def plan_of_call(binding: Any, options: Any, signature: Any) -> tuple[Any, Plan]:
+    """The call with the places and pins of its plan, and the plan.
+
+    Args:
+        binding: of the call, whose places may be AUTO.
+        options: of `pjit`.
+        signature: of the call.
+    """
+    call, subject = binding.call, options.subject
+    if any(isinstance(one, _jax.core.Tracer) for one in binding.consts):
+        raise explain(subject, [_closes_over()])
+    if call.mesh is None:
+        raise explain(subject, [_no_mesh()])
+    if options.plan is not None:
+        plan = options.plan
+        _check(plan, binding)
+    else:
+        plan = _chosen(binding, options, signature)
+    count = len(call.in_axis_resources) - len(plan.arguments)
+    ins = (*call.in_axis_resources[:count], *_given(call.in_axis_resources[count:], plan.arguments))
+    call = dataclasses.replace(
+        call,
+        in_axis_resources=ins,
+        out_axis_resources=_given(call.out_axis_resources, plan.results),
+        pins=Pinner(subject_of(plan), plan.program, plan.pins) if plan.pins else None,
+    )
+    return call, plan
+
+
+def _given(resources: Sequence[Any], placed: Sequence[Placed]) -> tuple[Any, ...]:
+    """What the user says of values, and of all others what the plan says."""
+    return tuple(
+        ParsedPartitionSpec.from_user_input(spec_of_entries(one.spec), "plan")
+        if given is AUTO or given is UNSPECIFIED
+        else given
+        for given, one in zip(resources, placed, strict=True)
+    )
+
+
+def _check(plan: Plan, binding: Any) -> None:
+    mesh = binding.call.mesh
+    failures = [found] if (found := other_mesh(plan, mesh)) else []
+    ins, outs = open_leaves(binding)
+    failures = failures or stale(plan, [*ins, *outs], versions())
+    if failures:
+        raise explain(subject_of(plan), failures)
+
+
+def _chosen(binding: Any, options: Any, signature: Any) -> Plan:
+    call = binding.call
+    origin = stages.Origin(
+        params=options.params,
+        positions=signature.positions,
+        statics=signature.statics,
+        in_tree=signature.tree,
+        out_tree=binding.out_tree,
+        out_names=binding.out_names,
+        consts=binding.consts,
+    )
+    open_call = dataclasses.replace(
+        call,
+        in_axis_resources=(UNSPECIFIED,) * len(call.in_axis_resources),
+        out_axis_resources=(UNSPECIFIED,) * len(call.out_axis_resources),
+    )
+    placed = (None,) * len(call.in_axis_resources)
+    traced = stages.Traced(binding.jaxpr, open_call, placed, origin)
+    names = [one.name for side in open_leaves(binding) for one in side]
+    given = (*call.in_axis_resources[len(binding.consts) :], *call.out_axis_resources)
+    fixed = {
+        name: resource.to_partition_spec()
+        for name, resource in zip(names, given, strict=True)
+        if isinstance(resource, ParsedPartitionSpec) and not resource.has_unconstrained
+    }
+    subject = options.subject
+    on = hardware(None, call.mesh, (), None, None, subject=subject)
+    program = Program(trace=lambda mesh: traced)
+    return plan_program(program, on, Wish(fixed=fixed), name=options.name, subject=subject)
+
+
+def _closes_over() -> Failure:
+    return Failure(
+        what="cannot be planned: it closes over values of an outer trace",
+        expected="a function of its arguments alone",
+        fix="pass what it closes over as an argument",
+        error=PlanError,
+    )
+
+
+def _no_mesh() -> Failure:
+    return Failure(
+        what="needs a mesh to plan for, and there is none here",
+        expected="a mesh that is active where the function is called",
+        fix='with spmd.make_mesh({"data": 4, "model": 2}): ...\nor spmd.plan(f, *args, '
+        "topology='v5e:4x4'), which chooses the mesh too",
+        error=MeshError,
+    )

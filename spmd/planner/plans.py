@@ -1,0 +1,229 @@
+"""What a plan can do: place arrays, tell its code and its prices, and be kept in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import hashlib
+import os
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+import jax.tree_util as jtu
+
+from spmd import _mesh
+from spmd.errors import ArgumentError, Failure, MeshError, PlanError, explain
+from spmd.inspection.records import plan_codec
+from spmd.inspection.records.plan import Placed, Plan
+from spmd.inspection.records.report import Shape
+from spmd.inspection.show import plan as show
+from spmd.planner.graph import numbered
+from spmd.planner.pins import MisfitError, pin
+from spmd.planner.verify import spec_of_entries
+
+
+def subject_of(plan: Plan) -> str:
+    """The first words of a message."""
+    return f"plan of `{plan.name}`"
+
+
+def mesh_of(plan: Plan) -> Any:
+    """A mesh of this process's devices with the axes of a plan."""
+    count, there = _count(plan.axes), jax.device_count()
+    if count != there:
+        failure = Failure(
+            what="has no devices to run on",
+            given=f"a plan for {_show(plan.axes)}",
+            expected=f"{count} devices",
+            got=f"{there} of kind {jax.devices()[0].device_kind!r}",
+            fix="enter a mesh of the devices that it is for, or plan again for those that are here",
+            error=MeshError,
+        )
+        raise explain(subject_of(plan), [failure])
+    return _mesh.make_mesh(dict(plan.axes))
+
+
+def _count(axes: Mapping[str, int]) -> int:
+    count = 1
+    for size in axes.values():
+        count *= size
+    return count
+
+
+def _show(axes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in axes.items())
+
+
+def placed(plan: Plan, args: Sequence[Any]) -> Any:
+    """Arrays, put where a plan wants them, as `Plan.place` says."""
+    mesh = _mesh.current_mesh()
+    mesh = mesh_of(plan) if mesh is None else mesh
+    if failure := other_mesh(plan, mesh):
+        raise explain(subject_of(plan), [failure])
+    leaves, tree = jtu.tree_flatten(tuple(args))
+    wanted = plan.arguments[: len(leaves)]
+    failures = [*_misplaced(leaves, wanted, plan)]
+    if failures:
+        raise explain(subject_of(plan), failures)
+    plain = _mesh.plain_mesh(mesh)
+    shardings = [NamedSharding(plain, spec_of_entries(one.spec)) for one in wanted]
+    found = jtu.tree_unflatten(tree, jax.device_put(leaves, shardings))
+    return found[0] if len(found) == 1 else found
+
+
+def _misplaced(leaves: Sequence[Any], wanted: Sequence[Placed], plan: Plan) -> Iterator[Failure]:
+    if len(leaves) > len(wanted):
+        yield Failure(
+            what=f"cannot place {len(leaves)} arrays",
+            expected=f"the arguments that were planned, which are {len(plan.arguments)} arrays",
+            fix="plan.place(*args), with the arguments of the function",
+            error=ArgumentError,
+        )
+        return
+    for leaf, one in zip(leaves, wanted, strict=True):
+        shape = getattr(leaf, "shape", None)
+        shape = jax.numpy.shape(leaf) if shape is None else shape
+        if tuple(shape) != one.shape:
+            yield Failure(
+                what=f"cannot place argument {one.name}",
+                expected=f"an array of shape {one.shape}, which was planned",
+                got=f"one of shape {tuple(shape)}",
+                fix="plan again for these arguments",
+                error=ArgumentError,
+            )
+
+
+# Whether a plan is of a program
+
+
+def other_mesh(plan: Plan, mesh: Any) -> Failure | None:
+    """A plan is for a mesh of other sizes."""
+    if dict(mesh.shape) == dict(plan.axes):
+        return None
+    return Failure(
+        what="is for another mesh",
+        expected=f"axes {_show(plan.axes)}",
+        got=f"axes {_show(mesh.shape)}",
+        fix="enter a mesh of these axes, or plan again for this one",
+        error=PlanError,
+    )
+
+
+def stale(plan: Plan, now: Sequence[Placed], versions: Mapping[str, str]) -> list[Failure]:
+    """What of a program is not as it was planned: versions, then arguments and results."""
+    failures = [
+        Failure(
+            what=f"was made with another version of {name}",
+            expected=f"{name} {made}",
+            got=f"{name} {versions.get(name)}",
+            fix="plan again, or paste what plan.code() prints",
+            error=PlanError,
+        )
+        for name, made in plan.versions.items()
+        if made != versions.get(name)
+    ]
+    if failures:
+        return failures
+    made = [(one.name, one.dtype, one.shape) for one in (*plan.arguments, *plan.results)]
+    found = [(one.name, one.dtype, one.shape) for one in now]
+    return [*_other_values(made, found)][:8]
+
+
+def _other_values(made: Sequence[Any], found: Sequence[Any]) -> Iterator[Failure]:
+    by_name = {name: rest for name, *rest in found}
+    for name, dtype, shape in made:
+        if name not in by_name:
+            got = "no such argument or result"
+        elif by_name.pop(name) != [dtype, shape]:
+            got = next(_show_array(d, s) for n, d, s in found if n == name)
+        else:
+            continue
+        yield _other_program(name, _show_array(dtype, shape), got)
+    for name in by_name:
+        yield _other_program(name, "no such argument or result", "one that was not planned")
+
+
+def _other_program(name: str, expected: str, got: str) -> Failure:
+    return Failure(
+        what=f"is of another program: {name} differs",
+        expected=expected,
+        got=got,
+        fix="plan again for this program",
+        error=PlanError,
+    )
+
+
+def _show_array(dtype: str, shape: tuple[int, ...]) -> str:
+    return str(Shape(dtype=dtype, dims=shape))
+
+
+def fingerprint(module: Any) -> str:
+    """Tells programs apart by the operations that plans pin, with the types that they have."""
+    found = hashlib.sha256()
+    with module.context:
+        for one in numbered(module.operation):
+            types = [str(value.type) for side in (one.operands, one.results) for value in side]
+            found.update(f"{one.name} {types}\n".encode())
+    return found.hexdigest()[:16]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pinner:
+    """Writes the pins of a plan into a lowered module; a part of the program's key.
+
+    Attributes:
+        subject: the first words of a message.
+        program: fingerprint of what was planned.
+        pins: of the plan.
+    """
+
+    subject: str
+    program: str
+    pins: tuple[Any, ...]
+
+    def __call__(self, module: Any) -> None:
+        """Edits a module.
+
+        Raises:
+            PlanError: it is of another program.
+        """
+        if fingerprint(module) != self.program:
+            failure = Failure(
+                what="is of another program: its products, gathers or scatters differ",
+                expected=f"the program {self.program}, which was planned",
+                got=f"the program {fingerprint(module)}",
+                fix="plan again for this program",
+                error=PlanError,
+            )
+            raise explain(self.subject, [failure])
+        try:
+            pin(module, self.pins)
+        except MisfitError as e:
+            failure = dataclasses.replace(e.args[0], error=PlanError)
+            raise explain(self.subject, [failure]) from None
+
+
+def code_of(plan: Plan) -> str:
+    """What a person pastes."""
+    raise NotImplementedError
+
+
+def why(plan: Plan, path: str) -> str:
+    """What other places of an argument or result would cost."""
+    return show.why(plan, path)
+
+
+def difference(one: Plan, other: Plan) -> str:
+    """What another plan does otherwise."""
+    return show.difference(one, other)
+
+
+def save(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Writes a plan to a file."""
+    plan_codec.save(plan, path)
+
+
+def load(path: str | os.PathLike[str]) -> Plan:
+    """Reads a plan from a file."""
+    return plan_codec.load(path)

@@ -1,0 +1,220 @@
+"""spmd.plan: what it is asked, what it answers, and what it refuses."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import spmd
+from spmd import P
+from spmd.planner import cache
+from spmd.planner.asked import factorisations
+
+B, D, F = 64, 32, 128
+f32 = jnp.float32
+
+
+def step(w, batch):
+    """A gradient step of a layer."""
+
+    def loss(w):
+        return jnp.mean((batch["x"] @ w["up"] @ w["down"] - batch["y"]) ** 2)
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, w, jax.grad(loss)(w)), loss(w)
+
+
+W = {"down": jax.ShapeDtypeStruct((F, D), f32), "up": jax.ShapeDtypeStruct((D, F), f32)}
+BATCH = {"x": jax.ShapeDtypeStruct((B, D), f32), "y": jax.ShapeDtypeStruct((B, D), f32)}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """Of eight devices."""
+    return spmd.make_mesh({"data": 4, "model": 2})
+
+
+def plan(mesh, **options):
+    """The plan of the step, which nothing keeps."""
+    options = {"top": 0, "cache": False, "progress": False, **options}
+    return spmd.plan(step, W, BATCH, mesh=mesh, **options)
+
+
+def spec(found, name):
+    """Where a plan puts an argument or a result."""
+    return next(one.spec for one in (*found.arguments, *found.results) if one.name == name)
+
+
+def test_a_fixed_path_stands_for_all_below_it(mesh):
+    """The longer path counts, and what is fixed is marked."""
+    found = plan(mesh, fixed={"batch": P("data"), "batch['y']": P(None, "model"), "result[1]": P()})
+    assert spec(found, "batch['x']") == (("data",), ())
+    assert spec(found, "batch['y']") == ((), ("model",))
+    marked = [one.name for one in (*found.arguments, *found.results) if one.is_fixed]
+    assert marked == ["batch['x']", "batch['y']", "result[1]"]
+
+
+def test_an_axis_that_must_not_split_a_dimension_does_not(mesh):
+    """By path and dimension, by a pair, or by a name that the user gave."""
+    tied = ("batch['x']:0", "batch['y']:0")
+    for never in ((tied[0], "data"), (("batch['y']", 0), "data"), ("rows", "data")):
+        found = plan(mesh, never=[never], classes={"rows": "batch['x']:0"})
+        for one in found.candidates:
+            assert not {"rows", *tied} & {*one.orders["data"]}
+
+
+def test_without_a_compile_nothing_is_verified(mesh):
+    """`top=0` answers with the prediction, and says so."""
+    found = plan(mesh)
+    assert found.verified == ""
+    assert found.report is None
+    assert found.seconds == found.predicted > 0
+
+
+def test_stand_ins_verify_bytes(mesh):
+    """A CPU's compiler tells what is sent, and no time of a TPU."""
+    found = plan(mesh, top=1)
+    assert found.verified == "bytes"
+    assert found.chosen.sent == found.report.total.wire_bytes
+    assert found.chip == "v5e"
+
+
+def test_factorisations_are_all_there():
+    """Every way to write a count as an ordered product, once."""
+    assert [*factorisations(8, 2)] == [(8, 1), (4, 2), (2, 4), (1, 8)]
+    for count in (1, 6, 16):
+        found = [*factorisations(count, 3)]
+        brute = {(a, b, c) for a in range(1, count + 1) for b in range(1, count + 1)
+                 for c in range(1, count + 1) if a * b * c == count}  # fmt: skip
+        assert len(found) == len({*found}) == len(brute)
+        assert {*found} == brute
+
+
+def test_a_second_start_searches_nothing(mesh, tmp_path, monkeypatch):
+    """A plan is found again by program and hardware; another budget or program is another plan."""
+    monkeypatch.setenv("SPMD_PLAN_CACHE", str(tmp_path / "plans"))
+    first = plan(mesh, cache=True)
+    searches = []
+    monkeypatch.setattr("spmd.planner.api.choose", lambda *a, **k: searches.append(a))
+    assert plan(mesh, cache=True) == first
+    assert not searches
+    with pytest.raises(Exception, match=""):
+        plan(mesh, cache=True, memory="1GB")
+    assert len(searches) == 1
+    with pytest.raises(Exception, match=""):
+        plan(mesh)
+    assert len(searches) == 2
+
+
+def test_a_broken_file_of_the_cache_is_no_plan(mesh, tmp_path, monkeypatch):
+    """It is planned again, and a folder that cannot be written is none."""
+    monkeypatch.setenv("SPMD_PLAN_CACHE", str(tmp_path))
+    first = plan(mesh, cache=True)
+    (file,) = tmp_path.glob("*.json")
+    file.write_text(json.dumps({"schema": "spmd-plan/1"}))
+    assert spec(plan(mesh, cache=True), "w['up']") == spec(first, "w['up']")
+    assert len(json.loads(file.read_text())) > 1
+    monkeypatch.setenv("SPMD_PLAN_CACHE", str(file / "no folder"))
+    plan(mesh, cache=True)
+    monkeypatch.setenv("SPMD_PLAN_CACHE", "")
+    assert cache.folder() is None
+
+
+def test_progress_tells_what_is_tried(mesh):
+    """A callable hears of layouts, of the best one so far, and of compiles."""
+    heard = []
+    found = plan(mesh, top=1, progress=heard.append)
+    assert heard[-1].tried == found.tried > 0
+    assert any(one.compiling for one in heard)
+    assert min(one.best for one in heard if one.best is not None) > 0
+
+
+REFUSED = {
+    "no mesh": ({}, spmd.MeshError, "needs a mesh or a topology"),
+    "two meshes": ({"mesh": "m", "topology": "m"}, spmd.OptionError, "got a mesh twice"),
+    "no such topology": ({"topology": "v5f:4x4"}, spmd.MeshError, "did you mean"),
+    "unreadable memory": ({"mesh": "m", "memory": "14 gigs"}, spmd.OptionError, "memory"),
+    "no memory": ({"mesh": "m", "memory": 0}, spmd.OptionError, "above 0"),
+    "unknown path": ({"mesh": "m", "fixed": {"bach": P()}}, spmd.ArgumentError, "did you mean"),
+    "no division": (
+        {"mesh": "m", "fixed": {"batch": P(None, ("data", "model"), "data")}},
+        spmd.SpmdError,
+        "twice",
+    ),
+    "rank": ({"mesh": "m", "fixed": {"batch": P(None, None, "data")}}, spmd.SpmdError, "batch"),
+    "unknown axis": ({"mesh": "m", "fixed": {"batch": P("dta")}}, spmd.SpmdError, "dta"),
+    "unknown class": (
+        {"mesh": "m", "never": [("vocab", "data")]},
+        spmd.ArgumentError,
+        "no dimension 'vocab'",
+    ),
+    "never an axis": (
+        {"mesh": "m", "never": [("batch['x']:0", "dat")]},
+        spmd.ArgumentError,
+        "did you mean 'data'",
+    ),
+    "never no pair": ({"mesh": "m", "never": ["x"]}, spmd.ArgumentError, "pairs"),
+    "top": ({"mesh": "m", "top": -1}, spmd.OptionError, "cannot read top"),
+    "timeout": ({"mesh": "m", "timeout": 0}, spmd.OptionError, "cannot read timeout"),
+    "axes": ({"topology": "cpu:8", "axes": ("a", "a")}, spmd.OptionError, "each once"),
+    "an option": ({"mesh": "m", "donate": 0}, spmd.ArgumentError, "did you mean 'donate_argnums'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_read_is_refused(mesh, name):
+    """Each in the house form, by the option's name, with what would do."""
+    options, error, text = REFUSED[name]
+    options = {key: mesh if value == "m" else value for key, value in options.items()}
+    with pytest.raises(error, match=text) as caught:
+        spmd.plan(step, W, BATCH, cache=False, progress=False, **options)
+    assert str(caught.value).startswith("plan of `step` ") or "topology" in str(caught.value)
+
+
+def test_what_does_not_divide_is_no_fixed_place():
+    """A fixed spec that fits some meshes of a topology leaves those; one that fits none is named."""
+    odd = {"x": jax.ShapeDtypeStruct((6, D), f32), "y": jax.ShapeDtypeStruct((6, D), f32)}
+    options = {"top": 0, "cache": False, "progress": False, "topology": "cpu:8"}
+    found = spmd.plan(step, W, odd, fixed={"batch": P("data")}, **options)
+    assert {one.axes["data"] for one in found.candidates} <= {1, 2}
+    with pytest.raises(spmd.ShardingError, match="divisible"):
+        spmd.plan(step, W, odd, fixed={"batch": P("data")}, mesh={"data": 4, "model": 2},
+                  top=0, cache=False, progress=False)  # fmt: skip
+
+
+def test_nothing_fits(mesh):
+    """The nearest plan, what it is over, the largest arrays, and the chips that would do."""
+    with pytest.raises(spmd.PlanError, match="finds no layout that fits") as caught:
+        plan(mesh, memory="2KB", top=1)
+    text = str(caught.value)
+    assert "w['up'] 2.0 KiB" in text or "w['down'] 2.0 KiB" in text
+    assert "nearest" in text
+
+
+def test_scalars_have_nothing_to_split(mesh):
+    """A program without dimensions is said to be one."""
+    with pytest.raises(spmd.PlanError, match="nothing to split"):
+        spmd.plan(lambda a: a + 1, jnp.float32(1), mesh=mesh, cache=False)
+    with pytest.raises(spmd.ArgumentError, match="needs a function"):
+        spmd.plan(3, mesh=mesh)
+
+
+def test_options_of_pjit_are_taken_over(mesh):
+    """A function of pjit is planned with its own donation and static arguments."""
+
+    def scaled(w, x, power):
+        return jax.tree.map(lambda p: p * x.sum() ** power, w)
+
+    f = spmd.pjit(scaled, donate_argnums=0, static_argnums=2)
+    options = {"top": 1, "cache": False, "progress": False, "mesh": mesh}
+    found = spmd.plan(f, W, BATCH["x"], 2, **options)
+    assert [one.name for one in found.arguments] == ["w['down']", "w['up']", "x"]
+    assert found.report.memory.aliased > 0
+    assert spmd.plan(jax.jit(step), W, BATCH, **options).pins
+
+
+def test_a_seed_gives_one_answer(mesh):
+    """Twice the same question has one answer, up to how long it took."""
+    one, other = (plan(mesh, seed=3) for _ in range(2))
+    assert (one.arguments, one.pins) == (other.arguments, other.pins)
+    assert [c.orders for c in one.candidates] == [c.orders for c in other.candidates]
