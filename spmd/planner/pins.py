@@ -53,7 +53,9 @@ def pin(module: Any, pins: Sequence[Pin], mesh: str = "mesh") -> None:
             operation = operations[one.number]
             for n, entries in enumerate(one.specs[: len(operation.operands)]):
                 if entries:
-                    operation.operands[n] = _constrained(operation, n, _sharding(entries, mesh), held)
+                    operation.operands[n] = _constrained(
+                        operation, n, _sharding(entries, mesh), held
+                    )
             for result, entries in _results(operation, one):
                 users = [*result.uses]
                 with ir.InsertionPoint.after(operation):
