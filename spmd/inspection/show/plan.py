@@ -15,7 +15,7 @@ from spmd.inspection.records.plan import Candidate, Entries, Placed, Plan, Price
 from spmd.inspection.records.sizes import show_bytes, show_seconds
 from spmd.inspection.show import plan_words as said, words
 from spmd.inspection.show.cells import axis_style, show_mesh
-from spmd.inspection.show.folds import Fold, folded
+from spmd.inspection.show.folds import Fold
 from spmd.inspection.show.layout import (
     Cell,
     Column,
@@ -282,8 +282,7 @@ def _wholes(a: Plan, b: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def _changed(a: Plan, b: Plan) -> RenderableType:
-    found, same = said.changed((*a.arguments, *a.results), (*b.arguments, *b.results))
-    rows = folded(found, lambda one: one.name, lambda one: (one.a, one.b))
+    rows, same = said.changed((*a.arguments, *a.results), (*b.arguments, *b.results))
     axes = {**a.axes, **b.axes}
     table = Grid(_CHANGED, (Row(cells=_changed_cells(row, axes)) for row in rows))
     alike = Flow(Text(f"{words.plural(same, 'array')} the same in both", "dim"))
