@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 import functools
+import itertools
 import pathlib
 import sys
 from typing import Any
@@ -249,6 +250,15 @@ def trace_context_names() -> Sequence[str]:
 def trace_switches() -> tuple[bool, bool]:
     """Whether `jax_no_tracing` and `jax_explain_cache_misses` are set."""
     return config.no_tracing.value, config.explain_cache_misses.value
+
+
+_salt = itertools.count()
+
+
+def traced_anew() -> Any:
+    """A context of which JAX finds nothing that was traced outside of it, and the other way."""
+    # A part of the key of each trace. This pattern is in no name of a file.
+    return config.hlo_source_file_canonicalization_regex(f"(?!){next(_salt)}")
 
 
 def pp_equation(eqn: Any, context: Any, settings: Any, params: dict[str, Any]) -> Any:

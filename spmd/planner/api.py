@@ -196,7 +196,9 @@ def plan_program(program: Program, on: Hardware, wish: Wish, *, name: str, subje
     if not any(one.shape for one in leaves):
         raise explain(subject, [asked.nothing_to_split(names)])
     specs, meshes = asked.fixed_specs(wish.fixed, leaves, on.meshes, subject)
-    on = dataclasses.replace(on, meshes=meshes)
+    named = {axis for spec in specs.values() for axis in spec.axes}
+    named |= {pair[1] for pair in wish.never if len(pair) == 2}
+    on = dataclasses.replace(on, meshes=asked.different(meshes, named))
     lowered = program.lowered(meshes[0])
     module = module_of(lowered, subject=subject)
     key = cache.key_of((lowered.as_text(), _identity(on), _identity_of_wish(wish), versions()))
@@ -211,7 +213,7 @@ def plan_program(program: Program, on: Hardware, wish: Wish, *, name: str, subje
         deadline=None if wish.timeout is None else time.monotonic() + wish.timeout,
     )
     with _telling(wish.progress, subject):
-        found = choose(program, meshes, on.chip, rules=rules, top=wish.top)
+        found = choose(program, on.meshes, on.chip, rules=rules, top=wish.top)
     plan = recorded(
         found,
         on,

@@ -29,7 +29,7 @@ from spmd.inspection.compile.topology import hbm_bytes, topology as describe
 from spmd.inspection.records.plan import Placed
 from spmd.inspection.records.sizes import parse_bytes
 from spmd.inspection.timing.chips import CHIPS, Chip, chip_of
-from spmd.planner.graph import Graph
+from spmd.planner.structure import Graph
 
 STAND_IN = "v5e"
 """Whose figures a plan uses for devices that have none, such as CPUs."""
@@ -162,6 +162,19 @@ def factorisations(count: int, parts: int) -> Iterator[tuple[int, ...]]:
     for first in (d for d in range(count, 0, -1) if count % d == 0):
         for rest in factorisations(count // first, parts - 1):
             yield (first, *rest)
+
+
+def different(meshes: Sequence[Any], named: Iterable[str]) -> tuple[Any, ...]:
+    """The meshes, but one of those that differ only in which of their axes have size 1.
+
+    The axes that are `named` in what a user asks for tell meshes apart.
+    """
+    found: dict[Any, Any] = {}
+    kept = {*named}
+    for mesh in meshes:
+        axes = tuple((a if a in kept else "", size) for a, size in mesh.shape.items() if size > 1)
+        found.setdefault(axes, mesh)
+    return tuple(found.values())
 
 
 # What is fixed, and what never

@@ -16,9 +16,10 @@ from spmd.inspection.records.report import Report
 from spmd.inspection.shardy.passes import module_of
 from spmd.inspection.timing.chips import Chip
 from spmd.planner.estimate import Estimate, Machine
-from spmd.planner.graph import Graph, graph_of
+from spmd.planner.graph import graph_of
 from spmd.planner.layout import Layout
 from spmd.planner.search import Candidate, Rules, search
+from spmd.planner.structure import Graph
 from spmd.planner.verify import Program, planned, verified
 
 _LOOKED_AT = 8

@@ -1,71 +1,30 @@
-"""What a layout costs, from classes alone: a few milliseconds, so that thousands can be compared.
+"""What a layout costs, from classes alone: a fraction of a millisecond, so that many are compared.
 
-Each axis goes to one factor of an operation: the first in its order that the operation has. An
-operand that the axis splits otherwise is gathered or exchanged, and a result whose factor was
-summed over is added up. What compilers do beyond that is left to `predict` and `verify`.
+An operation is as long as its products or its bytes take, and exchanges run one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
-import functools
 import math
 from typing import Any, NamedTuple
 
-from spmd.inspection.hlo.groups import expand_replica_groups
-from spmd.inspection.timing.chips import Chip
-from spmd.inspection.timing.clock import PRODUCT_SHARE, REACHED, Links
-from spmd.planner.graph import Graph, Operation
-from spmd.planner.layout import Layout
+import numpy as np
+
+from spmd.planner.demand import TABLES, Demand, Exchanged, totals
+from spmd.planner.fusion import Fusion, is_fusible
+from spmd.planner.layout import Fixed, Layout
+from spmd.planner.lives import Lives
+from spmd.planner.machine import Machine
+from spmd.planner.saying import Group, Pattern, Sayings
+from spmd.planner.structure import Graph, Operation
 
 _SLICES = ("dynamic_slice", "slice", "gather")
 _UPDATES = ("dynamic_update_slice", "scatter")
-_PROBE = 2**30
-
-
-class Machine:
-    """What the devices of a mesh can do.
-
-    Args:
-        chip: whose figures to use.
-        links: between the devices, in the order of the mesh.
-        sizes: of the mesh axes, major to minor.
-    """
-
-    def __init__(self, chip: Chip, links: Links, sizes: Mapping[str, int]):
-        self.chip = chip
-        self.sizes = dict(sizes)
-        self.count = math.prod(sizes.values())
-        self._links = links
-        self._line = functools.cache(self._measured)
-
-    def exchange(self, kind: str, axis: str, nbytes: float) -> float:
-        """Seconds of a collective over an axis, of so many bytes on its larger side."""
-        delay, per_byte = self._line(kind, axis)
-        return delay + nbytes * per_byte
-
-    def _measured(self, kind: str, axis: str) -> tuple[float, float]:
-        mesh = ",".join(f"'{name}'={size}" for name, size in self.sizes.items())
-        groups = expand_replica_groups(f"mesh[{mesh}] {{'{axis}'}}")
-        delay = self._links.transfer(kind, groups, 0, 0).seconds
-        return delay, (self._links.transfer(kind, groups, _PROBE, _PROBE).seconds - delay) / _PROBE
-
-    def computing(self, flops: float) -> float:
-        """Seconds of products."""
-        return flops / (PRODUCT_SHARE * self.chip.kept)
-
-    def moving(self, nbytes: float) -> float:
-        """Seconds in which main memory moves bytes."""
-        return nbytes / (REACHED * self.chip.hbm)
-
-
-class Exchanged(NamedTuple):
-    """An exchange that an operation demands: its kind, the axis, and bytes on its larger side."""
-
-    kind: str
-    axis: str
-    nbytes: float
+# Products of smaller sizes take as long as the matrix units are busy with parts of them, and what
+# is fused into them comes on top: see `clock`.
+_LARGE = 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,157 +49,238 @@ class Estimate:
         return self.compute + self.memory + self.exchange
 
 
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
     """What tensors that a layout places alike have in common."""
 
     shape: tuple[int, ...]
     classes: tuple[int | None, ...]
+    is_state: bool
+    fixed: tuple[tuple[str, int], ...] | None
+
+
+class _Part(NamedTuple):
+    """An operation that runs often, with its vector work by kind."""
+
+    one: Operation
+    runs: int
+    beside: Mapping[int, float]
+
+
+class _Costs(NamedTuple):
+    """Seconds of a group, and exchanges of operands that others may send as well."""
+
+    compute: float
+    memory: float
+    exchange: float
+    shared: tuple[tuple[Exchanged, float], ...]
 
 
 class Estimator:
     """A program on a machine, whose layouts are compared.
 
     What does not depend on a layout is worked out once: operations of the same kinds of tensors
-    are one that runs more often, and those that no layout makes cost anything are left out.
+    are one that runs more often, and those that no layout makes cost anything are left out. What
+    depends on a layout is worked out once for all layouts that say the same of its classes.
 
     Args:
         graph: the program.
         machine: what it is for.
+        fixed: places that arguments and outputs keep.
     """
 
-    def __init__(self, graph: Graph, machine: Machine):
-        self.machine = machine
-        self.sizes = machine.sizes
-        kinds: dict[_Kind, int] = {}
+    def __init__(self, graph: Graph, machine: Machine, fixed: Fixed | None = None):
+        self.machine, self.sizes = machine, machine.sizes
+        kept = dict(fixed.places) if fixed else {}
+        kinds: dict[Kind, int] = {}
         self.kind_of = [
-            kinds.setdefault(_Kind(one.shape, one.classes), len(kinds)) for one in graph.tensors
+            kinds.setdefault(Kind(one.shape, one.classes, one.is_state, kept.get(i)), len(kinds))
+            for i, one in enumerate(graph.tensors)
         ]
         self.kinds = [*kinds]
         self.nbytes = [one.nbytes for one in graph.tensors]
-        self.ends = [i for i, one in enumerate(graph.tensors) if one.kind != "result"]
-        self.arguments = [i for i, one in enumerate(graph.tensors) if one.kind == "argument"]
-        merged: dict[Any, list[Any]] = {}
-        for one in graph.operations:
-            if not (one.is_fused and self._is_aligned(one)):
-                key = (
-                    one.name, one.factors, tuple(self.kind_of[i] for i in one.tensors),
-                    tuple(self.nbytes[i] for i in one.tensors), one.flops,
-                )  # fmt: skip
-                merged.setdefault(key, [one, 0])[1] += one.runs
-        self.operations = [(one, runs) for one, runs in merged.values()]
-        self.births, self.deaths = _lives(graph)
+        self._places = _grouped(
+            enumerate(self.kinds), lambda pair: frozenset((self._pattern(pair[1]),))
+        )
+        lives = Lives(graph, self.kind_of, len(kinds))
+        fusion = Fusion(graph, self.kind_of, len(kinds))
+        self.rows = lives.rows
+        self.moved = fusion.alone + self._ends(graph)
+        self.totals = totals(graph)
+        self.given = [one.kind == "argument" for one in graph.tensors]
+        self._work = _grouped(self._parts(graph, fusion), self._patterns)
 
-    def _is_aligned(self, one: Operation) -> bool:
-        return len({self.kind_of[i] for i in one.tensors}) == 1
+    def _ends(self, graph: Graph) -> np.ndarray:
+        """By kind, bytes of arguments and outputs."""
+        found = np.zeros(len(self.kinds))
+        for i, one in enumerate(graph.tensors):
+            if one.kind != "result":
+                found[self.kind_of[i]] += one.nbytes
+        return found
+
+    def _parts(self, graph: Graph, fusion: Fusion) -> Iterator[_Part]:
+        merged: dict[Any, list[Any]] = {}
+        for n, one in enumerate(graph.operations):
+            beside = fusion.beside.get(n, {})
+            if is_fusible(one) and len({self.kind_of[i] for i in one.tensors}) == 1:
+                continue
+            key = (
+                one.name, one.factors, tuple(self.kind_of[i] for i in one.tensors),
+                tuple(self.nbytes[i] for i in one.tensors), one.flops, one.runs,
+                tuple(sorted(beside.items())),
+            )  # fmt: skip
+            merged.setdefault(key, [one, 0, beside])[1] += 1
+        for one, times, beside in merged.values():
+            yield _Part(one, times * one.runs, {k: steps * times for k, steps in beside.items()})
+
+    def _patterns(self, part: _Part) -> frozenset[Pattern]:
+        """What an operation and the values that it is about have."""
+        one = part.one
+        kinds = {self.kind_of[i] for i in one.tensors} | {*part.beside}
+        found = {self._pattern(self.kinds[k]) for k in kinds}
+        own = frozenset(one.by_class)
+        sure = frozenset(
+            c
+            for c, names in one.by_class.items()
+            if all(self._is_sure(one.sizes[n]) for n in names)
+        ) - {c for c, names in one.by_class.items() if one.whole.intersection(names)}
+        turning = frozenset(c for c, names in one.by_class.items() if len(names) > 1)
+        if one.name in TABLES:
+            sure = frozenset()
+        return frozenset((*found, Pattern(own, sure, turning, one.is_state)))
+
+    def _pattern(self, kind: Kind) -> Pattern:
+        pairs = [(c, n) for c, n in zip(kind.classes, kind.shape, strict=True) if c is not None]
+        classes = frozenset(c for c, _ in pairs)
+        own = [c for c, _ in pairs]
+        if kind.fixed is not None:
+            return Pattern(frozenset(), frozenset(), frozenset(), kind.is_state)
+        return Pattern(
+            classes,
+            classes - {c for c, n in pairs if not self._is_sure(n)},
+            frozenset(c for c in classes if own.count(c) > 1),
+            kind.is_state,
+        )
+
+    def _is_sure(self, size: int) -> bool:
+        """Whether no axis passes over a dimension, whatever others do with it."""
+        return size % self.machine.count == 0
 
     def __call__(self, layout: Layout) -> Estimate:
         """What a layout costs."""
-        return _Estimation(self, layout).all()
+        places, parts = self._placed(layout)
+        compute, exchange = 0.0, 0.0
+        memory = self.machine.moving(float(self.moved @ parts))
+        shared: dict[Exchanged, float] = {}
+        for group, key in zip(self._work.groups, self._work.keys(layout), strict=True):
+            costs = group.known.get(key)
+            if costs is None:
+                costs = self._costs(group, layout, places, parts)
+                group.known[key] = costs
+            compute += costs.compute
+            memory += costs.memory
+            exchange += costs.exchange
+            for sent, seconds in costs.shared:
+                shared[sent] = max(seconds, shared.get(sent, 0.0))
+        peak = float((self.rows @ parts).max(initial=0.0))
+        return Estimate(
+            compute=compute, memory=memory, exchange=exchange + sum(shared.values()), peak=peak
+        )
 
+    def _placed(self, layout: Layout) -> tuple[list[dict[str, int]], np.ndarray]:
+        """By kind, the dimension that each axis splits, and the share that a device has."""
+        places: list[dict[str, int]] = [{}] * len(self.kinds)
+        parts = np.ones(len(self.kinds))
+        for group, key in zip(self._places.groups, self._places.keys(layout), strict=True):
+            found = group.known.get(key)
+            if found is None:
+                found = [self._place(k, kind, layout) for k, kind in group.members]
+                group.known[key] = found
+            for k, place, part in found:
+                places[k] = place
+                parts[k] = part
+        return places, parts
 
-def _lives(graph: Graph) -> tuple[list[list[int]], list[list[int]]]:
-    """By operation, the tensors that are stored from there on, and those last used there."""
-    last = {i: n for n, one in enumerate(graph.operations) for i in one.tensors}
-    births: list[list[int]] = [[] for _ in graph.operations]
-    deaths: list[list[int]] = [[] for _ in graph.operations]
-    known = {i for i, one in enumerate(graph.tensors) if one.kind != "result"}
-    for n, one in enumerate(graph.operations):
-        for i in () if one.is_fused and one.name != "while" else one.tensors:
-            if i not in known and last[i] > n:
-                known.add(i)
-                births[n].append(i)
-                deaths[last[i]].append(i)
-    return births, deaths
+    def _place(self, k: int, kind: Kind, layout: Layout) -> tuple[int, dict[str, int], float]:
+        fixed = kind.fixed
+        found = layout.places(kind, self.sizes) if fixed is None else dict(fixed)
+        return k, found, 1 / math.prod(self.sizes[axis] for axis in found)
 
-
-class _Estimation:
-    """A program under a layout."""
-
-    def __init__(self, of: Estimator, layout: Layout):
-        self.of = of
-        self.layout = layout
-        self.machine, self.sizes = of.machine, of.sizes
-        self.places = [layout.places(kind, self.sizes) for kind in of.kinds]
-        self.split = [math.prod(self.sizes[axis] for axis in found) for found in self.places]
-
-    def local(self, i: int) -> float:
-        """Bytes of a tensor on a device."""
-        return self.of.nbytes[i] / self.split[self.of.kind_of[i]]
-
-    def all(self) -> Estimate:
-        """What all operations cost, and the arguments and results of the program."""
-        compute = memory = exchange = 0.0
-        for one, runs in self.of.operations:
-            chosen = self.chosen(one)
-            for found in self.exchanges(one, chosen):
-                exchange += runs * self.machine.exchange(*found)
-            if one.is_fused:
-                continue
-            computing = moving = 0.0
-            if one.flops:
-                computing = self.machine.computing(
-                    one.flops / math.prod(self.sizes[axis] for axis in chosen)
-                )
-            moving = self.machine.moving(self.traffic(one))
-            if computing >= moving:
-                compute += runs * computing
-            else:
-                memory += runs * moving
-        memory += self.machine.moving(sum(map(self.local, self.of.ends)))
-        return Estimate(compute=compute, memory=memory, exchange=exchange, peak=self.peak())
-
-    def chosen(self, one: Operation) -> dict[str, str]:
-        """The factor of an operation that each axis splits."""
-        found: dict[str, str] = {}
-        left = dict(one.sizes)
-        for axis, classes in self.layout.orders:
-            for name in (name for c in classes for name in one.by_class.get(c, ())):
-                if left.get(name, 1) % self.sizes[axis] == 0:
-                    found[axis] = name
-                    left[name] //= self.sizes[axis]
-                    break
+    def _costs(
+        self, group: Group, layout: Layout, places: list[dict[str, int]], parts: np.ndarray
+    ) -> _Costs:
+        found = _Costs(0.0, 0.0, 0.0, ())
+        for part in group.members:
+            own = self._cost(part, layout, places, parts)
+            found = _Costs(*(a + b for a, b in zip(found, own, strict=True)))
         return found
 
-    def exchanges(self, one: Operation, chosen: Mapping[str, str]) -> Iterator[Exchanged]:
-        """What has to be sent before an operation and after it."""
-        sides = [*zip(one.tensors, one.factors, strict=False)]
-        for i, names in sides[: one.operands]:
-            for axis, d in self.places[self.of.kind_of[i]].items():
-                wanted, has = chosen.get(axis), names[d] if d < len(names) else None
-                if has != wanted:
-                    yield self._moved(i, axis, wanted in names and wanted is not None)
-        for i, names in sides[one.operands :]:
-            for axis, name in chosen.items():
-                d = self.places[self.of.kind_of[i]].get(axis)
-                if name not in names:
-                    nbytes = self.local(i) * (1 if d is None else self.sizes[axis])
-                    yield Exchanged("all-reduce" if d is None else "reduce-scatter", axis, nbytes)
-                elif d is None:
-                    yield Exchanged("all-gather", axis, self.local(i))
-                elif names[d] != name:
-                    yield Exchanged("all-to-all", axis, self.local(i))
+    def _cost(
+        self, part: _Part, layout: Layout, places: list[dict[str, int]], parts: np.ndarray
+    ) -> _Costs:
+        one = part.one
+        kinds = [self.kind_of[i] for i in one.tensors]
+        nbytes = [self.nbytes[i] * parts[k] for i, k in zip(one.tensors, kinds, strict=True)]
+        total = self.totals.get(one.tensors[-1])
+        demand = Demand(one, layout, self.sizes, [places[k] for k in kinds], nbytes, total)
+        exchange, shared = 0.0, []
+        for sent in demand.exchanges():
+            seconds = part.runs * self.machine.exchange(sent.kind, sent.axes, sent.nbytes)
+            if sent.tensor is None:
+                exchange += seconds
+            else:
+                shared.append((sent, seconds))
+        if is_fusible(one):
+            return _Costs(0.0, 0.0, exchange, tuple(shared))
+        far = [
+            n if self.given[i] or not self.machine.is_near(n) else 0.0
+            for i, n in zip(one.tensors, nbytes, strict=True)
+        ]
+        moving = self.machine.moving(_traffic(one, far))
+        computing = self._product(part, demand, parts) if one.flops else 0.0
+        compute, memory = (computing, 0.0) if computing >= moving else (0.0, moving)
+        return _Costs(part.runs * compute, part.runs * memory, exchange, tuple(shared))
 
-    def _moved(self, i: int, axis: str, elsewhere: bool) -> Exchanged:
-        if elsewhere:
-            return Exchanged("all-to-all", axis, self.local(i))
-        return Exchanged("all-gather", axis, self.local(i) * self.sizes[axis])
+    def _product(self, part: _Part, demand: Demand, parts: np.ndarray) -> float:
+        """Seconds of one run of a product on a device, with the vector work in it."""
+        one = part.one
+        seconds = self.machine.computing(one.flops / demand.times([*demand.chosen]))
+        rows, columns, summed, batch = _sides(one, demand)
+        if batch == 1 and min(rows, columns, summed) >= _LARGE:
+            return seconds
+        steps = sum(steps * parts[k] for k, steps in part.beside.items()) / part.runs
+        return seconds * self.machine.filled(rows, columns, summed) + self.machine.stepping(steps)
 
-    def traffic(self, one: Operation) -> float:
-        """Bytes that an operation reads and writes on a device."""
-        operands, results = one.tensors[: one.operands], one.tensors[one.operands :]
-        if one.name in _SLICES:
-            return 2 * sum(map(self.local, results))
-        if one.name in _UPDATES:
-            return 2 * min((self.local(i) for i in operands[1:2]), default=0.0)
-        return sum(map(self.local, one.tensors))
 
-    def peak(self) -> float:
-        """Bytes of arguments, and of what is alive beside them at the worst moment."""
-        now = most = 0.0
-        for births, deaths in zip(self.of.births, self.of.deaths, strict=True):
-            for i in births:
-                now += self.local(i)
-            most = max(most, now)
-            for i in deaths:
-                now -= self.local(i)
-        return most + sum(map(self.local, self.of.arguments))
+def _sides(one: Operation, demand: Demand) -> tuple[float, float, float, float]:
+    """Rows, columns, what is summed over, and the batch, of a product on a device."""
+    left = dict(one.sizes)
+    for axis, name in demand.chosen.items():
+        left[name] //= demand.sizes[axis]
+    a, b, made = (
+        {n for n in names if n is not None} for names in (*one.factors[:2], one.factors[-1])
+    )
+
+    def size(names: set[str]) -> float:
+        return math.prod(left[name] for name in names)
+
+    return size((a & made) - b), size((b & made) - a), size((a & b) - made), size(a & b & made)
+
+
+def _traffic(one: Operation, nbytes: list[float]) -> float:
+    """Bytes that an operation reads and writes on a device."""
+    if one.name in _SLICES:
+        return sum(nbytes[one.operands :])
+    if one.name in _UPDATES:
+        return 2 * min(nbytes[1:2], default=0.0)
+    return sum(nbytes)
+
+
+def _grouped(members: Iterable[Any], of: Callable[[Any], frozenset[Pattern]]) -> Sayings:
+    """Members by their patterns."""
+    found: dict[frozenset[Pattern], Group] = {}
+    for one in members:
+        patterns = of(one)
+        if patterns not in found:
+            found[patterns] = Group(patterns)
+        found[patterns].members.append(one)
+    return Sayings([*found.values()])

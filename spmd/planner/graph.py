@@ -6,12 +6,12 @@ every value that comes from them. Shardy's rules say which dimensions of an oper
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
-import itertools
 import math
+import re
 from typing import Any
 
 from jax.extend.mlir import ir
@@ -20,91 +20,31 @@ from spmd.inspection.records.report import Shape
 from spmd.inspection.shardy import passes
 from spmd.inspection.shardy.flow import trip_count
 from spmd.inspection.shardy.products import products_in
-from spmd.inspection.shardy.propagation import Link, Propagation, propagate
+from spmd.inspection.shardy.propagation import Link, Propagation, propagate, walk
+from spmd.planner.alike import tied
+from spmd.planner.optimizer import with_state
+from spmd.planner.structure import Graph, Operation, Tensor, with_weights
 
 PINNED = ("stablehlo.dot_general", "stablehlo.convolution", "stablehlo.gather", "stablehlo.scatter")
 """Operations whose operands and results a plan constrains: what decides how a program is split."""
 
 _NUMBER = "spmd.number"
+_DONATED = ("jax.buffer_donor", "tf.aliasing_output")
+_RULE = "sdy.sharding_rule"
+_WHOLE = re.compile(r"need_replication=\{([^}]*)\}")
+_LOOP = "stablehlo.while"
 # What a compiler fuses with its neighbours reads and writes no memory of its own.
 _FUSED = frozenset((
-    "abs", "add", "and", "broadcast_in_dim", "ceil", "clamp", "compare", "constant", "convert",
-    "cosine", "divide", "exponential", "exponential_minus_one", "floor", "iota", "is_finite", "log",
-    "log_plus_one", "logistic", "maximum", "minimum", "multiply", "negate", "not", "or", "power",
-    "reshape", "return", "rsqrt", "select", "sharding_constraint", "sign", "sine", "sqrt", "square",
-    "subtract", "tanh", "transpose", "while", "xor",
+    "abs", "add", "and", "atan2", "bitcast_convert", "broadcast_in_dim", "cbrt", "ceil", "clamp",
+    "compare", "complex", "constant", "convert", "cosine", "divide", "erf", "erf_inv",
+    "exponential", "exponential_minus_one", "floor", "imag", "iota", "is_finite", "log",
+    "log_plus_one", "logistic", "maximum", "minimum", "multiply", "negate", "not",
+    "optimization_barrier", "or", "pad", "popcnt", "power", "real", "reduce_precision",
+    "remainder", "reshape", "return", "reverse", "round_nearest_afz", "round_nearest_even",
+    "rsqrt", "select", "sharding_constraint", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "sign", "sine", "sqrt", "square", "subtract", "tan", "tanh",
+    "transpose", "while", "xor",
 ))  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Tensor:
-    """A value of the program.
-
-    Attributes:
-        kind: ``argument``, ``output`` or ``result``.
-        name: path of an argument or output, else the operation that makes it.
-        shape: of the whole array.
-        classes: of each dimension; None for one of size 1.
-        nbytes: of the whole array.
-    """
-
-    kind: str
-    name: str
-    shape: tuple[int, ...]
-    classes: tuple[int | None, ...]
-    nbytes: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
-    """An operation, and how the dimensions of what it takes and makes belong together.
-
-    Attributes:
-        name: of the operation.
-        tensors: indices of its operands, then of its results.
-        operands: how many of them are operands.
-        factors: by tensor and dimension, a factor of the operation, or None.
-        by_class: the factors of a class, those of results first, in the order of dimensions.
-        sizes: by factor.
-        runs: in one call.
-        flops: of one run, where it is a product.
-        is_fused: whether a compiler makes it a part of its neighbours.
-        number: among the operations that a plan pins; None for another one.
-    """
-
-    name: str
-    tensors: tuple[int, ...]
-    operands: int
-    factors: tuple[tuple[str | None, ...], ...]
-    by_class: dict[int, tuple[str, ...]]
-    sizes: dict[str, int]
-    runs: int
-    flops: int
-    is_fused: bool
-    number: int | None
-
-    @property
-    def results(self) -> Iterator[tuple[int, tuple[str | None, ...]]]:
-        """Its results, with the factors of their dimensions."""
-        return zip(self.tensors[self.operands :], self.factors[self.operands :], strict=True)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Graph:
-    """A program as a plan sees it.
-
-    Attributes:
-        tensors: of the program, arguments first, outputs last.
-        operations: between them.
-        classes: that a plan may split, those of most products first: each with the dimensions of
-            arguments that are in it, such as ``("batch", 0)``.
-        sizes: of these classes: the largest dimension.
-    """
-
-    tensors: tuple[Tensor, ...]
-    operations: tuple[Operation, ...]
-    classes: dict[int, tuple[tuple[str, int], ...]]
-    sizes: dict[int, int]
 
 
 def numbered(operation: Any) -> list[Any]:
@@ -120,8 +60,16 @@ def graph_of(module: Any, *, subject: str) -> Graph:
         for number, one in enumerate(numbered(copy)):
             one.attributes[_NUMBER] = ir.IntegerAttr.get(kind, number)
     found = propagate(_Copy(copy, module.context), subject=subject, steps=False)
+    donated = donated_in(copy)
     with module.context:
-        return _Reader(found).read()
+        read = _Reader(found, donated).read()
+    return with_state(tied(read))
+
+
+def donated_in(module: Any) -> list[bool]:
+    """Whether the memory of each argument of a module may be a result's."""
+    entries = passes.entries_of(passes.functions(module)["main"], "arg_attrs")
+    return [any(name in one for name in _DONATED) for one in entries]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,10 +83,12 @@ class _Copy:
 class _Reader:
     """Makes a graph of a propagated module."""
 
-    def __init__(self, found: Propagation):
-        self.found = found
+    def __init__(self, found: Propagation, donated: Sequence[bool]):
+        self.found, self.donated = found, donated
         self.parents: dict[tuple[int, int], tuple[int, int]] = {}
         self.trips = functools.cache(trip_count)
+        self.whole_in = functools.cache(_whole_in)
+        self.loops: dict[Any, int] = {}
         self.products = {id(one.link): (one.runs or 1, one.flops) for one in products_in(found)}
 
     def read(self) -> Graph:
@@ -153,7 +103,15 @@ class _Reader:
         self.numbers = {root: number for number, root in enumerate(roots)}
         tensors = tuple(self._tensors())
         operations = tuple(map(self._operation, self.found.links))
-        return Graph(tensors=tensors, operations=operations, **_split_by_plans(tensors, operations))
+        return with_weights(
+            Graph(
+                tensors=tensors,
+                operations=operations,
+                classes={},
+                sizes={},
+                constants=_constants(tensors, operations),
+            )
+        )
 
     def _root(self, place: tuple[int, int]) -> tuple[int, int]:
         while (parent := self.parents.setdefault(place, place)) != place:
@@ -178,6 +136,7 @@ class _Reader:
                 shape=value.shape,
                 classes=tuple(self._class(i, d) for d in range(len(value.shape))),
                 nbytes=Shape(dtype=value.dtype, dims=value.shape).nbytes,
+                donated=i < len(self.donated) and self.donated[i],
             )
 
     def _class(self, i: int, d: int) -> int | None:
@@ -200,6 +159,8 @@ class _Reader:
             flops=flops,
             is_fused=link.name in _FUSED or not own or link.name.startswith("call of"),
             number=_number(own),
+            whole=self.whole_in(own.attributes[_RULE]) if _has_rule(own) else frozenset(),
+            loops=self._loops(own, link.name),
         )
 
     def _by_class(
@@ -216,11 +177,47 @@ class _Reader:
 
     def _runs(self, operation: Any) -> int:
         """How often an operation runs; in a loop of unknown length, once."""
-        if operation is None:
-            return 1
-        around = passes.holders_of(operation)
-        loops = [one for one in around if one.name == "stablehlo.while"]
-        return math.prod(self.trips(loop) or 1 for loop in loops)
+        return math.prod(self.trips(loop) or 1 for loop in _around(operation))
+
+    def _loops(self, operation: Any, name: str) -> tuple[int, ...]:
+        """The loops around an operation, by number; those of an edge of a loop end with it."""
+        around = [*_around(operation)]
+        if name == "while":
+            around = [_owner(operation.operands[0]), *around]
+        return tuple(self.loops.setdefault(loop, len(self.loops)) for loop in reversed(around))
+
+
+def _around(operation: Any) -> Iterator[Any]:
+    """The loops around an operation, the innermost first."""
+    holders = () if operation is None else passes.holders_of(operation)
+    return (one for one in holders if one.name == _LOOP)
+
+
+def _owner(value: Any) -> Any:
+    """The operation of control flow that a value enters or leaves."""
+    owner = value.owner
+    return passes.operation_of(owner.owner if isinstance(owner, ir.Block) else owner)
+
+
+def _has_rule(operation: Any) -> bool:
+    return operation is not None and _RULE in operation.attributes
+
+
+def _whole_in(rule: Any) -> frozenset[str]:
+    """The factors of a rule along which an operation needs all of its operands."""
+    found = _WHOLE.findall(str(rule))
+    return frozenset(name.strip() for names in found for name in names.split(",") if name.strip())
+
+
+def _constants(tensors: Sequence[Tensor], operations: Sequence[Operation]) -> frozenset[int]:
+    """Values that come from no argument."""
+    after: dict[int, set[int]] = defaultdict(set)
+    for one in operations:
+        for i in one.tensors[: one.operands]:
+            after[i].update(one.tensors[one.operands :])
+    arguments = (i for i, one in enumerate(tensors) if one.kind == "argument")
+    reached = {i for i, _, _ in walk(arguments, lambda i: after[i])}
+    return frozenset(range(len(tensors))) - reached
 
 
 def _major(names: Sequence[str], sizes: Any) -> str | None:
@@ -232,29 +229,3 @@ def _number(operation: Any) -> int | None:
     if operation is None or _NUMBER not in operation.attributes:
         return None
     return int(ir.IntegerAttr(operation.attributes[_NUMBER]).value)
-
-
-def _split_by_plans(tensors: Sequence[Tensor], operations: Sequence[Operation]) -> dict[str, Any]:
-    """The classes that products or large arguments have, and their sizes."""
-    weights: Counter[int] = Counter()
-    for one in operations:
-        if one.flops:
-            weights.update(dict.fromkeys(one.by_class, one.flops * one.runs))
-    names: dict[int, list[tuple[str, int]]] = {number: [] for number, _ in weights.most_common()}
-    sizes: dict[int, int] = {}
-    for tensor in tensors:
-        for d, (number, size) in enumerate(zip(tensor.classes, tensor.shape, strict=True)):
-            if number in names:
-                sizes[number] = max(size, sizes.get(number, 0))
-                if tensor.kind == "argument":
-                    names[number].append((tensor.name, d))
-    return {"classes": {n: tuple(found) for n, found in names.items()}, "sizes": sizes}
-
-
-def pinned(graph: Graph) -> Iterator[tuple[int, Operation]]:
-    """The operations that a plan constrains, by their number; of several calls the first one."""
-    found = sorted(
-        (one.number, i) for i, one in enumerate(graph.operations) if one.number is not None
-    )
-    for number, group in itertools.groupby(found, lambda pair: pair[0]):
-        yield number, graph.operations[next(group)[1]]

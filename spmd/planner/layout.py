@@ -2,16 +2,20 @@
 
 An axis goes to the first class of its order that a value has. This one rule says data parallelism
 (``data: batch``), FSDP (``data: batch, width``), Megatron (``model: heads, hidden, vocabulary``),
-and sequence, context and expert parallelism.
+and sequence, context and expert parallelism. Values of the optimizer may have an order of their
+own (ZeRO-1), and arguments and outputs may keep places that no order gives them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from spmd import P
+
+Orders: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
+"""By axis, major to minor, classes; the first one first."""
 
 
 class Placed(Protocol):
@@ -27,6 +31,11 @@ class Placed(Protocol):
         """Of its dimensions."""
         ...
 
+    @property
+    def is_state(self) -> bool:
+        """Whether only the optimizer has it."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
@@ -34,43 +43,77 @@ class Layout:
 
     Attributes:
         orders: by axis, major to minor, the classes that it splits, the first one first.
+        state: likewise, of values that only the optimizer has: these classes come before those of
+            `orders`. ZeRO-1 is ``data: width`` here, and ``data: batch`` there.
+        last: pairs of an axis and a class; of two dimensions of the class in one value, the axis
+            splits the last one, and not the first one.
     """
 
-    orders: tuple[tuple[str, tuple[int, ...]], ...]
+    orders: Orders
+    state: Orders = ()
+    last: frozenset[tuple[str, int]] = frozenset()
 
     @classmethod
-    def of(cls, orders: Mapping[str, Sequence[int]]) -> Layout:
-        """From a mapping."""
-        return cls(tuple((axis, tuple(classes)) for axis, classes in orders.items()))
+    def of(
+        cls,
+        orders: Mapping[str, Sequence[int]],
+        state: Mapping[str, Sequence[int]] | None = None,
+        last: Iterable[tuple[str, int]] = (),
+    ) -> Layout:
+        """From mappings."""
+        return cls(_frozen(orders), _frozen(state or {}), frozenset(last))
 
     def with_order(self, axis: str, classes: Sequence[int]) -> Layout:
         """With another order of one axis."""
-        return Layout.of({**dict(self.orders), axis: classes})
+        return dataclasses.replace(self, orders=_with(self.orders, axis, classes))
+
+    def with_state(self, axis: str, classes: Sequence[int]) -> Layout:
+        """With another order of one axis for values of the optimizer."""
+        return dataclasses.replace(self, state=_with(self.state, axis, classes))
+
+    def turned(self, axis: str, number: int) -> Layout:
+        """With the other one of two dimensions of a class, split by an axis."""
+        return dataclasses.replace(self, last=self.last ^ {(axis, number)})
+
+    def order(self, *, is_state: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """By axis, what it splits: of values of the optimizer, or of all others."""
+        first = dict(self.state) if is_state else {}
+        return ((axis, (*first.get(axis, ()), *classes)) for axis, classes in self.orders)
 
     def places(self, tensor: Placed, sizes: Mapping[str, int]) -> dict[str, int]:
         """The dimension that each axis splits.
 
         An axis passes over a dimension that it does not divide. Of two dimensions of one class it
-        takes the first one.
+        takes the first one, or the last one.
         """
         found: dict[str, int] = {}
         left = list(tensor.shape)
-        for axis, classes in self.orders:
-            for d in _candidates(tensor, classes):
+        for axis, classes in self.order(is_state=tensor.is_state):
+            for d in self._candidates(axis, tensor.classes, classes):
                 if left[d] % sizes[axis] == 0:
                     found[axis] = d
                     left[d] //= sizes[axis]
                     break
         return found
 
+    def _candidates(
+        self, axis: str, own: Sequence[int | None], classes: Sequence[int]
+    ) -> Iterator[int]:
+        for wanted in classes:
+            found = [d for d, number in enumerate(own) if number == wanted]
+            yield from reversed(found) if (axis, wanted) in self.last else found
+
     def spec(self, tensor: Placed, sizes: Mapping[str, int]) -> P:
         """Where an array lies: an entry for each dimension."""
-        return P(*(e or None for e in spec_entries(self.places(tensor, sizes), len(tensor.shape))))
+        return spec_of(self.places(tensor, sizes), len(tensor.shape))
 
 
-def _candidates(tensor: Placed, classes: Sequence[int]) -> Iterator[int]:
-    for wanted in classes:
-        yield from (d for d, number in enumerate(tensor.classes) if number == wanted)
+def _frozen(orders: Mapping[str, Sequence[int]]) -> Orders:
+    return tuple((axis, tuple(classes)) for axis, classes in orders.items())
+
+
+def _with(orders: Orders, axis: str, classes: Sequence[int]) -> Orders:
+    return _frozen({**dict(orders), axis: classes})
 
 
 def spec_entries(places: Mapping[str, int], rank: int) -> list[tuple[str, ...]]:
@@ -79,3 +122,37 @@ def spec_entries(places: Mapping[str, int], rank: int) -> list[tuple[str, ...]]:
     for axis, d in places.items():
         entries[d].append(axis)
     return [*map(tuple, entries)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fixed:
+    """Places that arguments and outputs keep, whatever a layout says.
+
+    Attributes:
+        places: by the index of a tensor, the dimension that each axis splits; of two axes on one
+            dimension, the major one first.
+    """
+
+    places: tuple[tuple[int, tuple[tuple[str, int], ...]], ...] = ()
+
+    @classmethod
+    def of(cls, places: Mapping[int, Mapping[str, int]]) -> Fixed:
+        """From a mapping."""
+        return cls(tuple((i, tuple(found.items())) for i, found in sorted(places.items())))
+
+    def to_dict(self) -> dict[int, dict[str, int]]:
+        """The same as a mapping."""
+        return {i: dict(found) for i, found in self.places}
+
+
+def places_of(
+    tensors: Sequence[Placed], layout: Layout, sizes: Mapping[str, int], fixed: Fixed | None = None
+) -> list[dict[str, int]]:
+    """By tensor, the dimension that each axis splits: as it is fixed, or else as a layout says."""
+    kept = fixed.to_dict() if fixed else {}
+    return [kept[i] if i in kept else layout.places(one, sizes) for i, one in enumerate(tensors)]
+
+
+def spec_of(places: Mapping[str, int], rank: int) -> P:
+    """Where an array lies: an entry for each dimension."""
+    return P(*(axes or None for axes in spec_entries(places, rank)))

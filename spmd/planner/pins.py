@@ -14,16 +14,19 @@ from jax.extend.mlir.dialects import sdy
 from spmd.errors import ArgumentError, Failure
 from spmd.inspection.records.plan import Entries, Pin
 from spmd.inspection.shardy import passes
-from spmd.planner.graph import Graph, numbered, pinned
-from spmd.planner.layout import Layout, spec_entries
+from spmd.planner.graph import numbered
+from spmd.planner.layout import Fixed, Layout, places_of, spec_entries
+from spmd.planner.structure import Graph, pinned
 
 
-def pins_of(graph: Graph, layout: Layout, sizes: Mapping[str, int]) -> tuple[Pin, ...]:
-    """What a layout says of each operation that is pinned."""
+def pins_of(
+    graph: Graph, layout: Layout, sizes: Mapping[str, int], fixed: Fixed | None = None
+) -> tuple[Pin, ...]:
+    """What a layout says of each operation that is pinned; arguments may have fixed places."""
+    places = places_of(graph.tensors, layout, sizes, fixed)
 
     def entries(i: int) -> Entries:
-        tensor = graph.tensors[i]
-        return tuple(spec_entries(layout.places(tensor, sizes), len(tensor.shape)))
+        return tuple(spec_entries(places[i], len(graph.tensors[i].shape)))
 
     return tuple(
         Pin(number, f"stablehlo.{one.name}", tuple(entries(i) for i in one.tensors))
@@ -43,23 +46,34 @@ def pin(module: Any, pins: Sequence[Pin], mesh: str = "mesh") -> None:
             of another rank would end the process in Shardy.
     """
     operations = numbered(module.operation)
+    held: dict[Any, Any] = {}
     with module.context, ir.Location.unknown(module.context):
         for one in pins:
             _check(one, operations[one.number : one.number + 1])
             operation = operations[one.number]
             for n, entries in enumerate(one.specs[: len(operation.operands)]):
                 if entries:
-                    with ir.InsertionPoint(operation):
-                        held = sdy.ShardingConstraintOp(
-                            operation.operands[n], _sharding(entries, mesh)
-                        )
-                    operation.operands[n] = held.result
+                    operation.operands[n] = _constrained(operation, n, _sharding(entries, mesh), held)
             for result, entries in _results(operation, one):
                 users = [*result.uses]
                 with ir.InsertionPoint.after(operation):
-                    held = sdy.ShardingConstraintOp(result, _sharding(entries, mesh))
+                    value = sdy.ShardingConstraintOp(result, _sharding(entries, mesh)).result
                 for use in users:
-                    passes.operation_of(use.owner).operands[use.operand_number] = held.result
+                    passes.operation_of(use.owner).operands[use.operand_number] = value
+                held[value, str(_sharding(entries, mesh)), operation.block] = value
+
+
+def _constrained(operation: Any, n: int, sharding: Any, held: dict[Any, Any]) -> Any:
+    """An operand with a constraint: what was constrained so before in its block has one already.
+
+    The compiler would keep two of them apart, and send what they ask for twice.
+    """
+    value = operation.operands[n]
+    key = value, str(sharding), operation.block
+    if key not in held:
+        with ir.InsertionPoint(operation):
+            held[key] = sdy.ShardingConstraintOp(value, sharding).result
+    return held[key]
 
 
 def _results(operation: Any, one: Pin) -> Iterator[tuple[Any, Entries]]:

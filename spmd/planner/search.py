@@ -14,8 +14,8 @@ import time
 from typing import NamedTuple, TypeAlias
 
 from spmd.planner.estimate import Estimate, Estimator, Machine
-from spmd.planner.graph import Graph
 from spmd.planner.layout import Layout
+from spmd.planner.structure import Graph
 
 # Over a budget, a layout counts as this many times slower for each part that is too much: it is
 # never as good as one that fits, and of two that do not fit the smaller one is better.

@@ -14,12 +14,13 @@ import jax.numpy as jnp
 
 import spmd
 from spmd import P, _jax, stages
+from spmd._resolve import trimmed
 from spmd._spec import UNSPECIFIED, ParsedPartitionSpec
 from spmd.inspection.records.plan import Entries, Pin, Placed
 from spmd.inspection.records.report import Report
-from spmd.planner.graph import Graph
-from spmd.planner.layout import Layout
+from spmd.planner.layout import Fixed, Layout, places_of, spec_of
 from spmd.planner.pins import pin, pins_of
+from spmd.planner.structure import Graph
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,7 +75,8 @@ def resources(specs: Sequence[P] | None, count: int) -> tuple[Any, ...]:
     """Specs as a call holds them; constants, which come first, have none."""
     if specs is None:
         return (UNSPECIFIED,) * count
-    own = [ParsedPartitionSpec.from_user_input(spec, "plan") for spec in specs]
+    # A key is an array of one dimension more inside of the program, which nothing splits.
+    own = [ParsedPartitionSpec.from_user_input(trimmed(spec), "plan") for spec in specs]
     return (*(UNSPECIFIED,) * (count - len(own)), *own[len(own) - count :])
 
 
@@ -86,17 +88,30 @@ def spec_of_entries(entries: Entries) -> P:
     return P(*parts)
 
 
-def specs_of(graph: Graph, layout: Layout, sizes: Mapping[str, int], kind: str) -> list[Any]:
+def specs_of(
+    graph: Graph,
+    layout: Layout,
+    sizes: Mapping[str, int],
+    kind: str,
+    fixed: Fixed | None = None,
+) -> list[Any]:
     """Where the arguments or the outputs lie, in their order."""
-    return [layout.spec(one, sizes) for one in graph.tensors if one.kind == kind]
+    places = places_of(graph.tensors, layout, sizes, fixed)
+    return [
+        spec_of(found, len(one.shape))
+        for one, found in zip(graph.tensors, places, strict=True)
+        if one.kind == kind
+    ]
 
 
-def planned(program: Program, mesh: Any, graph: Graph, layout: Layout) -> stages.Lowered:
+def planned(
+    program: Program, mesh: Any, graph: Graph, layout: Layout, fixed: Fixed | None = None
+) -> stages.Lowered:
     """The program as a layout wants it, lowered with its pins."""
     sizes = dict(mesh.shape)
-    ins = specs_of(graph, layout, sizes, "argument")
-    outs = specs_of(graph, layout, sizes, "output")
-    return pinned(program.lowered(mesh, ins, outs), pins_of(graph, layout, sizes))
+    specs = {kind: specs_of(graph, layout, sizes, kind, fixed) for kind in ("argument", "output")}
+    lowered = program.lowered(mesh, specs["argument"], specs["output"])
+    return pinned(lowered, pins_of(graph, layout, sizes, fixed))
 
 
 def pinned(lowered: stages.Lowered, pins: Sequence[Pin]) -> stages.Lowered:

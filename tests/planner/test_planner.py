@@ -138,12 +138,12 @@ def test_of_two_dimensions_of_a_class_the_first_is_split(mesh):
 #: ``f32[64,32]`` and ``f32[32,128]`` over four devices.
 PRODUCTS = {
     "rows": (["a:0"], []),
-    "summed": (["a:1"], [("all-reduce", "data", 64 * 128 * 4)]),
+    "summed": (["a:1"], [("all-reduce", ("data",), 64 * 128 * 4)]),
     "columns": (["b:1"], []),
     # The weights are gathered, since the batch comes first.
-    "rows, then summed": (["a:0", "a:1"], [("all-gather", "data", 32 * 128 * 4)]),
+    "rows, then summed": (["a:0", "a:1"], [("all-gather", ("data",), 32 * 128 * 4)]),
     # The batch is gathered along what is summed over, as it is needed whole.
-    "columns, then summed": (["b:1", "a:1"], [("all-gather", "data", 64 * 32 * 4)]),
+    "columns, then summed": (["b:1", "a:1"], [("all-gather", ("data",), 64 * 32 * 4)]),
 }
 
 

@@ -23,11 +23,12 @@ from spmd.inspection.shardy.targets import target_of
 from spmd.inspection.shardy.why import function_of, origins_later
 from spmd.inspection.timing.chips import chip_of
 
-_PASSES = (
+PASSES = (
     passes.PROPAGATION,
     "func.func(sdy-insert-explicit-reshards{enable-full-version=true})",
     "func.func(sdy-reshard-to-collectives)",
 )
+"""Those after which a module has every exchange that its shardings demand."""
 
 
 def preview(
@@ -88,7 +89,7 @@ def preview(
     devices = _devices(lowered)
     platform = devices[0].platform if devices else "any backend"
     kind = devices[0].device_kind if devices else ""
-    done = passes.run(module, _PASSES, subject=subject)
+    done = passes.run(module, PASSES, subject=subject)
     with module.context:
         if names := passes.apart(done):
             # The passes leave it to the partitioner to go from one such mesh to another.

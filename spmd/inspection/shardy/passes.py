@@ -512,6 +512,16 @@ def _nth(text: str, i: int, value: Any) -> Dimensions:
 
 def frames_of(location: Any) -> tuple[Source, ...]:
     """The Python frames of an operation, innermost first."""
+    return tuple(
+        [
+            Source(file=one.filename, line=one.start_line, column=one.start_col, function=function)
+            for one, function in places_of(location)
+        ]
+    )
+
+
+def places_of(location: Any) -> list[tuple[Any, str]]:
+    """The places of code that an operation has, innermost first, each with its function."""
     found = []
     pending = [(location, "")]
     while pending:  # a loop: a program has hundreds of thousands of frames
@@ -523,11 +533,10 @@ def frames_of(location: Any) -> tuple[Source, ...]:
             pending.append((one.child_loc, one.name_str))
         elif kind is ir.FusedLoc:
             # Several operations in one: the first has a line of its own.
-            found += next(filter(None, map(frames_of, one.locations)), ())
+            found += next(filter(None, map(places_of, one.locations)), [])
         elif kind is ir.FileLineColLoc:
-            line, column = one.start_line, one.start_col
-            found.append(Source(file=one.filename, line=line, column=column, function=function))
-    return tuple(found)
+            found.append((one, function))
+    return found
 
 
 #: MLIR numbers functions of one name.

@@ -128,7 +128,7 @@ def _sent(f, *args, specs, outs, mesh, platform):
 
     jitted = jax.jit(f, in_shardings=place(specs), out_shardings=place(outs))
     module = passes.module_of(jitted.lower(*args), subject="test")
-    done = passes.run(module, compile_preview._PASSES, subject="test")
+    done = passes.run(module, compile_preview.PASSES, subject="test")
     with module.context:
         return [
             (c.kind, c.mesh_axes, c.dtype, c.executions, c.total_wire_bytes)
@@ -508,7 +508,7 @@ def test_a_compiled_program_has_a_report(product):
 
 def test_passes_that_are_missing(product, monkeypatch):
     """A jaxlib without the passes gets an error that names them."""
-    monkeypatch.setattr(compile_preview, "_PASSES", ("sdy-see-the-future",))
+    monkeypatch.setattr(compile_preview, "PASSES", ("sdy-see-the-future",))
     with pytest.raises(spmd.ReportError) as error:
         product.preview()
     lines = str(error.value).splitlines()

@@ -1,0 +1,182 @@
+"""What operations ask of the links under a layout.
+
+Each axis goes to one factor of an operation: the first in its order that the operation has. An
+operand that the axis splits otherwise is gathered or exchanged, and a result whose factor was
+summed over is added up. What compilers do beyond that is left to `choose`'s later tiers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from spmd.planner.layout import Layout
+from spmd.planner.structure import Graph, Operation
+
+# A table is looked up, or added to, where its rows are whole, or where parts of all of them are.
+TABLES = ("gather", "scatter")
+
+Places: TypeAlias = Sequence[Mapping[str, int]]
+"""By operand and result, the dimension that each axis splits."""
+
+
+class Exchanged(NamedTuple):
+    """An exchange that an operation demands.
+
+    Attributes:
+        kind: of the collective.
+        axes: that it goes over.
+        nbytes: on its larger side.
+        tensor: the operand that is sent, or the sum that is added up; None for another result.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    nbytes: float
+    tensor: int | None = None
+
+
+class Demand:
+    """An operation under a layout.
+
+    Args:
+        one: the operation.
+        layout: what its axes split.
+        sizes: of the mesh axes.
+        places: of what it takes and makes.
+        nbytes: on a device, of what it takes and makes.
+        total: the value that its results are added to before they are used.
+    """
+
+    def __init__(
+        self,
+        one: Operation,
+        layout: Layout,
+        sizes: Mapping[str, int],
+        places: Places,
+        nbytes: Sequence[float],
+        total: int | None = None,
+    ):
+        self.one, self.layout, self.sizes, self.total = one, layout, sizes, total
+        self.places, self.nbytes = places, nbytes
+        self.chosen = self._chosen()
+
+    def _chosen(self) -> dict[str, str]:
+        """The factor that each axis splits."""
+        found: dict[str, str] = {}
+        left = dict(self.one.sizes)
+        for axis, classes in self.layout.order(is_state=self.one.is_state):
+            names = next(filter(None, (self._named(axis, c, left) for c in classes)), [])
+            if self.one.name in TABLES:
+                names += [
+                    n for n in self._held(axis) if n not in names and self._fits(axis, n, left)
+                ]
+            if names:
+                found[axis] = self._nearest(axis, names)
+                left[found[axis]] //= self.sizes[axis]
+        return found
+
+    def _named(self, axis: str, number: int, left: Mapping[str, int]) -> list[str]:
+        """The factors of a class that an axis may split."""
+        return [n for n in self.one.by_class.get(number, ()) if self._fits(axis, n, left)]
+
+    def _fits(self, axis: str, name: str, left: Mapping[str, int]) -> bool:
+        return name not in self.one.whole and left.get(name, 1) % self.sizes[axis] == 0
+
+    def _held(self, axis: str) -> Iterator[str]:
+        """The factors that an axis splits of the operation's operands and results."""
+        for names, places in zip(self.one.factors, self.places, strict=False):
+            if name := _at(names, places.get(axis)):
+                yield name
+
+    def _nearest(self, axis: str, names: Sequence[str]) -> str:
+        """Of several factors, that for which the fewest bytes have to be moved."""
+        if len(names) == 1:
+            return names[0]
+        return min(names, key=lambda name: self._misplaced(axis, name))
+
+    def _misplaced(self, axis: str, name: str) -> float:
+        found = 0.0
+        for names, places, nbytes in zip(self.one.factors, self.places, self.nbytes, strict=False):
+            has = _at(names, places.get(axis))
+            if has != (name if name in names else None):
+                found += nbytes * (1 if has and name in names else self.sizes[axis])
+        return found
+
+    def exchanges(self) -> Iterator[Exchanged]:
+        """What has to be sent before the operation and after it."""
+        for n, names in enumerate(self.one.factors):
+            find = self._before if n < self.one.operands else self._after
+            yield from find(n, names)
+
+    def _before(self, n: int, names: Sequence[str | None]) -> Iterator[Exchanged]:
+        whole: list[str] = []
+        for axis, d in self.places[n].items():
+            wanted, has = self.chosen.get(axis), _at(names, d)
+            if has is not None and has == wanted:
+                continue
+            if wanted is not None and wanted in names:
+                yield Exchanged("all-to-all", (axis,), self.nbytes[n], self.one.tensors[n])
+            else:
+                whole.append(axis)
+        if whole:
+            yield Exchanged(
+                "all-gather",
+                tuple(whole),
+                self.nbytes[n] * self.times(whole),
+                self.one.tensors[n],
+            )
+
+    def _after(self, n: int, names: Sequence[str | None]) -> Iterator[Exchanged]:
+        found: dict[str, list[str]] = {"reduce-scatter": [], "all-reduce": [], "all-gather": []}
+        for axis, name in self.chosen.items():
+            d = self.places[n].get(axis)
+            if name not in names:
+                found["all-reduce" if d is None else "reduce-scatter"].append(axis)
+            elif d is None:
+                found["all-gather"].append(axis)
+            elif names[d] != name:
+                yield Exchanged("all-to-all", (axis,), self.nbytes[n])
+        for kind, axes in found.items():
+            if axes:
+                more = self.times(axes) if kind == "reduce-scatter" else 1
+                total = None if kind == "all-gather" else self.total
+                yield Exchanged(kind, tuple(axes), self.nbytes[n] * more, total)
+
+    def times(self, axes: Sequence[str]) -> int:
+        """Devices along axes."""
+        count = 1
+        for axis in axes:
+            count *= self.sizes[axis]
+        return count
+
+
+def _at(names: Sequence[str | None], d: int | None) -> str | None:
+    return names[d] if d is not None and d < len(names) else None
+
+
+# Sums
+
+_LINEAR = ("convert", "reshape", "transpose")
+
+
+def totals(graph: Graph) -> dict[int, int]:
+    """By value that an operation sums up, that which it is a term of: only that is exchanged."""
+    makers = {result: one for one in graph.operations for result, _ in one.results}
+    users = Counter(i for one in graph.operations for i in one.tensors[: one.operands])
+    terms: dict[int, list[int]] = {}
+    for one in graph.operations:
+        result = one.tensors[-1]
+        if one.flops or one.name in ("scatter", "reduce"):
+            terms[result] = [result]
+        elif one.name == "add" or one.name in _LINEAR or one.name.startswith("call of"):
+            sides = [terms.get(i, []) if users[i] == 1 else [] for i in one.tensors[: one.operands]]
+            if all(sides) and sides:
+                terms[result] = [term for side in sides for term in side]
+    return {
+        term: result
+        for result, found in terms.items()
+        if makers[result].name == "add"
+        for term in found
+    }

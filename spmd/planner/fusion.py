@@ -1,0 +1,120 @@
+"""Which work a compiler puts into which product, and what it moves through memory apart from these.
+
+Elementwise operations become a part of the product whose result they change, or else of that which
+they prepare an operand for. The update of an optimizer is a part of neither: it is as long as its
+bytes take.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+import math
+
+import numpy as np
+
+from spmd.planner.structure import Graph, Operation
+
+# What takes a vector unit more than one step for each element, and what takes it none.
+_DEAR = frozenset((
+    "atan2", "cbrt", "cosine", "divide", "erf", "erf_inv", "exponential", "exponential_minus_one",
+    "log", "log_plus_one", "logistic", "power", "remainder", "rsqrt", "sine", "sqrt", "tan", "tanh",
+))  # fmt: skip
+_STEPS = 4
+_NO_WORK = frozenset((
+    "bitcast_convert", "broadcast_in_dim", "constant", "iota", "optimization_barrier", "pad",
+    "reshape", "return", "sharding_constraint", "transpose", "while",
+))  # fmt: skip
+
+
+class Fusion:
+    """Elementwise work by product, and bytes of what is by itself.
+
+    Attributes:
+        beside: by the index of a product, the steps of vector units in all its runs, by the kind of
+            value whose elements they are for.
+        alone: by kind, bytes that work by itself reads and writes.
+
+    Args:
+        graph: the program.
+        kinds: by tensor, the number of its kind.
+        count: of kinds.
+    """
+
+    def __init__(self, graph: Graph, kinds: Sequence[int], count: int):
+        self.graph, self.kinds = graph, kinds
+        self.homes = self._upwards()
+        self._downwards()
+        self.beside: dict[int, Counter[int]] = defaultdict(Counter)
+        for n, one in enumerate(graph.operations):
+            if is_fusible(one) and one.name not in _NO_WORK and n in self.homes:
+                self._count(self.homes[n], one)
+        self.alone = np.zeros(count)
+        for i, runs in self._moved().items():
+            self.alone[kinds[i]] += runs * graph.tensors[i].nbytes
+
+    def _upwards(self) -> dict[int, int]:
+        """By operation, the product whose result it changes."""
+        owners: dict[int, int] = {}
+        homes: dict[int, int] = {}
+        for n, one in enumerate(self.graph.operations):
+            if one.flops:
+                homes[n] = n
+            elif is_fusible(one) and not _ends(one):
+                found = [owners[i] for i in one.tensors[: one.operands] if i in owners]
+                if found:
+                    homes[n] = max(found)
+            if n in homes:
+                owners.update((result, homes[n]) for result, _ in one.results)
+        return homes
+
+    def _downwards(self) -> None:
+        """Finds homes of what only prepares operands of products."""
+        users: dict[int, int] = {}
+        for n in range(len(self.graph.operations) - 1, -1, -1):
+            one = self.graph.operations[n]
+            if n not in self.homes and is_fusible(one) and not _ends(one):
+                found = [users[result] for result, _ in one.results if result in users]
+                if found:
+                    self.homes[n] = min(found)
+            if n in self.homes and (one.flops or is_fusible(one)):
+                users.update((i, self.homes[n]) for i in one.tensors[: one.operands])
+
+    def _count(self, home: int, one: Operation) -> None:
+        tensors = self.graph.tensors
+        largest = max(one.tensors, key=lambda i: tensors[i].nbytes)
+        steps = _STEPS if one.name in _DEAR else 1
+        elements = math.prod(tensors[largest].shape)
+        self.beside[home][self.kinds[largest]] += one.runs * steps * elements
+
+    def _moved(self) -> dict[int, int]:
+        """Values that go through memory between work by itself and all else, with their runs."""
+        found: dict[int, int] = {}
+        made: dict[int, bool] = {}
+        constants = self.graph.constants
+        for n, one in enumerate(self.graph.operations):
+            alone = n not in self.homes and is_fusible(one) and not _passes_on(one)
+            for i in one.tensors[: one.operands]:
+                # Arguments and outputs are counted by themselves; what a loop fills is made first.
+                begins = one.name == "while" and i in constants and i in made
+                if begins or (i in made and made[i] != alone and not _passes_on(one)):
+                    found[i] = max(one.runs, found.get(i, 0))
+            for result, _ in one.results:
+                if result in constants and one.name == "while":
+                    continue
+                made[result] = made.get(one.tensors[0], False) if _passes_on(one) else alone
+        return found
+
+
+def _passes_on(one: Operation) -> bool:
+    """Whether a result is the operand, in the same place."""
+    return one.name == "while" or one.name.startswith("call of")
+
+
+def is_fusible(one: Operation) -> bool:
+    """Whether a compiler makes an operation a part of its neighbours."""
+    return one.is_fused or one.name == "reduce"
+
+
+def _ends(one: Operation) -> bool:
+    return one.name in ("while", "return")

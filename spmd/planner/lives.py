@@ -1,0 +1,199 @@
+"""Which values are in memory at the same time, whatever a layout makes of their sizes.
+
+Compilers keep what operations make that they cannot fuse, and compute what lies between again,
+where that needs nothing else to be kept. What a loop carries, or what is updated in place, has one
+buffer; an output has that of a donated argument.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from spmd.planner.optimizer import outputs_of
+from spmd.planner.structure import Graph, Operation
+
+# What writes into its first operand.
+_IN_PLACE = ("dynamic_update_slice", "scatter")
+# How far it is looked what a value is made of.
+_DEPTH = 6
+
+
+class Lives:
+    """When the values of a program are in memory.
+
+    Attributes:
+        rows: moments at which memory may be fullest: by kind of value, the bytes that are there.
+
+    Args:
+        graph: the program.
+        kinds: by tensor, the number of its kind.
+        count: of kinds.
+    """
+
+    def __init__(self, graph: Graph, kinds: Sequence[int], count: int):
+        self.graph = graph
+        self.end = len(graph.operations)
+        self.buffers = _Joined(len(graph.tensors))
+        self.spans = self._spans()
+        self._join()
+        self.makers = {
+            result: n for n, one in enumerate(graph.operations) for result, _ in one.results
+        }
+        self.users = Counter(
+            i for one in graph.operations for i in set(one.tensors[: one.operands])
+        )
+        self.stored: set[int] = set()
+        self.deaths: dict[int, int] = {}
+        self._bury()
+        self.rows = self._rows(kinds, count)
+
+    def _spans(self) -> dict[int, tuple[int, int]]:
+        """The first and the last operation of each loop."""
+        found: dict[int, tuple[int, int]] = {}
+        for n, one in enumerate(self.graph.operations):
+            for loop in one.loops:
+                found[loop] = (found.get(loop, (n, n))[0], n)
+        return found
+
+    def _join(self) -> None:
+        """Puts values into one buffer that have to be, or may be, in one place."""
+        tensors = self.graph.tensors
+        for one in self.graph.operations:
+            first, *_, last = one.tensors
+            if one.name in ("while", "return") or one.name.startswith("call of"):
+                changed = one.name == "while" and one.tensors[1] != last
+                for i in one.tensors[changed and self._is_given(first) : -1]:
+                    self.buffers.join(i, last)
+            elif one.name in _IN_PLACE and not self._is_given(first):
+                self.buffers.join(first, last)
+        for output, i in outputs_of(self.graph).items():
+            if i is not None and tensors[i].donated and tensors[i].nbytes == tensors[output].nbytes:
+                self.buffers.join(i, output)
+
+    def _is_given(self, i: int) -> bool:
+        """Whether a value is an argument whose memory stays as it is."""
+        one = self.graph.tensors[i]
+        return one.kind == "argument" and not one.donated
+
+    # Until when values are needed
+
+    def _bury(self) -> None:
+        """Finds what is stored, and when it is read for the last time."""
+        for i, one in enumerate(self.graph.tensors):
+            if one.kind == "output" or (one.kind == "argument" and not one.donated):
+                self.deaths[i] = self.end
+        for n in range(self.end - 1, -1, -1):
+            one = self.graph.operations[n]
+            if self._is_computed_again(one):
+                times = [self.deaths[r] for r, _ in one.results if r in self.deaths]
+            else:
+                self.stored.update(result for result, _ in one.results)
+                times = [n]
+            if times:
+                for i in one.tensors[: one.operands]:
+                    self._needed(i, max(times), one)
+
+    def _needed(self, i: int, time: int, by: Operation) -> None:
+        maker = self.makers.get(i)
+        around = self.graph.operations[maker].loops if maker is not None else ()
+        inner = [loop for loop in by.loops if loop not in around]
+        if inner:  # what comes from outside of a loop is there until its end
+            time = max(time, self.spans[inner[0]][1])
+        self.deaths[i] = max(time, self.deaths.get(i, 0))
+
+    def _is_computed_again(self, one: Operation) -> bool:
+        """Whether a result is not kept.
+
+        So it is if it has one user, which it is a part of; and if all that it is made of is there
+        as long as it is, or comes from one value.
+        """
+        if not one.is_fused or one.name in ("while", "return"):
+            return False
+        result = one.tensors[-1]
+        if self.users[result] == 1:
+            return True
+        sources = set(self._sources(one, self.graph.tensors[result].nbytes / 2, _DEPTH))
+        last = self.deaths.get(result, 0)
+        return len(sources) < 2 or all(self.deaths.get(i, 0) >= last for i in sources)
+
+    def _sources(self, one: Operation, size: float, depth: int) -> Iterator[int]:
+        """The large values that a result is made of, past those that have one user."""
+        for i in one.tensors[: one.operands]:
+            maker = self.graph.operations[self.makers[i]] if i in self.makers else None
+            if self.users[i] == 1 and depth and maker is not None and maker.is_fused:
+                yield from self._sources(maker, size, depth - 1)
+            elif self.graph.tensors[i].nbytes >= size and i not in self.graph.constants:
+                yield i
+
+    # What is there at the same time
+
+    def _rows(self, kinds: Sequence[int], count: int) -> np.ndarray:
+        """By moment and kind, the bytes that are there; moments at which something comes."""
+        tensors = self.graph.tensors
+        changes: dict[int, list[tuple[int, float]]] = defaultdict(list)
+        for members in self.buffers.groups(self._kept()):
+            first, last = self._life(members)
+            largest = max(members, key=lambda i: tensors[i].nbytes)
+            changes[first].append((kinds[largest], tensors[largest].nbytes))
+            changes[last + 1].append((kinds[largest], -tensors[largest].nbytes))
+        now = np.zeros(count)
+        rows = []
+        for moment in sorted(changes):
+            for kind, nbytes in changes[moment]:
+                now[kind] += nbytes
+            rows.append(now.copy())
+        return _undominated(np.array(rows).reshape(len(rows), count))
+
+    def _kept(self) -> Iterator[int]:
+        for i, one in enumerate(self.graph.tensors):
+            if one.kind != "result" or (i in self.stored and i not in self.graph.constants):
+                yield i
+
+    def _life(self, members: Iterable[int]) -> tuple[int, int]:
+        births = [self._birth(i) for i in members]
+        deaths = [self.deaths.get(i, self._birth(i)) for i in members]
+        return min(births), max([*births, *deaths])
+
+    def _birth(self, i: int) -> int:
+        if self.graph.tensors[i].kind == "argument":
+            return 0
+        maker = self.makers.get(i, 0)
+        one = self.graph.operations[maker]
+        return self.spans[one.loops[-1]][0] if one.name == "while" else maker
+
+
+def _undominated(rows: np.ndarray) -> np.ndarray:
+    """The rows without those that a neighbour exceeds in every kind."""
+    kept: list[np.ndarray] = []
+    for row in rows:
+        if kept and (kept[-1] >= row).all():
+            continue
+        while kept and (row >= kept[-1]).all():
+            kept.pop()
+        kept.append(row)
+    return np.array(kept).reshape(len(kept), rows.shape[1])
+
+
+class _Joined:
+    """Values that have one buffer."""
+
+    def __init__(self, count: int):
+        self.parents = [*range(count)]
+
+    def root(self, i: int) -> int:
+        while self.parents[i] != i:
+            self.parents[i] = self.parents[self.parents[i]]
+            i = self.parents[i]
+        return i
+
+    def join(self, i: int, j: int) -> None:
+        self.parents[self.root(i)] = self.root(j)
+
+    def groups(self, among: Iterable[int]) -> list[list[int]]:
+        found: dict[int, list[int]] = defaultdict(list)
+        for i in among:
+            found[self.root(i)].append(i)
+        return [*found.values()]

@@ -1,0 +1,79 @@
+"""What the devices of a mesh can do: seconds of exchanges, of products, and of main memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import functools
+import math
+
+from spmd.inspection.hlo.groups import expand_replica_groups
+from spmd.inspection.timing.chips import Chip
+from spmd.inspection.timing.clock import PRODUCT_SHARE, REACHED, Links
+
+_PROBE = 2**30
+_SIDE = 128
+"""Rows and columns of the smallest matrix unit."""
+_NEAR = 16 * 2**20
+"""Bytes of a value for which compilers find room in vector memory, which has about 128 MiB (S)."""
+_LANES = 8 * 128
+"""Of a vector unit."""
+_SLOTS = 2
+"""Steps that a lane takes in a cycle."""
+
+
+class Machine:
+    """What the devices of a mesh can do.
+
+    Args:
+        chip: whose figures to use.
+        links: between the devices, in the order of the mesh.
+        sizes: of the mesh axes, major to minor.
+    """
+
+    def __init__(self, chip: Chip, links: Links, sizes: Mapping[str, int]):
+        self.chip = chip
+        self.sizes = dict(sizes)
+        self.count = math.prod(sizes.values())
+        self._links = links
+        self._line = functools.cache(self._measured)
+
+    def exchange(self, kind: str, axes: tuple[str, ...], nbytes: float) -> float:
+        """Seconds of a collective over axes, of so many bytes on its larger side."""
+        delay, per_byte = self._line(kind, axes)
+        return delay + nbytes * per_byte
+
+    def _measured(self, kind: str, axes: tuple[str, ...]) -> tuple[float, float]:
+        mesh = ",".join(f"'{name}'={size}" for name, size in self.sizes.items())
+        names = ",".join(f"'{name}'" for name in self.sizes if name in axes)
+        groups = expand_replica_groups(f"mesh[{mesh}] {{{names}}}")
+        delay = self._links.transfer(kind, groups, 0, 0).seconds
+        return delay, (self._links.transfer(kind, groups, _PROBE, _PROBE).seconds - delay) / _PROBE
+
+    def computing(self, flops: float) -> float:
+        """Seconds of products."""
+        return flops / (PRODUCT_SHARE * self.chip.kept)
+
+    def moving(self, nbytes: float) -> float:
+        """Seconds in which main memory moves bytes."""
+        return nbytes / (REACHED * self.chip.hbm)
+
+    def is_near(self, nbytes: float) -> bool:
+        """Whether a value between operations is small enough for vector memory."""
+        return bool(self.chip.vmem) and nbytes <= _NEAR
+
+    def stepping(self, steps: float) -> float:
+        """Seconds in which the vector units take steps, each for one element."""
+        if not self.chip.multipliers:
+            return 0.0
+        return steps / (_LANES * _SLOTS * self.chip.sustained * self.chip.clock)
+
+    def filled(self, rows: float, columns: float, summed: float) -> float:
+        """How much more a product costs whose sizes leave a part of the matrix units empty."""
+        if not self.chip.multipliers:
+            return 1.0
+        wide, narrow = max(rows, columns), min(rows, columns)
+        return _padded(wide, _SIDE) * _padded(summed, _SIDE) * _padded(narrow, 8)
+
+
+def _padded(size: float, unit: int) -> float:
+    return max(1.0, math.ceil(size / unit) * unit / size)
