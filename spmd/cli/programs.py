@@ -81,12 +81,17 @@ def call(args: argparse.Namespace) -> tuple[Any, Any, tuple, dict[str, Any]]:
     """The function, the mesh to compile for, or None for its own, and what it is called with."""
     axes = start(args)
     function, mesh = options.load(args.function, "FUNCTION"), mesh_of(args.topology, axes)
+    return (function, mesh, *called(args, function, mesh))
+
+
+def called(args: argparse.Namespace, function: Any, mesh: Any) -> tuple[tuple, dict[str, Any]]:
+    """What a function is called with, which has to be what it can be called with."""
     values, keywords = shapes(args.args, mesh)
     if why := misfit(function, *values, **keywords):
         given = f"--args {args.args} gives it" if args.args else "without --args it gets"
         count = f"{len(values) + len(keywords)} arguments" if args.args else "none"
         raise CommandError(f"{args.function} cannot be called so: {why}; {given} {count}.")
-    return function, mesh, values, keywords
+    return values, keywords
 
 
 def mesh_of(topology: str | None, axes: dict[str, int] | None) -> Any:

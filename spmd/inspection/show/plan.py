@@ -65,7 +65,7 @@ def _head(plan: Plan) -> RenderableType:
 _SPECS = (
     Column(title="array"),
     Column(title="spec"),
-    Column(title="arrays", right=True, rank=2, label="arrays"),
+    Column(title="arrays", right=True, rank=2, ornament=True),
     Column(title="on a device", right=True, rank=1, label="on a device"),
     Column(rank=1),
 )
