@@ -30,7 +30,7 @@ The exit code is 0, 1 where nothing fits, and 2 for an error.
 def add_command(commands: Any) -> None:
     """Adds ``plan`` to the commands of the command line."""
     about = "choose mesh, shardings and constraints for a function by predicted time"
-    parser = add_program_command(commands, "plan", _plan, about, epilog=_EXAMPLES)
+    parser = add_program_command(commands, "plan", _plan, about, epilog=_EXAMPLES, placed=False)
     parser.add_argument(
         "--memory",
         metavar="SIZE",
@@ -45,7 +45,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--chip", metavar="CHIP", help="whose figures to use, as spmd report")
     for option, metavar, text in (
         ("--fix", "PATH=SPEC", "where an array and all below it has to lie: \"batch=P('data')\""),
-        ("--never", "DIM=AXIS", "a dimension that an axis must not split: \"tokens:1=data\""),
+        ("--never", "DIM=AXIS", 'a dimension that an axis must not split: "tokens:1=data"'),
         ("--class", "NAME=DIM", "what to call a dimension: \"vocab=state['embed']:0\""),
     ):
         parser.add_argument(option, action="append", default=[], metavar=metavar, help=text)

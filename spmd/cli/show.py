@@ -29,9 +29,10 @@ _ABOUT = """\
 Show which device holds which part of an array.
 
 WHAT is a PartitionSpec, which needs --mesh and --shape; a report that --json wrote, with the path
-of one of its arguments; a plan that spmd plan saved, alone or with a path; a .npy file, of which only the shape is read, with --spec and --mesh; or
-module:name of an array, a ShapeDtypeStruct with a sharding, a tree of these, or a function without
-arguments that returns one of them and is called within the mesh.
+of one of its arguments; a plan that spmd plan saved, as a whole or with a path; a .npy file, of
+which only the shape is read, with --spec and --mesh; or module:name of an array, a
+ShapeDtypeStruct with a sharding, a tree of these, or a function without arguments that returns one
+of them and is called within the mesh.
 """
 
 
