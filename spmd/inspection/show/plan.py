@@ -65,7 +65,6 @@ def _head(plan: Plan) -> RenderableType:
 _SPECS = (
     Column(title="array"),
     Column(title="spec"),
-    Column(title="arrays", right=True, rank=2, ornament=True),
     Column(title="on a device", right=True, rank=1, label="on a device"),
     Column(rank=1),
 )
@@ -102,9 +101,8 @@ def _spec_row(row: said.Lying, axes: Mapping[str, int]) -> Row:
     first, held = items[0], said.nbytes(items, axes)
     return Row(
         cells=(
-            cell(*row.fold.spellings),
+            cell(*(f"{name}{words.times_sign(len(items))}" for name in row.fold.spellings)),
             cell(f"as {row.like}") if row.like else _spec_cell(first.spec, axes),
-            cell(f"{len(items):,}" if len(items) > 1 else ""),
             cell("" if held is None else show_bytes(held)),
             cell("fixed" if first.is_fixed else "", style="yellow"),
         )

@@ -121,11 +121,11 @@ def test_arrays_that_lie_alike_are_a_row():
     """Parameters with their moments are a row; results that lie as an argument are one."""
     text = drawn(GPT, 140)
     assert row_of(text, "state{['params'], ['opt'].mu, ['opt'].nu}['up']") == [
-        "state{['params'],", "['opt'].mu,", "['opt'].nu}['up']", "P(None,", "'data',", "'model')",
-        "3", "24.0", "MiB",
+        "state{['params'],", "['opt'].mu,", "['opt'].nu}['up']", "x3", "P(None,", "'data',",
+        "'model')", "24.0", "MiB",
     ]  # fmt: skip
     assert row_of(text, "batch")[-1] == "fixed"
-    assert row_of(text, "result[0]") == ["result[0]", "as", "state", "19", "118.9", "MiB"]
+    assert row_of(text, "result[0]") == ["result[0]", "x19", "as", "state", "118.9", "MiB"]
     assert row_of(text, "result[1]") == ["result[1]", "P()", "4", "B"]
 
 
@@ -134,7 +134,7 @@ def test_results_that_lie_elsewhere():
     results = (dataclasses.replace(GPT.results[0], spec=((), (), ())), *GPT.results[1:])
     one = dataclasses.replace(GPT, results=results)
     assert "as state" not in str(one)
-    assert row_of(drawn(one, 140), "result[0]['params']['down', 'norm']")[2:4] == ["P()", "2"]
+    assert row_of(drawn(one, 140), "result[0]['params']['down', 'norm']")[2:4] == ["x2", "P()"]
 
 
 def test_many_rows_are_those_of_most_bytes():
