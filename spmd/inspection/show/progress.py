@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 import contextlib
 import time
+from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from spmd.inspection.records.sizes import show_seconds
+from spmd.inspection.show.words import plural
 
 
 @contextlib.contextmanager
@@ -26,6 +31,42 @@ def showing(what: str, *, lines: bool = False) -> Iterator[Callable[[str], None]
     say(f"{what} ...", markup=False)
     yield lambda text: say(text, markup=False)
     say(f"{what}: {time.monotonic() - start:.1f} s", markup=False)
+
+
+@contextlib.contextmanager
+def planning(what: str, *, lines: bool = False) -> Iterator[Callable[[Any], None]]:
+    """Shows how far a search for a plan is, and gives a function that takes records of that.
+
+    A terminal has a bar that is gone in the end. Elsewhere there is a line for each compile with
+    `lines`, else nothing.
+    """
+    console = Console(stderr=True, highlight=False, emoji=False)
+    if console.is_terminal and not console.is_jupyter:
+        columns = TextColumn("{task.description}"), BarColumn(16), TextColumn("{task.fields[said]}")
+        with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
+            task = bar.add_task(what, total=None, said="")
+            yield lambda one: bar.update(task, said=progress_said(one))
+        return
+    with showing(what, lines=lines) as say:
+        last = ""
+
+        def tell(one: Any) -> None:
+            nonlocal last
+            if one.compiling and one.compiling != last:
+                say(progress_said(one))
+            last = one.compiling
+
+        yield tell
+
+
+def progress_said(one: Any) -> str:
+    """``2,842 plans tried; best so far 4.27 ms; compiling Megatron``."""
+    said = [f"{plural(one.tried, 'plan')} tried"]
+    if one.best is not None:
+        said.append(f"best so far {show_seconds(one.best)}")
+    if one.compiling:
+        said.append(f"compiling {one.compiling}")
+    return "; ".join(said)
 
 
 @contextlib.contextmanager
