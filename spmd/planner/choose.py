@@ -219,6 +219,7 @@ class _Looking:
             lowered = self.program.lowered(mesh)
             graph = graph_of(module_of(lowered, subject="plan"), subject="plan")
             known = experts(graph, sizes) if self.seeds else {}
+            known = {name: one for name, one in known.items() if self.rules.allow(one)}
             starts = [*known.values(), *self._random(graph, sizes)]
             machine = Machine(self.chip, links, sizes)
             found = search(graph, machine, self.rules, starts=starts, saw=self._saw)

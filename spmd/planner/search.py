@@ -48,6 +48,11 @@ class Rules:
     fixed: Fixed | None = None
     deadline: float | None = None
 
+    def allow(self, layout: Layout) -> bool:
+        """Whether no axis splits what it must not."""
+        orders = (*layout.orders, *layout.state)
+        return not any((c, axis) in self.never for axis, order in orders for c in order)
+
     def fits(self, cost: Estimate) -> bool:
         """Whether a layout keeps to the budget."""
         return self.budget is None or cost.peak <= self.budget
