@@ -9,4 +9,10 @@ No public name gives a plan yet: `docs/design/plan.md` says what is built. In th
 - `search`: the layouts that are worth a look.
 - `verify`: what the compiler makes of the best ones.
 - `choose`: all of it, from a program and meshes to the layouts that were compiled.
+- `marks`: values of user code that are found again in a lowered module.
+- `source`: expressions in user code, and functions that mark them.
+- `outcome`: what a program does, as far as two are compared.
+- `folded`: specs of a tree as Python text.
+- `code`: what a person pastes.
+- `fewest`: the constraints in it, each of which is needed.
 """
