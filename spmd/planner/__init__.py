@@ -26,6 +26,12 @@ In the order of reading:
 - `recorded`: the record of a plan.
 - `plans`: what a plan can do, once it is made.
 - `cache`: plans on disk.
+- `marks`: values of user code that are found again in a lowered module.
+- `source`: expressions in user code, and functions that mark them.
+- `outcome`: what a program does, as far as two are compared.
+- `folded`: specs of a tree as Python text.
+- `code`: what a person pastes.
+- `fewest`: the constraints in it, each of which is needed.
 """
 
 from spmd.inspection.records.plan import Plan as Plan

@@ -57,12 +57,12 @@ def pin(module: Any, pins: Sequence[Pin], mesh: str = "mesh") -> None:
                         operation, n, _sharding(entries, mesh), held
                     )
             for result, entries in _results(operation, one):
-                users = [*result.uses]
+                users, asked = [*result.uses], _sharding(entries, mesh)
                 with ir.InsertionPoint.after(operation):
-                    value = sdy.ShardingConstraintOp(result, _sharding(entries, mesh)).result
+                    value = sdy.ShardingConstraintOp(result, asked).result
                 for use in users:
                     passes.operation_of(use.owner).operands[use.operand_number] = value
-                held[value, str(_sharding(entries, mesh)), operation.block] = value
+                held[value, str(asked), operation.block] = value
 
 
 def annotate(
