@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 import dataclasses
 import functools
@@ -44,6 +44,18 @@ class Figures:
         return self.peak is not None and (budget is None or self.peak <= budget)
 
 
+def every_mesh(where: str, axes: Sequence[str] = BOTH) -> list[dict[str, int]]:
+    """All sizes of mesh axes that fill a topology."""
+    count = math.prod(spmd.topology(where).shape.values())
+    sizes = itertools.product(_divisors(count), repeat=len(axes))
+    every = [dict(zip(axes, one, strict=True)) for one in sizes if math.prod(one) == count]
+    return sorted(every, key=lambda one: [*one.values()], reverse=True)
+
+
+def _divisors(count: int) -> list[int]:
+    return [one for one in range(1, count + 1) if not count % one]
+
+
 def lowered(case: Case, expert: Expert, mesh: Any) -> Any:
     """The step as an expert writes it."""
     keep = expert.on(mesh.shape)
@@ -58,14 +70,14 @@ def lowered(case: Case, expert: Expert, mesh: Any) -> Any:
     return step.lower(*case.args)
 
 
-def shapes(case: Case, expert: Expert, count: int) -> list[dict[str, int]]:
-    """The meshes of so many devices that an expert's layout differs on.
+def shapes(case: Case, expert: Expert, where: str) -> list[dict[str, int]]:
+    """The meshes of a topology that an expert's layout differs on.
 
     What splits the batch over both axes is the same on all that the batch fills (compiled: to 1%):
     the first of them counts, or the one that it fills best. What splits tensors over ``model``
     needs some there, and with FSDP over ``data`` there as well.
     """
-    every = [{"data": count // m, "model": m} for m in range(1, count + 1) if not count % m]
+    every = every_mesh(where)
     over = {axes for table in expert.tables for axes in table.values()}
     if over <= {BOTH}:
         rows = case.size("batch")
@@ -83,16 +95,15 @@ def compiled(case: Case, where: str, *, most: int = 0, chip: Any = None) -> Iter
         most: meshes of an expert that are compiled, those of the best previews; 0 for all.
         chip: whose figures to use, by default those of the devices.
     """
-    count = math.prod(spmd.topology(where).shape.values())
-    steps = list(itertools.chain(*(_steps(case, one, where, count, most) for one in case.experts)))
+    steps = list(itertools.chain(*(_steps(case, one, where, most) for one in case.experts)))
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         yield from threads.map(lambda step: _figures(*step, chip), steps)
 
 
-def _steps(case: Case, expert: Expert, where: str, count: int, most: int) -> list[Any]:
+def _steps(case: Case, expert: Expert, where: str, most: int) -> list[Any]:
     """The lowered steps of an expert that are worth compiling."""
     found = []
-    for sizes in shapes(case, expert, count):
+    for sizes in shapes(case, expert, where):
         step = lowered(case, expert, spmd.topology(where, sizes))
         found.append((expert, sizes, step))
     if 0 < most < len(found):

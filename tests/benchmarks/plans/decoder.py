@@ -13,7 +13,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from . import attention
+from . import attention, mixture
 from .logical import Bare
 from .training import array, ids
 
@@ -38,6 +38,8 @@ class Decoder:
         gated: as Llama is: gated MLPs, RMS norms, rotary embedding, no biases.
         scanned: whether the layers are stacked.
         remat: whether a layer is computed again for its gradient.
+        experts: MLPs of a layer, of which each word goes to one; 0 for a single MLP.
+        dtype: that is computed in.
         attend: ``plain``, ``blocks`` or ``splash``: see `attention`.
     """
 
@@ -53,6 +55,8 @@ class Decoder:
     gated: bool = False
     scanned: bool = True
     remat: bool = True
+    experts: int = 0
+    dtype: str = "bfloat16"
     attend: str = "plain"
 
 
@@ -72,6 +76,8 @@ def _layer_names(model: Decoder) -> dict[str, str]:
         "v": "embed kv_heads dim", "o": "heads dim embed", "norm2": "embed",
         "up": "embed hidden", "down": "hidden embed",
     }  # fmt: skip
+    if model.experts:
+        return found | mixture.NAMES
     if model.gated:
         return found | {"gate": "embed hidden"}
     biases = {
@@ -83,11 +89,16 @@ def _layer_names(model: Decoder) -> dict[str, str]:
 
 
 def _outer_names(model: Decoder) -> dict[str, str]:
-    if model.gated:
+    if _is_plain(model):
         return {"words": "vocab embed", "norm": "embed", "logits": "embed vocab"}
     return {
         "words": "vocab embed", "places": "positions embed", "norm": "embed", "norm_bias": "embed"
     }  # fmt: skip
+
+
+def _is_plain(model: Decoder) -> bool:
+    """Without biases and learned positions."""
+    return model.gated or model.experts > 0
 
 
 def params(model: Decoder) -> Any:
@@ -95,7 +106,7 @@ def params(model: Decoder) -> Any:
     sizes = {
         "layers": model.layers, "embed": model.width, "heads": model.heads,
         "kv_heads": model.kv_heads or model.heads, "dim": model.head_dim, "hidden": model.hidden,
-        "vocab": model.vocab, "positions": model.length,
+        "vocab": model.vocab, "positions": model.length, "experts": model.experts,
     }  # fmt: skip
     return jax.tree.map(lambda dims: array(*(sizes[name] for name in dims.split())), names(model))
 
@@ -110,7 +121,7 @@ def batch(model: Decoder) -> Any:
 
 def loss(model: Decoder, params: Any, batch: Any, keep: Bare) -> Any:
     """The mean cross-entropy of the next words."""
-    x = _embedded(params, batch["words"], keep)
+    x = _embedded(model, params, batch["words"], keep)
 
     # Defined here, so that no cache of JAX takes it for that of another layout.
     def layer(x: Any, p: Any) -> tuple[Any, None]:
@@ -124,7 +135,7 @@ def loss(model: Decoder, params: Any, batch: Any, keep: Bare) -> Any:
         for p in params["layers"]:
             x, _ = layer(x, p)
     x = keep.activation(_normed(x, params, "norm"), _WHOLE)
-    if model.gated:
+    if "logits" in params:
         logits = x @ keep.used(params["logits"].astype(x.dtype), "embed vocab")
     else:
         logits = x @ keep.used(params["words"].astype(x.dtype), "vocab embed").T
@@ -134,8 +145,8 @@ def loss(model: Decoder, params: Any, batch: Any, keep: Bare) -> Any:
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(right * logits, axis=-1))
 
 
-def _embedded(params: Any, words: Any, keep: Bare) -> Any:
-    table = keep.used(params["words"].astype(jnp.bfloat16), "vocab embed")
+def _embedded(model: Decoder, params: Any, words: Any, keep: Bare) -> Any:
+    table = keep.used(params["words"].astype(model.dtype), "vocab embed")
     x = keep.activation(table[words], _RESIDUAL)
     if "places" in params:
         x = x + params["places"].astype(x.dtype)[None]
@@ -149,7 +160,8 @@ def _layer(model: Decoder, p: Any, x: Any, keep: Bare) -> Any:
     y = keep.activation(_normed(x, w, "norm1"), _WHOLE)
     x = keep.activation(x + _attention(model, w, y, keep), _RESIDUAL)
     y = keep.activation(_normed(x, w, "norm2"), _WHOLE)
-    return keep.activation(x + _mlp(w, y, keep), _RESIDUAL)
+    mlp = mixture.mixed if model.experts else _mlp
+    return keep.activation(x + mlp(w, y, keep), _RESIDUAL)
 
 
 def _normed(x: Any, w: Any, name: str) -> Any:
@@ -164,7 +176,7 @@ def _normed(x: Any, w: Any, name: str) -> Any:
 
 def _attention(model: Decoder, w: Any, x: Any, keep: Bare) -> Any:
     q, k, v = (jnp.einsum("bte,ehd->bthd", x, w[name]) for name in "qkv")
-    if model.gated:
+    if _is_plain(model):
         q, k = attention.rotated(q), attention.rotated(k)
     else:
         named = zip((q, k, v), "qkv", strict=True)
@@ -184,4 +196,3 @@ def _mlp(w: Any, x: Any, keep: Bare) -> Any:
         hidden = jax.nn.gelu(x @ w["up"] + w["up_bias"][None, None])
     out = keep.activation(hidden, "batch length hidden") @ w["down"]
     return keep.activation(out + w["down_bias"][None, None] if "down_bias" in w else out, _RESIDUAL)
-

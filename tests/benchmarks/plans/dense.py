@@ -20,6 +20,7 @@ class Perceptron:
     layers: int
     width: int
     hidden: int
+    dtype: str = "bfloat16"
 
 
 def names(model: Perceptron) -> Any:
@@ -38,7 +39,7 @@ BATCH = {"x": "batch embed", "y": "batch embed"}
 
 def batch(model: Perceptron) -> Any:
     """Inputs and targets."""
-    rows = array(model.batch, model.width, dtype=jnp.bfloat16)
+    rows = array(model.batch, model.width, dtype=jnp.dtype(model.dtype))
     return {"x": rows, "y": rows}
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import jax
 
+import spmd
 from spmd import P, with_sharding_constraint
 
 Axes: TypeAlias = str | tuple[str, ...]
@@ -33,6 +34,25 @@ def dims(table: str, names: Any) -> Any:
     return jax.tree.map(lambda text: Dims(table, text), names)
 
 
+def spec_of(leaf: Any, names: str, table: Table, sizes: Mapping[str, int]) -> P:
+    """Where an array lies.
+
+    Of two dimensions that want an axis the first one gets it, and a dimension that an axis does not
+    divide stays whole: both as `flax.linen.logical_to_mesh_axes` and people do.
+    """
+    left = dict(sizes)
+    entries: list[tuple[str, ...] | None] = []
+    for size, name in zip(leaf.shape, names.split(), strict=True):
+        wanted = table.get(name, ())
+        axes = tuple(a for a in ((wanted,) if isinstance(wanted, str) else wanted) if a in left)
+        while axes and size % math.prod(left[a] for a in axes):
+            axes = axes[:-1]
+        for axis in axes:
+            del left[axis]
+        entries.append(axes or None)
+    return P(*entries)
+
+
 class Bare:
     """Leaves everything as it is."""
 
@@ -48,6 +68,12 @@ class Bare:
         """Gradients, as the state of the optimizer lies."""
         return tree
 
+    def local(self, x: Any, names: str) -> P:
+        """How a kernel that runs on each device gets an activation: rows of a batch, and heads."""
+        mesh = spmd.current_mesh()
+        table = {"batch": "data", "heads": "model", "kv_heads": "model"}
+        return spec_of(x, names, table, mesh.shape if mesh else {})
+
 
 BARE = Bare()
 
@@ -62,7 +88,7 @@ class Expert:
         name: as the field calls it.
         source: paper or document.
         activations: of what is computed.
-        weights: of arguments: parameters, and for want of `state` those of the optimizer.
+        weights: of parameters.
         state: of gradients and the optimizer's state; None for that of the weights.
         gathered: of weights where they are used; None leaves that to the compiler.
     """
@@ -81,8 +107,8 @@ class Expert:
 
     @property
     def tables(self) -> list[Table]:
-        """All of them."""
-        return [self.activations, *map(self.table, ("weights", "state"))]
+        """Of what is passed in and computed."""
+        return [self.activations, self.weights, self.table("state")]
 
     def on(self, sizes: Mapping[str, int]) -> Kept:
         """For a mesh."""
@@ -110,25 +136,14 @@ class Kept(Bare):
         """Gradients, as the state of the optimizer lies."""
         return jax.tree.map(with_sharding_constraint, tree, self.specs(tree, dims("state", names)))
 
+    def local(self, x: Any, names: str) -> P:
+        """How a kernel gets an activation."""
+        return self.spec(x, Dims("activations", names))
+
     def specs(self, tree: Any, of: Any) -> Any:
         """A spec for each array of a tree, by its `Dims`."""
         return jax.tree.map(self.spec, tree, of)
 
     def spec(self, leaf: Any, of: Dims) -> P:
-        """Where an array lies.
-
-        Of two dimensions that want an axis the first one gets it, and a dimension that an axis
-        does not divide stays whole: both as `flax.linen.logical_to_mesh_axes` and people do.
-        """
-        table = self.expert.table(of.table)
-        left = dict(self.sizes)
-        entries: list[tuple[str, ...] | None] = []
-        for size, name in zip(leaf.shape, of.names.split(), strict=True):
-            wanted = table.get(name, ())
-            axes = tuple(a for a in ((wanted,) if isinstance(wanted, str) else wanted) if a in left)
-            while axes and size % math.prod(left[a] for a in axes):
-                axes = axes[:-1]
-            for axis in axes:
-                del left[axis]
-            entries.append(axes or None)
-        return P(*entries)
+        """Where an array lies."""
+        return spec_of(leaf, of.names, self.expert.table(of.table), self.sizes)
