@@ -56,18 +56,22 @@ def _divisors(count: int) -> list[int]:
     return [one for one in range(1, count + 1) if not count % one]
 
 
-def lowered(case: Case, expert: Expert, mesh: Any) -> Any:
+def step_of(case: Case, expert: Expert, mesh: Any) -> Any:
     """The step as an expert writes it."""
     keep = expert.on(mesh.shape)
     outs = jax.eval_shape(case.step, *case.args)
-    step = spmd.pjit(
+    return spmd.pjit(
         functools.partial(case.step, keep=keep),
         mesh=mesh,
         in_axis_resources=keep.specs(case.args, case.dims),
         out_axis_resources=keep.specs(outs, case.outs),
         **case.options,
     )
-    return step.lower(*case.args)
+
+
+def lowered(case: Case, expert: Expert, mesh: Any) -> Any:
+    """The same, lowered."""
+    return step_of(case, expert, mesh).lower(*case.args)
 
 
 def shapes(case: Case, expert: Expert, where: str) -> list[dict[str, int]]:
