@@ -113,7 +113,7 @@ def _by_products(graph: Graph) -> list[list[int]]:
     products = [one for one in graph.operations if one.flops]
     colours: dict[int, Hashable] = {**graph.sizes}
     for _ in range(_ROUNDS):
-        roles: dict[int, list[Hashable]] = defaultdict(list)
+        roles: dict[int, list[str]] = defaultdict(list)
         for one in products:
             for c in one.by_class:
                 roles[c].append(_role(one, c, graph, colours))

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 import spmd
-from spmd import _jax
+from spmd import _jax, stages
 from spmd._api import PjitFunction
 from spmd._options import not_callable
 from spmd.errors import ArgumentError, Failure, did_you_mean, explain
@@ -21,26 +21,15 @@ from spmd.inspection.shardy.passes import module_of
 from spmd.inspection.show.progress import quiet, showing
 from spmd.planner import asked, cache
 from spmd.planner.asked import Hardware
-from spmd.planner.choose import choose
+from spmd.planner.choose import Progress, choose
 from spmd.planner.graph import graph_of
+from spmd.planner.layout import Fixed
 from spmd.planner.plans import fingerprint
 from spmd.planner.recorded import nothing_fits, recorded
 from spmd.planner.search import Rules
-from spmd.planner.verify import Program, open_leaves, structs
-
-
-class Progress(NamedTuple):
-    """How far a search is.
-
-    Attributes:
-        tried: layouts so far.
-        best: seconds of the best one so far; None before the first.
-        compiling: what the compiler works on; empty where it does not.
-    """
-
-    tried: int
-    best: float | None
-    compiling: str
+from spmd.planner.structure import Graph
+from spmd.planner.verify import Program, open_avals, open_leaves, structs
+from spmd.planner.written import given_specs, has_auto, has_specs, lowered_as_written
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +120,9 @@ def plan(
     asked.check_options(subject, top=top, timeout=timeout, seed=seed)
     _check_names(options, subject)
     on = asked.hardware(topology, mesh, axes, memory, chip, subject=subject)
+    given = structs(args)
+    if has_auto(f):
+        fixed = {**dict(given_specs(f, given, on.meshes[0])), **(fixed or {})}
     wish = Wish(
         fixed=fixed or {},
         never=never,
@@ -142,8 +134,9 @@ def plan(
         cache=cache,
         progress=progress,
     )
-    program = Program(function=function, args=structs(args), options={**own, **options})
-    return plan_program(program, on, wish, name=name, subject=subject)
+    program = Program(function=function, args=given, options={**own, **options})
+    written = [*lowered_as_written(f, given, on.meshes)] if seeds and has_specs(f) else []
+    return plan_program(program, on, wish, name=name, subject=subject, written=written)
 
 
 _OPTIONS = (
@@ -188,20 +181,31 @@ def versions() -> dict[str, str]:
     return {"jax": jax.__version__, "jaxlib": jaxlib, "spmd": spmd.__version__}
 
 
-def plan_program(program: Program, on: Hardware, wish: Wish, *, name: str, subject: str) -> Plan:
+def plan_program(
+    program: Program,
+    on: Hardware,
+    wish: Wish,
+    *,
+    name: str,
+    subject: str,
+    written: Sequence[stages.Lowered] = (),
+) -> Plan:
     """The plan of a program, from the disk or from a search."""
-    ins, outs = open_leaves(program.traced(on.meshes[0]))
+    traced = program.traced(on.meshes[0])
+    ins, outs = open_leaves(traced)
     leaves = [*ins, *outs]
     names = [one.name for one in leaves]
     if not any(one.shape for one in leaves):
         raise explain(subject, [asked.nothing_to_split(names)])
-    specs, meshes = asked.fixed_specs(wish.fixed, leaves, on.meshes, subject)
+    avals = open_avals(traced)
+    specs, meshes = asked.fixed_specs(wish.fixed, leaves, avals, on.meshes, subject)
     named = {axis for spec in specs.values() for axis in spec.axes}
     named |= {pair[1] for pair in wish.never if len(pair) == 2}
     on = dataclasses.replace(on, meshes=asked.different(meshes, named))
     lowered = program.lowered(meshes[0])
     module = module_of(lowered, subject=subject)
-    key = cache.key_of((lowered.as_text(), _identity(on), _identity_of_wish(wish), versions()))
+    texts = [one.as_text() for one in (lowered, *written)]
+    key = cache.key_of((texts, _identity(on), _identity_of_wish(wish), versions()))
     if wish.cache and (found := cache.find(key)):
         return found
     graph = graph_of(module, subject=subject)
@@ -210,24 +214,39 @@ def plan_program(program: Program, on: Hardware, wish: Wish, *, name: str, subje
     rules = Rules(
         budget=on.budget,
         never=asked.never_pairs(wish.never, graph, labels, axes, subject),
+        fixed=_fixed(specs, graph, len(ins)),
         deadline=None if wish.timeout is None else time.monotonic() + wish.timeout,
     )
-    with _telling(wish.progress, subject):
-        found = choose(program, on.meshes, on.chip, rules=rules, top=wish.top)
+    options = {"top": wish.top, "seeds": wish.seeds, "seed": wish.seed}
+    with _telling(wish.progress, subject) as tell:
+        found = choose(
+            program, on.meshes, on.chip, rules=rules, written=written, tell=tell, **options
+        )
+    if not found.choices:
+        raise explain(subject, [asked.no_links(on.meshes[0])])
     plan = recorded(
         found,
         on,
-        program,
+        (ins, outs),
+        fixed={names[i] for i in specs},
         labels=labels,
         name=name,
         versions=versions(),
-        program_key=fingerprint(module),
+        program=fingerprint(module),
     )
     if not plan.chosen.fits(on.budget):
-        raise explain(subject, [nothing_fits(plan, on)])
+        raise explain(subject, [nothing_fits(plan, on, found.choices)])
     if wish.cache and plan.complete:
         cache.keep(key, plan)
     return plan
+
+
+def _fixed(specs: Mapping[int, Any], graph: Graph, arguments: int) -> Fixed | None:
+    """Places of arguments and results that are fixed, by their tensors."""
+    ins = [i for i, one in enumerate(graph.tensors) if one.kind == "argument"]
+    outs = [i for i, one in enumerate(graph.tensors) if one.kind == "output"]
+    at = [*ins[len(ins) - arguments :], *outs]
+    return Fixed.of({at[i]: asked.places_of(spec) for i, spec in specs.items()}) if specs else None
 
 
 def _identity(on: Hardware) -> tuple[Any, ...]:

@@ -17,14 +17,12 @@ from spmd.planner.fusion import Fusion, is_fusible
 from spmd.planner.layout import Fixed, Layout
 from spmd.planner.lives import Lives
 from spmd.planner.machine import Machine
+from spmd.planner.product import Product
 from spmd.planner.saying import Group, Pattern, Sayings
 from spmd.planner.structure import Graph, Operation
 
 _SLICES = ("dynamic_slice", "slice", "gather")
 _UPDATES = ("dynamic_update_slice", "scatter")
-# Products of smaller sizes take as long as the matrix units are busy with parts of them, and what
-# is fused into them comes on top: see `clock`.
-_LARGE = 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,18 +33,20 @@ class Estimate:
         compute: seconds of products.
         memory: seconds in which main memory decides.
         exchange: seconds of exchanges, one after the other.
+        hidden: seconds of them that go on beside work.
         peak: bytes of arguments, and of what is alive beside them at the worst moment.
     """
 
     compute: float
     memory: float
     exchange: float
+    hidden: float
     peak: float
 
     @property
     def seconds(self) -> float:
         """Of one call."""
-        return self.compute + self.memory + self.exchange
+        return self.compute + self.memory + self.exchange - self.hidden
 
 
 class Kind(NamedTuple):
@@ -67,12 +67,15 @@ class _Part(NamedTuple):
 
 
 class _Costs(NamedTuple):
-    """Seconds of a group, and exchanges of operands that others may send as well."""
+    """Seconds of a group, and of exchanges of operands and sums that others may send as well.
+
+    Of exchanges, the second figure is how much may go on beside other work.
+    """
 
     compute: float
     memory: float
-    exchange: float
-    shared: tuple[tuple[Exchanged, float], ...]
+    exchange: tuple[float, float]
+    shared: dict[Exchanged, tuple[float, float]]
 
 
 class Estimator:
@@ -168,9 +171,9 @@ class Estimator:
     def __call__(self, layout: Layout) -> Estimate:
         """What a layout costs."""
         places, parts = self._placed(layout)
-        compute, exchange = 0.0, 0.0
+        compute = exchange = beside = 0.0
         memory = self.machine.moving(float(self.moved @ parts))
-        shared: dict[Exchanged, float] = {}
+        shared: dict[Exchanged, tuple[float, float]] = {}
         for group, key in zip(self._work.groups, self._work.keys(layout), strict=True):
             costs = group.known.get(key)
             if costs is None:
@@ -178,12 +181,19 @@ class Estimator:
                 group.known[key] = costs
             compute += costs.compute
             memory += costs.memory
-            exchange += costs.exchange
-            for sent, seconds in costs.shared:
-                shared[sent] = max(seconds, shared.get(sent, 0.0))
-        peak = float((self.rows @ parts).max(initial=0.0))
+            exchange += costs.exchange[0]
+            beside += costs.exchange[1]
+            if costs.shared:
+                shared.update(costs.shared)
+        for seconds, ahead in shared.values():
+            exchange += seconds
+            beside += ahead
         return Estimate(
-            compute=compute, memory=memory, exchange=exchange + sum(shared.values()), peak=peak
+            compute=compute,
+            memory=memory,
+            exchange=exchange,
+            hidden=self.machine.hidden(beside, compute + memory),
+            peak=float((self.rows @ parts).max(initial=0.0)),
         )
 
     def _placed(self, layout: Layout) -> tuple[list[dict[str, int]], np.ndarray]:
@@ -208,11 +218,16 @@ class Estimator:
     def _costs(
         self, group: Group, layout: Layout, places: list[dict[str, int]], parts: np.ndarray
     ) -> _Costs:
-        found = _Costs(0.0, 0.0, 0.0, ())
+        compute = memory = 0.0
+        sent: dict[Exchanged, tuple[float, float]] = {}
+        alone = [0.0, 0.0]
         for part in group.members:
             own = self._cost(part, layout, places, parts)
-            found = _Costs(*(a + b for a, b in zip(found, own, strict=True)))
-        return found
+            compute += own.compute
+            memory += own.memory
+            alone = [a + b for a, b in zip(alone, own.exchange, strict=True)]
+            sent |= own.shared
+        return _Costs(compute, memory, (alone[0], alone[1]), sent)
 
     def _cost(
         self, part: _Part, layout: Layout, places: list[dict[str, int]], parts: np.ndarray
@@ -222,48 +237,26 @@ class Estimator:
         nbytes = [self.nbytes[i] * parts[k] for i, k in zip(one.tensors, kinds, strict=True)]
         total = self.totals.get(one.tensors[-1])
         demand = Demand(one, layout, self.sizes, [places[k] for k in kinds], nbytes, total)
-        exchange, shared = 0.0, []
+        product = Product(demand, self.machine)
+        alone, shared = [0.0, 0.0], {}
         for sent in demand.exchanges():
-            seconds = part.runs * self.machine.exchange(sent.kind, sent.axes, sent.nbytes)
+            seconds, beside = (part.runs * figure for figure in product.sending(sent))
             if sent.tensor is None:
-                exchange += seconds
+                alone = [alone[0] + seconds, alone[1] + beside]
             else:
-                shared.append((sent, seconds))
+                shared[sent] = seconds, beside
+        exchange = alone[0], alone[1]
         if is_fusible(one):
-            return _Costs(0.0, 0.0, exchange, tuple(shared))
+            return _Costs(0.0, 0.0, exchange, shared)
         far = [
             n if self.given[i] or not self.machine.is_near(n) else 0.0
             for i, n in zip(one.tensors, nbytes, strict=True)
         ]
         moving = self.machine.moving(_traffic(one, far))
-        computing = self._product(part, demand, parts) if one.flops else 0.0
-        compute, memory = (computing, 0.0) if computing >= moving else (0.0, moving)
-        return _Costs(part.runs * compute, part.runs * memory, exchange, tuple(shared))
-
-    def _product(self, part: _Part, demand: Demand, parts: np.ndarray) -> float:
-        """Seconds of one run of a product on a device, with the vector work in it."""
-        one = part.one
-        seconds = self.machine.computing(one.flops / demand.times([*demand.chosen]))
-        rows, columns, summed, batch = _sides(one, demand)
-        if batch == 1 and min(rows, columns, summed) >= _LARGE:
-            return seconds
         steps = sum(steps * parts[k] for k, steps in part.beside.items()) / part.runs
-        return seconds * self.machine.filled(rows, columns, summed) + self.machine.stepping(steps)
-
-
-def _sides(one: Operation, demand: Demand) -> tuple[float, float, float, float]:
-    """Rows, columns, what is summed over, and the batch, of a product on a device."""
-    left = dict(one.sizes)
-    for axis, name in demand.chosen.items():
-        left[name] //= demand.sizes[axis]
-    a, b, made = (
-        {n for n in names if n is not None} for names in (*one.factors[:2], one.factors[-1])
-    )
-
-    def size(names: set[str]) -> float:
-        return math.prod(left[name] for name in names)
-
-    return size((a & made) - b), size((b & made) - a), size((a & b) - made), size(a & b & made)
+        computing = product.seconds(steps) if one.flops else 0.0
+        compute, memory = (computing, 0.0) if computing >= moving else (0.0, moving)
+        return _Costs(part.runs * compute, part.runs * memory, exchange, shared)
 
 
 def _traffic(one: Operation, nbytes: list[float]) -> float:

@@ -18,7 +18,8 @@ from spmd.planner.structure import Graph, Operation
 # What takes a vector unit more than one step for each element, and what takes it none.
 _DEAR = frozenset((
     "atan2", "cbrt", "cosine", "divide", "erf", "erf_inv", "exponential", "exponential_minus_one",
-    "log", "log_plus_one", "logistic", "power", "remainder", "rsqrt", "sine", "sqrt", "tan", "tanh",
+    "log", "log_plus_one", "logistic", "power", "reduce", "remainder", "rsqrt", "sine", "sqrt",
+    "tan", "tanh",
 ))  # fmt: skip
 _STEPS = 4
 _NO_WORK = frozenset((
@@ -83,7 +84,8 @@ class Fusion:
     def _count(self, home: int, one: Operation) -> None:
         tensors = self.graph.tensors
         largest = max(one.tensors, key=lambda i: tensors[i].nbytes)
-        steps = _STEPS if one.name in _DEAR else 1
+        by_constant = one.name == "divide" and one.tensors[1] in self.graph.constants
+        steps = _STEPS if one.name in _DEAR and not by_constant else 1
         elements = math.prod(tensors[largest].shape)
         self.beside[home][self.kinds[largest]] += one.runs * steps * elements
 

@@ -15,9 +15,12 @@ _SIDE = 128
 """Rows and columns of the smallest matrix unit."""
 _NEAR = 16 * 2**20
 """Bytes of a value for which compilers find room in vector memory, which has about 128 MiB (S)."""
+_AHEAD, _BESIDE = 0.9, 0.35
+"""How much of the gathers starts ahead of its use, and beside how much of the work there is room
+for them: the schedules of libtpu for steps of transformers hide between a quarter and a half."""
 _LANES = 8 * 128
 """Of a vector unit."""
-_SLOTS = 2
+_SLOTS = 1
 """Steps that a lane takes in a cycle."""
 
 
@@ -42,10 +45,18 @@ class Machine:
         delay, per_byte = self._line(kind, axes)
         return delay + nbytes * per_byte
 
+    def around(self, axes: tuple[str, ...], nbytes: float, times: int) -> float:
+        """Seconds of parts that go around a ring of devices, both ways at once."""
+        return times * self.exchange("collective-permute", axes, nbytes) / 2
+
     def _measured(self, kind: str, axes: tuple[str, ...]) -> tuple[float, float]:
         mesh = ",".join(f"'{name}'={size}" for name, size in self.sizes.items())
         names = ",".join(f"'{name}'" for name in self.sizes if name in axes)
         groups = expand_replica_groups(f"mesh[{mesh}] {{{names}}}")
+        if kind == "collective-permute":
+            groups = tuple(
+                pair for group in groups for pair in zip(group, (*group[1:], group[0]), strict=True)
+            )
         delay = self._links.transfer(kind, groups, 0, 0).seconds
         return delay, (self._links.transfer(kind, groups, _PROBE, _PROBE).seconds - delay) / _PROBE
 
@@ -66,6 +77,10 @@ class Machine:
         if not self.chip.multipliers:
             return 0.0
         return steps / (_LANES * _SLOTS * self.chip.sustained * self.chip.clock)
+
+    def hidden(self, gathers: float, work: float) -> float:
+        """Seconds of gathers that go on beside work, where a compiler starts them ahead of it."""
+        return min(_AHEAD * gathers, _BESIDE * work) if self.chip.multipliers else 0.0
 
     def filled(self, rows: float, columns: float, summed: float) -> float:
         """How much more a product costs whose sizes leave a part of the matrix units empty."""

@@ -122,9 +122,10 @@ def outputs_of(graph: Graph) -> dict[int, int | None]:
     found: dict[int, int | None] = {}
     for o, one in outputs:
         group = groups[one.shape, one.classes] if one.shape else []
-        found[o] = max(group, key=lambda i: _common(keys[i], keys[o]), default=None)
+        found[o] = None
         if group:
-            group.remove(found[o])
+            found[o] = i = max(group, key=lambda i: _common(keys[i], keys[o]))
+            group.remove(i)
     return found
 
 

@@ -14,7 +14,7 @@ import time
 from typing import NamedTuple, TypeAlias
 
 from spmd.planner.estimate import Estimate, Estimator, Machine
-from spmd.planner.layout import Layout
+from spmd.planner.layout import Fixed, Layout
 from spmd.planner.structure import Graph
 
 # Over a budget, a layout counts as this many times slower for each part that is too much: it is
@@ -39,16 +39,27 @@ class Rules:
     Attributes:
         budget: bytes on a device; None for no limit.
         never: pairs of a class and an axis.
+        fixed: places that arguments and outputs keep.
         deadline: by `time.monotonic`, after which no start is begun; None for no limit.
     """
 
     budget: float | None = None
     never: frozenset[tuple[int, str]] = frozenset()
+    fixed: Fixed | None = None
     deadline: float | None = None
+
+    def allow(self, layout: Layout) -> bool:
+        """Whether no axis splits what it must not."""
+        orders = (*layout.orders, *layout.state)
+        return not any((c, axis) in self.never for axis, order in orders for c in order)
+
+    def fits(self, cost: Estimate) -> bool:
+        """Whether a layout keeps to the budget."""
+        return self.budget is None or cost.peak <= self.budget
 
     def score(self, cost: Estimate) -> float:
         """What is to be as small as possible: seconds, and what is over the budget."""
-        if self.budget is None or cost.peak <= self.budget:
+        if self.budget is None or self.fits(cost):
             return cost.seconds
         return cost.seconds * (1 + _OVER * (cost.peak / self.budget))
 
@@ -70,7 +81,7 @@ def search(
         starts: to begin from, beside those that split one class on each axis.
         saw: is told each one.
     """
-    estimate = Estimator(graph, machine)
+    estimate = Estimator(graph, machine, rules.fixed)
     seen: dict[Layout, Candidate] = {}
 
     together = _together(graph)

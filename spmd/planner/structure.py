@@ -127,7 +127,7 @@ def _of_arguments(graph: Graph, known: Container[int]) -> Counter[int]:
     large = sum(one.nbytes for one in ends) * _LARGE
     found: Counter[int] = Counter()
     for one in ends:
-        if one.nbytes >= large and not any(c in known for c in one.classes):
+        if one.nbytes >= large and not any(c in known for c in one.classes if c is not None):
             found.update(dict.fromkeys((c for c in one.classes if c is not None), one.nbytes))
     return found
 
