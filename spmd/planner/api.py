@@ -17,9 +17,8 @@ from spmd._options import not_callable
 from spmd.errors import ArgumentError, Failure, did_you_mean, explain
 from spmd.inspection.records.later import Later
 from spmd.inspection.records.plan import Plan
-from spmd.inspection.records.sizes import show_count, show_seconds
 from spmd.inspection.shardy.passes import module_of
-from spmd.inspection.show.progress import quiet, showing
+from spmd.inspection.show.progress import planning, quiet
 from spmd.planner import asked, cache
 from spmd.planner.asked import Hardware
 from spmd.planner.choose import Progress, choose
@@ -276,19 +275,5 @@ def _telling(wish: Any, subject: str) -> Iterator[Callable[[Progress], None]]:
     if callable(wish):
         yield wish
         return
-    with quiet() if wish is False else showing(subject, lines=bool(wish)) as say:
-        last = 0.0
-
-        def tell(one: Progress) -> None:
-            nonlocal last
-            if one.compiling or time.monotonic() - last > 0.2:
-                last = time.monotonic()
-                say(_words(one))
-
+    with quiet() if wish is False else planning(subject, lines=bool(wish)) as tell:
         yield tell
-
-
-def _words(one: Progress) -> str:
-    best = "" if one.best is None else f", best {show_seconds(one.best)}"
-    doing = f", compiling {one.compiling}" if one.compiling else ""
-    return f"{show_count(one.tried)} layouts{best}{doing}"

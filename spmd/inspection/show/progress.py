@@ -13,6 +13,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from spmd.inspection.records.sizes import show_seconds
 from spmd.inspection.show.words import plural
 
+_TOLD_EVERY = 0.1
+"""Seconds between what a terminal is told of a search."""
+
 
 @contextlib.contextmanager
 def showing(what: str, *, lines: bool = False) -> Iterator[Callable[[str], None]]:
@@ -45,7 +48,7 @@ def planning(what: str, *, lines: bool = False) -> Iterator[Callable[[Any], None
         columns = TextColumn("{task.description}"), BarColumn(16), TextColumn("{task.fields[said]}")
         with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
             task = bar.add_task(what, total=None, said="")
-            yield lambda one: bar.update(task, said=progress_said(one))
+            yield _seldom(lambda one: bar.update(task, said=progress_said(one)))
         return
     with showing(what, lines=lines) as say:
         last = ""
@@ -57,6 +60,19 @@ def planning(what: str, *, lines: bool = False) -> Iterator[Callable[[Any], None
             last = one.compiling
 
         yield tell
+
+
+def _seldom(tell: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Tells what is compiled at once, and all else now and then: a search sees thousands."""
+    last = 0.0
+
+    def told(one: Any) -> None:
+        nonlocal last
+        if one.compiling or time.monotonic() - last > _TOLD_EVERY:
+            last = time.monotonic()
+            tell(one)
+
+    return told
 
 
 def progress_said(one: Any) -> str:

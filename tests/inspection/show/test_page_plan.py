@@ -161,7 +161,10 @@ def test_a_point_tells_of_itself(browser, tmp_path):
         tab.hover("#scatter .mark-of[data-i='2'] rect")
         assert tab.inner_text("#about h3") == "FSDP"
         assert dict(tab.eval_on_selector("#about", ABOUT))["mesh"] == "data=8, model=1"
-        assert tab.inner_text("#candidate-rows tr.at th") == "FSDP"
+        assert tab.inner_text("#candidate-rows tr.here th") == "FSDP"
+        # The row that is marked stays in its table.
+        ends = "all => all.map(row => row.lastElementChild.getBoundingClientRect().right)"
+        assert len({*tab.eval_on_selector_all("#candidate-rows tbody tr", ends)}) == 1
         tab.focus("#scatter .mark-of[data-i='4']")
         told = dict(tab.eval_on_selector("#about", ABOUT))
         assert told["the compiler"] == "needs 21.0 GiB of 15.8 GiB"
@@ -241,19 +244,25 @@ def test_a_budget_far_away_is_told():
         (
             (3, 3),
             (0.1, 0.1),
-            "2.5 GiB 3 GiB 3.5 GiB",
+            "2.6 GiB 2.8 GiB 3 GiB 3.2 GiB 3.4 GiB",
             "90 ms 100 ms 110 ms 120 ms",
         ),
-        ((0.9, 1.1), (0.9, 1.2), "0.8 GiB 1 GiB 1.2 GiB", "0.8 s 1 s 1.2 s 1.4 s"),
+        (
+            (0.9, 1.1),
+            (0.9, 1.2),
+            "0.8 GiB 0.9 GiB 1 GiB 1.1 GiB 1.2 GiB 1.3 GiB",
+            "0.8 s 1 s 1.2 s 1.4 s",
+        ),
+        ((0.0128, 0.0174), (3e-4, 4e-4), "12 MiB 14 MiB 16 MiB 18 MiB 20 MiB", None),
         ((0.001, 700), (0.5, 4000.0), None, None),
     ],
 )
 def test_ticks_are_round(sizes, times, columns, lines):
-    """Ticks have few digits, and there are three at least and six at most."""
+    """Ticks have few digits, and there are three at least and seven at most."""
     some = [compiled("x", took, int(size * GIB)) for size, took in zip(sizes, times, strict=True)]
     found = scatter.view(dataclasses.replace(GPT, candidates=tuple(some), budget=None))
     for ticks, wanted in ((found["columns"], columns), (found["lines"], lines)):
-        assert 3 <= len(ticks) <= 6
+        assert 3 <= len(ticks) <= 7
         if wanted:
             assert [text for _, text in ticks] == [
                 " ".join(pair) for pair in zip(*[iter(wanted.split())] * 2, strict=True)
