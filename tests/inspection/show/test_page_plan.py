@@ -196,7 +196,7 @@ def test_bars_and_verdicts(browser, tmp_path):
         verdicts = [" ".join(text.split()) for text in column(tab, 7, table)]
         assert verdicts == [
             "chosen", "12% slower", "27% slower", "over the budget",
-            "refused needs 21.0 GiB of 15.8 GiB", "not compiled, 15% slower", "over the budget",
+            "refused needs 21.0 GiB of 15.8 GiB", "predicted 15% slower", "over the budget",
         ]  # fmt: skip
         whole = tab.eval_on_selector(f"{table} tbody tr svg", ONE_BOX)[1]
         drawn = [
