@@ -23,6 +23,7 @@ In the order of reading:
 - `verify`: the program that is planned, lowered with places and pins.
 - `written`: the specs that a user gave to the function that is planned.
 - `choose`: all of it, from a program and meshes to the layouts that were compiled.
+- `inside`: what a person pastes, worked out when it is first asked for.
 - `recorded`: the record of a plan.
 - `plans`: what a plan can do, once it is made.
 - `cache`: plans on disk.

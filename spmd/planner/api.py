@@ -15,6 +15,7 @@ from spmd import _jax, stages
 from spmd._api import PjitFunction
 from spmd._options import not_callable
 from spmd.errors import ArgumentError, Failure, did_you_mean, explain
+from spmd.inspection.records.later import Later
 from spmd.inspection.records.plan import Plan
 from spmd.inspection.shardy.passes import module_of
 from spmd.inspection.show.progress import planning, quiet
@@ -22,6 +23,7 @@ from spmd.planner import asked, cache
 from spmd.planner.asked import Hardware
 from spmd.planner.choose import Progress, choose
 from spmd.planner.graph import graph_of
+from spmd.planner.inside import inside_of
 from spmd.planner.layout import Fixed
 from spmd.planner.plans import fingerprint
 from spmd.planner.recorded import nothing_fits, recorded
@@ -205,8 +207,8 @@ def plan_program(
     module = module_of(lowered, subject=subject)
     texts = [one.as_text() for one in (lowered, *written)]
     key = cache.key_of((texts, _identity(on), _identity_of_wish(wish), versions()))
-    if wish.cache and (found := cache.find(key)):
-        return found
+    if wish.cache and (kept := cache.find(key)):
+        return _coded(kept, program, on)
     graph = graph_of(module, subject=subject)
     labels = asked.class_names(graph, wish.classes, subject)
     axes = [*dict.fromkeys(axis for mesh in meshes for axis in mesh.shape)]
@@ -237,7 +239,15 @@ def plan_program(
         raise explain(subject, [nothing_fits(plan, on, found.choices)])
     if wish.cache and plan.complete:
         cache.keep(key, plan)
-    return plan
+    return _coded(plan, program, on)
+
+
+def _coded(plan: Plan, program: Program, on: Hardware) -> Plan:
+    """The plan, whose constraints in the user's source are worked out when they are asked for."""
+    if plan.inside is not None:
+        return plan
+    mesh = next(mesh for mesh in on.meshes if dict(mesh.shape) == dict(plan.axes))
+    return dataclasses.replace(plan, inside=Later(lambda: inside_of(plan, program, mesh)))
 
 
 def _fixed(specs: Mapping[int, Any], graph: Graph, arguments: int) -> Fixed | None:

@@ -12,6 +12,7 @@ import math
 import random
 import time
 from typing import Any, NamedTuple
+import warnings
 
 import spmd
 from spmd import stages
@@ -396,7 +397,8 @@ def _previewed(one: Choice, lowered: stages.Lowered, chip: Chip) -> Choice:
 
 def _compiled(one: Choice, lowered: stages.Lowered, chip: Chip) -> Choice:
     try:
-        compiled = lowered.compile()
+        with warnings.catch_warnings(action="ignore"):  # of layouts that nobody asked for
+            compiled = lowered.compile()
     except Exception as e:
         verdict = out_of_memory(e)
         text = str(e).strip().partition("\n")[0]

@@ -9,33 +9,8 @@ import textwrap
 from typing import Any
 
 from spmd.inspection.records.names import short_path
+from spmd.inspection.records.plan import SourceConstraint
 from spmd.planner.folded import HELPER, Folded, Names, Text, lines_of, literal, spec_text
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SourceConstraint:
-    """An expression of the user's, and how its value is to be split.
-
-    Attributes:
-        file: path as Python knows it.
-        line: of the beginning of the expression, from one.
-        column: of its beginning, in bytes of UTF-8, from zero, as `ast` counts them; None where the
-            text is not at hand, as are the two of the end.
-        end_line: of its end.
-        end_column: of its end.
-        function: qualified name of the function that it is in.
-        expression: as it is written; without a text, what is known of the value.
-        spec: axes by dimension, or None; dimensions past the end are not split.
-    """
-
-    file: str
-    line: int
-    column: int | None
-    end_line: int | None
-    end_column: int | None
-    function: str
-    expression: str
-    spec: tuple[tuple[str, ...] | None, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

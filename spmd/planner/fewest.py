@@ -60,9 +60,10 @@ def constraints_of(
         deadline: by `time.monotonic`, after which no further set is tried.
     """
     with _jax.core.traced_anew():
-        structures = jax.tree.structure(program.args), program.out_tree(mesh)
-        specs = map(jax.tree.unflatten, structures, (ins, outs))
-        lower = functools.partial(program.lowered, mesh, *specs)
+
+        def lower() -> stages.Lowered:
+            return program.fresh().lowered(mesh, ins, outs)
+
         case = _Case(lower(), pins, _platform_of(mesh))
         expressions, missing = case.expressions()
         trials, said = _trials(case, lower, expressions)

@@ -39,6 +39,10 @@ class Program:
     trace: Callable[[Any], stages.Traced] | None = None
     _traces: dict[Any, stages.Traced] = dataclasses.field(default_factory=dict, init=False)
 
+    def fresh(self) -> Program:
+        """The same, to be traced anew."""
+        return dataclasses.replace(self)
+
     def traced(self, mesh: Any) -> stages.Traced:
         """Its trace for a mesh, whose specs are open."""
         if mesh not in self._traces:

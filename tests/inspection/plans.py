@@ -81,12 +81,12 @@ def compiled(name, seconds, peak, **fields):
 CONSTRAINTS = (
     SourceConstraint(
         file="/w/model/transformer.py", line=42, column=8, end_line=42, end_column=20,
-        function="block", expression="h @ w['up']", operation="dot_general",
+        function="block", expression="h @ w['up']",
         spec=(DATA, NONE, MODEL),
     ),
     SourceConstraint(
         file="/w/model/transformer.py", line=57, column=None, end_line=None, end_column=None,
-        function="mlp", expression="", operation="gather", spec=(DATA,),
+        function="mlp", expression="", spec=(DATA,),
     ),
 )  # fmt: skip
 
@@ -184,11 +184,12 @@ candidates = st.builds(
 places = st.none() | st.integers(0, 10**6)
 constraints = st.builds(
     SourceConstraint, file=names, line=ints, column=places, end_line=places, end_column=places,
-    function=names, expression=names, operation=names,
+    function=names, expression=names,
     spec=st.lists(st.sampled_from([(), DATA, BOTH]), max_size=2).map(tuple),
 )  # fmt: skip
 insides = st.builds(
     Inside,
+    code=names,
     constraints=st.lists(constraints, max_size=2).map(tuple),
     exact=st.booleans(),
     note=names,

@@ -176,7 +176,6 @@ def _constraint(one: SourceConstraint) -> dict[str, Any]:
         "place": f"{short_path(one.file)}:{one.line}",
         "function": one.function.rpartition(".<locals>.")[2],
         "expression": one.expression,
-        "operation": one.operation,
         "spec": said.spec_words(one.spec),
     }
 
