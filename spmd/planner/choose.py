@@ -40,6 +40,8 @@ _LOOKED_AT = 24
 _OF_EACH = 3
 """Of each mesh at least so many."""
 _RANDOM_STARTS = 4
+_NEAR = 1.2
+"""Up to so many times the best prediction, what is unlike comes before what is alike."""
 
 
 class Progress(NamedTuple):
@@ -283,6 +285,7 @@ class _Looking:
     def preview(self) -> None:
         """Shardy's own exchanges of the best of all meshes, and of the experts that are near."""
         ranked = sorted(range(len(self.choices)), key=lambda i: self._rank(self.choices[i]))
+        ranked = self._unlike(ranked)
         of_mesh: dict[Any, int] = {}
         count = 0
         for i in ranked:
@@ -319,7 +322,7 @@ class _Looking:
         ):
             at = [i for i, one in enumerate(self.choices) if is_wanted(one)]
             at.sort(key=lambda i: self._rank(self.choices[i]))
-            for i in at[:count]:
+            for i in self._unlike(at)[:count]:
                 if not self._compile(i):
                     return
         # Where none of these keeps to the memory, the smallest ones may.
@@ -349,6 +352,22 @@ class _Looking:
             self.compiled += time.monotonic() - start
         return True
 
+    def _unlike(self, ranked: Sequence[int]) -> list[int]:
+        """The same choices: those that are not much slower than the first and unlike all before.
+
+        After them come those that place large arguments as one before them does.
+        """
+        seen: set[Any] = set()
+        first: list[int] = []
+        for i in ranked:
+            one = self.choices[i]
+            if one.predicted > _NEAR * self.choices[ranked[0]].predicted:
+                break
+            if (key := _places_of_large(one)) not in seen:
+                seen.add(key)
+                first.append(i)
+        return [*first, *(i for i in ranked if i not in {*first})]
+
     def _rank(self, one: Choice) -> tuple[bool, float]:
         return not one.fits(self.rules.budget), one.seconds
 
@@ -375,6 +394,15 @@ class _Looking:
             compiled=self.compiled,
             complete=self.complete,
         )
+
+
+def _places_of_large(one: Choice) -> Any:
+    """The parts of a mesh, and where arguments lie of which each is a hundredth of all bytes."""
+    arguments = [tensor for tensor in one.graph.tensors if tensor.kind == "argument"]
+    least = sum(tensor.nbytes for tensor in arguments) / 100
+    places = zip(arguments, one.ins, strict=False)
+    sizes = tuple(size for size in one.mesh.shape.values() if size > 1)
+    return sizes, tuple(place for tensor, place in places if tensor.nbytes >= least)
 
 
 def _is_same(one: Choice, other: Choice) -> bool:
