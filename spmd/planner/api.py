@@ -271,7 +271,7 @@ def _identity_of_wish(wish: Wish) -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
-def _telling(wish: Any, subject: str) -> Iterator[Callable[[Progress], None]]:
+def _telling(wish: Any, subject: str) -> Iterator[Callable[[Progress], Any]]:
     if callable(wish):
         yield wish
         return

@@ -14,9 +14,10 @@ import spmd
 from spmd import P, __main__ as cli
 from spmd.cli import options
 from spmd.inspection.records import plan_codec
-from spmd.inspection.records.plan import Candidate, Placed, Plan
+from spmd.inspection.records.later import known
+from spmd.inspection.records.plan import Candidate, Inside, Placed, Plan
 from spmd.inspection.show import progress
-from spmd.planner import Progress, plans as doors
+from spmd.planner import Progress
 
 TRAIN = """
 import jax, jax.numpy as jnp
@@ -81,6 +82,7 @@ def planned():
                    placed("batch['x']", (16, 32), DATA, (), is_fixed=True)),
         results=tuple(placed(f"result['{name}']", *at) for name, *at in weights),
         compiled=0.0, complete=True, program="0a", versions={"spmd": "0.1.0"},
+        inside=known(Inside(constraints=(), code="spec = P('data')")),
     )  # fmt: skip
 
 
@@ -196,24 +198,22 @@ def test_words_of_the_planner(capsys):
 # What is answered
 
 
-def test_a_plan_is_printed_and_written(planned, asked, here, capsys, monkeypatch):
+def test_a_plan_is_printed_and_written(planned, asked, here, capsys):
     """The terminal shows the screen of the plan; the files hold it and its page."""
-    monkeypatch.setattr(doors, "code_of", lambda plan: "the code")
     assert run(*ON_CPUS, "--save", "plan.json", "--html", "plan.html") == 0
     out, _ = capsys.readouterr()
     assert out.replace("─", "-").rstrip() == str(planned)
     assert plan_codec.load(here / "plan.json") == planned
     page = (here / "plan.html").read_text(encoding="utf-8")
     assert page == planned.to_html()
-    assert "the code" in page
+    assert "spec = P(&#39;data&#39;)" in page
 
 
-def test_json_and_code_instead(planned, asked, capsys, monkeypatch):
+def test_json_and_code_instead(planned, asked, capsys):
     """`--json` and `--code` print just that, for other programs; they exclude each other."""
     assert run(*ON_CPUS, "--json") == 0
     data = json.loads(capsys.readouterr().out)
     assert plan_codec.decode(data, subject="what was printed") == planned
-    monkeypatch.setattr(doors, "code_of", lambda plan: "spec = P('data')")
     assert run(*ON_CPUS, "--code") == 0
     assert capsys.readouterr().out == "spec = P('data')\n"
     with pytest.raises(SystemExit) as caught:

@@ -92,7 +92,7 @@ def slower(one: Candidate, plan: Plan) -> str:
     both = one.verified == plan.verified == "time"
     a, b = (one.seconds, plan.seconds) if both else (one.predicted, plan.predicted)
     change = a / b - 1 if b else 0.0
-    how = "" if is_compiled(one) or not is_compiled(plan.chosen) else "not compiled, "
+    how = "" if is_compiled(one) or not is_compiled(plan.chosen) else "predicted "
     if abs(change) < 0.005:
         return f"{how}as fast"
     return f"{how}{abs(change):.0%} {'slower' if change > 0 else 'faster'}"

@@ -86,8 +86,8 @@ def progress_said(one: Any) -> str:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[Callable[[str], None]]:
-    """In the place of `showing`, where nothing is to be seen."""
+def quiet() -> Iterator[Callable[[Any], None]]:
+    """In the place of `showing` and `planning`, where nothing is to be seen."""
     yield _nothing
 
 

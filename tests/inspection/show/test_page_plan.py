@@ -6,7 +6,7 @@ import math
 
 from browser import chromium, opened
 from hypothesis import given, settings
-from plans import BARE, CONSTRAINTS, GIB, GPT, UP, candidate, compiled, placed, plans
+from plans import BARE, CODE, CONSTRAINTS, GIB, GPT, UP, candidate, compiled, placed, plans
 import pytest
 from test_page import _CONTRAST, EVIL, column
 from test_page_time import BOXES, ONE_BOX, luminance
@@ -15,9 +15,6 @@ from spmd.inspection.records.later import known
 from spmd.inspection.records.plan import Inside, Price
 from spmd.inspection.show.page import scatter
 from spmd.inspection.show.perfetto import trace_events
-from spmd.planner import plans as doors
-
-CODE = 'specs = {"up": P(None, "data", "model")}\nx = f(x)  # <b>&amp;\n'
 
 
 @pytest.fixture(scope="module")
@@ -25,12 +22,6 @@ def browser():
     """One Chromium for all tests here."""
     with chromium() as found:
         yield found
-
-
-@pytest.fixture(autouse=True)
-def _code(monkeypatch):
-    """What is pasted is of no interest here: it comes from elsewhere."""
-    monkeypatch.setattr(doors, "code_of", lambda plan: CODE)
 
 
 def saved(plan, folder):
@@ -83,7 +74,7 @@ def test_doubts_stand_in_the_head(browser, tmp_path):
             "The search was ended early: there may be a better plan.",
         ]
         assert tab.locator("#scatter, #layer, #trace").count() == 0
-        assert "Which constraints inside are needed is not known." in tab.inner_text("#code")
+        assert "What to write for it is not known: plan again" in tab.inner_text("#code")
         assert tab.locator("#candidate-rows th:has-text('compiled')").count() == 0
     stand_in = dataclasses.replace(GPT.chosen, verified="bytes", peak=6 * GIB)
     one = dataclasses.replace(GPT, candidates=(stand_in, *GPT.candidates[1:]))
@@ -196,7 +187,7 @@ def test_bars_and_verdicts(browser, tmp_path):
         verdicts = [" ".join(text.split()) for text in column(tab, 7, table)]
         assert verdicts == [
             "chosen", "12% slower", "27% slower", "over the budget",
-            "refused needs 21.0 GiB of 15.8 GiB", "not compiled, 15% slower", "over the budget",
+            "refused needs 21.0 GiB of 15.8 GiB", "predicted 15% slower", "over the budget",
         ]  # fmt: skip
         whole = tab.eval_on_selector(f"{table} tbody tr svg", ONE_BOX)[1]
         drawn = [
@@ -323,9 +314,9 @@ def test_code_is_copied(browser, tmp_path):
         )
         assert [[" ".join(text.split()) for text in row[:2]] for row in rows] == [
             ["/w/model/transformer.py:42 block", "h @ w['up']"],
-            ["/w/model/transformer.py:57 mlp", "gather"],
+            ["/w/model/transformer.py:57 mlp", "what a gather makes"],
         ]
-        assert "Pasted, they make another program: one gather more." in tab.inner_text("#code")
+        assert tab.inner_text("#code .note") == "It has one gather more."
 
 
 @pytest.mark.slow
@@ -342,9 +333,10 @@ def test_code_without_a_clipboard(browser, tmp_path):
 @pytest.mark.slow
 def test_no_constraints(browser, tmp_path):
     """A plan that needs none says so, without a table or a doubt."""
-    one = dataclasses.replace(GPT, inside=known(Inside(constraints=())))
+    one = dataclasses.replace(GPT, inside=known(Inside(constraints=(), note="It is the same.")))
     with opened(browser, saved(one, tmp_path)) as tab:
         assert "No constraints inside are needed." in tab.inner_text("#code")
+        assert "It is the same." in tab.inner_text("#code .hint")
         assert tab.locator("#constraints, #code .note").count() == 0
 
 

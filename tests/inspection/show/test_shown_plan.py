@@ -88,7 +88,7 @@ def test_memory_and_the_budget():
         (compiled("x", 0.15, 6 * GIB), "over the budget"),
         (candidate("x", failure="no room"), "refused"),
         # Not compiled: what was predicted of both, 122 ms for the chosen one.
-        (candidate("x", predicted=0.183), "not compiled, 50% slower"),
+        (candidate("x", predicted=0.183), "predicted 50% slower"),
         (candidate("x", predicted=0.061, estimated_peak=9 * GIB), "over the budget"),
         (candidate("x", predicted=0.061, verified="bytes", peak=GIB), "50% slower"),
     ],
