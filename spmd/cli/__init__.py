@@ -9,6 +9,7 @@ In the order of reading:
 - `report`: every collective of a function, and limits on them.
 - `why`: which annotations the sharding of a value comes from.
 - `fits`: whether a function fits the memory of its devices.
+- `plan`: mesh, shardings and constraints for a function, chosen by predicted time.
 - `sweep`: time, bytes and memory as the mesh grows.
 - `calibrate`: what this machine can do, measured.
 - `diff`: in what two reports differ.

@@ -20,6 +20,7 @@ from spmd.cli import (
     diff,
     fits,
     launch,
+    plan,
     report,
     show,
     supervised,
@@ -69,6 +70,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"spmd {spmd.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (demo, report, why, fits, sweep, calibrate, diff, show, bundle, launch):
+    for command in (demo, report, why, fits, plan, sweep, calibrate, diff, show, bundle, launch):
         command.add_command(commands)
     return parser

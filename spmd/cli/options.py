@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import difflib
@@ -121,6 +122,33 @@ def parse_vary(text: str) -> tuple[str, int]:
             "write its path and the dimension, such as batch['x']:0."
         )
     return argument, int(dimension)
+
+
+UNCONSTRAINED = object()
+"""What `parse_spec` gives for an entry of that name."""
+
+
+def parse_spec(text: str) -> tuple[Any, ...]:
+    """Reads ``P('data', None)``, without running anything: None, names and tuples of names."""
+    with contextlib.suppress(SyntaxError, ValueError):
+        match ast.parse(text.strip(), mode="eval").body:
+            case ast.Call(func=ast.Name("P" | "PartitionSpec"), args=entries, keywords=[]):
+                return tuple(map(_entry, entries))
+    raise CommandError(
+        f"{text} is no PartitionSpec: write P('data', None), with axis names in quotes."
+    )
+
+
+def _entry(node: ast.expr) -> Any:
+    """One entry of a spec; a ValueError for anything else."""
+    if isinstance(node, ast.Attribute) and node.attr == "UNCONSTRAINED":
+        return UNCONSTRAINED
+    match ast.literal_eval(node):
+        case None | str() as entry:
+            return entry
+        case tuple(names) if all(isinstance(name, str) for name in names):
+            return names
+    raise ValueError
 
 
 def load(path: str, option: str) -> Any:

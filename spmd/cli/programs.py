@@ -17,10 +17,13 @@ _DEVICES = 8
 _ABOUT_FUNCTION = """\
 FUNCTION is module:name or file.py:name: a function of spmd.pjit or jax.jit. ARGS, written the
 same way, is what it is called with: a tuple of arguments, a dict of keyword arguments, or a
-function that returns one of them and is called within the mesh. Only shapes and shardings matter:
+function that returns one of them"""
+_PLACED = """\
+ and is called within the mesh. Only shapes and shardings matter:
 nothing is run, so jax.ShapeDtypeStruct does. With --mesh or --topology, shardings go over to that
 mesh by the names of its axes.
 """
+_UNPLACED = ". Only shapes matter: nothing is run, so\njax.ShapeDtypeStruct does.\n"
 
 
 def add_program_command(
@@ -31,9 +34,15 @@ def add_program_command(
     *,
     epilog: str,
     several: bool = False,
+    placed: bool = True,
 ) -> argparse.ArgumentParser:
-    """Adds a command that takes a function; `several` allows more than one topology."""
-    description = f"{about[0].upper()}{about[1:]}.\n\n{_ABOUT_FUNCTION}"
+    """Adds a command that takes a function.
+
+    With `several` there may be more than one topology; `placed` says that it matters where
+    arguments lie.
+    """
+    described = _ABOUT_FUNCTION + (_PLACED if placed else _UNPLACED)
+    description = f"{about[0].upper()}{about[1:]}.\n\n{described}"
     parser = options.add_command(commands, name, run, about, description=description, epilog=epilog)
     parser.add_argument("function", metavar="FUNCTION", help="such as train:step or train.py:step")
     parser.add_argument("--args", metavar="ARGS", help="what it is called with; default: nothing")
@@ -81,12 +90,17 @@ def call(args: argparse.Namespace) -> tuple[Any, Any, tuple, dict[str, Any]]:
     """The function, the mesh to compile for, or None for its own, and what it is called with."""
     axes = start(args)
     function, mesh = options.load(args.function, "FUNCTION"), mesh_of(args.topology, axes)
+    return (function, mesh, *called(args, function, mesh))
+
+
+def called(args: argparse.Namespace, function: Any, mesh: Any) -> tuple[tuple, dict[str, Any]]:
+    """What a function is called with, which has to be what it can be called with."""
     values, keywords = shapes(args.args, mesh)
     if why := misfit(function, *values, **keywords):
         given = f"--args {args.args} gives it" if args.args else "without --args it gets"
         count = f"{len(values) + len(keywords)} arguments" if args.args else "none"
         raise CommandError(f"{args.function} cannot be called so: {why}; {given} {count}.")
-    return function, mesh, values, keywords
+    return values, keywords
 
 
 def mesh_of(topology: str | None, axes: dict[str, int] | None) -> Any:

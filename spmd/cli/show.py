@@ -6,7 +6,6 @@ Arguments are checked before anything here imports JAX.
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import math
 import re
@@ -21,6 +20,7 @@ examples:
   spmd show "P('data', None)" --mesh data=4,model=2 --shape 8,16
   spmd show "P('data', 'model')" --mesh data=16,model=16 --topology v5e:16x16 --shape 4096,4096
   spmd show r.json "batch['x']" --html x.html
+  spmd show plan.json --html plan.html
   spmd show weights.npy --spec "P('model')" --mesh model=8
   spmd show train:batch --mesh data=8
 """
@@ -29,9 +29,10 @@ _ABOUT = """\
 Show which device holds which part of an array.
 
 WHAT is a PartitionSpec, which needs --mesh and --shape; a report that --json wrote, with the path
-of one of its arguments; a .npy file, of which only the shape is read, with --spec and --mesh; or
-module:name of an array, a ShapeDtypeStruct with a sharding, a tree of these, or a function without
-arguments that returns one of them and is called within the mesh.
+of one of its arguments; a plan that spmd plan saved, as a whole or with a path; a .npy file, of
+which only the shape is read, with --spec and --mesh; or module:name of an array, a
+ShapeDtypeStruct with a sharding, a tree of these, or a function without arguments that returns one
+of them and is called within the mesh.
 """
 
 
@@ -40,7 +41,7 @@ def add_command(commands: Any) -> None:
     about = "draw which device holds which part of an array"
     parser = add(commands, "show", _show, about, description=_ABOUT, epilog=_EXAMPLES)
     parser.add_argument("what", metavar="WHAT", help="such as \"P('data', None)\" or r.json")
-    parser.add_argument("argument", metavar="ARGUMENT", nargs="?", help="of a report")
+    parser.add_argument("argument", metavar="ARGUMENT", nargs="?", help="of a report or a plan")
     parser.add_argument("--mesh", metavar="AXES", help="axis sizes, such as data=4,model=2")
     parser.add_argument("--shape", metavar="SIZES", help="of the array, such as 8,16")
     parser.add_argument("--spec", metavar="SPEC", help="of a .npy file, such as \"P('data')\"")
@@ -56,27 +57,50 @@ def _show(args: argparse.Namespace) -> int:
 
 def _picture(args: argparse.Namespace) -> Any:
     if args.what.endswith(".json"):
-        return _of_report(args)
+        return _of_file(args)
     if args.argument is not None:
         raise CommandError(f"show takes {args.argument} only with a report: write r.json first.")
     if args.what.endswith(".npy"):
         if args.spec is None:
             raise CommandError("show needs --spec for a .npy file, such as --spec \"P('data')\".")
-        return _of_spec(args, parse_spec(args.spec), _npy_shape(args.what))
+        return _of_spec(args, options.parse_spec(args.spec), _npy_shape(args.what))
     # A name after a colon, which no spec has outside of its quotes.
     if re.fullmatch(r"[\w./\\-]+:[\w.]+", args.what):
         return _of_object(args)
     if args.shape is None:
         raise CommandError("show needs --shape for a PartitionSpec, such as --shape 8,16.")
-    return _of_spec(args, parse_spec(args.what), parse_shape(args.shape))
+    return _of_spec(args, options.parse_spec(args.what), parse_shape(args.shape))
 
 
-def _of_report(args: argparse.Namespace) -> Any:
-    from spmd.inspection import Report
-    from spmd.inspection.records.pictures import of_argument
+def _of_file(args: argparse.Namespace) -> Any:
+    from spmd.inspection.records import codec, plan_codec
 
     with options.reading(args.what):
-        report = Report.load(args.what)
+        data = codec.read(args.what)
+    subject = f"file `{args.what}`"
+    if isinstance(data, dict) and str(data.get("schema")).startswith("spmd-plan/"):
+        return _of_plan(args, plan_codec.decode(data, subject=subject))
+    return _of_report(args, codec.decode(data, subject=subject))
+
+
+def _of_plan(args: argparse.Namespace, plan: Any) -> Any:
+    """A plan as a whole, or where one of its arrays lies."""
+    if args.argument is None:
+        return plan
+    from spmd.inspection.show.plan import placed_at
+
+    one = placed_at(plan, args.argument)
+    from jax.sharding import AbstractMesh, PartitionSpec
+
+    from spmd.inspection.compile.visualize import picture_on
+
+    mesh: Any = AbstractMesh(tuple(plan.axes.values()), tuple(plan.axes))
+    return picture_on(mesh, PartitionSpec(*(axes or None for axes in one.spec)), one.shape)
+
+
+def _of_report(args: argparse.Namespace, report: Any) -> Any:
+    from spmd.inspection.records.pictures import of_argument
+
     if args.argument is None:
         paths = ", ".join(one.path for one in report.arguments) or "none: it is of an older version"
         raise CommandError(f"show needs an argument of {args.what}; it has {paths}.")
@@ -92,7 +116,7 @@ def _of_spec(args: argparse.Namespace, spec: tuple[Any, ...], shape: tuple[int, 
     import spmd
     from spmd.inspection.compile.visualize import picture_on
 
-    entries = [PartitionSpec.UNCONSTRAINED if e is _UNCONSTRAINED else e for e in spec]
+    entries = [PartitionSpec.UNCONSTRAINED if e is options.UNCONSTRAINED else e for e in spec]
     if args.topology:
         mesh: Any = spmd.topology(args.topology, mesh=axes)
     else:
@@ -137,29 +161,3 @@ def _npy_shape(path: str) -> tuple[int, ...]:
             return np.load(path, mmap_mode="r", allow_pickle=False).shape
     except ValueError as error:
         raise CommandError(f"{path} holds no array: {error}.") from None
-
-
-_UNCONSTRAINED = object()
-
-
-def parse_spec(text: str) -> tuple[Any, ...]:
-    """Reads ``P('data', None)``, without running anything: None, names and tuples of names."""
-    with contextlib.suppress(SyntaxError, ValueError):
-        match ast.parse(text.strip(), mode="eval").body:
-            case ast.Call(func=ast.Name("P" | "PartitionSpec"), args=entries, keywords=[]):
-                return tuple(map(_entry, entries))
-    raise CommandError(
-        f"{text} is no PartitionSpec: write P('data', None), with axis names in quotes."
-    )
-
-
-def _entry(node: ast.expr) -> Any:
-    """One entry of a spec; a ValueError for anything else."""
-    if isinstance(node, ast.Attribute) and node.attr == "UNCONSTRAINED":
-        return _UNCONSTRAINED
-    match ast.literal_eval(node):
-        case None | str() as entry:
-            return entry
-        case tuple(names) if all(isinstance(name, str) for name in names):
-            return names
-    raise ValueError

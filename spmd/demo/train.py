@@ -14,9 +14,10 @@ import optax
 
 from spmd import PartitionSpec as P, pjit
 from spmd.demo import BATCH, HEADS, model
-from spmd.demo.corpus import Corpus
+from spmd.demo.corpus import Corpus, load
 
 State = tuple[Any, Any]  # parameters and optimizer state, two pytrees
+STEPS = 400
 
 
 def config_of(corpus: Corpus) -> model.Config:
@@ -62,6 +63,20 @@ def train_step(
     loss, gradients = jax.value_and_grad(model.loss)(params, tokens, constrain)
     updates, moments = adam.update(gradients, moments, params)
     return (optax.apply_updates(params, updates), moments), loss
+
+
+@functools.partial(pjit, donate_argnums=(0,))
+def step(state: State, tokens: Array) -> tuple[State, Array]:
+    """One step of training that says nothing of where anything lies: for ``spmd plan``."""
+    return train_step(state, tokens, optimizer(STEPS), _unconstrained)
+
+
+def example() -> tuple[State, Any]:
+    """What `step` is called with, as shapes."""
+    config = config_of(load())
+    init = functools.partial(init_state, adam=optimizer(STEPS), config=config)
+    tokens = jax.ShapeDtypeStruct((BATCH, config.seq_len + 1), np.int32)
+    return jax.eval_shape(init, np.uint32(0)), tokens
 
 
 class Trainer:

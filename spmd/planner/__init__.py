@@ -5,16 +5,34 @@ In the order of reading:
 - `api`: `spmd.plan`, from a function and hardware to a plan.
 - `asked`: what a user wants of a plan, read and checked.
 - `calls`: a call of `pjit` with AUTO among its specs, or with ``plan=``.
-- `graph`: dimensions that operations tie to each other, and the operations between them.
-- `layout`: a plan, as an order of such classes for each mesh axis; where it puts an array's axes.
+- `structure`: a program as a plan sees it: values, operations, and classes of dimensions.
+- `graph`: that of a lowered module.
+- `alike`: layers that are written out one after the other, whose classes are one.
+- `optimizer`: which values only the optimizer has.
+- `layout`: a plan, as an order of classes for each mesh axis; where it puts an array's axes.
 - `pins`: a layout written into a lowered module.
-- `estimate`: a cost from classes alone, in milliseconds.
+- `machine`: what the devices of a mesh can do, in seconds.
+- `demand`: what operations ask of the links under a layout.
+- `fusion`: which work becomes a part of which product, and what moves through memory apart.
+- `lives`: which values are in memory at the same time.
+- `product`: a product on a device, and what becomes of the exchanges around it.
+- `saying`: what a layout says of some classes, so that equal ones need one look.
+- `estimate`: what a layout costs, from all of these, in under a millisecond.
+- `experts`: what people do by hand, found in the structure of a program.
 - `search`: the layouts that are worth a look.
-- `verify`: the program that is planned, and what the compiler makes of a layout.
+- `verify`: the program that is planned, lowered with places and pins.
+- `written`: the specs that a user gave to the function that is planned.
 - `choose`: all of it, from a program and meshes to the layouts that were compiled.
+- `inside`: what a person pastes, worked out when it is first asked for.
 - `recorded`: the record of a plan.
 - `plans`: what a plan can do, once it is made.
 - `cache`: plans on disk.
+- `marks`: values of user code that are found again in a lowered module.
+- `source`: expressions in user code, and functions that mark them.
+- `outcome`: what a program does, as far as two are compared.
+- `folded`: specs of a tree as Python text.
+- `code`: what a person pastes.
+- `fewest`: the constraints in it, each of which is needed.
 """
 
 from spmd.inspection.records.plan import Plan as Plan

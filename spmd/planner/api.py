@@ -6,41 +6,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 import spmd
-from spmd import _jax
+from spmd import _jax, stages
 from spmd._api import PjitFunction
 from spmd._options import not_callable
 from spmd.errors import ArgumentError, Failure, did_you_mean, explain
+from spmd.inspection.records.later import Later
 from spmd.inspection.records.plan import Plan
-from spmd.inspection.records.sizes import show_count, show_seconds
 from spmd.inspection.shardy.passes import module_of
-from spmd.inspection.show.progress import quiet, showing
+from spmd.inspection.show.progress import planning, quiet
 from spmd.planner import asked, cache
 from spmd.planner.asked import Hardware
-from spmd.planner.choose import choose
+from spmd.planner.choose import Progress, choose
 from spmd.planner.graph import graph_of
+from spmd.planner.inside import inside_of
+from spmd.planner.layout import Fixed
 from spmd.planner.plans import fingerprint
 from spmd.planner.recorded import nothing_fits, recorded
 from spmd.planner.search import Rules
-from spmd.planner.verify import Program, open_leaves, structs
-
-
-class Progress(NamedTuple):
-    """How far a search is.
-
-    Attributes:
-        tried: layouts so far.
-        best: seconds of the best one so far; None before the first.
-        compiling: what the compiler works on; empty where it does not.
-    """
-
-    tried: int
-    best: float | None
-    compiling: str
+from spmd.planner.structure import Graph
+from spmd.planner.verify import Program, open_avals, open_leaves, structs
+from spmd.planner.written import given_specs, has_auto, has_specs, lowered_as_written
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +121,9 @@ def plan(
     asked.check_options(subject, top=top, timeout=timeout, seed=seed)
     _check_names(options, subject)
     on = asked.hardware(topology, mesh, axes, memory, chip, subject=subject)
+    given = structs(args)
+    if has_auto(f):
+        fixed = {**dict(given_specs(f, given, on.meshes[0])), **(fixed or {})}
     wish = Wish(
         fixed=fixed or {},
         never=never,
@@ -142,8 +135,9 @@ def plan(
         cache=cache,
         progress=progress,
     )
-    program = Program(function=function, args=structs(args), options={**own, **options})
-    return plan_program(program, on, wish, name=name, subject=subject)
+    program = Program(function=function, args=given, options={**own, **options})
+    written = [*lowered_as_written(f, given, on.meshes)] if seeds and has_specs(f) else []
+    return plan_program(program, on, wish, name=name, subject=subject, written=written)
 
 
 _OPTIONS = (
@@ -188,46 +182,80 @@ def versions() -> dict[str, str]:
     return {"jax": jax.__version__, "jaxlib": jaxlib, "spmd": spmd.__version__}
 
 
-def plan_program(program: Program, on: Hardware, wish: Wish, *, name: str, subject: str) -> Plan:
+def plan_program(
+    program: Program,
+    on: Hardware,
+    wish: Wish,
+    *,
+    name: str,
+    subject: str,
+    written: Sequence[stages.Lowered] = (),
+) -> Plan:
     """The plan of a program, from the disk or from a search."""
-    ins, outs = open_leaves(program.traced(on.meshes[0]))
+    traced = program.traced(on.meshes[0])
+    ins, outs = open_leaves(traced)
     leaves = [*ins, *outs]
     names = [one.name for one in leaves]
     if not any(one.shape for one in leaves):
         raise explain(subject, [asked.nothing_to_split(names)])
-    specs, meshes = asked.fixed_specs(wish.fixed, leaves, on.meshes, subject)
+    avals = open_avals(traced)
+    specs, meshes = asked.fixed_specs(wish.fixed, leaves, avals, on.meshes, subject)
     named = {axis for spec in specs.values() for axis in spec.axes}
     named |= {pair[1] for pair in wish.never if len(pair) == 2}
     on = dataclasses.replace(on, meshes=asked.different(meshes, named))
     lowered = program.lowered(meshes[0])
     module = module_of(lowered, subject=subject)
-    key = cache.key_of((lowered.as_text(), _identity(on), _identity_of_wish(wish), versions()))
-    if wish.cache and (found := cache.find(key)):
-        return found
+    texts = [one.as_text() for one in (lowered, *written)]
+    key = cache.key_of((texts, _identity(on), _identity_of_wish(wish), versions()))
+    if wish.cache and (kept := cache.find(key)):
+        return _coded(kept, program, on)
     graph = graph_of(module, subject=subject)
     labels = asked.class_names(graph, wish.classes, subject)
     axes = [*dict.fromkeys(axis for mesh in meshes for axis in mesh.shape)]
     rules = Rules(
         budget=on.budget,
         never=asked.never_pairs(wish.never, graph, labels, axes, subject),
+        fixed=_fixed(specs, graph, len(ins)),
         deadline=None if wish.timeout is None else time.monotonic() + wish.timeout,
     )
-    with _telling(wish.progress, subject):
-        found = choose(program, on.meshes, on.chip, rules=rules, top=wish.top)
+    options = {"top": wish.top, "seeds": wish.seeds, "seed": wish.seed}
+    with _telling(wish.progress, subject) as tell:
+        found = choose(
+            program, on.meshes, on.chip, rules=rules, written=written, tell=tell, **options
+        )
+    if not found.choices:
+        raise explain(subject, [asked.no_links(on.meshes[0])])
     plan = recorded(
         found,
         on,
-        program,
+        (ins, outs),
+        fixed={names[i] for i in specs},
         labels=labels,
         name=name,
         versions=versions(),
-        program_key=fingerprint(module),
+        program=fingerprint(module),
     )
     if not plan.chosen.fits(on.budget):
-        raise explain(subject, [nothing_fits(plan, on)])
+        raise explain(subject, [nothing_fits(plan, on, found.choices)])
     if wish.cache and plan.complete:
         cache.keep(key, plan)
-    return plan
+    return _coded(plan, program, on)
+
+
+def _coded(plan: Plan, program: Program, on: Hardware) -> Plan:
+    """The plan, whose constraints in the user's source are worked out when they are asked for."""
+    if plan.inside is not None:
+        return plan
+    mesh = next(mesh for mesh in on.meshes if dict(mesh.shape) == dict(plan.axes))
+    return dataclasses.replace(plan, inside=Later(lambda: inside_of(plan, program, mesh)))
+
+
+def _fixed(specs: Mapping[int, Any], graph: Graph, arguments: int) -> Fixed:
+    """Places of arguments and results that are fixed, by their tensors."""
+    ins = [i for i, one in enumerate(graph.tensors) if one.kind == "argument"]
+    outs = [i for i, one in enumerate(graph.tensors) if one.kind == "output"]
+    at = [*ins[len(ins) - arguments :], *outs]
+    return Fixed.of({at[i]: asked.places_of(spec) for i, spec in specs.items()})
 
 
 def _identity(on: Hardware) -> tuple[Any, ...]:
@@ -243,23 +271,9 @@ def _identity_of_wish(wish: Wish) -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
-def _telling(wish: Any, subject: str) -> Iterator[Callable[[Progress], None]]:
+def _telling(wish: Any, subject: str) -> Iterator[Callable[[Progress], Any]]:
     if callable(wish):
         yield wish
         return
-    with quiet() if wish is False else showing(subject, lines=bool(wish)) as say:
-        last = 0.0
-
-        def tell(one: Progress) -> None:
-            nonlocal last
-            if one.compiling or time.monotonic() - last > 0.2:
-                last = time.monotonic()
-                say(_words(one))
-
+    with quiet() if wish is False else planning(subject, lines=bool(wish)) as tell:
         yield tell
-
-
-def _words(one: Progress) -> str:
-    best = "" if one.best is None else f", best {show_seconds(one.best)}"
-    doing = f", compiling {one.compiling}" if one.compiling else ""
-    return f"{show_count(one.tried)} layouts{best}{doing}"

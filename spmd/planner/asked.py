@@ -8,7 +8,6 @@ import numbers
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from spmd import _mesh
@@ -244,7 +243,11 @@ def unknown_path(key: Any, names: Sequence[str]) -> Failure:
 
 
 def fixed_specs(
-    given: Mapping[str, Any], leaves: Sequence[Placed], meshes: Sequence[Any], subject: str
+    given: Mapping[str, Any],
+    leaves: Sequence[Placed],
+    avals: Sequence[Any],
+    meshes: Sequence[Any],
+    subject: str,
 ) -> tuple[dict[int, ParsedPartitionSpec], tuple[Any, ...]]:
     """The specs that are fixed, by leaf, and the meshes that they fit."""
     rows = leaves_of(given, [one.name for one in leaves], subject, "fixed")
@@ -253,7 +256,7 @@ def fixed_specs(
         mesh: [
             found
             for i, spec in parsed.items()
-            if (found := _misfit(leaves[i], spec, f"fixed[{rows[i][0]!r}]", mesh))
+            if (found := _misfit(leaves[i], avals[i], spec, f"fixed[{rows[i][0]!r}]", mesh))
         ]
         for mesh in meshes
     }
@@ -273,9 +276,10 @@ def _parsed(spec: Any, where: str, subject: str) -> ParsedPartitionSpec:
         raise type(e)(f"{subject} {text}") from None
 
 
-def _misfit(leaf: Placed, spec: ParsedPartitionSpec, where: str, mesh: Any) -> Failure | None:
+def _misfit(
+    leaf: Placed, aval: Any, spec: ParsedPartitionSpec, where: str, mesh: Any
+) -> Failure | None:
     kind = "" if leaf.name.startswith("result") else "argument "
-    aval = jax.eval_shape(lambda: jnp.zeros(leaf.shape, leaf.dtype))
     return spec_failure(spec, aval, mesh, kind + leaf.name, where, boundary=True)
 
 
@@ -354,6 +358,16 @@ def label_of(number: int, graph: Graph, names: Mapping[str, int]) -> str:
             return name
     places = graph.classes.get(number) or ()
     return min((f"{path}:{d}" for path, d in places), key=len, default=f"inner {number}")
+
+
+def no_links(mesh: Any) -> Failure:
+    """The failure of a mesh whose links are not known."""
+    return Failure(
+        what="has no answer: what joins the devices of several slices is not known",
+        given=_mesh.show_mesh(mesh),
+        expected="devices of one slice",
+        error=PlanError,
+    )
 
 
 def nothing_to_split(names: Sequence[str]) -> Failure:

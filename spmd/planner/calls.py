@@ -29,11 +29,12 @@ def plan_of_call(binding: Any, options: Any, signature: Any) -> tuple[Any, Plan]
         raise explain(subject, [_closes_over()])
     if call.mesh is None:
         raise explain(subject, [_no_mesh()])
+    traced = _traced(binding, options, signature)
     if options.plan is not None:
         plan = options.plan
-        _check(plan, binding)
+        _check(plan, traced)
     else:
-        plan = _chosen(binding, options, signature)
+        plan = _chosen(traced, binding, options)
     count = len(call.in_axis_resources) - len(plan.arguments)
     ins = (*call.in_axis_resources[:count], *_given(call.in_axis_resources[count:], plan.arguments))
     call = dataclasses.replace(
@@ -55,16 +56,8 @@ def _given(resources: Sequence[Any], placed: Sequence[Placed]) -> tuple[Any, ...
     )
 
 
-def _check(plan: Plan, binding: Any) -> None:
-    mesh = binding.call.mesh
-    failures = [found] if (found := other_mesh(plan, mesh)) else []
-    ins, outs = open_leaves(binding)
-    failures = failures or stale(plan, [*ins, *outs], versions())
-    if failures:
-        raise explain(subject_of(plan), failures)
-
-
-def _chosen(binding: Any, options: Any, signature: Any) -> Plan:
+def _traced(binding: Any, options: Any, signature: Any) -> stages.Traced:
+    """The trace of a call whose specs are open."""
     call = binding.call
     origin = stages.Origin(
         params=options.params,
@@ -81,15 +74,27 @@ def _chosen(binding: Any, options: Any, signature: Any) -> Plan:
         out_axis_resources=(UNSPECIFIED,) * len(call.out_axis_resources),
     )
     placed = (None,) * len(call.in_axis_resources)
-    traced = stages.Traced(binding.jaxpr, open_call, placed, origin)
-    names = [one.name for side in open_leaves(binding) for one in side]
+    return stages.Traced(binding.jaxpr, open_call, placed, origin)
+
+
+def _check(plan: Plan, traced: stages.Traced) -> None:
+    failures = [found] if (found := other_mesh(plan, traced._call.mesh)) else []
+    if not failures:
+        ins, outs = open_leaves(traced)
+        failures = stale(plan, [*ins, *outs], versions())
+    if failures:
+        raise explain(subject_of(plan), failures)
+
+
+def _chosen(traced: stages.Traced, binding: Any, options: Any) -> Plan:
+    call, subject = binding.call, options.subject
+    names = [one.name for side in open_leaves(traced) for one in side]
     given = (*call.in_axis_resources[len(binding.consts) :], *call.out_axis_resources)
     fixed = {
         name: resource.to_partition_spec()
         for name, resource in zip(names, given, strict=True)
         if isinstance(resource, ParsedPartitionSpec) and not resource.has_unconstrained
     }
-    subject = options.subject
     on = hardware(None, call.mesh, (), None, None, subject=subject)
     program = Program(trace=lambda mesh: traced)
     return plan_program(program, on, Wish(fixed=fixed), name=options.name, subject=subject)

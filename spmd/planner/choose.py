@@ -1,29 +1,61 @@
 """From a program and meshes to the few layouts that were compiled, best first.
 
 Three tiers, each dearer than the one before: `estimate` for thousands of layouts of a mesh,
-Shardy's own exchanges for the best of each mesh, and the compiler for the best of all.
+Shardy's own exchanges for the best of all meshes, and the compiler for the best of those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
-from typing import Any
+import math
+import random
+import time
+from typing import Any, NamedTuple
+import warnings
 
 import spmd
+from spmd import stages
 from spmd.inspection.compile.timed import links_of
+from spmd.inspection.hlo.oom import out_of_memory
+from spmd.inspection.records.plan import Entries, Pin
 from spmd.inspection.records.report import Report
 from spmd.inspection.shardy.passes import module_of
 from spmd.inspection.timing.chips import Chip
-from spmd.planner.estimate import Estimate, Machine
+from spmd.planner.estimate import Estimate
+from spmd.planner.experts import experts
 from spmd.planner.graph import graph_of
 from spmd.planner.layout import Layout
+from spmd.planner.machine import Machine
+from spmd.planner.pins import pins_of
 from spmd.planner.search import Candidate, Rules, search
 from spmd.planner.structure import Graph
-from spmd.planner.verify import Program, planned, verified
+from spmd.planner.verify import Program, annotated, entries_of, places_of_compiled, planned
 
-_LOOKED_AT = 8
-"""Layouts of each mesh that the second tier looks at."""
+FOUND = "found"
+WRITTEN = "as written"
+
+_LOOKED_AT = 24
+"""Layouts that the second tier looks at, of all meshes together."""
+_OF_EACH = 3
+"""Of each mesh at least so many."""
+_RANDOM_STARTS = 4
+_NEAR = 1.2
+"""Up to so many times the best prediction, what is unlike comes before what is alike."""
+
+
+class Progress(NamedTuple):
+    """How far a search is.
+
+    Attributes:
+        tried: layouts so far.
+        best: seconds of the best one so far; None before the first.
+        compiling: what the compiler works on; empty where it does not.
+    """
+
+    tried: int
+    best: float | None
+    compiling: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,31 +63,89 @@ class Choice:
     """A layout on a mesh, and what is known of it.
 
     Attributes:
+        name: ``found``, that of an expert, or ``as written``.
         mesh: that it is for.
         graph: the program as it was lowered for this mesh.
-        layout: what its axes split.
-        estimate: of the first tier.
-        predicted: seconds, with the exchanges that Shardy makes of the layout.
+        layout: what its axes split; None for a program as it was written.
+        ins: places of the arguments.
+        outs: places of the results.
+        pins: constraints inside.
+        estimate: of the first tier; None for a program as it was written.
+        exchange: seconds of exchanges, as Shardy makes them; None before it did.
+        sent: bytes that a device sends, as Shardy makes them.
         report: of the compiled program; None for one that was not compiled.
+        failure: what the compiler said of a program that it refused.
+        needed: bytes that a refused program needs, where the compiler says it.
+        written: the program as it was written.
     """
 
+    name: str
     mesh: Any
     graph: Graph
-    layout: Layout
-    estimate: Estimate
-    predicted: float
+    layout: Layout | None
+    ins: tuple[Entries, ...]
+    outs: tuple[Entries, ...]
+    pins: tuple[Pin, ...]
+    estimate: Estimate | None
+    exchange: float | None = None
+    sent: int = 0
     report: Report | None = None
+    failure: str = ""
+    needed: int | None = None
+    written: stages.Lowered | None = None
 
-    def fits(self, budget: float | None) -> bool:
-        """Whether the compiled program, or else the estimate, keeps to a budget in bytes."""
-        memory = self.report.memory if self.report else None
-        return budget is None or (memory.peak if memory else self.estimate.peak) <= budget
+    @property
+    def predicted(self) -> float:
+        """Seconds, before anything was compiled."""
+        if self.estimate is None:
+            return self.exchange or 0.0
+        if self.exchange is None:
+            return self.estimate.seconds
+        return self.estimate.seconds - self.estimate.exchange + self.exchange
 
     @property
     def seconds(self) -> float:
-        """Of a call: compiled, or else predicted."""
-        found = self.report.time if self.report else None
+        """Of a call: compiled for hardware that has a time, or else predicted."""
+        found = self.report.time if self.report and not self.is_stand_in else None
         return found.seconds if found else self.predicted
+
+    @property
+    def is_stand_in(self) -> bool:
+        """Whether CPUs stand in for the hardware."""
+        return self.mesh.devices.flat[0].platform == "cpu"
+
+    @property
+    def peak(self) -> float:
+        """Bytes of a device: as the compiler says, or else estimated."""
+        if self.needed is not None:
+            return self.needed
+        memory = self.report.memory if self.report else None
+        if memory:
+            return memory.peak
+        return self.estimate.peak if self.estimate else math.inf
+
+    def fits(self, budget: float | None) -> bool:
+        """Whether the compiled program, or else the estimate, keeps to a budget in bytes."""
+        return not self.failure and (budget is None or self.peak <= budget)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """What was looked at, and how long that took.
+
+    Attributes:
+        choices: the best one first; those that keep to the budget come first.
+        tried: layouts that were estimated.
+        searched: seconds without compilers.
+        compiled: seconds that compilers took.
+        complete: whether neither a time limit nor an interrupt ended it.
+    """
+
+    choices: tuple[Choice, ...]
+    tried: int
+    searched: float
+    compiled: float
+    complete: bool
 
 
 def choose(
@@ -65,58 +155,284 @@ def choose(
     *,
     rules: Rules | None = None,
     top: int = 3,
-) -> list[Choice]:
-    """The best layouts of all meshes, the best one first; those that keep to the budget come first.
+    seeds: bool = True,
+    seed: int = 0,
+    written: Sequence[stages.Lowered] = (),
+    tell: Callable[[Progress], None] = lambda one: None,
+) -> Chosen:
+    """The best layouts of all meshes, and the experts.
+
+    A time limit, or an interrupt, ends it with the best so far.
 
     Args:
         program: what to plan.
         meshes: to choose among.
         chip: whose figures to use.
         rules: what a layout may do.
-        top: how many are compiled.
+        top: how many are compiled, beside the best experts.
+        seeds: whether experts are starts of the search, and compiled too.
+        seed: of random starts.
+        written: the program as its user wrote it, for meshes that it is for.
+        tell: is told how far it is.
     """
-    rules = rules or Rules()
-    found = [one for mesh in meshes for one in _predicted(program, mesh, chip, rules)]
-    found.sort(key=lambda one: (not one.fits(rules.budget), one.predicted))
-    compiled = [
-        dataclasses.replace(
-            one, report=verified(planned(program, one.mesh, one.graph, one.layout), chip)
-        )
-        for one in found[:top]
-    ]
-    return sorted(compiled, key=lambda one: (not one.fits(rules.budget), one.seconds))
+    looking = _Looking(program, chip, rules or Rules(), top, seeds, seed, tell)
+    try:
+        looking.estimate(meshes)
+        looking.add_written(written)
+        looking.preview()
+        looking.compile()
+    except KeyboardInterrupt:
+        if not looking.choices:
+            raise
+        looking.complete = False
+    return looking.chosen()
 
 
-def _predicted(program: Program, mesh: Any, chip: Chip, rules: Rules) -> Iterator[Choice]:
-    """The best layouts of a mesh, with the exchanges that Shardy makes of them."""
-    sizes = dict(mesh.shape)
-    links, _ = links_of(chip, [*mesh.devices.flat], sizes)
-    if links is None:
-        return
-    graph = graph_of(module_of(program.lowered(mesh), subject="plan"), subject="plan")
-    machine = Machine(chip, links, sizes)
-    for one in _different(search(graph, machine, rules), graph, sizes):
-        lowered = planned(program, mesh, graph, one.layout)
-        found = spmd.preview(lowered, chip=chip).time
-        exchange = found.exchange if found else one.cost.exchange
-        yield Choice(
+class _Looking:
+    """A search on its way."""
+
+    def __init__(
+        self,
+        program: Program,
+        chip: Chip,
+        rules: Rules,
+        top: int,
+        seeds: bool,
+        seed: int,
+        tell: Callable[[Progress], None],
+    ):
+        self.program, self.chip, self.rules = program, chip, rules
+        self.top, self.seeds, self.seed, self.tell = top, seeds, seed, tell
+        self.choices: list[Choice] = []
+        self.tried, self.compiled, self.complete = 0, 0.0, True
+        self.best: float | None = None
+        self.start = time.monotonic()
+
+    # Tier one
+
+    def estimate(self, meshes: Iterable[Any]) -> None:
+        """The best layouts of each mesh, and its experts, by classes alone."""
+        for mesh in meshes:
+            if self.choices and self._is_late():
+                return
+            sizes = dict(mesh.shape)
+            links, _ = links_of(self.chip, [*mesh.devices.flat], sizes)
+            if links is None:
+                continue
+            lowered = self.program.lowered(mesh)
+            graph = graph_of(module_of(lowered, subject="plan"), subject="plan")
+            known = experts(graph, sizes) if self.seeds else {}
+            known = {name: one for name, one in known.items() if self.rules.allow(one)}
+            starts = [*known.values(), *self._random(graph, sizes)]
+            machine = Machine(self.chip, links, sizes)
+            found = search(graph, machine, self.rules, starts=starts, saw=self._saw)
+            self.choices += self._kept(found, known, graph, mesh)
+
+    def _random(self, graph: Graph, sizes: Mapping[str, int]) -> Iterator[Layout]:
+        draw = random.Random(self.seed)
+        classes = [*graph.sizes]
+        for _ in range(_RANDOM_STARTS if len(classes) > 1 else 0):
+            yield Layout.of(
+                {
+                    axis: [
+                        c
+                        for c in draw.sample(classes, min(3, len(classes)))
+                        if graph.sizes[c] % size == 0 and (c, axis) not in self.rules.never
+                    ]
+                    for axis, size in sizes.items()
+                    if size > 1
+                }
+            )
+
+    def _saw(self, one: Candidate) -> None:
+        self.tried += 1
+        if self.rules.fits(one.cost) and (self.best is None or one.cost.seconds < self.best):
+            self.best = one.cost.seconds
+        self.tell(Progress(self.tried, self.best, ""))
+
+    def _kept(
+        self, found: Sequence[Candidate], known: Mapping[str, Layout], graph: Graph, mesh: Any
+    ) -> Iterator[Choice]:
+        """The best candidates that place arrays otherwise than those before, and all experts."""
+        estimates = {one.layout: one for one in found}
+        seen: set[Any] = set()
+        for one in found:
+            choice = self._choice(FOUND, one, graph, mesh)
+            if choice.pins + choice.ins not in seen:
+                seen.add(choice.pins + choice.ins)
+                yield choice
+            if len(seen) == _LOOKED_AT:
+                break
+        for name, layout in known.items():
+            if layout in estimates:
+                yield self._choice(name, estimates[layout], graph, mesh)
+
+    def _choice(self, name: str, one: Candidate, graph: Graph, mesh: Any) -> Choice:
+        ins, outs = entries_of(graph, one.layout, mesh.shape, self.rules.fixed)
+        return Choice(
+            name=name,
             mesh=mesh,
             graph=graph,
             layout=one.layout,
+            ins=ins,
+            outs=outs,
+            pins=pins_of(graph, one.layout, dict(mesh.shape), self.rules.fixed),
             estimate=one.cost,
-            predicted=one.cost.compute + one.cost.memory + exchange,
+        )
+
+    # Tier two
+
+    def preview(self) -> None:
+        """Shardy's own exchanges of the best of all meshes, and of the experts that are near."""
+        ranked = sorted(range(len(self.choices)), key=lambda i: self._rank(self.choices[i]))
+        ranked = self._unlike(ranked)
+        of_mesh: dict[Any, int] = {}
+        count = 0
+        for i in ranked:
+            one = self.choices[i]
+            of_mesh[one.mesh] = of_mesh.get(one.mesh, 0) + 1
+            if one.written or (count >= _LOOKED_AT and of_mesh[one.mesh] > _OF_EACH):
+                continue
+            if self._is_late():
+                return
+            count += 1
+            self.tell(Progress(self.tried, self.best, ""))
+            lowered = annotated(self.program.lowered(one.mesh), one.ins, one.outs, one.pins)
+            self.choices[i] = _previewed(one, lowered, self.chip)
+
+    def add_written(self, written: Sequence[stages.Lowered]) -> None:
+        """The program as its user wrote it."""
+        for lowered in written:
+            choice = Choice(
+                name=WRITTEN, mesh=lowered.mesh, graph=self.choices[0].graph, layout=None,
+                ins=(), outs=(), pins=(), estimate=None, written=lowered,
+            )  # fmt: skip
+            self.choices.append(_previewed(choice, lowered, self.chip))
+
+    # Tier three
+
+    def compile(self) -> None:
+        """The compiler's word on the best ones, and on the best experts."""
+        if not self.top:
+            return
+        for is_wanted, count in (
+            (lambda one: one.name == FOUND, self.top),
+            (lambda one: one.name not in (FOUND, WRITTEN), max(1, self.top - 1)),
+            (lambda one: one.name == WRITTEN, 1),
+        ):
+            at = [i for i, one in enumerate(self.choices) if is_wanted(one)]
+            at.sort(key=lambda i: self._rank(self.choices[i]))
+            for i in self._unlike(at)[:count]:
+                if not self._compile(i):
+                    return
+        # Where none of these keeps to the memory, the smallest ones may.
+        left = [i for i, one in enumerate(self.choices) if not one.report and not one.failure]
+        for i in sorted(left, key=lambda i: self.choices[i].peak)[: self.top]:
+            if any(one.report and one.fits(self.rules.budget) for one in self.choices):
+                return
+            if not self._compile(i):
+                return
+
+    def _compile(self, i: int) -> bool:
+        """Compiles one; False where the time is up."""
+        if self._is_late():
+            return False
+        one = self.choices[i]
+        axes = ", ".join(f"{axis}={size}" for axis, size in one.mesh.shape.items())
+        self.tell(Progress(self.tried, self.best, f"{one.name} on {axes}"))
+        same = next((c for c in self.choices if c.report and _is_same(c, one)), None)
+        if same:
+            self.choices[i] = dataclasses.replace(one, report=same.report)
+            return True
+        start = time.monotonic()
+        lowered = one.written or planned(self.program, one.mesh, one.ins, one.outs, one.pins)
+        try:
+            self.choices[i] = _compiled(one, lowered, self.chip)
+        finally:
+            self.compiled += time.monotonic() - start
+        return True
+
+    def _unlike(self, ranked: Sequence[int]) -> list[int]:
+        """The same choices: those that are not much slower than the first and unlike all before.
+
+        After them come those that place large arguments as one before them does.
+        """
+        seen: set[Any] = set()
+        first: list[int] = []
+        for i in ranked:
+            one = self.choices[i]
+            if one.predicted > _NEAR * self.choices[ranked[0]].predicted:
+                break
+            if (key := _places_of_large(one)) not in seen:
+                seen.add(key)
+                first.append(i)
+        return [*first, *(i for i in ranked if i not in {*first})]
+
+    def _rank(self, one: Choice) -> tuple[bool, float]:
+        return not one.fits(self.rules.budget), one.seconds
+
+    def _is_late(self) -> bool:
+        late = self.rules.deadline is not None and time.monotonic() > self.rules.deadline
+        self.complete = self.complete and not late
+        return late
+
+    def chosen(self) -> Chosen:
+        """The answer so far: what was compiled comes first, since more is known of it."""
+
+        def rank(one: Choice) -> tuple[Any, ...]:
+            known = bool(one.report or one.failure) or not any(c.report for c in self.choices)
+            return (not (known and one.fits(self.rules.budget)), not known, *self._rank(one))
+
+        found = sorted(self.choices, key=rank)
+        if not any(one.fits(self.rules.budget) for one in found):
+            found.sort(key=lambda one: one.peak)
+        took = time.monotonic() - self.start
+        return Chosen(
+            choices=tuple(found),
+            tried=self.tried,
+            searched=took - self.compiled,
+            compiled=self.compiled,
+            complete=self.complete,
         )
 
 
-def _different(
-    found: list[Candidate], graph: Graph, sizes: Mapping[str, int]
-) -> Iterator[Candidate]:
-    """The best candidates, of those that place all arrays alike one."""
-    seen = set()
-    for one in found:
-        places = tuple(tuple(one.layout.places(t, sizes).items()) for t in graph.tensors)
-        if places not in seen:
-            seen.add(places)
-            yield one
-        if len(seen) == _LOOKED_AT:
-            return
+def _places_of_large(one: Choice) -> Any:
+    """The parts of a mesh, and where arguments lie of which each is a hundredth of all bytes."""
+    arguments = [tensor for tensor in one.graph.tensors if tensor.kind == "argument"]
+    least = sum(tensor.nbytes for tensor in arguments) / 100
+    places = zip(arguments, one.ins, strict=False)
+    sizes = tuple(size for size in one.mesh.shape.values() if size > 1)
+    return sizes, tuple(place for tensor, place in places if tensor.nbytes >= least)
+
+
+def _is_same(one: Choice, other: Choice) -> bool:
+    """Whether two layouts are one program."""
+    return (one.mesh, one.ins, one.outs, one.pins) == (
+        other.mesh,
+        other.ins,
+        other.outs,
+        other.pins,
+    )
+
+
+def _previewed(one: Choice, lowered: stages.Lowered, chip: Chip) -> Choice:
+    found = spmd.preview(lowered, chip=chip)
+    seconds = found.time.exchange if found.time else None
+    if one.estimate is None and found.time:
+        seconds = found.time.seconds
+    return dataclasses.replace(one, exchange=seconds, sent=found.total.wire_bytes)
+
+
+def _compiled(one: Choice, lowered: stages.Lowered, chip: Chip) -> Choice:
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of layouts that nobody asked for
+            compiled = lowered.compile()
+    except Exception as e:
+        verdict = out_of_memory(e)
+        text = str(e).strip().partition("\n")[0]
+        needed = verdict.needed if verdict else None
+        return dataclasses.replace(one, failure=text or type(e).__name__, needed=needed)
+    if one.written:
+        ins, outs = places_of_compiled(compiled)
+        one = dataclasses.replace(one, ins=ins, outs=outs)
+    return dataclasses.replace(one, report=spmd.report(compiled, chip=chip))

@@ -57,12 +57,38 @@ def pin(module: Any, pins: Sequence[Pin], mesh: str = "mesh") -> None:
                         operation, n, _sharding(entries, mesh), held
                     )
             for result, entries in _results(operation, one):
-                users = [*result.uses]
+                users, asked = [*result.uses], _sharding(entries, mesh)
                 with ir.InsertionPoint.after(operation):
-                    value = sdy.ShardingConstraintOp(result, _sharding(entries, mesh)).result
+                    value = sdy.ShardingConstraintOp(result, asked).result
                 for use in users:
                     passes.operation_of(use.owner).operands[use.operand_number] = value
-                held[value, str(_sharding(entries, mesh)), operation.block] = value
+                held[value, str(asked), operation.block] = value
+
+
+def annotate(
+    module: Any, ins: Sequence[Entries], outs: Sequence[Entries], mesh: str = "mesh"
+) -> None:
+    """Writes the places of arguments and results into a module, as lowering them would.
+
+    Constants that are arguments of the module come before those that have places.
+    """
+    with module.context:
+        main = passes.functions(module.operation)["main"]
+        kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
+        for name, count, entries in (
+            ("arg_attrs", len(kind.inputs), ins),
+            ("res_attrs", len(kind.results), outs),
+        ):
+            given = passes.entries_of(main, name) or [None] * count
+            main.attributes[name] = _with_places(given, entries, mesh)
+
+
+def _with_places(given: Sequence[Any], entries: Sequence[Entries], mesh: str) -> Any:
+    """Attributes of all arguments or results, of which the last ones get places."""
+    found = [{one.name: one.attr for one in attr or ()} for attr in given]
+    for attr, spec in zip(found[len(found) - len(entries) :], entries, strict=True):
+        attr["sdy.sharding"] = _sharding(spec, mesh)
+    return ir.ArrayAttr.get([ir.DictAttr.get(attr) for attr in found])
 
 
 def _constrained(operation: Any, n: int, sharding: Any, held: dict[Any, Any]) -> Any:

@@ -206,7 +206,14 @@ class Pinner:
 
 def code_of(plan: Plan) -> str:
     """What a person pastes."""
-    raise NotImplementedError
+    if plan.inside is None:
+        failure = Failure(
+            what="has no code: it was saved before that was worked out",
+            fix="plan again, and call plan.code() or plan.save(...) there",
+            error=PlanError,
+        )
+        raise explain(subject_of(plan), [failure])
+    return plan.inside.get().code
 
 
 def why(plan: Plan, path: str) -> str:

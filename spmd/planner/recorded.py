@@ -2,113 +2,154 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 import dataclasses
 import math
 from typing import Any
 
 from spmd.errors import Failure, PlanError
+from spmd.inspection.compile.timed import links_of
 from spmd.inspection.records.plan import Candidate, Entries, Placed, Plan
 from spmd.inspection.records.report import Shape
 from spmd.inspection.records.sizes import show_bytes
 from spmd.planner.asked import Hardware, label_of
-from spmd.planner.choose import Choice
-from spmd.planner.layout import spec_entries
-from spmd.planner.pins import pins_of
-from spmd.planner.verify import Program, open_leaves
+from spmd.planner.choose import Choice, Chosen
+from spmd.planner.estimate import Estimator
+from spmd.planner.machine import Machine
 
 
 def recorded(
-    found: Sequence[Choice],
+    found: Chosen,
     on: Hardware,
-    program: Program,
+    leaves: tuple[Sequence[Placed], Sequence[Placed]],
     *,
+    fixed: Collection[str],
     labels: Mapping[str, int],
-    name: str,
-    versions: Mapping[str, str],
-    program_key: str,
+    **known: Any,
 ) -> Plan:
-    """The record of the first choice, with the others beside it."""
-    best = found[0]
-    sizes = dict(best.mesh.shape)
-    ins, outs = open_leaves(program.traced(best.mesh))
+    """The record of the first choice, with the others beside it.
+
+    Args:
+        found: what was looked at.
+        on: what it is for.
+        leaves: arguments and results, without places.
+        fixed: names of those whose places the user gave.
+        labels: classes that the user named.
+        **known: fields that do not depend on what was found.
+    """
+    best = found.choices[0]
     return Plan(
-        name=name,
-        axes=sizes,
+        axes=dict(best.mesh.shape),
         topology=on.topology,
         device_kind=best.mesh.devices.flat[0].device_kind,
         chip=on.chip.name,
         budget=on.budget,
-        arguments=_placed(ins, best, "argument"),
-        results=_placed(outs, best, "output"),
-        pins=pins_of(best.graph, best.layout, sizes),
-        candidates=tuple(_candidate(one, labels) for one in found),
+        arguments=_placed(leaves[0], best.ins, fixed),
+        results=_placed(leaves[1], best.outs, fixed),
+        pins=best.pins,
+        candidates=tuple(_candidate(one, labels) for one in found.choices[:_MOST]),
         report=best.report,
-        tried=0,
-        searched=0.0,
-        compiled=0.0,
-        complete=True,
-        program=program_key,
-        versions=versions,
+        tried=found.tried,
+        searched=found.searched,
+        compiled=found.compiled,
+        complete=found.complete,
+        **known,
     )
 
 
-def _placed(leaves: Sequence[Placed], best: Choice, kind: str) -> tuple[Placed, ...]:
+_MOST = 40
+"""Candidates that a plan keeps."""
+
+
+def _placed(
+    leaves: Sequence[Placed], entries: Sequence[Entries], fixed: Collection[str]
+) -> tuple[Placed, ...]:
     """Leaves with their places; a module may have constants before its arguments."""
-    sizes = best.mesh.shape
-    tensors = [one for one in best.graph.tensors if one.kind == kind]
-    specs = [tuple(spec_entries(best.layout.places(one, sizes), len(one.shape))) for one in tensors]
-    own: list[Entries] = specs[len(specs) - len(leaves) :]
+    own = entries[len(entries) - len(leaves) :]
     return tuple(
-        dataclasses.replace(leaf, spec=spec) for leaf, spec in zip(leaves, own, strict=True)
+        # A key is an array of one dimension more inside of the program.
+        dataclasses.replace(leaf, spec=spec[: len(leaf.shape)], is_fixed=leaf.name in fixed)
+        for leaf, spec in zip(leaves, own, strict=True)
     )
 
 
 def _candidate(one: Choice, labels: Mapping[str, int]) -> Candidate:
-    report = one.report
-    stand_in = one.mesh.devices.flat[0].platform == "cpu"
-    memory = report.memory if report else None
+    report, estimate = one.report, one.estimate
+    compute, memory = (estimate.compute, estimate.memory) if estimate else (0.0, 0.0)
     return Candidate(
-        name=getattr(one, "name", "found"),
+        name=one.name,
         axes=dict(one.mesh.shape),
-        orders={
-            axis: tuple(label_of(number, one.graph, labels) for number in order)
-            for axis, order in one.layout.orders
-        },
-        estimated=one.estimate.seconds,
-        estimated_peak=round(one.estimate.peak),
-        compute=one.estimate.compute,
-        memory=one.estimate.memory,
-        exchange=one.predicted - one.estimate.compute - one.estimate.memory,
+        orders=_orders(one, labels),
+        estimated=estimate.seconds if estimate else one.predicted,
+        estimated_peak=round(estimate.peak) if estimate else 0,
+        compute=compute,
+        memory=memory,
+        exchange=one.predicted - compute - memory,
         predicted=one.predicted,
-        sent=report.total.wire_bytes if report else 0,
+        sent=report.total.wire_bytes if report else one.sent,
         time=report.time if report else None,
-        peak=memory.peak if memory else None,
-        verified="" if not report else "bytes" if stand_in or not report.time else "time",
+        peak=report.memory.peak if report and report.memory else one.needed,
+        verified="" if not report else "bytes" if one.is_stand_in or not report.time else "time",
+        failure=one.failure,
     )
 
 
-def nothing_fits(plan: Plan, on: Hardware) -> Failure:
-    """The failure of a program of which no layout keeps to the memory."""
-    nearest, budget = min(plan.candidates, key=lambda one: one.needed), on.budget or 0
-    largest = sorted(plan.arguments, key=_local_bytes(plan), reverse=True)[:3]
-    held = [f"{one.name} {show_bytes(_local_bytes(plan)(one))}" for one in largest]
-    axes = ", ".join(f"{axis}={size}" for axis, size in nearest.axes.items())
+def _orders(one: Choice, labels: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+    orders = one.layout.orders if one.layout else ()
+    return {axis: tuple(label_of(n, one.graph, labels) for n in order) for axis, order in orders}
+
+
+# Nothing fits
+
+
+def nothing_fits(plan: Plan, on: Hardware, choices: Sequence[Choice]) -> Failure:
+    """The failure of a program of which no layout keeps to the memory; the smallest comes first."""
+    nearest, budget = plan.chosen, on.budget or 0
+    largest = sorted(plan.arguments, key=lambda one: -_local_bytes(one, plan.axes))[:3]
+    held = [f"{one.name} {show_bytes(_local_bytes(one, plan.axes))}" for one in largest]
+    buffers = plan.report.buffers[:1] if plan.report else ()
+    held += [f"inside {one.name} {show_bytes(one.nbytes)}" for one in buffers]
+    enough = _enough(choices, on)
     return Failure(
         what="finds no layout that fits",
         given=f"memory={show_bytes(budget)} on each device",
         expected="a peak within it",
-        got=f"{show_bytes(nearest.needed)} with {nearest.name} on {axes}, which is nearest: "
-        f"{show_bytes(nearest.needed - budget)} too much;\nlargest: {', '.join(held)}",
-        fix="take more devices or a smaller batch, donate what is returned, or recompute with "
-        "jax.checkpoint",
+        got=f"{show_bytes(nearest.needed)} with {nearest.name} on {_show(nearest.axes)}, which is "
+        f"nearest: {show_bytes(nearest.needed - budget)} too much;\n"
+        f"largest on a device: {', '.join(held)}",
+        fix=(f"take {enough}, by the estimate; or " if enough else "")
+        + "take a smaller batch, donate what is returned, or recompute with jax.checkpoint",
         error=PlanError,
     )
 
 
-def _local_bytes(plan: Plan) -> Any:
-    def of(one: Placed) -> int:
-        parts = math.prod(plan.axes[axis] for axes in one.spec for axis in axes)
-        return Shape(dtype=one.dtype, dims=one.shape).nbytes // parts
+def _show(axes: Mapping[str, int]) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in axes.items())
 
-    return of
+
+def _local_bytes(one: Placed, axes: Mapping[str, int]) -> int:
+    parts = math.prod(axes[axis] for entry in one.spec for axis in entry)
+    return Shape(dtype=one.dtype, dims=one.shape).nbytes // parts
+
+
+_MOST_TIMES = 64
+
+
+def _enough(choices: Sequence[Choice], on: Hardware) -> str:
+    """The fewest devices, in doublings, on which a layout that was looked at would fit."""
+    layouts = [one for one in choices if one.layout][:_MOST]
+    times = 2
+    while times <= _MOST_TIMES and on.budget:
+        for one in layouts:
+            for axis, size in one.mesh.shape.items():
+                sizes = {**one.mesh.shape, axis: size * times}
+                links, _ = links_of(on.chip, [], sizes)
+                if one.layout and links and _peak(one, Machine(on.chip, links, sizes)) <= on.budget:
+                    return f"{math.prod(sizes.values())} devices ({_show(sizes)})"
+        times *= 2
+    return ""
+
+
+def _peak(one: Choice, machine: Machine) -> float:
+    assert one.layout
+    return Estimator(one.graph, machine)(one.layout).peak

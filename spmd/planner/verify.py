@@ -17,9 +17,8 @@ from spmd import P, _jax, stages
 from spmd._resolve import trimmed
 from spmd._spec import UNSPECIFIED, ParsedPartitionSpec
 from spmd.inspection.records.plan import Entries, Pin, Placed
-from spmd.inspection.records.report import Report
-from spmd.planner.layout import Fixed, Layout, places_of, spec_of
-from spmd.planner.pins import pin, pins_of
+from spmd.planner.layout import Fixed, Layout, places_of, spec_entries
+from spmd.planner.pins import annotate, pin
 from spmd.planner.structure import Graph
 
 
@@ -39,6 +38,10 @@ class Program:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     trace: Callable[[Any], stages.Traced] | None = None
     _traces: dict[Any, stages.Traced] = dataclasses.field(default_factory=dict, init=False)
+
+    def fresh(self) -> Program:
+        """The same, to be traced anew."""
+        return dataclasses.replace(self)
 
     def traced(self, mesh: Any) -> stages.Traced:
         """Its trace for a mesh, whose specs are open."""
@@ -88,30 +91,43 @@ def spec_of_entries(entries: Entries) -> P:
     return P(*parts)
 
 
-def specs_of(
-    graph: Graph,
-    layout: Layout,
-    sizes: Mapping[str, int],
-    kind: str,
-    fixed: Fixed | None = None,
-) -> list[Any]:
-    """Where the arguments or the outputs lie, in their order."""
+def entries_of(
+    graph: Graph, layout: Layout, sizes: Mapping[str, int], fixed: Fixed | None = None
+) -> tuple[tuple[Entries, ...], tuple[Entries, ...]]:
+    """Where all arguments and all outputs lie."""
     places = places_of(graph.tensors, layout, sizes, fixed)
-    return [
-        spec_of(found, len(one.shape))
+    rows = [
+        (one.kind, tuple(spec_entries(found, len(one.shape))))
         for one, found in zip(graph.tensors, places, strict=True)
-        if one.kind == kind
     ]
+    ins, outs = (tuple(e for kind, e in rows if kind == k) for k in ("argument", "output"))
+    return ins, outs
 
 
 def planned(
-    program: Program, mesh: Any, graph: Graph, layout: Layout, fixed: Fixed | None = None
+    program: Program,
+    mesh: Any,
+    ins: Sequence[Entries],
+    outs: Sequence[Entries],
+    pins: Sequence[Pin],
 ) -> stages.Lowered:
-    """The program as a layout wants it, lowered with its pins."""
-    sizes = dict(mesh.shape)
-    specs = {kind: specs_of(graph, layout, sizes, kind, fixed) for kind in ("argument", "output")}
-    lowered = program.lowered(mesh, specs["argument"], specs["output"])
-    return pinned(lowered, pins_of(graph, layout, sizes, fixed))
+    """The program with places and pins, lowered to be compiled."""
+    specs = ([spec_of_entries(one) for one in side] for side in (ins, outs))
+    return pinned(program.lowered(mesh, *specs), pins)
+
+
+def annotated(
+    lowered: stages.Lowered, ins: Sequence[Entries], outs: Sequence[Entries], pins: Sequence[Pin]
+) -> stages.Lowered:
+    """An open lowering with places and pins, to be previewed: it knows nothing of the places."""
+
+    def edit(module: Any) -> None:
+        annotate(module, ins, outs)
+        pin(module, pins)
+
+    own = copy.copy(lowered)
+    own._lowering = _jax.lowering.edited(lowered._lowering, edit)
+    return own
 
 
 def pinned(lowered: stages.Lowered, pins: Sequence[Pin]) -> stages.Lowered:
@@ -121,9 +137,24 @@ def pinned(lowered: stages.Lowered, pins: Sequence[Pin]) -> stages.Lowered:
     return own
 
 
-def verified(lowered: stages.Lowered, chip: Any = None) -> Report:
-    """What the compiled program does, in the time of a chip; by default of its own devices."""
-    return spmd.report(lowered.compile(), chip=chip)
+def places_of_compiled(
+    compiled: stages.Compiled,
+) -> tuple[tuple[Entries, ...], tuple[Entries, ...]]:
+    """Where the arguments and the results of a compiled program lie, whoever chose it."""
+    skip = len(compiled._signature.consts)
+    ins = zip(compiled._jaxpr.in_avals[skip:], compiled._shardings[skip:], strict=True)
+    outs = jax.tree.leaves(compiled.out_info)
+    return (
+        tuple(_entries_of_sharding(sharding, aval.ndim) for aval, sharding in ins),
+        tuple(_entries_of_sharding(one.sharding, one.ndim) for one in outs),
+    )
+
+
+def _entries_of_sharding(sharding: Any, rank: int) -> Entries:
+    """What a sharding says of each dimension; nothing where it is none of a mesh."""
+    spec = tuple(getattr(sharding, "spec", ()))
+    parts = (e if isinstance(e, tuple) else (e,) if isinstance(e, str) else () for e in spec)
+    return (*parts, *((),) * (rank - len(spec)))
 
 
 def structs(args: Any) -> Any:
@@ -138,18 +169,18 @@ def _struct(leaf: Any) -> Any:
     return leaf
 
 
-def open_leaves(stage: stages.Traced | Any) -> tuple[list[Placed], list[Placed]]:
-    """Arguments and results of a trace, or of the binding of a call, that nothing places yet."""
-    if isinstance(stage, stages.Traced):
-        jaxpr, call, signature = stage._jaxpr, stage._call, stage._signature
-        consts, outs = signature.consts, signature.out_names
-    else:
-        jaxpr, call, consts, outs = stage.jaxpr, stage.call, stage.consts, stage.out_names
-    skip = len(consts)
-    return (
-        [*map(_open_leaf, call.arg_names[skip:], jaxpr.in_avals[skip:])],
-        [*map(_open_leaf, outs, jaxpr.out_avals)],
-    )
+def open_leaves(traced: stages.Traced) -> tuple[list[Placed], list[Placed]]:
+    """Arguments and results of a trace, that nothing places yet."""
+    names = traced._call.arg_names[len(traced._signature.consts) :]
+    avals = open_avals(traced)
+    ins = [*map(_open_leaf, names, avals)]
+    return ins, [*map(_open_leaf, traced._signature.out_names, avals[len(ins) :])]
+
+
+def open_avals(traced: stages.Traced) -> list[Any]:
+    """Types of the arguments and results of a trace."""
+    skip = len(traced._signature.consts)
+    return [*traced._jaxpr.in_avals[skip:], *traced._jaxpr.out_avals]
 
 
 def _open_leaf(name: str, aval: Any) -> Placed:

@@ -28,7 +28,7 @@ PARTS = (
     *("taps", "pmap", "colocated", "bundle", "page", "fits"),
 )
 #: Parts that run only where they are named, since they take long.
-LONG = ("models", "time")
+LONG = ("models", "time", "plan")
 
 
 def main() -> int:
@@ -37,7 +37,12 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=" | ".join(PARTS + LONG))
     parser.add_argument("--turns", type=int, default=101, help="turns per comparison of calls")
     parser.add_argument(
-        "--topology", default="v5e:4x4", help="16 devices for the part `models` (%(default)s)"
+        "--topology",
+        help="16 devices for the part `models` (v5e:4x4); for `plan`, instead of its own",
+    )
+    parser.add_argument("--case", action="append", default=[], help="of the part `plan`; all else")
+    parser.add_argument(
+        "--quick", action="store_true", help="the part `plan` with fewer compiles, and no seeds"
     )
     options = parser.parse_args()
     if unknown := {*options.parts} - {*PARTS, *LONG}:
@@ -50,7 +55,7 @@ def main() -> int:
     missed, header = False, None
     for part in (*PARTS, *LONG):
         if part in (options.parts or PARTS):
-            title, lines = _lines(part, options.turns, options.topology)
+            title, lines = _lines(part, options)
             if title not in (None, header):
                 print(title)
                 header = title
@@ -60,7 +65,7 @@ def main() -> int:
     return int(missed)
 
 
-def _lines(part: str, turns: int, where: str) -> tuple[str | None, Iterable[Any]]:
+def _lines(part: str, options: argparse.Namespace) -> tuple[str | None, Iterable[Any]]:
     """What stands above the lines of a part, and the lines."""
     from . import (
         bundling,
@@ -74,11 +79,13 @@ def _lines(part: str, turns: int, where: str) -> tuple[str | None, Iterable[Any]
         inspecting,
         mapping,
         paging,
+        planning,
         previewing,
         tapping,
     )
     from .paired import HEADER
 
+    turns, where = options.turns, options.topology
     some, few = max(3, turns // 5), max(3, turns // 10)
     parts = {
         "calls": lambda: (HEADER, dispatch.run(turns)),
@@ -91,10 +98,14 @@ def _lines(part: str, turns: int, where: str) -> tuple[str | None, Iterable[Any]
         "pmap": lambda: (HEADER, mapping.run(turns)),
         "colocated": lambda: (HEADER, colocating.run(turns)),
         "bundle": lambda: (HEADER, bundling.run(some)),
-        "models": lambda: (previewing.MODELS_HEADER, previewing.run_models(where)),
+        "models": lambda: (previewing.MODELS_HEADER, previewing.run_models(where or "v5e:4x4")),
         "page": lambda: (paging.HEADER, paging.run(max(1, turns // 10))),
         "fits": lambda: (fitting.HEADER, fitting.run()),
         "time": lambda: (clocking.HEADER, clocking.run()),
+        "plan": lambda: (
+            planning.HEADER,
+            planning.run(options.case, where, quick=options.quick),
+        ),
     }
     return parts[part]()
 

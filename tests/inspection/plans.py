@@ -78,15 +78,16 @@ def compiled(name, seconds, peak, **fields):
     return candidate(name, time=time, peak=peak, verified="time", **fields)
 
 
+CODE = 'specs = {"up": P(None, "data", "model")}\nx = f(x)  # <b>&amp;\n'
 CONSTRAINTS = (
     SourceConstraint(
         file="/w/model/transformer.py", line=42, column=8, end_line=42, end_column=20,
-        function="block", expression="h @ w['up']", operation="dot_general",
+        function="block", expression="h @ w['up']",
         spec=(DATA, NONE, MODEL),
     ),
     SourceConstraint(
         file="/w/model/transformer.py", line=57, column=None, end_line=None, end_column=None,
-        function="mlp", expression="", operation="gather", spec=(DATA,),
+        function="mlp", expression="what a gather makes", spec=(DATA,),
     ),
 )  # fmt: skip
 
@@ -120,7 +121,9 @@ GPT = Plan(
     complete=True,
     program="0123abcd",
     versions={"spmd": "0.1.0", "jax": "0.12.0.1", "jaxlib": "0.12.0"},
-    inside=known(Inside(constraints=CONSTRAINTS, exact=False, note="one gather more")),
+    inside=known(
+        Inside(constraints=CONSTRAINTS, exact=False, note="It has one gather more.", code=CODE)
+    ),
 )
 
 #: The same on CPU devices, without a search to the end, a budget, or a compile.
@@ -184,11 +187,12 @@ candidates = st.builds(
 places = st.none() | st.integers(0, 10**6)
 constraints = st.builds(
     SourceConstraint, file=names, line=ints, column=places, end_line=places, end_column=places,
-    function=names, expression=names, operation=names,
+    function=names, expression=names,
     spec=st.lists(st.sampled_from([(), DATA, BOTH]), max_size=2).map(tuple),
 )  # fmt: skip
 insides = st.builds(
     Inside,
+    code=names,
     constraints=st.lists(constraints, max_size=2).map(tuple),
     exact=st.booleans(),
     note=names,

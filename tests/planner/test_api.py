@@ -8,7 +8,7 @@ import pytest
 
 import spmd
 from spmd import P
-from spmd.planner import cache
+from spmd.planner import api, cache
 from spmd.planner.asked import factorisations
 
 B, D, F = 64, 32, 128
@@ -94,15 +94,13 @@ def test_a_second_start_searches_nothing(mesh, tmp_path, monkeypatch):
     """A plan is found again by program and hardware; another budget or program is another plan."""
     monkeypatch.setenv("SPMD_PLAN_CACHE", str(tmp_path / "plans"))
     first = plan(mesh, cache=True)
-    searches = []
-    monkeypatch.setattr("spmd.planner.api.choose", lambda *a, **k: searches.append(a))
+    searches, search = [], api.choose
+    monkeypatch.setattr(api, "choose", lambda *a, **k: searches.append(a) or search(*a, **k))
     assert plan(mesh, cache=True) == first
     assert not searches
-    with pytest.raises(Exception, match=""):
-        plan(mesh, cache=True, memory="1GB")
+    plan(mesh, cache=True, memory="1GB")
     assert len(searches) == 1
-    with pytest.raises(Exception, match=""):
-        plan(mesh)
+    plan(mesh)
     assert len(searches) == 2
 
 
@@ -172,7 +170,7 @@ def test_what_cannot_be_read_is_refused(mesh, name):
 
 
 def test_what_does_not_divide_is_no_fixed_place():
-    """A fixed spec that fits some meshes of a topology leaves those; one that fits none is named."""
+    """A fixed spec that fits some meshes of a topology leaves those; one that fits none fails."""
     odd = {"x": jax.ShapeDtypeStruct((6, D), f32), "y": jax.ShapeDtypeStruct((6, D), f32)}
     options = {"top": 0, "cache": False, "progress": False, "topology": "cpu:8"}
     found = spmd.plan(step, W, odd, fixed={"batch": P("data")}, **options)
@@ -187,8 +185,10 @@ def test_nothing_fits(mesh):
     with pytest.raises(spmd.PlanError, match="finds no layout that fits") as caught:
         plan(mesh, memory="2KB", top=1)
     text = str(caught.value)
-    assert "w['up'] 2.0 KiB" in text or "w['down'] 2.0 KiB" in text
-    assert "nearest" in text
+    # A row of the batch, and a weight, in eight parts.
+    assert "w['down'] 2.0 KiB" in text or "w['up'] 2.0 KiB" in text
+    assert "which is nearest" in text
+    assert "devices (data=" in text
 
 
 def test_scalars_have_nothing_to_split(mesh):

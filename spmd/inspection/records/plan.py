@@ -95,14 +95,14 @@ class SourceConstraint:
     """A `with_sharding_constraint` around an expression of the user's source.
 
     Attributes:
-        file: that has the expression.
-        line: where it begins.
-        column: where it begins, from 0; None where that is not known, as are both ends then.
+        file: path of the file that has it, as Python knows it.
+        line: where it begins, from 1.
+        column: where it begins, in bytes of UTF-8 from 0, as `ast` counts them; None where the
+            text is not there, as are both ends then.
         end_line: where it ends.
         end_column: where it ends.
         function: that it stands in.
-        expression: its text; empty where the source is not there.
-        operation: that it is compiled to.
+        expression: its text; without the source, what is known of the value.
         spec: of each dimension the mesh axes that split it.
     """
 
@@ -113,7 +113,6 @@ class SourceConstraint:
     end_column: int | None
     function: str
     expression: str
-    operation: str
     spec: Entries
 
 
@@ -124,12 +123,14 @@ class Inside:
     Attributes:
         constraints: in the user's source, as few as possible.
         exact: whether they make the same program.
-        note: what differs where they do not.
+        note: what was compared, and what differs.
+        code: all that is pasted, as text.
     """
 
     constraints: tuple[SourceConstraint, ...]
     exact: bool = True
     note: str = ""
+    code: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

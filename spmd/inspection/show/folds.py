@@ -40,8 +40,8 @@ class Fold(Generic[_Item]):
     def spellings(self) -> list[str]:
         """What they are called: in full, and shorter."""
         most = max(map(len, self.parts))
-        lengths = dict.fromkeys([most, min(most, _LISTED), min(most, 2), 1])
-        return [_spelled(self.parts, length) for length in lengths]
+        lengths = [most, min(most, _LISTED), min(most, 2), 1, 0]
+        return [*dict.fromkeys(_spelled(self.parts, length) for length in lengths)]
 
 
 def folded(
@@ -189,10 +189,16 @@ def _spelled(parts: _Parts, most: int) -> str:
 
 
 def _alternatives(all_: Sequence[str], most: int) -> str:
-    """``['q', 'k']``, ``[0 to 11]``, ``.{mu, nu}``; of more than `most` the first ones."""
+    """``['q', 'k']``, ``[0 to 11]``, ``.{mu, nu}``; of more than `most` the first ones.
+
+    Whole ways between a beginning and an end are dots where none is to be named.
+    """
     if len(all_) == 1:
         return all_[0]
     is_a_step = all(len(parts_of(one)) == 1 for one in all_)
+    if not most and not is_a_step:
+        return "..."
+    most = max(1, most)
     if is_a_step and all(one[0] == "[" for one in all_):
         return f"[{_listed([one[1:-1] for one in all_], most)}]"
     if is_a_step and all(one[0] == "." for one in all_):

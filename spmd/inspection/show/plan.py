@@ -15,7 +15,7 @@ from spmd.inspection.records.plan import Candidate, Entries, Placed, Plan, Price
 from spmd.inspection.records.sizes import show_bytes, show_seconds
 from spmd.inspection.show import plan_words as said, words
 from spmd.inspection.show.cells import axis_style, show_mesh
-from spmd.inspection.show.folds import Fold, folded
+from spmd.inspection.show.folds import Fold
 from spmd.inspection.show.layout import (
     Cell,
     Column,
@@ -65,7 +65,6 @@ def _head(plan: Plan) -> RenderableType:
 _SPECS = (
     Column(title="array"),
     Column(title="spec"),
-    Column(title="arrays", right=True, rank=2, label="arrays"),
     Column(title="on a device", right=True, rank=1, label="on a device"),
     Column(rank=1),
 )
@@ -102,9 +101,8 @@ def _spec_row(row: said.Lying, axes: Mapping[str, int]) -> Row:
     first, held = items[0], said.nbytes(items, axes)
     return Row(
         cells=(
-            cell(*row.fold.spellings),
+            cell(*(f"{name}{words.times_sign(len(items))}" for name in row.fold.spellings)),
             cell(f"as {row.like}") if row.like else _spec_cell(first.spec, axes),
-            cell(f"{len(items):,}" if len(items) > 1 else ""),
             cell("" if held is None else show_bytes(held)),
             cell("fixed" if first.is_fixed else "", style="yellow"),
         )
@@ -282,8 +280,7 @@ def _wholes(a: Plan, b: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def _changed(a: Plan, b: Plan) -> RenderableType:
-    found, same = said.changed((*a.arguments, *a.results), (*b.arguments, *b.results))
-    rows = folded(found, lambda one: one.name, lambda one: (one.a, one.b))
+    rows, same = said.changed((*a.arguments, *a.results), (*b.arguments, *b.results))
     axes = {**a.axes, **b.axes}
     table = Grid(_CHANGED, (Row(cells=_changed_cells(row, axes)) for row in rows))
     alike = Flow(Text(f"{words.plural(same, 'array')} the same in both", "dim"))

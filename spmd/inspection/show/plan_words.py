@@ -92,7 +92,7 @@ def slower(one: Candidate, plan: Plan) -> str:
     both = one.verified == plan.verified == "time"
     a, b = (one.seconds, plan.seconds) if both else (one.predicted, plan.predicted)
     change = a / b - 1 if b else 0.0
-    how = "" if is_compiled(one) or not is_compiled(plan.chosen) else "not compiled, "
+    how = "" if is_compiled(one) or not is_compiled(plan.chosen) else "predicted "
     if abs(change) < 0.005:
         return f"{how}as fast"
     return f"{how}{abs(change):.0%} {'slower' if change > 0 else 'faster'}"
@@ -217,12 +217,13 @@ class Changed(NamedTuple):
     b: Entries | None
 
 
-def changed(a: Sequence[Placed], b: Sequence[Placed]) -> tuple[list[Changed], int]:
-    """Arrays that lie elsewhere in another plan, and how many lie alike."""
+def changed(a: Sequence[Placed], b: Sequence[Placed]) -> tuple[list[Fold[Changed]], int]:
+    """Arrays that lie elsewhere in another plan, as few rows, and how many lie alike."""
     sides = [{one.name: trimmed(one.spec) for one in side} for side in (a, b)]
     both = [
         Changed(name, sides[0].get(name), sides[1].get(name))
         for name in dict.fromkeys([*sides[0], *sides[1]])
     ]
-    found = [one for one in both if one.a != one.b]
-    return found, len(both) - len(found)
+    rows = folded(both, lambda one: one.name, lambda one: (one.a, one.b))
+    found = [row for row in rows if row.items[0].a != row.items[0].b]
+    return found, len(both) - sum(len(row.items) for row in found)

@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 import contextlib
 import time
+from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from spmd.inspection.records.sizes import show_seconds
+from spmd.inspection.show.words import plural
+
+_TOLD_EVERY = 0.1
+"""Seconds between what a terminal is told of a search."""
 
 
 @contextlib.contextmanager
@@ -29,8 +37,57 @@ def showing(what: str, *, lines: bool = False) -> Iterator[Callable[[str], None]
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[Callable[[str], None]]:
-    """In the place of `showing`, where nothing is to be seen."""
+def planning(what: str, *, lines: bool = False) -> Iterator[Callable[[Any], None]]:
+    """Shows how far a search for a plan is, and gives a function that takes records of that.
+
+    A terminal has a bar that is gone in the end. Elsewhere there is a line for each compile with
+    `lines`, else nothing.
+    """
+    console = Console(stderr=True, highlight=False, emoji=False)
+    if console.is_terminal and not console.is_jupyter:
+        columns = TextColumn("{task.description}"), BarColumn(16), TextColumn("{task.fields[said]}")
+        with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
+            task = bar.add_task(what, total=None, said="")
+            yield _seldom(lambda one: bar.update(task, said=progress_said(one)))
+        return
+    with showing(what, lines=lines) as say:
+        last = ""
+
+        def tell(one: Any) -> None:
+            nonlocal last
+            if one.compiling and one.compiling != last:
+                say(progress_said(one))
+            last = one.compiling
+
+        yield tell
+
+
+def _seldom(tell: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Tells what is compiled at once, and all else now and then: a search sees thousands."""
+    last = 0.0
+
+    def told(one: Any) -> None:
+        nonlocal last
+        if one.compiling or time.monotonic() - last > _TOLD_EVERY:
+            last = time.monotonic()
+            tell(one)
+
+    return told
+
+
+def progress_said(one: Any) -> str:
+    """``2,842 plans tried; best so far 4.27 ms; compiling Megatron``."""
+    said = [f"{plural(one.tried, 'plan')} tried"]
+    if one.best is not None:
+        said.append(f"best so far {show_seconds(one.best)}")
+    if one.compiling:
+        said.append(f"compiling {one.compiling}")
+    return "; ".join(said)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[Callable[[Any], None]]:
+    """In the place of `showing` and `planning`, where nothing is to be seen."""
     yield _nothing
 
 

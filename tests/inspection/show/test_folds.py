@@ -66,6 +66,9 @@ def test_shorter_spellings():
         "p['a', 'b', 'c', 'd', 'e']", "p['a', 'b', 'c', 2 more]", "p['a', 'b', 3 more]",
         "p['a', 4 more]",
     ]  # fmt: skip
+    state = [(f"s{at}['{k}']", k) for at in ("['p']", "['o'].mu") for k in "wb"]
+    (row, _) = folded(state, lambda one: one[0], lambda one: one[1])
+    assert row.spellings == ["s{['p'], ['o'].mu}['w']", "s{['p'], 1 more}['w']", "s...['w']"]
 
 
 def test_one_path_twice():

@@ -6,7 +6,7 @@ import math
 
 from browser import chromium, opened
 from hypothesis import given, settings
-from plans import BARE, CONSTRAINTS, GIB, GPT, UP, candidate, compiled, placed, plans
+from plans import BARE, CODE, CONSTRAINTS, GIB, GPT, UP, candidate, compiled, placed, plans
 import pytest
 from test_page import _CONTRAST, EVIL, column
 from test_page_time import BOXES, ONE_BOX, luminance
@@ -15,9 +15,6 @@ from spmd.inspection.records.later import known
 from spmd.inspection.records.plan import Inside, Price
 from spmd.inspection.show.page import scatter
 from spmd.inspection.show.perfetto import trace_events
-from spmd.planner import plans as doors
-
-CODE = 'specs = {"up": P(None, "data", "model")}\nx = f(x)  # <b>&amp;\n'
 
 
 @pytest.fixture(scope="module")
@@ -25,12 +22,6 @@ def browser():
     """One Chromium for all tests here."""
     with chromium() as found:
         yield found
-
-
-@pytest.fixture(autouse=True)
-def _code(monkeypatch):
-    """What is pasted is of no interest here: it comes from elsewhere."""
-    monkeypatch.setattr(doors, "code_of", lambda plan: CODE)
 
 
 def saved(plan, folder):
@@ -83,7 +74,7 @@ def test_doubts_stand_in_the_head(browser, tmp_path):
             "The search was ended early: there may be a better plan.",
         ]
         assert tab.locator("#scatter, #layer, #trace").count() == 0
-        assert "Which constraints inside are needed is not known." in tab.inner_text("#code")
+        assert "What to write for it is not known: plan again" in tab.inner_text("#code")
         assert tab.locator("#candidate-rows th:has-text('compiled')").count() == 0
     stand_in = dataclasses.replace(GPT.chosen, verified="bytes", peak=6 * GIB)
     one = dataclasses.replace(GPT, candidates=(stand_in, *GPT.candidates[1:]))
@@ -161,7 +152,10 @@ def test_a_point_tells_of_itself(browser, tmp_path):
         tab.hover("#scatter .mark-of[data-i='2'] rect")
         assert tab.inner_text("#about h3") == "FSDP"
         assert dict(tab.eval_on_selector("#about", ABOUT))["mesh"] == "data=8, model=1"
-        assert tab.inner_text("#candidate-rows tr.at th") == "FSDP"
+        assert tab.inner_text("#candidate-rows tr.here th") == "FSDP"
+        # The row that is marked stays in its table.
+        ends = "all => all.map(row => row.lastElementChild.getBoundingClientRect().right)"
+        assert len({*tab.eval_on_selector_all("#candidate-rows tbody tr", ends)}) == 1
         tab.focus("#scatter .mark-of[data-i='4']")
         told = dict(tab.eval_on_selector("#about", ABOUT))
         assert told["the compiler"] == "needs 21.0 GiB of 15.8 GiB"
@@ -193,7 +187,7 @@ def test_bars_and_verdicts(browser, tmp_path):
         verdicts = [" ".join(text.split()) for text in column(tab, 7, table)]
         assert verdicts == [
             "chosen", "12% slower", "27% slower", "over the budget",
-            "refused needs 21.0 GiB of 15.8 GiB", "not compiled, 15% slower", "over the budget",
+            "refused needs 21.0 GiB of 15.8 GiB", "predicted 15% slower", "over the budget",
         ]  # fmt: skip
         whole = tab.eval_on_selector(f"{table} tbody tr svg", ONE_BOX)[1]
         drawn = [
@@ -241,19 +235,25 @@ def test_a_budget_far_away_is_told():
         (
             (3, 3),
             (0.1, 0.1),
-            "2.5 GiB 3 GiB 3.5 GiB",
+            "2.6 GiB 2.8 GiB 3 GiB 3.2 GiB 3.4 GiB",
             "90 ms 100 ms 110 ms 120 ms",
         ),
-        ((0.9, 1.1), (0.9, 1.2), "0.8 GiB 1 GiB 1.2 GiB", "0.8 s 1 s 1.2 s 1.4 s"),
+        (
+            (0.9, 1.1),
+            (0.9, 1.2),
+            "0.8 GiB 0.9 GiB 1 GiB 1.1 GiB 1.2 GiB 1.3 GiB",
+            "0.8 s 1 s 1.2 s 1.4 s",
+        ),
+        ((0.0128, 0.0174), (3e-4, 4e-4), "12 MiB 14 MiB 16 MiB 18 MiB 20 MiB", None),
         ((0.001, 700), (0.5, 4000.0), None, None),
     ],
 )
 def test_ticks_are_round(sizes, times, columns, lines):
-    """Ticks have few digits, and there are three at least and six at most."""
+    """Ticks have few digits, and there are three at least and seven at most."""
     some = [compiled("x", took, int(size * GIB)) for size, took in zip(sizes, times, strict=True)]
     found = scatter.view(dataclasses.replace(GPT, candidates=tuple(some), budget=None))
     for ticks, wanted in ((found["columns"], columns), (found["lines"], lines)):
-        assert 3 <= len(ticks) <= 6
+        assert 3 <= len(ticks) <= 7
         if wanted:
             assert [text for _, text in ticks] == [
                 " ".join(pair) for pair in zip(*[iter(wanted.split())] * 2, strict=True)
@@ -314,9 +314,9 @@ def test_code_is_copied(browser, tmp_path):
         )
         assert [[" ".join(text.split()) for text in row[:2]] for row in rows] == [
             ["/w/model/transformer.py:42 block", "h @ w['up']"],
-            ["/w/model/transformer.py:57 mlp", "gather"],
+            ["/w/model/transformer.py:57 mlp", "what a gather makes"],
         ]
-        assert "Pasted, they make another program: one gather more." in tab.inner_text("#code")
+        assert tab.inner_text("#code .note") == "It has one gather more."
 
 
 @pytest.mark.slow
@@ -333,9 +333,10 @@ def test_code_without_a_clipboard(browser, tmp_path):
 @pytest.mark.slow
 def test_no_constraints(browser, tmp_path):
     """A plan that needs none says so, without a table or a doubt."""
-    one = dataclasses.replace(GPT, inside=known(Inside(constraints=())))
+    one = dataclasses.replace(GPT, inside=known(Inside(constraints=(), note="It is the same.")))
     with opened(browser, saved(one, tmp_path)) as tab:
         assert "No constraints inside are needed." in tab.inner_text("#code")
+        assert "It is the same." in tab.inner_text("#code .hint")
         assert tab.locator("#constraints, #code .note").count() == 0
 
 

@@ -20,6 +20,7 @@ def view(plan: Plan) -> dict[str, Any]:
     mesh = dict.fromkeys([*plan.axes, *(axis for one in plan.candidates for axis in one.axes)], 1)
     timed = plan.report if plan.report and plan.report.time else None
     found = [*_candidates(plan, mesh)]
+    inside = plan.inside and plan.inside.get()
     priced = [one for one in (*plan.arguments, *plan.results) if one.prices]
     return {
         "title": plan.name or "plan",
@@ -33,9 +34,8 @@ def view(plan: Plan) -> dict[str, Any]:
         "legend": [*dict.fromkeys(part for one in found for part in one["legend"])],
         "axes": said.splits(plan),
         "rows": [_row(one, plan.axes) for one in _lying(plan)],
-        "code": plan.code(),
-        "constraints": [_constraint(one) for one in plan.constraints],
-        "note": _note(plan),
+        "inside": inside,
+        "constraints": [_constraint(one) for one in inside.constraints] if inside else [],
         "time": clock.view(Times(timed), mesh) if timed else None,
         "priced": [_priced(one, mesh) for one in priced],
         "data": {
@@ -176,19 +176,8 @@ def _constraint(one: SourceConstraint) -> dict[str, Any]:
         "place": f"{short_path(one.file)}:{one.line}",
         "function": one.function.rpartition(".<locals>.")[2],
         "expression": one.expression,
-        "operation": one.operation,
         "spec": said.spec_words(one.spec),
     }
-
-
-def _note(plan: Plan) -> str:
-    """That the constraints do not make the same program, if they do not."""
-    inside = plan.inside and plan.inside.get()
-    if not inside or inside.exact:
-        return ""
-    return f"pasted, they make another program: {inside.note}" if inside.note else (
-        "pasted, they make another program"
-    )  # fmt: skip
 
 
 # Prices

@@ -230,10 +230,10 @@
     let at = 0;
     const tell = (i) => {
       marks[at].setAttribute("tabindex", "-1");
-      for (const one of [marks[at], rows.get(at)]) one.classList.remove("at");
+      for (const one of [marks[at], rows.get(at)]) one.classList.remove("here");
       at = i;
       marks[at].setAttribute("tabindex", "0");
-      for (const one of [marks[at], rows.get(at)]) one.classList.add("at");
+      for (const one of [marks[at], rows.get(at)]) one.classList.add("here");
       const one = data.candidates[i];
       const list = make("dl", { className: "facts" });
       for (const [label, text] of one.rows) list.append(make("dt", { textContent: label }), make("dd", { textContent: text }));

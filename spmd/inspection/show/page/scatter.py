@@ -186,7 +186,7 @@ _BYTES = _Units(
 
 
 def _ticks(scale: _Scale, units: _Units) -> list[tuple[float, str]]:
-    """Round figures within a scale, three at least and six at most."""
+    """Round figures within a scale, three at least and seven at most."""
     if scale.most < _NARROW * scale.least:
         return _even(scale, units)
     found: list[float] = []
@@ -213,8 +213,8 @@ def _even(scale: _Scale, units: _Units) -> list[tuple[float, str]]:
     step = next(
         size * 10.0**ten
         for ten in (power, power + 1)
-        for size in (1, 2, 5)
-        if (most - least) / (size * 10.0**ten) <= _MOST_TICKS - 1
+        for size in (1, 2, 2.5, 5)
+        if (most - least) / (size * 10.0**ten) <= _MOST_TICKS
     )
     places = range(math.ceil(least / step), math.floor(most / step) + 1)
     return [units.show(i * step * unit[0], unit) for i in places]

@@ -1,0 +1,134 @@
+"""What the compiler makes of a case as experts lay it out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+import dataclasses
+import functools
+import itertools
+import math
+import os
+from typing import Any
+
+import jax
+
+import spmd
+from spmd.errors import OutOfMemoryError
+
+from .cases import Case
+from .experts import BOTH
+from .logical import Expert
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """Of an expert's layout on a mesh.
+
+    Attributes:
+        expert: whose layout it is.
+        sizes: of the mesh's axes.
+        seconds: of a call of the compiled program; None where it does not fit the chip.
+        peak: bytes on a device, as compiled; None likewise.
+        wire: bytes that a device sends in a call; None likewise.
+    """
+
+    expert: Expert
+    sizes: Mapping[str, int]
+    seconds: float | None = None
+    peak: int | None = None
+    wire: int | None = None
+
+    def fits(self, budget: float | None) -> bool:
+        """Whether it keeps to a budget in bytes."""
+        return self.peak is not None and (budget is None or self.peak <= budget)
+
+
+def every_mesh(where: str, axes: Sequence[str] = BOTH) -> list[dict[str, int]]:
+    """All sizes of mesh axes that fill a topology."""
+    count = math.prod(spmd.topology(where).shape.values())
+    sizes = itertools.product(_divisors(count), repeat=len(axes))
+    every = [dict(zip(axes, one, strict=True)) for one in sizes if math.prod(one) == count]
+    return sorted(every, key=lambda one: [*one.values()], reverse=True)
+
+
+def _divisors(count: int) -> list[int]:
+    return [one for one in range(1, count + 1) if not count % one]
+
+
+def step_of(case: Case, expert: Expert, mesh: Any) -> Any:
+    """The step as an expert writes it."""
+    keep = expert.on(mesh.shape)
+    outs = jax.eval_shape(case.step, *case.args)
+    return spmd.pjit(
+        functools.partial(case.step, keep=keep),
+        mesh=mesh,
+        in_axis_resources=keep.specs(case.args, case.dims),
+        out_axis_resources=keep.specs(outs, case.outs),
+        **case.options,
+    )
+
+
+def lowered(case: Case, expert: Expert, mesh: Any) -> Any:
+    """The same, lowered."""
+    return step_of(case, expert, mesh).lower(*case.args)
+
+
+def shapes(case: Case, expert: Expert, where: str) -> list[dict[str, int]]:
+    """The meshes of a topology that an expert's layout differs on.
+
+    What splits the batch over both axes is the same on all that the batch fills (compiled: to 1%):
+    the first of them counts, or the one that it fills best. What splits tensors over ``model``
+    needs some there, and with FSDP over ``data`` there as well.
+    """
+    every = every_mesh(where)
+    over = {axes for table in expert.tables for axes in table.values()}
+    if over <= {BOTH}:
+        rows = case.size("batch")
+        return [next(one for one in every if rows % one["data"] == 0)]
+    least = 2 if "data" in set(expert.weights.values()) else 1
+    return [one for one in every if one["model"] > 1 and one["data"] >= least]
+
+
+def compiled(case: Case, where: str, *, most: int = 0, chip: Any = None) -> Iterator[Figures]:
+    """Each expert on each mesh, as they are found.
+
+    Args:
+        case: the program.
+        where: a topology.
+        most: meshes of an expert that are compiled, those of the best previews; 0 for all.
+        chip: whose figures to use, by default those of the devices.
+    """
+    steps = list(itertools.chain(*(_steps(case, one, where, most) for one in case.experts)))
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        yield from threads.map(lambda step: _figures(*step, chip), steps)
+
+
+def _steps(case: Case, expert: Expert, where: str, most: int) -> list[Any]:
+    """The lowered steps of an expert that are worth compiling."""
+    found = []
+    for sizes in shapes(case, expert, where):
+        step = lowered(case, expert, spmd.topology(where, sizes))
+        found.append((expert, sizes, step))
+    if 0 < most < len(found):
+        found.sort(key=lambda one: _preview(one[2]))
+    return found[: most or None]
+
+
+def _preview(step: Any) -> float:
+    time = spmd.preview(step).time
+    return time.seconds if time else math.inf
+
+
+def _figures(expert: Expert, sizes: Mapping[str, int], step: Any, chip: Any) -> Figures:
+    try:
+        report = spmd.report(step.compile(), chip=chip)
+    except OutOfMemoryError:
+        return Figures(expert=expert, sizes=sizes)
+    return Figures(
+        expert=expert,
+        sizes=sizes,
+        seconds=report.time.seconds if report.time else None,
+        peak=report.memory.peak if report.memory else None,
+        wire=report.total.wire_bytes,
+    )
