@@ -52,11 +52,20 @@ class Rules:
     budget: float | None = None
     never: frozenset[tuple[int, str]] = frozenset()
     deadline: float | None = None
-    fixed: Fixed = dataclasses.field(default_factory=Fixed)
+    fixed: Fixed | None = None
+
+    def allow(self, layout: Layout) -> bool:
+        """Whether no axis splits what it must not."""
+        orders = (*layout.orders, *layout.state)
+        return not any((c, axis) in self.never for axis, order in orders for c in order)
+
+    def fits(self, cost: Estimate) -> bool:
+        """Whether a layout keeps to the budget."""
+        return self.budget is None or cost.peak <= self.budget
 
     def score(self, cost: Estimate) -> float:
         """What is to be as small as possible: seconds, and what is over the budget."""
-        if self.budget is None or cost.peak <= self.budget:
+        if self.budget is None or self.fits(cost):
             return cost.seconds
         return cost.seconds * (1 + _OVER * (cost.peak / self.budget))
 
@@ -104,7 +113,7 @@ class _Search:
     ):
         self.rules, self.saw = rules, saw
         self.estimate = Estimator(graph, machine, rules.fixed)
-        self.space = Space(graph, machine, rules.never, rules.fixed)
+        self.space = Space(graph, machine, rules.never, rules.fixed or Fixed())
         self.seen: dict[Layout, Candidate] = {}
         self.ended: set[Layout] = set()
 
@@ -128,6 +137,8 @@ class _Search:
     def descend(self, start: Layout) -> None:
         """Takes the best move until none helps."""
         best = self.look(self.space.permitted(start))
+        # A start is told by its own name, too.
+        self.seen.setdefault(start, best._replace(layout=start))
         while best.layout not in self.ended:
             self.ended.add(best.layout)
             better = min(map(self.look, self.space.moves(best.layout)), key=_score, default=best)
