@@ -117,9 +117,13 @@ class _Reader:
         """The class of examples.
 
         A program that learns nothing never sums over them in a product. One that learns returns
-        its parameters, and examples are what else it is given.
+        its parameters, and examples are what else it is given. Without products, they are what
+        comes first in most bytes of the arguments.
         """
-        return self._never_summed() or self._given()
+        if not self.products:
+            return min(self.work, key=self._rank, default=None)
+        found = self._never_summed()
+        return self._given() if found is None else found
 
     def _never_summed(self) -> int | None:
         total = sum(one.flops * one.runs for one in self.products)
@@ -145,6 +149,8 @@ class _Reader:
         return min(candidates, key=self._rank, default=None)
 
     def _length(self, batch: int | None, given: Sequence[Tensor]) -> int | None:
+        if not self.products:
+            return None
         others = [one for one in self.arguments if not one.is_state and batch not in one.classes]
         shares = _shares(others) if batch is not None else Counter()
         candidates = {
