@@ -182,12 +182,13 @@ class _Reader:
         """The class along which a product has activations and parameters side by side."""
         found: Counter[int] = Counter()
         for one in self.products:
-            a, b, *_ = [{*self.graph.tensors[i].classes} for i in one.tensors[:2]]
-            if batch is not None and (batch in a) != (batch in b):
-                made = {*self.graph.tensors[one.tensors[-1]].classes}
-                for c in a & b & made:
-                    if c in among and c in self.graph.classes:
-                        found[c] += one.flops * one.runs
+            a, b = (batch in self.graph.tensors[i].classes for i in one.tensors[:2])
+            if batch is None or a == b:
+                continue
+            beside = {*one.factors[0]} & {*one.factors[1]} & {*one.factors[-1]} - {None}
+            for c, names in one.by_class.items():
+                if c in among and c in self.graph.classes and beside.intersection(names):
+                    found[c] += one.flops * one.runs
         return max(found, key=lambda c: found[c], default=None)
 
     def _cover(
