@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
-import heapq
 import math
 from typing import Any, NamedTuple
 
@@ -22,8 +21,6 @@ from spmd.planner.product import Product, Sending
 from spmd.planner.saying import Group, Pattern, Sayings
 from spmd.planner.structure import Graph, Operation
 
-# Operands that are gathered and there at the same time: in use, and ahead of it.
-_GATHERED = 2
 _SLICES = ("dynamic_slice", "slice", "gather")
 _UPDATES = ("dynamic_update_slice", "scatter")
 
@@ -110,7 +107,7 @@ class Estimator:
         )
         lives = Lives(graph, self.kind_of, len(kinds))
         fusion = Fusion(graph, self.kind_of, len(kinds))
-        self.rows, self.kept = lives.rows, lives.ends
+        self.rows, self.copies, self.kept = lives.rows, lives.copies, lives.ends
         self.moved = fusion.alone + self._ends(graph)
         self.totals, self.early = totals(graph), early(graph)
         self.given = [one.kind == "argument" for one in graph.tensors]
@@ -187,25 +184,30 @@ class Estimator:
             exchange += costs.exchange
             if costs.shared:
                 shared.update(costs.shared)
+        gathered = np.zeros(len(self.kinds))
         for sent, sending in shared.items():
             exchange += sending.seconds
             if sent.tensor in self.early:
                 ahead += sending.ahead
-        gathered = heapq.nlargest(_GATHERED, (one.nbytes for one in shared.values()))
+            if sending.nbytes > self.machine.near and sent.tensor is not None:
+                k = self.kind_of[sent.tensor]
+                gathered[k] = max(gathered[k], sending.nbytes / self.nbytes[sent.tensor])
         return Estimate(
             compute=float(compute),
             memory=float(memory),
             exchange=float(exchange),
             hidden=float(self.machine.hidden(ahead, compute + memory)),
-            peak=self._peak(parts) + sum(n for n in gathered if n > self.machine.near),
+            peak=self._peak(parts, gathered),
         )
 
-    def _peak(self, parts: np.ndarray) -> float:
+    def _peak(self, parts: np.ndarray, gathered: np.ndarray) -> float:
         """Bytes of arguments and outputs, and of what is beside them at the worst moment."""
         near = np.array(self.sizes_of_kinds * parts <= self.machine.near)
-        far = self.rows @ (parts * ~near)
+        far = self.rows @ (parts * ~near) + self.copies @ gathered
         beside = np.maximum(self.rows @ (parts * near) - self.machine.room, 0.0)
-        return float(self.kept @ parts + (far + beside).max(initial=0.0))
+        # What comes next is gathered while the one before is in use.
+        ahead = float((self.sizes_of_kinds * gathered).max(initial=0.0))
+        return float(self.kept @ parts + (far + beside).max(initial=0.0)) + ahead
 
     def _placed(self, layout: Layout) -> tuple[list[dict[str, int]], np.ndarray]:
         """By kind, the dimension that each axis splits, and the share that a device has."""
