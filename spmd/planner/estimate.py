@@ -280,11 +280,13 @@ def _traffic(one: Operation, nbytes: list[float]) -> float:
 
 
 def _grouped(members: Iterable[Any], of: Callable[[Any], frozenset[Pattern]]) -> Sayings:
-    """Members by their patterns."""
-    found: dict[frozenset[Pattern], Group] = {}
+    """Members by their classes."""
+    found: dict[tuple[frozenset[int], bool], Group] = {}
     for one in members:
         patterns = of(one)
-        if patterns not in found:
-            found[patterns] = Group(patterns)
-        found[patterns].members.append(one)
+        classes = frozenset[int]().union(*(each.classes for each in patterns))
+        is_state = any(each.is_state for each in patterns)
+        if (classes, is_state) not in found:
+            found[classes, is_state] = Group(classes, is_state=is_state)
+        found[classes, is_state].add(one, patterns)
     return Sayings([*found.values()])
