@@ -5,6 +5,7 @@ An operation is as long as its products or its bytes take, and exchanges run one
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
 import math
@@ -109,9 +110,11 @@ class Estimator:
         fusion = Fusion(graph, self.kind_of, len(kinds))
         self.rows, self.copies, self.kept = lives.rows, lives.copies, lives.ends
         self.moved = fusion.alone + self._ends(graph)
-        self.totals, self.early = totals(graph), early(graph)
+        self.early = early(graph)
         self.given = [one.kind == "argument" for one in graph.tensors]
+        self.alike = {i: i for i in range(len(graph.tensors))}
         self._work = _grouped(self._parts(graph, fusion), self._patterns)
+        self.totals = {self.alike[i]: self.alike[j] for i, j in totals(graph).items()}
 
     def _ends(self, graph: Graph) -> np.ndarray:
         """By kind, bytes of arguments and outputs."""
@@ -122,18 +125,36 @@ class Estimator:
         return found
 
     def _parts(self, graph: Graph, fusion: Fusion) -> Iterator[_Part]:
-        merged: dict[Any, list[Any]] = {}
+        """The operations; those of the same kinds are one, about the first of alike values.
+
+        Two values are alike that are the same operands and results of the same operations.
+        """
+        keys: dict[int, Any] = {}
         for n, one in enumerate(graph.operations):
-            beside = fusion.beside.get(n, {})
-            if is_fusible(one) and len({self.kind_of[i] for i in one.tensors}) == 1:
-                continue
-            key = (
-                one.name, one.factors, tuple(self.kind_of[i] for i in one.tensors),
-                one.flops, one.runs, tuple(sorted(beside.items())),
-            )  # fmt: skip
-            merged.setdefault(key, [one, 0, beside])[1] += 1
-        for one, times, beside in merged.values():
-            yield _Part(one, times * one.runs, {k: steps * times for k, steps in beside.items()})
+            if not is_fusible(one) or len({self.kind_of[i] for i in one.tensors}) > 1:
+                kinds = tuple(self.kind_of[i] for i in one.tensors)
+                beside = tuple(sorted(fusion.beside.get(n, {}).items()))
+                keys[n] = one.name, one.factors, kinds, one.flops, one.runs, beside
+        self._find_alike(graph, keys)
+        merged: dict[Any, list[int]] = defaultdict(list)
+        for n, key in keys.items():
+            merged[key, tuple(self.alike[i] for i in graph.operations[n].tensors)].append(n)
+        for (_, tensors), found in merged.items():
+            one = dataclasses.replace(graph.operations[found[0]], tensors=tensors)
+            steps = fusion.beside.get(found[0], {})
+            yield _Part(one, len(found) * one.runs, {k: len(found) * n for k, n in steps.items()})
+
+    def _find_alike(self, graph: Graph, keys: Mapping[int, Any]) -> None:
+        """Finds, for each value, the first one that has the same part in the same operations."""
+        numbers: dict[Any, int] = {}
+        uses: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for n, key in keys.items():
+            number = numbers.setdefault(key, len(numbers))
+            for place, i in enumerate(graph.operations[n].tensors):
+                uses[i].append((number, place))
+        first: dict[Any, int] = {}
+        for i, found in uses.items():
+            self.alike[i] = first.setdefault((self.kind_of[i], tuple(sorted(found))), i)
 
     def _patterns(self, part: _Part) -> frozenset[Pattern]:
         """What an operation and the values that it is about have."""
@@ -183,7 +204,7 @@ class Estimator:
             memory += costs.memory
             exchange += costs.exchange
             if costs.shared:
-                shared.update(costs.shared)
+                _add(shared, costs.shared)
         gathered = np.zeros(len(self.kinds))
         for sent, sending in shared.items():
             exchange += sending.seconds
@@ -238,7 +259,7 @@ class Estimator:
             compute += own.compute
             memory += own.memory
             exchange += own.exchange
-            shared |= own.shared
+            _add(shared, own.shared)
         return _Costs(compute, memory, exchange, shared)
 
     def _cost(
@@ -254,7 +275,7 @@ class Estimator:
         exchange, shared = 0.0, {}
         for sent in product.sent:
             sending = product.sending(sent)
-            if sent.tensor is None:
+            if sent.tensor is None or sent in product.around:
                 exchange += part.runs * sending.seconds
             else:
                 shared[sent] = sending.times(part.runs)
@@ -268,6 +289,14 @@ class Estimator:
         computing = product.seconds() if one.flops else 0.0
         compute, memory = (computing, 0.0) if computing >= moving else (0.0, moving)
         return _Costs(part.runs * compute, part.runs * memory, exchange, shared)
+
+
+def _add(shared: dict[Exchanged, Sending], more: Mapping[Exchanged, Sending]) -> None:
+    """Adds exchanges; of those that are one, the one that takes longest counts."""
+    for sent, sending in more.items():
+        known = shared.get(sent)
+        if known is None or known.seconds < sending.seconds:
+            shared[sent] = sending
 
 
 def _traffic(one: Operation, nbytes: list[float]) -> float:
