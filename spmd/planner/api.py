@@ -230,6 +230,7 @@ def plan_program(
         on,
         (ins, outs),
         fixed={names[i] for i in specs},
+        keeps=rules.fixed,
         labels=labels,
         name=name,
         versions=versions(),

@@ -17,10 +17,7 @@ from typing import NamedTuple
 
 from spmd.planner.estimate import Estimate, Estimator, Machine
 from spmd.planner.layout import Fixed, Layout
-<<<<<<< HEAD
-=======
 from spmd.planner.moves import Space
->>>>>>> k-search
 from spmd.planner.structure import Graph
 
 # Over a budget, a layout counts as this many times slower for each part that is too much: it is
@@ -94,40 +91,6 @@ def search(
         seed: of what is tried at random.
         saw: is told each one.
     """
-<<<<<<< HEAD
-    estimate = Estimator(graph, machine, rules.fixed)
-    seen: dict[Layout, Candidate] = {}
-
-    together = _together(graph)
-
-    def look(layout: Layout) -> Candidate:
-        layout = Layout(tuple((axis, _sorted(order, together)) for axis, order in layout.orders))
-        if layout not in seen:
-            cost = estimate(layout)
-            seen[layout] = Candidate(layout, cost, rules.score(cost))
-            saw(seen[layout])
-        return seen[layout]
-
-    allowed = {
-        axis: [
-            c
-            for c, largest in graph.sizes.items()
-            if largest % size == 0 and (c, axis) not in rules.never
-        ]
-        for axis, size in machine.sizes.items()
-        if size > 1
-    }
-    for start in itertools.chain(starts, _starts(allowed)):
-        if rules.deadline is not None and seen and time.monotonic() > rules.deadline:
-            break
-        best = look(start)
-        while True:
-            better = min(map(look, _moves(best.layout, allowed)), key=lambda one: one.score)
-            if better.score >= best.score:
-                break
-            best = better
-    return sorted(seen.values(), key=lambda one: one.score)
-=======
     found = _Search(graph, machine, rules, saw)
     with found:
         found.look(Layout.of(dict.fromkeys(found.space.allowed, ())))
@@ -136,7 +99,6 @@ def search(
         found.enumerate(_FEW)
         found.shake(random.Random(seed), _AGAIN)
     return found.ranked()
->>>>>>> k-search
 
 
 class _LateError(Exception):

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import re
 from typing import Any
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,10 @@ class Program:
                 out_axis_resources=resources(outs, len(call.out_axis_resources)),
             )
         traced._placed = (None,) * len(traced._placed)
-        return traced.lower()
+        with warnings.catch_warnings():
+            # Layouts that nobody asked for may find no use for what is donated.
+            warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+            return traced.lower()
 
 
 def resources(specs: Sequence[P] | None, count: int) -> tuple[Any, ...]:
