@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
+import heapq
 import math
 from typing import Any, NamedTuple
 
@@ -17,10 +18,12 @@ from spmd.planner.fusion import Fusion, is_fusible
 from spmd.planner.layout import Fixed, Layout
 from spmd.planner.lives import Lives
 from spmd.planner.machine import Machine
-from spmd.planner.product import Product
+from spmd.planner.product import Product, Sending
 from spmd.planner.saying import Group, Pattern, Sayings
 from spmd.planner.structure import Graph, Operation
 
+# Operands that are gathered and there at the same time: in use, and ahead of it.
+_GATHERED = 2
 _SLICES = ("dynamic_slice", "slice", "gather")
 _UPDATES = ("dynamic_update_slice", "scatter")
 
@@ -55,6 +58,7 @@ class Kind(NamedTuple):
     shape: tuple[int, ...]
     classes: tuple[int | None, ...]
     is_state: bool
+    nbytes: float
     fixed: tuple[tuple[str, int], ...] | None
 
 
@@ -67,15 +71,12 @@ class _Part(NamedTuple):
 
 
 class _Costs(NamedTuple):
-    """Seconds of a group, and of exchanges of operands and sums that others may send as well.
-
-    Of exchanges, the second figure is how much may go on beside other work.
-    """
+    """Seconds of a group; and exchanges of operands and sums, which others may ask for as well."""
 
     compute: float
     memory: float
-    exchange: tuple[float, float]
-    shared: dict[Exchanged, tuple[float, float]]
+    exchange: float
+    shared: dict[Exchanged, Sending]
 
 
 class Estimator:
@@ -96,17 +97,20 @@ class Estimator:
         kept = dict(fixed.places) if fixed else {}
         kinds: dict[Kind, int] = {}
         self.kind_of = [
-            kinds.setdefault(Kind(one.shape, one.classes, one.is_state, kept.get(i)), len(kinds))
+            kinds.setdefault(
+                Kind(one.shape, one.classes, one.is_state, one.nbytes, kept.get(i)), len(kinds)
+            )
             for i, one in enumerate(graph.tensors)
         ]
         self.kinds = [*kinds]
         self.nbytes = [one.nbytes for one in graph.tensors]
+        self.sizes_of_kinds = np.array([kind.nbytes for kind in self.kinds])
         self._places = _grouped(
             enumerate(self.kinds), lambda pair: frozenset((self._pattern(pair[1]),))
         )
         lives = Lives(graph, self.kind_of, len(kinds))
         fusion = Fusion(graph, self.kind_of, len(kinds))
-        self.rows = lives.rows
+        self.rows, self.kept = lives.rows, lives.ends
         self.moved = fusion.alone + self._ends(graph)
         self.totals, self.early = totals(graph), early(graph)
         self.given = [one.kind == "argument" for one in graph.tensors]
@@ -128,8 +132,7 @@ class Estimator:
                 continue
             key = (
                 one.name, one.factors, tuple(self.kind_of[i] for i in one.tensors),
-                tuple(self.nbytes[i] for i in one.tensors), one.flops, one.runs,
-                tuple(sorted(beside.items())),
+                one.flops, one.runs, tuple(sorted(beside.items())),
             )  # fmt: skip
             merged.setdefault(key, [one, 0, beside])[1] += 1
         for one, times, beside in merged.values():
@@ -171,9 +174,9 @@ class Estimator:
     def __call__(self, layout: Layout) -> Estimate:
         """What a layout costs."""
         places, parts = self._placed(layout)
-        compute = exchange = beside = 0.0
+        compute = exchange = ahead = 0.0
         memory = self.machine.moving(float(self.moved @ parts))
-        shared: dict[Exchanged, tuple[float, float]] = {}
+        shared: dict[Exchanged, Sending] = {}
         for group, key in zip(self._work.groups, self._work.keys(layout), strict=True):
             costs = group.known.get(key)
             if costs is None:
@@ -181,20 +184,28 @@ class Estimator:
                 group.known[key] = costs
             compute += costs.compute
             memory += costs.memory
-            exchange += costs.exchange[0]
-            beside += costs.exchange[1]
+            exchange += costs.exchange
             if costs.shared:
                 shared.update(costs.shared)
-        for seconds, ahead in shared.values():
-            exchange += seconds
-            beside += ahead
+        for sent, sending in shared.items():
+            exchange += sending.seconds
+            if sent.tensor in self.early:
+                ahead += sending.ahead
+        gathered = heapq.nlargest(_GATHERED, (one.nbytes for one in shared.values()))
         return Estimate(
             compute=compute,
             memory=memory,
             exchange=exchange,
-            hidden=self.machine.hidden(beside, compute + memory),
-            peak=float((self.rows @ parts).max(initial=0.0)),
+            hidden=self.machine.hidden(ahead, compute + memory),
+            peak=self._peak(parts) + sum(n for n in gathered if n > self.machine.near),
         )
+
+    def _peak(self, parts: np.ndarray) -> float:
+        """Bytes of arguments and outputs, and of what is beside them at the worst moment."""
+        near = np.array(self.sizes_of_kinds * parts <= self.machine.near)
+        far = self.rows @ (parts * ~near)
+        beside = np.maximum(self.rows @ (parts * near) - self.machine.room, 0.0)
+        return float(self.kept @ parts + (far + beside).max(initial=0.0))
 
     def _placed(self, layout: Layout) -> tuple[list[dict[str, int]], np.ndarray]:
         """By kind, the dimension that each axis splits, and the share that a device has."""
@@ -218,16 +229,15 @@ class Estimator:
     def _costs(
         self, group: Group, layout: Layout, places: list[dict[str, int]], parts: np.ndarray
     ) -> _Costs:
-        compute = memory = 0.0
-        sent: dict[Exchanged, tuple[float, float]] = {}
-        alone = [0.0, 0.0]
+        compute = memory = exchange = 0.0
+        shared: dict[Exchanged, Sending] = {}
         for part in group.members:
             own = self._cost(part, layout, places, parts)
             compute += own.compute
             memory += own.memory
-            alone = [a + b for a, b in zip(alone, own.exchange, strict=True)]
-            sent |= own.shared
-        return _Costs(compute, memory, (alone[0], alone[1]), sent)
+            exchange += own.exchange
+            shared |= own.shared
+        return _Costs(compute, memory, exchange, shared)
 
     def _cost(
         self, part: _Part, layout: Layout, places: list[dict[str, int]], parts: np.ndarray
@@ -239,18 +249,17 @@ class Estimator:
         demand = Demand(one, layout, self.sizes, [places[k] for k in kinds], nbytes, total)
         steps = sum(steps * parts[k] for k, steps in part.beside.items()) / part.runs
         product = Product(demand, self.machine, steps)
-        alone, shared = [0.0, 0.0], {}
+        exchange, shared = 0.0, {}
         for sent in product.sent:
-            seconds, beside = (part.runs * figure for figure in product.sending(sent))
+            sending = product.sending(sent)
             if sent.tensor is None:
-                alone = [alone[0] + seconds, alone[1] + beside]
+                exchange += part.runs * sending.seconds
             else:
-                shared[sent] = seconds, beside * (sent.tensor in self.early)
-        exchange = alone[0], alone[1]
+                shared[sent] = sending.times(part.runs)
         if is_fusible(one):
             return _Costs(0.0, 0.0, exchange, shared)
         far = [
-            n if self.given[i] or not self.machine.is_near(n) else 0.0
+            n if self.given[i] or n > self.machine.near else 0.0
             for i, n in zip(one.tensors, nbytes, strict=True)
         ]
         moving = self.machine.moving(_traffic(one, far))

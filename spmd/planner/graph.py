@@ -157,11 +157,25 @@ class _Reader:
             sizes=dict(link.sizes),
             runs=runs,
             flops=flops,
-            is_fused=link.name in _FUSED or not own or link.name.startswith("call of"),
+            is_fused=self._is_fused(link, own),
             number=_number(own),
             whole=self.whole_in(own.attributes[_RULE]) if _has_rule(own) else frozenset(),
             loops=self._loops(own, link.name),
         )
+
+    def _is_fused(self, link: Link, own: Any) -> bool:
+        """Whether a compiler makes an operation a part of its neighbours.
+
+        Among these are a look for one element of each row, and a table of zeros with one written.
+        """
+        if link.name in ("gather", "scatter"):
+            shapes = [[n for n in self.found.values[i].shape if n > 1] for i in link.values]
+            first, second = (0, -1) if link.name == "gather" else (0, 2)
+            return any(
+                shapes[first][:d] + shapes[first][d + 1 :] == shapes[second]
+                for d in range(len(shapes[first]))
+            )
+        return link.name in _FUSED or not own or link.name.startswith("call of")
 
     def _by_class(
         self, link: Link, factors: Sequence[Sequence[str | None]]

@@ -2,7 +2,7 @@
 
 Compilers keep what operations make that they cannot fuse, and compute what lies between again,
 where that needs nothing else to be kept. What a loop carries, or what is updated in place, has one
-buffer; an output has that of a donated argument.
+buffer; an output has that of a donated argument. Arguments and outputs are there all the time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Lives:
     """When the values of a program are in memory.
 
     Attributes:
-        rows: moments at which memory may be fullest: by kind of value, the bytes that are there.
+        ends: by kind of value, bytes of arguments and outputs, which are there all the time.
+        rows: moments at which memory may be fullest: by kind, the bytes of other values.
 
     Args:
         graph: the program.
@@ -48,6 +49,7 @@ class Lives:
         self.stored: set[int] = set()
         self.deaths: dict[int, int] = {}
         self._bury()
+        self.ends = np.zeros(count)
         self.rows = self._rows(kinds, count)
 
     def _spans(self) -> dict[int, tuple[int, int]]:
@@ -83,7 +85,7 @@ class Lives:
     def _bury(self) -> None:
         """Finds what is stored, and when it is read for the last time."""
         for i, one in enumerate(self.graph.tensors):
-            if one.kind == "output" or (one.kind == "argument" and not one.donated):
+            if one.kind != "result":
                 self.deaths[i] = self.end
         for n in range(self.end - 1, -1, -1):
             one = self.graph.operations[n]
@@ -135,10 +137,16 @@ class Lives:
         tensors = self.graph.tensors
         changes: dict[int, list[tuple[int, float]]] = defaultdict(list)
         for members in self.buffers.groups(self._kept()):
-            first, last = self._life(members)
             largest = max(members, key=lambda i: tensors[i].nbytes)
+            if any(tensors[i].kind != "result" for i in members):
+                self.ends[kinds[largest]] += tensors[largest].nbytes
+                continue
+            first, last = self._life(members)
             changes[first].append((kinds[largest], tensors[largest].nbytes))
             changes[last + 1].append((kinds[largest], -tensors[largest].nbytes))
+        for i, first, last in self._widened():
+            changes[first].append((kinds[i], tensors[i].nbytes))
+            changes[last + 1].append((kinds[i], -tensors[i].nbytes))
         now = np.zeros(count)
         rows = []
         for moment in sorted(changes):
@@ -146,6 +154,18 @@ class Lives:
                 now[kind] += nbytes
             rows.append(now.copy())
         return _undominated(np.array(rows).reshape(len(rows), count))
+
+    def _widened(self) -> Iterator[tuple[int, int, int]]:
+        """Results of products in a wider type, from their product until they are last read."""
+        graph = self.graph
+        for n, one in enumerate(graph.operations):
+            i, made = one.tensors[0], one.tensors[-1]
+            maker = graph.operations[self.makers[i]] if i in self.makers else None
+            if one.name != "convert" or maker is None or not maker.flops:
+                continue
+            if self.users[made] > 1 and graph.tensors[made].nbytes > graph.tensors[i].nbytes:
+                uses = (k for k, user in enumerate(graph.operations) if made in user.tensors)
+                yield made, n, max(k for k in uses if graph.operations[k].loops == one.loops)
 
     def _kept(self) -> Iterator[int]:
         for i, one in enumerate(self.graph.tensors):
@@ -158,8 +178,6 @@ class Lives:
         return min(births), max([*births, *deaths])
 
     def _birth(self, i: int) -> int:
-        if self.graph.tensors[i].kind == "argument":
-            return 0
         maker = self.makers.get(i, 0)
         one = self.graph.operations[maker]
         return self.spans[one.loops[-1]][0] if one.name == "while" else maker

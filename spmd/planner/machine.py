@@ -13,8 +13,9 @@ from spmd.inspection.timing.clock import PRODUCT_SHARE, REACHED, Links
 _PROBE = 2**30
 _SIDE = 128
 """Rows and columns of the smallest matrix unit."""
-_NEAR = 16 * 2**20
-"""Bytes of a value for which compilers find room in vector memory, which has about 128 MiB (S)."""
+_NEAR, _ROOM = 16 * 2**20, 96 * 2**20
+"""Bytes of a value that compilers put into vector memory, and of all such values at a time: it has
+about 128 MiB (S), a part of which is for what operations need."""
 _AHEAD, _BESIDE = 0.9, 0.35
 """How much of the gathers starts ahead of its use, and beside how much of the work there is room
 for them: the schedules of libtpu for steps of transformers hide between a quarter and a half."""
@@ -27,6 +28,10 @@ _SLOTS = 1
 class Machine:
     """What the devices of a mesh can do.
 
+    Attributes:
+        near: bytes of a value up to which it is in vector memory.
+        room: bytes that vector memory has for such values.
+
     Args:
         chip: whose figures to use.
         links: between the devices, in the order of the mesh.
@@ -37,6 +42,7 @@ class Machine:
         self.chip = chip
         self.sizes = dict(sizes)
         self.count = math.prod(sizes.values())
+        self.near, self.room = (_NEAR, _ROOM) if chip.vmem else (0, 0)
         self._links = links
         self._line = functools.cache(self._measured)
 
@@ -67,10 +73,6 @@ class Machine:
     def moving(self, nbytes: float) -> float:
         """Seconds in which main memory moves bytes."""
         return nbytes / (REACHED * self.chip.hbm)
-
-    def is_near(self, nbytes: float) -> bool:
-        """Whether a value between operations is small enough for vector memory."""
-        return bool(self.chip.vmem) and nbytes <= _NEAR
 
     def stepping(self, steps: float) -> float:
         """Seconds in which the vector units take steps, each for one element."""

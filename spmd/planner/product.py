@@ -29,6 +29,24 @@ class Sides(NamedTuple):
     batch: float
 
 
+class Sending(NamedTuple):
+    """What an exchange takes.
+
+    Attributes:
+        seconds: of the links.
+        ahead: seconds of them for which it may be ahead of its use.
+        nbytes: of memory for what is gathered.
+    """
+
+    seconds: float
+    ahead: float
+    nbytes: float
+
+    def times(self, runs: int) -> Sending:
+        """Of several runs, which use the memory one after the other."""
+        return self._replace(seconds=runs * self.seconds, ahead=runs * self.ahead)
+
+
 class Product:
     """An operation on a device, as a product.
 
@@ -85,19 +103,21 @@ class Product:
 
     # Exchanges
 
-    def sending(self, sent: Exchanged) -> tuple[float, float]:
-        """Seconds of an exchange, and those of them for which it may be ahead of its use.
+    def sending(self, sent: Exchanged) -> Sending:
+        """What an exchange takes.
 
-        Of parts that go around a ring, they are those that are left beside the product itself.
+        Of parts that go around a ring, it is the time that is left beside the product itself.
         """
         machine = self.machine
         if sent in self.around:
-            return max(0.0, self._ring(sent) - self.whole), 0.0
+            return Sending(max(0.0, self._ring(sent) - self.whole), 0.0, 0.0)
         kind, n = sent.kind, self.demand.times(sent.axes)
         if kind == "reduce-scatter" and n == machine.count and machine.chip.multipliers:
             kind = "all-reduce"  # a sum over all devices stays whole
         seconds = machine.exchange(kind, sent.axes, sent.nbytes)
-        return seconds, seconds if kind == "all-gather" else 0.0
+        if kind != "all-gather":
+            return Sending(seconds, 0.0, 0.0)
+        return Sending(seconds, seconds, sent.nbytes)
 
     def _goes_around(self, sent: Exchanged) -> bool:
         """Whether an exchange is done in parts, beside the product that needs or makes them."""

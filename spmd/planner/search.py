@@ -52,7 +52,7 @@ class Rules:
     budget: float | None = None
     never: frozenset[tuple[int, str]] = frozenset()
     deadline: float | None = None
-    fixed: Fixed = dataclasses.field(default_factory=Fixed)
+    fixed: Fixed | None = None
 
     def allow(self, layout: Layout) -> bool:
         """Whether no axis splits what it must not."""
@@ -113,7 +113,7 @@ class _Search:
     ):
         self.rules, self.saw = rules, saw
         self.estimate = Estimator(graph, machine, rules.fixed)
-        self.space = Space(graph, machine, rules.never, rules.fixed)
+        self.space = Space(graph, machine, rules.never, rules.fixed or Fixed())
         self.seen: dict[Layout, Candidate] = {}
         self.ended: set[Layout] = set()
 
@@ -137,6 +137,8 @@ class _Search:
     def descend(self, start: Layout) -> None:
         """Takes the best move until none helps."""
         best = self.look(self.space.permitted(start))
+        # A start is told by its own name, too.
+        self.seen.setdefault(start, best._replace(layout=start))
         while best.layout not in self.ended:
             self.ended.add(best.layout)
             better = min(map(self.look, self.space.moves(best.layout)), key=_score, default=best)
