@@ -250,12 +250,12 @@ def _coded(plan: Plan, program: Program, on: Hardware) -> Plan:
     return dataclasses.replace(plan, inside=Later(lambda: inside_of(plan, program, mesh)))
 
 
-def _fixed(specs: Mapping[int, Any], graph: Graph, arguments: int) -> Fixed | None:
+def _fixed(specs: Mapping[int, Any], graph: Graph, arguments: int) -> Fixed:
     """Places of arguments and results that are fixed, by their tensors."""
     ins = [i for i, one in enumerate(graph.tensors) if one.kind == "argument"]
     outs = [i for i, one in enumerate(graph.tensors) if one.kind == "output"]
     at = [*ins[len(ins) - arguments :], *outs]
-    return Fixed.of({at[i]: asked.places_of(spec) for i, spec in specs.items()}) if specs else None
+    return Fixed.of({at[i]: asked.places_of(spec) for i, spec in specs.items()})
 
 
 def _identity(on: Hardware) -> tuple[Any, ...]:

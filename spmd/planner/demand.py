@@ -111,22 +111,22 @@ class Demand:
             yield from find(n, names)
 
     def _before(self, n: int, names: Sequence[str | None]) -> Iterator[Exchanged]:
+        own = self.one.tensors[n]
         whole: list[str] = []
         for axis, d in self.places[n].items():
             wanted, has = self.chosen.get(axis), _at(names, d)
             if has is not None and has == wanted:
                 continue
             if wanted is not None and wanted in names:
-                yield Exchanged("all-to-all", (axis,), self.nbytes[n], self.one.tensors[n])
+                yield Exchanged("all-to-all", (axis,), self.nbytes[n], own)
             else:
                 whole.append(axis)
         if whole:
-            yield Exchanged(
-                "all-gather",
-                tuple(whole),
-                self.nbytes[n] * self.times(whole),
-                self.one.tensors[n],
-            )
+            nbytes = self.nbytes[n] * self.times(whole)
+            yield Exchanged("all-gather", tuple(whole), nbytes, own)
+        if inner := self._inside(n, whole):
+            axes = tuple(axis for axis in self.sizes if axis in (*whole, *inner))
+            yield Exchanged("collective-permute", axes, self.nbytes[n], own)
 
     def _after(self, n: int, names: Sequence[str | None]) -> Iterator[Exchanged]:
         found: dict[str, list[str]] = {"reduce-scatter": [], "all-reduce": [], "all-gather": []}
@@ -142,7 +142,22 @@ class Demand:
             if axes:
                 more = self.times(axes) if kind == "reduce-scatter" else 1
                 total = None if kind == "all-gather" else self.total
+                if kind == "reduce-scatter" and (inner := self._inside(n, axes)):
+                    kind, more = "all-reduce", more * self.times(inner)
                 yield Exchanged(kind, tuple(axes), self.nbytes[n] * more, total)
+
+    def _inside(self, n: int, moved: Sequence[str]) -> list[str]:
+        """The axes that split a dimension within the parts that these axes make of it, and stay.
+
+        The devices that then have neighbouring parts are not those of one group of these axes:
+        before parts are put together they change places, and a sum is made whole.
+        """
+        found: list[str] = []
+        for d in {self.places[n].get(axis) for axis in moved} - {None}:
+            along = [axis for axis, place in self.places[n].items() if place == d]
+            first = min(along.index(axis) for axis in moved if axis in along)
+            found += [axis for axis in along[first:] if axis not in moved]
+        return found
 
     def times(self, axes: Sequence[str]) -> int:
         """Devices along axes."""
@@ -180,3 +195,23 @@ def totals(graph: Graph) -> dict[int, int]:
         if makers[result].name == "add"
         for term in found
     }
+
+
+# Gathers ahead of their use
+
+_CHEAP = ("concatenate", "dynamic_slice", "slice")
+
+
+def early(graph: Graph) -> set[int]:
+    """Values that come from arguments without a product or a sum: they can be sent ahead."""
+    found = {i for i, one in enumerate(graph.tensors) if one.kind == "argument"}
+    before = 0
+    while before < len(found):  # what enters a loop is known after what is in it
+        before = len(found)
+        for one in graph.operations:
+            own = [i for i in one.tensors[: one.operands] if graph.tensors[i].shape]
+            if one.name == "while":
+                own = own[:1] if one.tensors[1:2] == one.tensors[-1:] else []
+            if own and found.issuperset(own) and (one.is_fused or one.name in _CHEAP):
+                found.update(result for result, _ in one.results)
+    return found

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spmd.planner.demand import TABLES, Demand, Exchanged, totals
+from spmd.planner.demand import TABLES, Demand, Exchanged, early, totals
 from spmd.planner.fusion import Fusion, is_fusible
 from spmd.planner.layout import Fixed, Layout
 from spmd.planner.lives import Lives
@@ -108,7 +108,7 @@ class Estimator:
         fusion = Fusion(graph, self.kind_of, len(kinds))
         self.rows = lives.rows
         self.moved = fusion.alone + self._ends(graph)
-        self.totals = totals(graph)
+        self.totals, self.early = totals(graph), early(graph)
         self.given = [one.kind == "argument" for one in graph.tensors]
         self._work = _grouped(self._parts(graph, fusion), self._patterns)
 
@@ -237,14 +237,15 @@ class Estimator:
         nbytes = [self.nbytes[i] * parts[k] for i, k in zip(one.tensors, kinds, strict=True)]
         total = self.totals.get(one.tensors[-1])
         demand = Demand(one, layout, self.sizes, [places[k] for k in kinds], nbytes, total)
-        product = Product(demand, self.machine)
+        steps = sum(steps * parts[k] for k, steps in part.beside.items()) / part.runs
+        product = Product(demand, self.machine, steps)
         alone, shared = [0.0, 0.0], {}
-        for sent in demand.exchanges():
+        for sent in product.sent:
             seconds, beside = (part.runs * figure for figure in product.sending(sent))
             if sent.tensor is None:
                 alone = [alone[0] + seconds, alone[1] + beside]
             else:
-                shared[sent] = seconds, beside
+                shared[sent] = seconds, beside * (sent.tensor in self.early)
         exchange = alone[0], alone[1]
         if is_fusible(one):
             return _Costs(0.0, 0.0, exchange, shared)
@@ -253,8 +254,7 @@ class Estimator:
             for i, n in zip(one.tensors, nbytes, strict=True)
         ]
         moving = self.machine.moving(_traffic(one, far))
-        steps = sum(steps * parts[k] for k, steps in part.beside.items()) / part.runs
-        computing = product.seconds(steps) if one.flops else 0.0
+        computing = product.seconds() if one.flops else 0.0
         compute, memory = (computing, 0.0) if computing >= moving else (0.0, moving)
         return _Costs(part.runs * compute, part.runs * memory, exchange, shared)
 

@@ -1,27 +1,36 @@
 """The layouts that are worth a look, by moves from several starts.
 
-A move puts a class into the order of an axis, takes one out, or puts one first. From each start the
-best move is taken until none helps; what was seen on the way is kept, so that a later stage can
-choose among the best that differ.
+A move puts a class into the order of an axis, takes one out, puts one elsewhere in it or into that
+of another axis, or has an axis split the other one of two dimensions. From each start the best move
+is taken until none helps. What was seen on the way is kept, so that a later stage can choose among
+the best that differ. Where there are few layouts, all of them are looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 import dataclasses
 import itertools
+import random
 import time
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from spmd.planner.estimate import Estimate, Estimator, Machine
 from spmd.planner.layout import Fixed, Layout
+<<<<<<< HEAD
+=======
+from spmd.planner.moves import Space
+>>>>>>> k-search
 from spmd.planner.structure import Graph
 
 # Over a budget, a layout counts as this many times slower for each part that is too much: it is
 # never as good as one that fits, and of two that do not fit the smaller one is better.
 _OVER = 1000.0
-_MOST_CLASSES = 5
-_Pairs: TypeAlias = set[tuple[int | None, int | None]]
+_FEW = 5000
+"""Layouts that are all looked at, if there are no more."""
+_AGAIN = 6
+"""Searches from what a few moves at random make of the best layout."""
+_SHAKEN = 3
 
 
 class Candidate(NamedTuple):
@@ -39,14 +48,14 @@ class Rules:
     Attributes:
         budget: bytes on a device; None for no limit.
         never: pairs of a class and an axis.
+        deadline: by `time.monotonic`, after which nothing more is looked at; None for no limit.
         fixed: places that arguments and outputs keep.
-        deadline: by `time.monotonic`, after which no start is begun; None for no limit.
     """
 
     budget: float | None = None
     never: frozenset[tuple[int, str]] = frozenset()
-    fixed: Fixed | None = None
     deadline: float | None = None
+    fixed: Fixed = dataclasses.field(default_factory=Fixed)
 
     def allow(self, layout: Layout) -> bool:
         """Whether no axis splits what it must not."""
@@ -70,17 +79,22 @@ def search(
     rules: Rules,
     *,
     starts: Iterable[Layout] = (),
+    seed: int = 0,
     saw: Callable[[Candidate], None] = lambda one: None,
 ) -> list[Candidate]:
     """The layouts that were seen, best first.
+
+    Layouts that differ in nothing but the names of two axes that are alike are one.
 
     Args:
         graph: the program.
         machine: what it is for.
         rules: what a layout may do.
         starts: to begin from, beside those that split one class on each axis.
+        seed: of what is tried at random.
         saw: is told each one.
     """
+<<<<<<< HEAD
     estimate = Estimator(graph, machine, rules.fixed)
     seen: dict[Layout, Candidate] = {}
 
@@ -113,44 +127,81 @@ def search(
                 break
             best = better
     return sorted(seen.values(), key=lambda one: one.score)
+=======
+    found = _Search(graph, machine, rules, saw)
+    with found:
+        found.look(Layout.of(dict.fromkeys(found.space.allowed, ())))
+        for start in itertools.chain(starts, found.space.starts()):
+            found.descend(start)
+        found.enumerate(_FEW)
+        found.shake(random.Random(seed), _AGAIN)
+    return found.ranked()
+>>>>>>> k-search
 
 
-def _together(graph: Graph) -> _Pairs:
-    """Pairs that an operation or a value has both of: only of these an order says anything."""
-    groups = [one.by_class for one in graph.operations] + [one.classes for one in graph.tensors]
-    different = {*map(frozenset, groups)}
-    return {pair for group in different for pair in itertools.permutations(group, 2)}
+class _LateError(Exception):
+    """The deadline is over."""
 
 
-def _sorted(
-    order: tuple[int, ...], together: set[tuple[int | None, int | None]]
-) -> tuple[int, ...]:
-    """One order for all that say the same: neighbours that never meet stand by their numbers."""
-    found = [*order]
-    for _ in order:
-        for i, pair in enumerate(itertools.pairwise(found)):
-            if pair[0] > pair[1] and pair not in together:
-                found[i], found[i + 1] = found[i + 1], found[i]
-    return tuple(found)
+class _Search:
+    """What was seen of the layouts of a program; ends quietly at the deadline."""
+
+    def __init__(
+        self, graph: Graph, machine: Machine, rules: Rules, saw: Callable[[Candidate], None]
+    ):
+        self.rules, self.saw = rules, saw
+        self.estimate = Estimator(graph, machine, rules.fixed)
+        self.space = Space(graph, machine, rules.never, rules.fixed)
+        self.seen: dict[Layout, Candidate] = {}
+        self.ended: set[Layout] = set()
+
+    def __enter__(self) -> _Search:
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> bool:
+        return kind is _LateError
+
+    def look(self, layout: Layout) -> Candidate:
+        """A layout with its cost."""
+        layout = self.space.canonical(layout)
+        if layout not in self.seen:
+            if self.seen and self.rules.deadline and time.monotonic() > self.rules.deadline:
+                raise _LateError
+            cost = self.estimate(layout)
+            self.seen[layout] = Candidate(layout, cost, self.rules.score(cost))
+            self.saw(self.seen[layout])
+        return self.seen[layout]
+
+    def descend(self, start: Layout) -> None:
+        """Takes the best move until none helps."""
+        best = self.look(self.space.permitted(start))
+        while best.layout not in self.ended:
+            self.ended.add(best.layout)
+            better = min(map(self.look, self.space.moves(best.layout)), key=_score, default=best)
+            if better.score < best.score:
+                best = better
+
+    def enumerate(self, most: int) -> None:
+        """Looks at all orders of classes, if there are at most so many layouts, and goes on."""
+        if self.space.count() <= most:
+            self.descend(min(map(self.look, self.space.all()), key=_score).layout)
+
+    def shake(self, chance: random.Random, times: int) -> None:
+        """Begins again from what moves at random make of the best layout."""
+        for _ in range(times):
+            layout = self.best().layout
+            for _ in range(_SHAKEN):
+                layout = chance.choice([layout, *self.space.moves(layout)])
+            self.descend(layout)
+
+    def best(self) -> Candidate:
+        """The best one so far."""
+        return min(self.seen.values(), key=_score)
+
+    def ranked(self) -> list[Candidate]:
+        """All that were seen, best first."""
+        return sorted(self.seen.values(), key=_score)
 
 
-def _starts(allowed: Mapping[str, list[int]]) -> Iterator[Layout]:
-    """Nothing split, and one class on each axis: those of most products first."""
-    yield Layout.of(dict.fromkeys(allowed, ()))
-    choices = ([(c,) for c in classes[:_MOST_CLASSES]] for classes in allowed.values())
-    for chosen in itertools.product(*choices):
-        yield Layout.of(dict(zip(allowed, chosen, strict=True)))
-
-
-def _moves(layout: Layout, allowed: Mapping[str, list[int]]) -> Iterator[Layout]:
-    orders = dict(layout.orders)
-    for axis, classes in orders.items():
-        for c in allowed.get(axis, ()):
-            others = [one for one in classes if one != c]
-            if c in classes:
-                yield layout.with_order(axis, others)
-            if len(others) < _MOST_CLASSES:
-                for at in range(len(others) + 1):
-                    if (moved := (*others[:at], c, *others[at:])) != classes:
-                        yield layout.with_order(axis, moved)
-    yield layout  # so that there is always one
+def _score(one: Candidate) -> float:
+    return one.score
