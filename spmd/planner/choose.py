@@ -310,8 +310,12 @@ class _Looking:
                 if not self._compile(i):
                     return
         # Where none of these keeps to the memory, the smallest ones may.
-        left = [i for i, one in enumerate(self.choices) if not one.report and not one.failure]
-        for i in sorted(left, key=lambda i: self.choices[i].peak)[: self.top]:
+        left = {
+            one.peak: i
+            for i, one in reversed([*enumerate(self.choices)])
+            if not one.report and not one.failure
+        }
+        for _, i in sorted(left.items())[: self.top]:
             if any(one.report and one.fits(self.rules.budget) for one in self.choices):
                 return
             if not self._compile(i):

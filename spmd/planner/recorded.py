@@ -125,7 +125,8 @@ def nothing_fits(plan: Plan, on: Hardware, choices: Sequence[Choice]) -> Failure
     nearest, budget = plan.chosen, on.budget or 0
     largest = sorted(plan.arguments, key=lambda one: -_local_bytes(one, plan.axes))[:3]
     held = [f"{one.name} {show_bytes(_local_bytes(one, plan.axes))}" for one in largest]
-    buffers = plan.report.buffers[:1] if plan.report else ()
+    memory = plan.report.memory if plan.report else None
+    buffers = memory.buffers[:1] if memory else ()
     held += [f"inside {one.name} {show_bytes(one.nbytes)}" for one in buffers]
     enough = _enough(choices, on)
     return Failure(
@@ -156,13 +157,16 @@ _MOST_TIMES = 64
 def _enough(choices: Sequence[Choice], on: Hardware) -> str:
     """The fewest devices, in doublings, on which a layout that was looked at would fit."""
     layouts = [one for one in choices if one.layout][:_MOST]
+    known = [one.peak / one.estimate.peak for one in layouts if one.report and one.estimate]
+    # What the compiler needed more than the estimate, it will need there.
+    budget = (on.budget or 0) / max(1.0, min(known, default=1.0))
     times = 2
-    while times <= _MOST_TIMES and on.budget:
+    while times <= _MOST_TIMES:
         for one in layouts:
             for axis, size in one.mesh.shape.items():
                 sizes = {**one.mesh.shape, axis: size * times}
                 links, _ = links_of(on.chip, [], sizes)
-                if one.layout and links and _peak(one, Machine(on.chip, links, sizes)) <= on.budget:
+                if links and _peak(one, Machine(on.chip, links, sizes)) <= budget:
                     return f"{math.prod(sizes.values())} devices ({_show(sizes)})"
         times *= 2
     return ""
