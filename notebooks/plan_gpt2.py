@@ -117,10 +117,10 @@ print(plan)
 # %% [markdown]
 # ## Beside two experts
 #
-# FSDP splits the rows and, where an array has none, the width, over all chips. Megatron splits heads,
-# hidden units and words over `model`. People write them as specs of the state, and leave the inside to
-# the partitioner. That is what we compile here, for the meshes that suit each. The planner has tried
-# both ideas as well, with constraints inside: they are in the table above.
+# FSDP splits the rows and, where an array has none, the width, over all chips. Megatron splits
+# heads, hidden units and words over `model`. People write them as specs of the state, and leave the
+# inside to the partitioner. That is what we compile here, for meshes that suit each. The planner has
+# tried both ideas as well, with constraints inside: they are in the table above.
 
 # %%
 FSDP = {
@@ -170,8 +170,8 @@ assert plan.seconds <= min(report.time.seconds for report in experts.values())
 # %% [markdown]
 # ## What another place would cost
 #
-# The prices are the planner's estimates: how much longer a call would take, and how much more a device
-# would hold.
+# The prices are the planner's estimates: how much longer a call would take, and how much more a
+# device would hold.
 
 # %%
 print(plan.why("state['params']['layers']['up']"))
