@@ -193,10 +193,10 @@ class Estimator:
                 ahead += sending.ahead
         gathered = heapq.nlargest(_GATHERED, (one.nbytes for one in shared.values()))
         return Estimate(
-            compute=compute,
-            memory=memory,
-            exchange=exchange,
-            hidden=self.machine.hidden(ahead, compute + memory),
+            compute=float(compute),
+            memory=float(memory),
+            exchange=float(exchange),
+            hidden=float(self.machine.hidden(ahead, compute + memory)),
             peak=self._peak(parts) + sum(n for n in gathered if n > self.machine.near),
         )
 

@@ -117,9 +117,13 @@ class _Reader:
         """The class of examples.
 
         A program that learns nothing never sums over them in a product. One that learns returns
-        its parameters, and examples are what else it is given.
+        its parameters, and examples are what else it is given. Without products, they are what
+        comes first in most bytes of the arguments.
         """
-        return self._never_summed() or self._given()
+        if not self.products:
+            return min(self.work, key=self._rank, default=None)
+        found = self._never_summed()
+        return self._given() if found is None else found
 
     def _never_summed(self) -> int | None:
         total = sum(one.flops * one.runs for one in self.products)
@@ -145,6 +149,8 @@ class _Reader:
         return min(candidates, key=self._rank, default=None)
 
     def _length(self, batch: int | None, given: Sequence[Tensor]) -> int | None:
+        if not self.products:
+            return None
         others = [one for one in self.arguments if not one.is_state and batch not in one.classes]
         shares = _shares(others) if batch is not None else Counter()
         candidates = {
@@ -176,12 +182,13 @@ class _Reader:
         """The class along which a product has activations and parameters side by side."""
         found: Counter[int] = Counter()
         for one in self.products:
-            a, b, *_ = [{*self.graph.tensors[i].classes} for i in one.tensors[:2]]
-            if batch is not None and (batch in a) != (batch in b):
-                made = {*self.graph.tensors[one.tensors[-1]].classes}
-                for c in a & b & made:
-                    if c in among and c in self.graph.classes:
-                        found[c] += one.flops * one.runs
+            a, b = (batch in self.graph.tensors[i].classes for i in one.tensors[:2])
+            if batch is None or a == b:
+                continue
+            beside = {*one.factors[0]} & {*one.factors[1]} & {*one.factors[-1]} - {None}
+            for c, names in one.by_class.items():
+                if c in among and c in self.graph.classes and beside.intersection(names):
+                    found[c] += one.flops * one.runs
         return max(found, key=lambda c: found[c], default=None)
 
     def _cover(
