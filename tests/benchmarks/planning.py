@@ -10,6 +10,8 @@ import statistics
 
 import numpy as np
 
+from spmd.inspection.records.sizes import parse_bytes
+
 from .plans import compiled, planned
 from .plans.cases import CASES, Case, built
 from .plans.compiled import Figures
@@ -58,7 +60,7 @@ class Found:
     @property
     def keeps(self) -> bool:
         """To the budget, as compiled."""
-        limit = planned.nbytes(self.budget) if self.budget else math.inf
+        limit = parse_bytes(self.budget) if self.budget else math.inf
         return self.answer is not None and self.answer.peak <= limit
 
     def __str__(self) -> str:
@@ -103,7 +105,7 @@ def _case(case: Case, where: str, quick: bool) -> Iterator[str | Found]:
         yield _expert_line(one)
     budgets = [None] if quick or case.budget is None else [None, case.budget]
     for budget, seeds in itertools.product(budgets, [False] if quick else [True, False]):
-        limit = planned.nbytes(budget) if budget else None
+        limit = parse_bytes(budget) if budget else None
         fitting = [one for one in experts if one.seconds and one.fits(limit)]
         best = min(fitting, key=lambda one: one.seconds or math.inf, default=None)
         answer = None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-import re
-import time
 from typing import Any
 
 import spmd
@@ -69,8 +67,6 @@ def answer(
     axes: Sequence[str] = ("data", "model"),
 ) -> Answer:
     """Plans a case for a topology, whose mesh shapes are free."""
-    if not hasattr(spmd, "plan"):
-        return _chosen(case, where, memory, top, axes)
     plan: Any = spmd.plan(
         case.step, *case.args, topology=where, axes=axes, memory=memory, top=top, seeds=seeds,
         cache=False, **case.options,
@@ -80,9 +76,9 @@ def answer(
             name=one.name,
             sizes=dict(one.axes),
             predicted=one.predicted,
-            seconds=one.seconds,
+            seconds=one.seconds if one.verified else None,
             estimated=one.estimated_peak,
-            peak=one.peak,
+            peak=one.peak if one.verified else None,
         )
         for one in plan.candidates
     ]
@@ -94,48 +90,5 @@ def answer(
         candidates=found,
         searched=plan.searched,
         tried=plan.tried,
-        verified=next((one.verified for one in plan.candidates if one.seconds == plan.seconds), ""),
+        verified=plan.chosen.verified,
     )
-
-
-def _chosen(case: Case, where: str, memory: str | None, top: int, axes: Sequence[str]) -> Answer:
-    """Until there is `spmd.plan`: its inner stages, whose search and compiles are one time."""
-    from spmd.inspection import CHIPS
-    from spmd.planner import choose, search, verify
-
-    from .compiled import every_mesh
-
-    program = verify.Program(function=case.step, args=case.args, options=case.options)
-    meshes = [spmd.topology(where, one) for one in every_mesh(where, axes)]
-    rules = search.Rules(budget=nbytes(memory) if memory else None)
-    before = time.perf_counter()
-    found = choose.choose(program, meshes, CHIPS[where.partition(":")[0]], rules=rules, top=top)
-    took = time.perf_counter() - before
-    candidates = [
-        Candidate(
-            name="found",
-            sizes=dict(one.mesh.shape),
-            predicted=one.predicted,
-            seconds=one.seconds,
-            estimated=one.estimate.peak,
-            peak=one.report.memory.peak if one.report and one.report.memory else None,
-        )
-        for one in found
-    ]
-    best = candidates[0]
-    return Answer(
-        sizes=best.sizes,
-        predicted=best.predicted,
-        seconds=best.seconds or best.predicted,
-        peak=best.peak or best.estimated,
-        candidates=candidates,
-        searched=took,
-        tried=0,
-        verified="time",
-    )
-
-
-def nbytes(text: str) -> float:
-    """Bytes of a text such as ``14GB``."""
-    number, unit = re.fullmatch(r"([\d.]+)\s*(\w+)", text).groups()  # type: ignore[union-attr]
-    return float(number) * {"B": 1, "MB": 1e6, "GB": 1e9, "MiB": 2**20, "GiB": 2**30}[unit]
