@@ -104,7 +104,8 @@ def plan(
         A :class:`Plan`: ``print`` it, run it with ``pjit(f, plan=plan)``, paste ``plan.code()``.
 
     Raises:
-        PlanError: Nothing fits the memory, or there is nothing to split.
+        PlanMemoryError: Nothing fits the memory.
+        PlanError: There is nothing to split.
         ArgumentError: A path, a dimension or an option is not known.
         MeshError: There is no mesh and no topology, or no such topology.
         OptionError: A number or a size cannot be read.

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from typing import Any
 
-from spmd.errors import Failure, PlanError
+from spmd.errors import Failure, PlanMemoryError
 from spmd.inspection.compile.timed import links_of
 from spmd.inspection.records.plan import Candidate, Entries, Placed, Plan
 from spmd.inspection.records.report import Shape
@@ -138,7 +138,7 @@ def nothing_fits(plan: Plan, on: Hardware, choices: Sequence[Choice]) -> Failure
         f"largest on a device: {', '.join(held)}",
         fix=(f"take {enough}, by the estimate; or " if enough else "")
         + "take a smaller batch, donate what is returned, or recompute with jax.checkpoint",
-        error=PlanError,
+        error=PlanMemoryError,
     )
 
 

@@ -198,5 +198,5 @@ def _dtype(aval: Any) -> str:
     """XLA's name of an element type; of keys, that of what they are made of."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return "u32"
-    kind, size, rest = re.fullmatch(r"([a-z]+)(\d*)(.*)", aval.dtype.name).groups()
+    kind, size, rest = re.findall(r"([a-z]+)(\d*)(.*)", aval.dtype.name)[0]
     return "pred" if kind == "bool" else _LETTERS[kind] + size + rest.replace("_", "")
