@@ -5,9 +5,9 @@ An operation is as long as its products or its bytes take, and exchanges run one
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
-import heapq
 import math
 from typing import Any, NamedTuple
 
@@ -22,8 +22,6 @@ from spmd.planner.product import Product, Sending
 from spmd.planner.saying import Group, Pattern, Sayings
 from spmd.planner.structure import Graph, Operation
 
-# Operands that are gathered and there at the same time: in use, and ahead of it.
-_GATHERED = 2
 _SLICES = ("dynamic_slice", "slice", "gather")
 _UPDATES = ("dynamic_update_slice", "scatter")
 
@@ -110,11 +108,13 @@ class Estimator:
         )
         lives = Lives(graph, self.kind_of, len(kinds))
         fusion = Fusion(graph, self.kind_of, len(kinds))
-        self.rows, self.kept = lives.rows, lives.ends
+        self.rows, self.copies, self.kept = lives.rows, lives.copies, lives.ends
         self.moved = fusion.alone + self._ends(graph)
-        self.totals, self.early = totals(graph), early(graph)
+        self.early = early(graph)
         self.given = [one.kind == "argument" for one in graph.tensors]
+        self.alike = {i: i for i in range(len(graph.tensors))}
         self._work = _grouped(self._parts(graph, fusion), self._patterns)
+        self.totals = {self.alike[i]: self.alike[j] for i, j in totals(graph).items()}
 
     def _ends(self, graph: Graph) -> np.ndarray:
         """By kind, bytes of arguments and outputs."""
@@ -125,18 +125,36 @@ class Estimator:
         return found
 
     def _parts(self, graph: Graph, fusion: Fusion) -> Iterator[_Part]:
-        merged: dict[Any, list[Any]] = {}
+        """The operations; those of the same kinds are one, about the first of alike values.
+
+        Two values are alike that are the same operands and results of the same operations.
+        """
+        keys: dict[int, Any] = {}
         for n, one in enumerate(graph.operations):
-            beside = fusion.beside.get(n, {})
-            if is_fusible(one) and len({self.kind_of[i] for i in one.tensors}) == 1:
-                continue
-            key = (
-                one.name, one.factors, tuple(self.kind_of[i] for i in one.tensors),
-                one.flops, one.runs, tuple(sorted(beside.items())),
-            )  # fmt: skip
-            merged.setdefault(key, [one, 0, beside])[1] += 1
-        for one, times, beside in merged.values():
-            yield _Part(one, times * one.runs, {k: steps * times for k, steps in beside.items()})
+            if not is_fusible(one) or len({self.kind_of[i] for i in one.tensors}) > 1:
+                kinds = tuple(self.kind_of[i] for i in one.tensors)
+                beside = tuple(sorted(fusion.beside.get(n, {}).items()))
+                keys[n] = one.name, one.factors, kinds, one.flops, one.runs, beside
+        self._find_alike(graph, keys)
+        merged: dict[Any, list[int]] = defaultdict(list)
+        for n, key in keys.items():
+            merged[key, tuple(self.alike[i] for i in graph.operations[n].tensors)].append(n)
+        for (_, tensors), found in merged.items():
+            one = dataclasses.replace(graph.operations[found[0]], tensors=tensors)
+            steps = fusion.beside.get(found[0], {})
+            yield _Part(one, len(found) * one.runs, {k: len(found) * n for k, n in steps.items()})
+
+    def _find_alike(self, graph: Graph, keys: Mapping[int, Any]) -> None:
+        """Finds, for each value, the first one that has the same part in the same operations."""
+        numbers: dict[Any, int] = {}
+        uses: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for n, key in keys.items():
+            number = numbers.setdefault(key, len(numbers))
+            for place, i in enumerate(graph.operations[n].tensors):
+                uses[i].append((number, place))
+        first: dict[Any, int] = {}
+        for i, found in uses.items():
+            self.alike[i] = first.setdefault((self.kind_of[i], tuple(sorted(found))), i)
 
     def _patterns(self, part: _Part) -> frozenset[Pattern]:
         """What an operation and the values that it is about have."""
@@ -186,26 +204,31 @@ class Estimator:
             memory += costs.memory
             exchange += costs.exchange
             if costs.shared:
-                shared.update(costs.shared)
+                _add(shared, costs.shared)
+        gathered = np.zeros(len(self.kinds))
         for sent, sending in shared.items():
             exchange += sending.seconds
             if sent.tensor in self.early:
                 ahead += sending.ahead
-        gathered = heapq.nlargest(_GATHERED, (one.nbytes for one in shared.values()))
+            if sending.nbytes > self.machine.near and sent.tensor is not None:
+                k = self.kind_of[sent.tensor]
+                gathered[k] = max(gathered[k], sending.nbytes / self.nbytes[sent.tensor])
         return Estimate(
             compute=float(compute),
             memory=float(memory),
             exchange=float(exchange),
             hidden=float(self.machine.hidden(ahead, compute + memory)),
-            peak=self._peak(parts) + sum(n for n in gathered if n > self.machine.near),
+            peak=self._peak(parts, gathered),
         )
 
-    def _peak(self, parts: np.ndarray) -> float:
+    def _peak(self, parts: np.ndarray, gathered: np.ndarray) -> float:
         """Bytes of arguments and outputs, and of what is beside them at the worst moment."""
         near = np.array(self.sizes_of_kinds * parts <= self.machine.near)
-        far = self.rows @ (parts * ~near)
+        far = self.rows @ (parts * ~near) + self.copies @ gathered
         beside = np.maximum(self.rows @ (parts * near) - self.machine.room, 0.0)
-        return float(self.kept @ parts + (far + beside).max(initial=0.0))
+        # What comes next is gathered while the one before is in use.
+        ahead = float((self.sizes_of_kinds * gathered).max(initial=0.0))
+        return float(self.kept @ parts + (far + beside).max(initial=0.0)) + ahead
 
     def _placed(self, layout: Layout) -> tuple[list[dict[str, int]], np.ndarray]:
         """By kind, the dimension that each axis splits, and the share that a device has."""
@@ -236,7 +259,7 @@ class Estimator:
             compute += own.compute
             memory += own.memory
             exchange += own.exchange
-            shared |= own.shared
+            _add(shared, own.shared)
         return _Costs(compute, memory, exchange, shared)
 
     def _cost(
@@ -252,7 +275,7 @@ class Estimator:
         exchange, shared = 0.0, {}
         for sent in product.sent:
             sending = product.sending(sent)
-            if sent.tensor is None:
+            if sent.tensor is None or sent in product.around:
                 exchange += part.runs * sending.seconds
             else:
                 shared[sent] = sending.times(part.runs)
@@ -268,6 +291,14 @@ class Estimator:
         return _Costs(part.runs * compute, part.runs * memory, exchange, shared)
 
 
+def _add(shared: dict[Exchanged, Sending], more: Mapping[Exchanged, Sending]) -> None:
+    """Adds exchanges; of those that are one, the one that takes longest counts."""
+    for sent, sending in more.items():
+        known = shared.get(sent)
+        if known is None or known.seconds < sending.seconds:
+            shared[sent] = sending
+
+
 def _traffic(one: Operation, nbytes: list[float]) -> float:
     """Bytes that an operation reads and writes on a device."""
     if one.name in _SLICES:
@@ -278,11 +309,13 @@ def _traffic(one: Operation, nbytes: list[float]) -> float:
 
 
 def _grouped(members: Iterable[Any], of: Callable[[Any], frozenset[Pattern]]) -> Sayings:
-    """Members by their patterns."""
-    found: dict[frozenset[Pattern], Group] = {}
+    """Members by their classes."""
+    found: dict[tuple[frozenset[int], bool], Group] = {}
     for one in members:
         patterns = of(one)
-        if patterns not in found:
-            found[patterns] = Group(patterns)
-        found[patterns].members.append(one)
+        classes = frozenset[int]().union(*(each.classes for each in patterns))
+        is_state = any(each.is_state for each in patterns)
+        if (classes, is_state) not in found:
+            found[classes, is_state] = Group(classes, is_state=is_state)
+        found[classes, is_state].add(one, patterns)
     return Sayings([*found.values()])

@@ -27,6 +27,8 @@ class Lives:
     Attributes:
         ends: by kind of value, bytes of arguments and outputs, which are there all the time.
         rows: moments at which memory may be fullest: by kind, the bytes of other values.
+        copies: at the same moments, by kind, the bytes of values that are in use as operands of
+            products, or are outputs: if those are gathered, so much more is there.
 
     Args:
         graph: the program.
@@ -50,7 +52,8 @@ class Lives:
         self.deaths: dict[int, int] = {}
         self._bury()
         self.ends = np.zeros(count)
-        self.rows = self._rows(kinds, count)
+        rows = self._rows(kinds, count)
+        self.rows, self.copies = rows[:, :count], rows[:, count:]
 
     def _spans(self) -> dict[int, tuple[int, int]]:
         """The first and the last operation of each loop."""
@@ -147,13 +150,30 @@ class Lives:
         for i, first, last in self._widened():
             changes[first].append((kinds[i], tensors[i].nbytes))
             changes[last + 1].append((kinds[i], -tensors[i].nbytes))
-        now = np.zeros(count)
+        for i, (first, last) in self._uses(kinds).items():
+            changes[first].append((count + kinds[i], tensors[i].nbytes))
+            changes[last + 1].append((count + kinds[i], -tensors[i].nbytes))
+        now = np.zeros(2 * count)
         rows = []
         for moment in sorted(changes):
             for kind, nbytes in changes[moment]:
                 now[kind] += nbytes
             rows.append(now.copy())
-        return _undominated(np.array(rows).reshape(len(rows), count))
+        return _undominated(np.array(rows).reshape(len(rows), 2 * count))
+
+    def _uses(self, kinds: Sequence[int]) -> dict[int, tuple[int, int]]:
+        """From when to when a value is an operand of products; of what is returned, until the end.
+
+        An output that is gathered does not lie where the argument does that it is the next of.
+        """
+        found: dict[int, tuple[int, int]] = {}
+        for n, one in enumerate(self.graph.operations):
+            for i in one.tensors[: one.operands] if one.flops else ():
+                found[i] = found.get(i, (n, n))[0], n
+            if one.name == "return" and kinds[one.tensors[0]] != kinds[one.tensors[-1]]:
+                i = one.tensors[0]
+                found[i] = self.makers.get(i, n), self.end
+        return found
 
     def _widened(self) -> Iterator[tuple[int, int, int]]:
         """Results of products in a wider type, from their product until they are last read."""

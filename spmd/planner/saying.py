@@ -29,35 +29,52 @@ class Pattern(NamedTuple):
 
 
 class Group:
-    """Things of the same patterns, with what was found out of them by what a layout says.
+    """Things of the same classes, with what was found out of them by what a layout says.
 
     Attributes:
         members: the things.
         known: by what a layout says, what was found.
+
+    Args:
+        classes: that the things have.
+        is_state: whether one of them is the optimizer's.
     """
 
-    def __init__(self, patterns: Iterable[Pattern]):
+    def __init__(self, classes: frozenset[int], *, is_state: bool):
         self.members: list[Any] = []
         self.known: dict[tuple[int, ...], Any] = {}
-        patterns = [*patterns]
-        self._plain = [one for one in patterns if not one.is_state]
-        self._state = [one for one in patterns if one.is_state]
-        self._turning = frozenset[int]().union(*(one.turning for one in patterns))
+        self._classes, self._is_state = classes, is_state
+        self._plain: set[Pattern] = set()
+        self._state: set[Pattern] = set()
+        self._turning: frozenset[int] = frozenset()
         self._numbers: dict[Hashable, int] = {}
+        self._said: dict[Hashable, int] = {}
+
+    def add(self, member: Any, patterns: Iterable[Pattern]) -> None:
+        """Adds a thing that has patterns."""
+        self.members.append(member)
+        for one in patterns:
+            (self._state if one.is_state else self._plain).add(one)
+            self._turning |= one.turning
 
     def number(self, order: tuple[int, ...], state: tuple[int, ...], last: frozenset[int]) -> int:
         """One for all orders of an axis that say the same."""
-        said = (
-            _trimmed(order, self._plain),
-            _trimmed((*state, *order), self._state),
-            last & self._turning,
-        )
-        return self._numbers.setdefault(said, len(self._numbers))
+        own = self._classes
+        order = tuple([c for c in order if c in own])
+        state = tuple([c for c in state if c in own]) if self._is_state and state else ()
+        last &= self._turning
+        key = order, state, last
+        found = self._numbers.get(key)
+        if found is None:
+            said = _trimmed(order, self._plain), _trimmed((*state, *order), self._state), last
+            found = self._numbers[key] = self._said.setdefault(said, len(self._said))
+        return found
 
 
-def _trimmed(order: tuple[int, ...], patterns: list[Pattern]) -> tuple[int, ...]:
+def _trimmed(order: tuple[int, ...], patterns: Iterable[Pattern]) -> tuple[int, ...]:
     """What an order says of patterns: a class counts while one that has it is undecided."""
     kept = []
+    patterns = [*patterns]
     for c in order:
         having = [one for one in patterns if c in one.classes]
         if having and c not in kept:
