@@ -1,4 +1,4 @@
-"""What the planner answers for a case, through its public door."""
+"""What the planner answers for a program, through its public door."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import spmd
 
-from .cases import Case
+from .experts import BOTH
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,9 +19,9 @@ class Candidate:
         name: ``found``, or that of a seed.
         sizes: of the mesh's axes.
         predicted: seconds.
-        seconds: of the compiled program, or None.
+        seconds: of the program, compiled for its hardware; or None.
         estimated: bytes at the peak.
-        peak: the same of the compiled program, or None.
+        peak: the same of the program, compiled for its hardware; or None.
     """
 
     name: str
@@ -44,7 +44,8 @@ class Answer:
         candidates: all that were looked at closely, the answer among them.
         searched: seconds of the search.
         tried: plans that it saw.
-        verified: by what: ``time``, ``bytes`` or nothing.
+        wire: bytes that a device sends in a call, as compiled where virtual CPU devices stand in.
+        told: the same as Shardy tells it; None elsewhere.
     """
 
     sizes: Mapping[str, int]
@@ -54,41 +55,70 @@ class Answer:
     candidates: Sequence[Candidate]
     searched: float
     tried: int
-    verified: str
+    wire: int = 0
+    told: int | None = None
 
 
-def answer(
-    case: Case,
-    where: str,
+def answered(
+    function: Any,
+    args: Sequence[Any],
+    options: Mapping[str, Any],
+    where: Any,
     *,
     memory: str | None = None,
     seeds: bool = True,
     top: int = 3,
-    axes: Sequence[str] = ("data", "model"),
+    axes: Sequence[str] = BOTH,
+    chip: Any = None,
 ) -> Answer:
-    """Plans a case for a topology, whose mesh shapes are free."""
+    """Plans a program.
+
+    Args:
+        function: that is planned.
+        args: descriptions of its arguments.
+        options: of `pjit`.
+        where: a topology, whose mesh shapes are free, or a mesh.
+        memory: of a device, as text; by default what the chip has.
+        seeds: whether experts are starts of the search.
+        top: how many layouts are compiled.
+        axes: names of the mesh axes.
+        chip: that virtual CPU devices stand in for.
+    """
     plan: Any = spmd.plan(
-        case.step, *case.args, topology=where, axes=axes, memory=memory, top=top, seeds=seeds,
-        cache=False, **case.options,
+        function, *args, topology=where, axes=axes, memory=memory, top=top, seeds=seeds,
+        chip=chip, cache=False, progress=False, **options,
     )  # fmt: skip
-    found = [
-        Candidate(
-            name=one.name,
-            sizes=dict(one.axes),
-            predicted=one.predicted,
-            seconds=one.seconds if one.verified else None,
-            estimated=one.estimated_peak,
-            peak=one.peak if one.verified else None,
-        )
-        for one in plan.candidates
-    ]
+    if chip is not None:
+        return _standing_in(plan, spmd.pjit(function, plan=plan, **options).lower(*args), chip)
+    return _answer(plan, plan.seconds)
+
+
+def _standing_in(plan: Any, lowered: Any, chip: str) -> Answer:
+    """What a chip would take for the program of virtual CPU devices, as experts' times are."""
+    before, after = spmd.preview(lowered), spmd.report(lowered, chip=chip)
+    assert after.time is not None
+    found = _answer(plan, after.time.seconds)
+    return dataclasses.replace(found, wire=after.total.wire_bytes, told=before.total.wire_bytes)
+
+
+def _answer(plan: Any, seconds: float) -> Answer:
     return Answer(
         sizes=dict(plan.axes),
         predicted=plan.predicted,
-        seconds=plan.seconds,
+        seconds=seconds,
         peak=plan.memory,
-        candidates=found,
+        candidates=[*map(_candidate, plan.candidates)],
         searched=plan.searched,
         tried=plan.tried,
-        verified=plan.chosen.verified,
+    )
+
+
+def _candidate(one: Any) -> Candidate:
+    return Candidate(
+        name=one.name,
+        sizes=dict(one.axes),
+        predicted=one.predicted,
+        seconds=one.seconds if one.verified == "time" else None,
+        estimated=one.estimated_peak,
+        peak=one.peak if one.verified == "time" else None,
     )
