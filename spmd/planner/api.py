@@ -213,10 +213,11 @@ def plan_program(
     graph = graph_of(module, subject=subject)
     labels = asked.class_names(graph, wish.classes, subject)
     axes = [*dict.fromkeys(axis for mesh in meshes for axis in mesh.shape)]
+    keeps = _fixed(specs, graph, len(ins))
     rules = Rules(
         budget=on.budget,
         never=asked.never_pairs(wish.never, graph, labels, axes, subject),
-        fixed=_fixed(specs, graph, len(ins)),
+        fixed=keeps,
         deadline=None if wish.timeout is None else time.monotonic() + wish.timeout,
     )
     options = {"top": wish.top, "seeds": wish.seeds, "seed": wish.seed}
@@ -231,7 +232,7 @@ def plan_program(
         on,
         (ins, outs),
         fixed={names[i] for i in specs},
-        keeps=rules.fixed,
+        keeps=keeps,
         labels=labels,
         name=name,
         versions=versions(),
