@@ -23,6 +23,7 @@ from spmd.errors import (
     OptionError as OptionError,
     OutOfMemoryError as OutOfMemoryError,
     PlanError as PlanError,
+    PlanMemoryError as PlanMemoryError,
     RecoveryError as RecoveryError,
     ReportError as ReportError,
     ShardingError as ShardingError,

@@ -77,6 +77,10 @@ class PlanError(SpmdError, ValueError):
     """No plan is possible as it was asked for, or a plan is of another program, mesh or version."""
 
 
+class PlanMemoryError(PlanError):
+    """No layout of a program keeps to the memory of its devices."""
+
+
 class ReportError(SpmdError, ValueError):
     """Something is no report, or nothing that this version can read, write or report on."""
 

@@ -493,7 +493,7 @@ def test_leaf_is_no_spec(leaf, given, got, fix):
         f"""
         pjit of `step` cannot read in_axis_resources[0]['y'].
           given     {given}
-          expected  a PartitionSpec, None, a sharding, or FROM_ARRAY for an input
+          expected  a PartitionSpec, None, a sharding, AUTO, or FROM_ARRAY for an input
           got       {got}
           fix       {fix}
         """,
@@ -508,12 +508,12 @@ def test_leaves_are_no_specs():
         """
         pjit of `step` cannot read out_axis_resources[0].
           given     'data'
-          expected  a PartitionSpec, None, a sharding, or FROM_ARRAY for an input
+          expected  a PartitionSpec, None, a sharding, AUTO, or FROM_ARRAY for an input
           got       str
           fix       write P('data')
         pjit of `step` cannot read out_axis_resources[1].
           given     'model'
-          expected  a PartitionSpec, None, a sharding, or FROM_ARRAY for an input
+          expected  a PartitionSpec, None, a sharding, AUTO, or FROM_ARRAY for an input
           got       str
           fix       write P('model')
         """,

@@ -87,7 +87,7 @@ def _plan(args: argparse.Namespace) -> int:
             found = spmd.plan(
                 function, *values, topology=args.topology, mesh=axes, progress=progress, **wish
             )
-    except spmd.PlanError as error:
+    except spmd.PlanMemoryError as error:
         print(f"spmd: {error}", file=sys.stderr)
         return FAILED
     _answer(args, found)

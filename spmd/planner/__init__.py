@@ -19,10 +19,12 @@ In the order of reading:
 - `saying`: what a layout says of some classes, so that equal ones need one look.
 - `estimate`: what a layout costs, from all of these, in under a millisecond.
 - `experts`: what people do by hand, found in the structure of a program.
+- `moves`: the layouts that are next to one, and those that say the same.
 - `search`: the layouts that are worth a look.
 - `verify`: the program that is planned, lowered with places and pins.
 - `written`: the specs that a user gave to the function that is planned.
 - `choose`: all of it, from a program and meshes to the layouts that were compiled.
+- `prices`: what other places of an argument would cost.
 - `inside`: what a person pastes, worked out when it is first asked for.
 - `recorded`: the record of a plan.
 - `plans`: what a plan can do, once it is made.

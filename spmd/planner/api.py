@@ -104,7 +104,8 @@ def plan(
         A :class:`Plan`: ``print`` it, run it with ``pjit(f, plan=plan)``, paste ``plan.code()``.
 
     Raises:
-        PlanError: Nothing fits the memory, or there is nothing to split.
+        PlanMemoryError: Nothing fits the memory.
+        PlanError: There is nothing to split.
         ArgumentError: A path, a dimension or an option is not known.
         MeshError: There is no mesh and no topology, or no such topology.
         OptionError: A number or a size cannot be read.
@@ -212,10 +213,11 @@ def plan_program(
     graph = graph_of(module, subject=subject)
     labels = asked.class_names(graph, wish.classes, subject)
     axes = [*dict.fromkeys(axis for mesh in meshes for axis in mesh.shape)]
+    keeps = _fixed(specs, graph, len(ins))
     rules = Rules(
         budget=on.budget,
         never=asked.never_pairs(wish.never, graph, labels, axes, subject),
-        fixed=_fixed(specs, graph, len(ins)),
+        fixed=keeps,
         deadline=None if wish.timeout is None else time.monotonic() + wish.timeout,
     )
     options = {"top": wish.top, "seeds": wish.seeds, "seed": wish.seed}
@@ -230,6 +232,7 @@ def plan_program(
         on,
         (ins, outs),
         fixed={names[i] for i in specs},
+        keeps=keeps,
         labels=labels,
         name=name,
         versions=versions(),

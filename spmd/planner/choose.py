@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import math
-import random
 import time
 from typing import Any, NamedTuple
 import warnings
@@ -22,7 +21,7 @@ from spmd.inspection.records.plan import Entries, Pin
 from spmd.inspection.records.report import Report
 from spmd.inspection.shardy.passes import module_of
 from spmd.inspection.timing.chips import Chip
-from spmd.planner.estimate import Estimate
+from spmd.planner.estimate import Estimate, Estimator
 from spmd.planner.experts import experts
 from spmd.planner.graph import graph_of
 from spmd.planner.layout import Layout
@@ -39,7 +38,6 @@ _LOOKED_AT = 24
 """Layouts that the second tier looks at, of all meshes together."""
 _OF_EACH = 3
 """Of each mesh at least so many."""
-_RANDOM_STARTS = 4
 _NEAR = 1.2
 """Up to so many times the best prediction, what is unlike comes before what is alike."""
 
@@ -171,7 +169,7 @@ def choose(
         rules: what a layout may do.
         top: how many are compiled, beside the best experts.
         seeds: whether experts are starts of the search, and compiled too.
-        seed: of random starts.
+        seed: of what the search tries at random.
         written: the program as its user wrote it, for meshes that it is for.
         tell: is told how far it is.
     """
@@ -223,26 +221,14 @@ class _Looking:
             graph = graph_of(module_of(lowered, subject="plan"), subject="plan")
             known = experts(graph, sizes) if self.seeds else {}
             known = {name: one for name, one in known.items() if self.rules.allow(one)}
-            starts = [*known.values(), *self._random(graph, sizes)]
             machine = Machine(self.chip, links, sizes)
-            found = search(graph, machine, self.rules, starts=starts, saw=self._saw)
-            self.choices += self._kept(found, known, graph, mesh)
-
-    def _random(self, graph: Graph, sizes: Mapping[str, int]) -> Iterator[Layout]:
-        draw = random.Random(self.seed)
-        classes = [*graph.sizes]
-        for _ in range(_RANDOM_STARTS if len(classes) > 1 else 0):
-            yield Layout.of(
-                {
-                    axis: [
-                        c
-                        for c in draw.sample(classes, min(3, len(classes)))
-                        if graph.sizes[c] % size == 0 and (c, axis) not in self.rules.never
-                    ]
-                    for axis, size in sizes.items()
-                    if size > 1
-                }
+            found = search(
+                graph, machine, self.rules, starts=known.values(), seed=self.seed, saw=self._saw
             )
+            estimate = Estimator(graph, machine, self.rules.fixed)
+            costs = {name: estimate(layout) for name, layout in known.items()}
+            named = {name: Candidate(known[name], cost, 0.0) for name, cost in costs.items()}
+            self.choices += self._kept(found, named, graph, mesh)
 
     def _saw(self, one: Candidate) -> None:
         self.tried += 1
@@ -251,10 +237,9 @@ class _Looking:
         self.tell(Progress(self.tried, self.best, ""))
 
     def _kept(
-        self, found: Sequence[Candidate], known: Mapping[str, Layout], graph: Graph, mesh: Any
+        self, found: Sequence[Candidate], known: Mapping[str, Candidate], graph: Graph, mesh: Any
     ) -> Iterator[Choice]:
         """The best candidates that place arrays otherwise than those before, and all experts."""
-        estimates = {one.layout: one for one in found}
         seen: set[Any] = set()
         for one in found:
             choice = self._choice(FOUND, one, graph, mesh)
@@ -263,9 +248,8 @@ class _Looking:
                 yield choice
             if len(seen) == _LOOKED_AT:
                 break
-        for name, layout in known.items():
-            if layout in estimates:
-                yield self._choice(name, estimates[layout], graph, mesh)
+        for name, one in known.items():
+            yield self._choice(name, one, graph, mesh)
 
     def _choice(self, name: str, one: Candidate, graph: Graph, mesh: Any) -> Choice:
         ins, outs = entries_of(graph, one.layout, mesh.shape, self.rules.fixed)
@@ -326,8 +310,12 @@ class _Looking:
                 if not self._compile(i):
                     return
         # Where none of these keeps to the memory, the smallest ones may.
-        left = [i for i, one in enumerate(self.choices) if not one.report and not one.failure]
-        for i in sorted(left, key=lambda i: self.choices[i].peak)[: self.top]:
+        left = {
+            one.peak: i
+            for i, one in reversed([*enumerate(self.choices)])
+            if not one.report and not one.failure
+        }
+        for _, i in sorted(left.items())[: self.top]:
             if any(one.report and one.fits(self.rules.budget) for one in self.choices):
                 return
             if not self._compile(i):

@@ -58,14 +58,15 @@ def _argument_names(traced: stages.Traced, count: int) -> Iterator[str]:
 def _options(traced: stages.Traced) -> Iterator[tuple[str, Any]]:
     """Options of `pjit` that are not the default."""
     params, call = traced._signature.params, traced._call
-    for name, value in (
+    found: tuple[tuple[str, Any], ...] = (
         ("static_argnums", params.static_nums),
         ("static_argnames", () if params.static_nums else params.static_names),
         ("donate_argnums", params.donate_nums),
         ("donate_argnames", () if params.donate_nums else params.donate_names),
         ("keep_unused", call.keep_unused),
         ("compiler_options", dict(call.compiler_options)),
-    ):
+    )
+    for name, value in found:
         if value:
             only = isinstance(value, tuple) and len(value) == 1
             yield name, value[0] if only else value

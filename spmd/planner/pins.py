@@ -6,6 +6,7 @@ The module is a copy. JAX may share the one that it lowered with a function of i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+import math
 from typing import Any
 
 from jax.extend.mlir import ir
@@ -14,24 +15,51 @@ from jax.extend.mlir.dialects import sdy
 from spmd.errors import ArgumentError, Failure
 from spmd.inspection.records.plan import Entries, Pin
 from spmd.inspection.shardy import passes
+from spmd.planner.demand import Demand
 from spmd.planner.graph import numbered
 from spmd.planner.layout import Fixed, Layout, places_of, spec_entries
-from spmd.planner.structure import Graph, pinned
+from spmd.planner.structure import Graph, Operation, pinned
 
 
 def pins_of(
     graph: Graph, layout: Layout, sizes: Mapping[str, int], fixed: Fixed | None = None
 ) -> tuple[Pin, ...]:
-    """What a layout says of each operation that is pinned; arguments may have fixed places."""
+    """What a layout says of each operation that is pinned; arguments may have fixed places.
+
+    What a product takes is put where the product wants it, and not where it lies: a compiler that
+    is to multiply by parts of a weight sends them around, and multiplies by one after the other.
+    """
     places = places_of(graph.tensors, layout, sizes, fixed)
 
-    def entries(i: int) -> Entries:
-        return tuple(spec_entries(places[i], len(graph.tensors[i].shape)))
+    def pin_of(number: int, one: Operation) -> Pin:
+        own = [places[i] for i in one.tensors]
+        if one.flops:
+            wanted = _wanted(one, layout, sizes, own, graph)
+            own = [*wanted[: one.operands], *own[one.operands :]]
+        ranks = [len(graph.tensors[i].shape) for i in one.tensors]
+        specs = tuple(tuple(spec_entries(at, n)) for at, n in zip(own, ranks, strict=True))
+        return Pin(number, f"stablehlo.{one.name}", specs)
 
-    return tuple(
-        Pin(number, f"stablehlo.{one.name}", tuple(entries(i) for i in one.tensors))
-        for number, one in pinned(graph)
-    )
+    return tuple(pin_of(number, one) for number, one in pinned(graph))
+
+
+def _wanted(
+    one: Operation,
+    layout: Layout,
+    sizes: Mapping[str, int],
+    places: Sequence[Mapping[str, int]],
+    graph: Graph,
+) -> list[dict[str, int]]:
+    """By operand and result, the dimension that each axis splits while an operation runs."""
+    nbytes = [
+        graph.tensors[i].nbytes / math.prod(sizes[axis] for axis in at)
+        for i, at in zip(one.tensors, places, strict=True)
+    ]
+    chosen = Demand(one, layout, sizes, places, nbytes).chosen
+    return [
+        {axis: names.index(name) for axis, name in chosen.items() if name in names}
+        for names in one.factors
+    ]
 
 
 class MisfitError(Exception):

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from typing import Any
 
-from spmd.errors import Failure, PlanError
+from spmd.errors import Failure, PlanMemoryError
 from spmd.inspection.compile.timed import links_of
 from spmd.inspection.records.plan import Candidate, Entries, Placed, Plan
 from spmd.inspection.records.report import Shape
@@ -15,7 +15,9 @@ from spmd.inspection.records.sizes import show_bytes
 from spmd.planner.asked import Hardware, label_of
 from spmd.planner.choose import Choice, Chosen
 from spmd.planner.estimate import Estimator
+from spmd.planner.layout import Fixed
 from spmd.planner.machine import Machine
+from spmd.planner.prices import prices_of
 
 
 def recorded(
@@ -24,6 +26,7 @@ def recorded(
     leaves: tuple[Sequence[Placed], Sequence[Placed]],
     *,
     fixed: Collection[str],
+    keeps: Fixed,
     labels: Mapping[str, int],
     **known: Any,
 ) -> Plan:
@@ -34,6 +37,7 @@ def recorded(
         on: what it is for.
         leaves: arguments and results, without places.
         fixed: names of those whose places the user gave.
+        keeps: their places.
         labels: classes that the user named.
         **known: fields that do not depend on what was found.
     """
@@ -44,7 +48,7 @@ def recorded(
         device_kind=best.mesh.devices.flat[0].device_kind,
         chip=on.chip.name,
         budget=on.budget,
-        arguments=_placed(leaves[0], best.ins, fixed),
+        arguments=_priced(_placed(leaves[0], best.ins, fixed), best, on, keeps),
         results=_placed(leaves[1], best.outs, fixed),
         pins=best.pins,
         candidates=tuple(_candidate(one, labels) for one in found.choices[:_MOST]),
@@ -73,6 +77,20 @@ def _placed(
     )
 
 
+def _priced(
+    arguments: tuple[Placed, ...], best: Choice, on: Hardware, keeps: Fixed
+) -> tuple[Placed, ...]:
+    sizes = dict(best.mesh.shape)
+    links, _ = links_of(on.chip, [*best.mesh.devices.flat], sizes)
+    prices = [*prices_of(best, Machine(on.chip, links, sizes), keeps).items()] if links else []
+    by_tensor = [found for _, found in sorted(prices)]
+    own = by_tensor[len(by_tensor) - len(arguments) :] or [()] * len(arguments)
+    return tuple(
+        one if one.is_fixed else dataclasses.replace(one, prices=found)
+        for one, found in zip(arguments, own, strict=True)
+    )
+
+
 def _candidate(one: Choice, labels: Mapping[str, int]) -> Candidate:
     report, estimate = one.report, one.estimate
     compute, memory = (estimate.compute, estimate.memory) if estimate else (0.0, 0.0)
@@ -80,12 +98,12 @@ def _candidate(one: Choice, labels: Mapping[str, int]) -> Candidate:
         name=one.name,
         axes=dict(one.mesh.shape),
         orders=_orders(one, labels),
-        estimated=estimate.seconds if estimate else one.predicted,
+        estimated=float(estimate.seconds if estimate else one.predicted),
         estimated_peak=round(estimate.peak) if estimate else 0,
-        compute=compute,
-        memory=memory,
-        exchange=one.predicted - compute - memory,
-        predicted=one.predicted,
+        compute=float(compute),
+        memory=float(memory),
+        exchange=float(one.predicted - compute - memory),
+        predicted=float(one.predicted),
         sent=report.total.wire_bytes if report else one.sent,
         time=report.time if report else None,
         peak=report.memory.peak if report and report.memory else one.needed,
@@ -107,7 +125,8 @@ def nothing_fits(plan: Plan, on: Hardware, choices: Sequence[Choice]) -> Failure
     nearest, budget = plan.chosen, on.budget or 0
     largest = sorted(plan.arguments, key=lambda one: -_local_bytes(one, plan.axes))[:3]
     held = [f"{one.name} {show_bytes(_local_bytes(one, plan.axes))}" for one in largest]
-    buffers = plan.report.buffers[:1] if plan.report else ()
+    memory = plan.report.memory if plan.report else None
+    buffers = memory.buffers[:1] if memory else ()
     held += [f"inside {one.name} {show_bytes(one.nbytes)}" for one in buffers]
     enough = _enough(choices, on)
     return Failure(
@@ -119,7 +138,7 @@ def nothing_fits(plan: Plan, on: Hardware, choices: Sequence[Choice]) -> Failure
         f"largest on a device: {', '.join(held)}",
         fix=(f"take {enough}, by the estimate; or " if enough else "")
         + "take a smaller batch, donate what is returned, or recompute with jax.checkpoint",
-        error=PlanError,
+        error=PlanMemoryError,
     )
 
 
@@ -138,13 +157,16 @@ _MOST_TIMES = 64
 def _enough(choices: Sequence[Choice], on: Hardware) -> str:
     """The fewest devices, in doublings, on which a layout that was looked at would fit."""
     layouts = [one for one in choices if one.layout][:_MOST]
+    known = [one.peak / one.estimate.peak for one in layouts if one.report and one.estimate]
+    # What the compiler needed more than the estimate, it will need there.
+    budget = (on.budget or 0) / max(1.0, min(known, default=1.0))
     times = 2
-    while times <= _MOST_TIMES and on.budget:
+    while times <= _MOST_TIMES:
         for one in layouts:
             for axis, size in one.mesh.shape.items():
                 sizes = {**one.mesh.shape, axis: size * times}
                 links, _ = links_of(on.chip, [], sizes)
-                if one.layout and links and _peak(one, Machine(on.chip, links, sizes)) <= on.budget:
+                if links and _peak(one, Machine(on.chip, links, sizes)) <= budget:
                     return f"{math.prod(sizes.values())} devices ({_show(sizes)})"
         times *= 2
     return ""

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import re
 from typing import Any
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,10 @@ class Program:
                 out_axis_resources=resources(outs, len(call.out_axis_resources)),
             )
         traced._placed = (None,) * len(traced._placed)
-        return traced.lower()
+        with warnings.catch_warnings():
+            # Layouts that nobody asked for may find no use for what is donated.
+            warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+            return traced.lower()
 
 
 def resources(specs: Sequence[P] | None, count: int) -> tuple[Any, ...]:
@@ -194,5 +198,5 @@ def _dtype(aval: Any) -> str:
     """XLA's name of an element type; of keys, that of what they are made of."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return "u32"
-    kind, size, rest = re.fullmatch(r"([a-z]+)(\d*)(.*)", aval.dtype.name).groups()
+    kind, size, rest = re.findall(r"([a-z]+)(\d*)(.*)", aval.dtype.name)[0]
     return "pred" if kind == "bool" else _LETTERS[kind] + size + rest.replace("_", "")

@@ -1,248 +1,119 @@
-"""The planner's answers beside those of experts, every figure against its target."""
+"""The planner's answers beside those of experts, every figure against its target.
+
+Every line is printed as soon as it is known. Experts and plans are compiled for described hardware;
+on virtual CPU devices their programs have no time of their own, and that of a v5e stands in.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-import dataclasses
+from collections.abc import Iterator, Sequence
 import itertools
 import math
-import statistics
+from typing import Any
 
-import numpy as np
+from spmd.inspection.records.sizes import parse_bytes
 
-from .plans import compiled, planned
+from .plans import compiled, planned, published
 from .plans.cases import CASES, Case, built
-from .plans.compiled import Figures
-from .plans.planned import Answer, Candidate
+from .plans.compiled import Figures, is_fixed, place_of
+from .plans.outcome import Found, shape_of, table
 
 HEADER = f"{'':34} {'mesh':>6} {'ms':>9} {'GiB':>7}"
-SEEDED, SHARE, BARE = 1.00, 0.95, 1.05
-PEAK, ORDER, TIME = 0.15, 0.9, 0.15
-SEARCH, SLOW = 10.0, 30.0
-_FEW, _SOME = 4, 16
+_TOP = 3
 _GIB = 2**30
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What the planner answered for a case, and the expert that it has to reach.
-
-    Attributes:
-        case: that was planned.
-        where: the topology.
-        budget: bytes, as text.
-        seeds: whether it began from layouts of experts, too.
-        answer: the plan, or None where there was none.
-        expert: the best one that keeps to the budget, or None.
-    """
-
-    case: Case
-    where: str
-    budget: str | None
-    seeds: bool
-    answer: Answer | None
-    expert: Figures | None
-
-    @property
-    def ratio(self) -> float:
-        """Of the compiled times, the expert's below."""
-        if self.answer is None:
-            return math.inf
-        return self.answer.seconds / (self.expert.seconds if self.expert else math.inf)
-
-    @property
-    def chips(self) -> int:
-        """Of the topology."""
-        return math.prod(self.answer.sizes.values()) if self.answer else 0
-
-    @property
-    def keeps(self) -> bool:
-        """To the budget, as compiled."""
-        limit = planned.nbytes(self.budget) if self.budget else math.inf
-        return self.answer is not None and self.answer.peak <= limit
-
-    def __str__(self) -> str:
-        name = f"plan{', seeds' if self.seeds else ''}{f', {self.budget}' if self.budget else ''}"
-        if self.answer is None:
-            return f"  {name:32} none"
-        plan = self.answer
-        missed = "" if self.ratio <= (SEEDED if self.seeds else BARE) else "  MISSED"
-        beside = "no expert fits"
-        if self.expert:
-            beside = f"{self.ratio:.2f} of {self.expert.expert.name}{missed}"
-        return (
-            f"  {name:32} {_mesh(plan.sizes):>6} {plan.seconds * 1e3:9.2f} {plan.peak / _GIB:7.2f}"
-            f"  predicted {plan.predicted * 1e3:.2f}; {beside}"
-            f"{'' if self.keeps else '  OVER ITS BUDGET'}; {plan.searched:.1f} s"
-        )
+def names() -> list[str]:
+    """Of all cases and published runs."""
+    return [*CASES, *published.names()]
 
 
-def run(names: Sequence[str], where: str | None, *, quick: bool = False) -> Iterator[str]:
+def run(chosen: Sequence[str], where: str | None, *, quick: bool = False) -> Iterator[str]:
     """Lines as they are found, then the table of all figures.
 
     Args:
-        names: of cases; none for all.
+        chosen: names of cases and published runs; none for all.
         where: a topology, instead of those of a case.
         quick: one mesh for each expert, one compile for a plan, no seeds and no budgets.
     """
     found: list[Found] = []
-    for case in map(built, names or CASES):
-        for place in [where] if where else case.topologies[: 1 if quick else None]:
-            yield f"\n{case.name} on {place}"
-            for one in _case(case, place, quick):
-                if isinstance(one, Found):
-                    found.append(one)
-                yield str(one)
+    for name in chosen or names():
+        for one in _lines(name, where, quick):
+            if isinstance(one, Found):
+                found.append(one)
+            yield str(one)
     yield from table(found)
+
+
+def _lines(name: str, where: str | None, quick: bool) -> Iterator[str | Found]:
+    if name not in CASES:
+        yield f"\n{name}, published"
+        yield from _published(name, quick)
+        return
+    case = built(name)
+    for place in [where] if where else case.topologies[: 1 if quick else None]:
+        yield f"\n{name} on {place}"
+        yield from _case(case, place, quick)
 
 
 def _case(case: Case, where: str, quick: bool) -> Iterator[str | Found]:
     experts = []
-    for one in compiled.compiled(case, where, most=1 if quick else 2):
+    for one in compiled.compiled(case, where, most=1 if quick else 0):
         experts.append(one)
         yield _expert_line(one)
-    budgets = [None] if quick or case.budget is None else [None, case.budget]
+    budgets = [None] if quick or is_fixed(where) or not case.budget else [None, case.budget]
     for budget, seeds in itertools.product(budgets, [False] if quick else [True, False]):
-        limit = planned.nbytes(budget) if budget else None
+        limit = parse_bytes(budget) if budget else None
         fitting = [one for one in experts if one.seconds and one.fits(limit)]
         best = min(fitting, key=lambda one: one.seconds or math.inf, default=None)
         answer = None
         try:
-            answer = planned.answer(case, where, memory=budget, seeds=seeds, top=1 if quick else 3)
+            answer = _answer(case, where, budget, seeds, 1 if quick else _TOP)
         except Exception as e:  # the other cases are to be seen all the same
             yield f"  no plan: {type(e).__name__}: {str(e)[:500]}"
-        yield Found(case=case, where=where, budget=budget, seeds=seeds, answer=answer, expert=best)
+        yield Found(
+            name=case.name,
+            where=where,
+            is_unrolled=case.is_unrolled,
+            budget=budget,
+            seeds=seeds,
+            answer=answer,
+            expert=best,
+        )
+
+
+def _answer(case: Case, where: str, budget: str | None, seeds: bool, top: int) -> Any:
+    place, fixed = place_of(where), is_fixed(where)
+    return planned.answered(
+        case.step,
+        case.args,
+        case.options,
+        place if fixed else where,
+        memory=budget,
+        seeds=seeds,
+        top=top,
+        axes=[*place.shape],
+        chip=compiled.STANDING_IN if fixed else None,
+    )
+
+
+def _published(name: str, quick: bool) -> Iterator[str | Found]:
+    """A run as MaxText laid it out, and as it is planned."""
+    for seeds in [False] if quick else [True, False]:
+        try:
+            own, answer = published.found(name, top=1 if quick else _TOP, seeds=seeds)
+        except Exception as e:
+            yield f"  no plan: {type(e).__name__}: {str(e)[:500]}"
+            continue
+        if seeds or quick:
+            yield _expert_line(own)
+        yield Found(
+            name=name, where=published.topology_of(name), seeds=seeds, answer=answer, expert=own
+        )
 
 
 def _expert_line(one: Figures) -> str:
-    mesh = _mesh(one.sizes)
+    mesh = shape_of(one.sizes)
     if one.seconds is None or one.peak is None:
         return f"  {one.expert.name:32} {mesh:>6} does not fit"
     return f"  {one.expert.name:32} {mesh:>6} {one.seconds * 1e3:9.2f} {one.peak / _GIB:7.2f}"
-
-
-def _mesh(sizes: Mapping[str, int]) -> str:
-    return "x".join(map(str, sizes.values()))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Figure:
-    """A figure of all cases beside its target.
-
-    Attributes:
-        what: it says.
-        value: of it, as text.
-        target: likewise.
-        reached: whether it is; None where nothing was measured.
-    """
-
-    what: str
-    value: str
-    target: str
-    reached: bool | None
-
-    def __str__(self) -> str:
-        state = {True: "ok", False: "MISSED", None: "not measured"}[self.reached]
-        return f"  {self.what:52} {self.value:>18}   {self.target:>8}   {state}"
-
-
-def table(found: Sequence[Found]) -> Iterator[str]:
-    """All figures of sections 4 and 5 of the issue."""
-    yield f"\n  {'':52} {'':>18}   {'target':>8}"
-    for one in (*_ratios(found), *_budgets(found), *_predictions(found), *_searches(found)):
-        yield str(one)
-
-
-def _ratios(found: Sequence[Found]) -> Iterator[Figure]:
-    for seeds, target in ((True, SEEDED), (False, BARE)):
-        ratios = [one.ratio for one in found if one.seeds is seeds and one.expert]
-        within = sum(ratio <= target for ratio in ratios)
-        name = "with seeds" if seeds else "search alone"
-        yield _all(f"compiled time by the best expert's, {name}", within, ratios, f"{target:.2f}")
-    ratios = [one.ratio for one in found if one.seeds and one.expert]
-    below = sum(ratio <= SHARE for ratio in ratios)
-    yield Figure(
-        f"cases at {SHARE} of it or below, with seeds",
-        f"{below} of {len(ratios)}",
-        "a third",
-        below >= len(ratios) / 3 if ratios else None,
-    )
-    bare = [one.ratio for one in found if not one.seeds and one.expert]
-    yield Figure(
-        "the same of the search alone",
-        f"{sum(ratio <= SHARE for ratio in bare)} of {len(bare)}",
-        "",
-        bool(bare) or None,
-    )
-
-
-def _all(what: str, within: int, figures: Sequence[float], target: str) -> Figure:
-    worst = f", worst {max(figures):.2f}" if figures else ""
-    value = f"{within} of {len(figures)}{worst}"
-    return Figure(what, value, target, within == len(figures) if figures else None)
-
-
-def _budgets(found: Sequence[Found]) -> Iterator[Figure]:
-    held = [one.keeps for one in found if one.budget]
-    value = f"{sum(held)} of {len(held)}"
-    yield Figure("plans that keep to their budget", value, "all", all(held) if held else None)
-
-
-def _predictions(found: Sequence[Found]) -> Iterator[Figure]:
-    """Of peaks and times, over all candidates that were compiled."""
-    by_case = _compiled(found)
-    every = [one for candidates in by_case.values() for one in candidates]
-    peaks = [abs(one.estimated / one.peak - 1) for one in every if one.peak]
-    yield _median("error of the predicted peak, median", peaks, PEAK)
-    times = [abs(one.predicted / one.seconds - 1) for one in every if one.seconds]
-    yield _median("error of the predicted time, median", times, TIME)
-    orders = [_spearman(one) for one in by_case.values() if len(one) >= _FEW]
-    within = sum(order >= ORDER for order in orders)
-    worst = f", worst {min(orders):.2f}" if orders else ""
-    yield Figure(
-        "Spearman of predicted and compiled time, by case",
-        f"{within} of {len(orders)}{worst}",
-        f"{ORDER}",
-        within == len(orders) if orders else None,
-    )
-
-
-def _median(what: str, errors: Sequence[float], target: float) -> Figure:
-    if not errors:
-        return Figure(what, "", f"{target:.0%}", None)
-    found = statistics.median(errors)
-    return Figure(what, f"{found:.1%} of {len(errors)}", f"{target:.0%}", found <= target)
-
-
-def _compiled(found: Iterable[Found]) -> dict[tuple[str, str], list[Candidate]]:
-    """The different candidates of each case and topology that were compiled."""
-    by_case: dict[tuple[str, str], dict[tuple, Candidate]] = {}
-    for one in found:
-        for each in one.answer.candidates if one.answer else ():
-            if each.seconds:
-                key = (*each.sizes.items(), each.predicted, each.seconds)
-                by_case.setdefault((one.case.name, one.where), {})[key] = each
-    return {key: [*candidates.values()] for key, candidates in by_case.items()}
-
-
-def _spearman(candidates: Sequence[Candidate]) -> float:
-    columns = ([one.predicted for one in candidates], [one.seconds for one in candidates])
-    a, b = (np.argsort(np.argsort(column)) for column in columns)
-    return float(np.corrcoef(a, b)[0, 1])
-
-
-def _searches(found: Sequence[Found]) -> Iterator[Figure]:
-    """Seconds of a search over all mesh shapes."""
-    groups = (
-        ("search, scanned, to 16 chips, s", SEARCH, False, False),
-        ("search, unrolled, to 16 chips, s", SLOW, True, False),
-        ("search, more chips, s", SLOW, False, True),
-    )
-    for name, target, *belongs in groups:
-        every = [
-            one.answer.searched
-            for one in found
-            if one.answer and [one.case.is_unrolled, one.chips > _SOME] == belongs
-        ]
-        within = sum(seconds <= target for seconds in every)
-        yield _all(name, within, every, f"{target:.0f}")

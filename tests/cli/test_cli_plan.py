@@ -49,7 +49,7 @@ def _here(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(options, "set_device_count", lambda count: None)
     monkeypatch.setenv("SPMD_PLAN_CACHE", "")
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "100")  # of the table, and not of a line in a log
     yield tmp_path
     sys.modules.pop("a_planned", None)
 
@@ -94,8 +94,9 @@ def _asked(monkeypatch, planned):
     def plan(f, *args, progress, **wish):
         asked.append((f.__name__, args, wish))
         progress(Progress(12, None, ""))
-        progress(Progress(2842, 0.0043, "FSDP on data=8, model=1"))
-        progress(Progress(2842, 0.0041, "FSDP on data=8, model=1"))
+        what = "Megatron, axes swapped on data=8, model=1"
+        progress(Progress(2842, 0.0043, what))
+        progress(Progress(2842, 0.0041, what))
         return planned
 
     monkeypatch.setattr(spmd, "plan", plan, raising=False)
@@ -221,13 +222,15 @@ def test_json_and_code_instead(planned, asked, capsys):
     assert caught.value.code == 2
 
 
-def test_lines_of_a_log(asked, capsys):
+def test_lines_of_a_log(asked, capsys, monkeypatch):
     """A log has a line when it begins, for each compile and at the end; none if so wished."""
+    monkeypatch.setenv("COLUMNS", "40")
     assert run(*ON_CPUS) == 0
     lines = capsys.readouterr().err.splitlines()
     assert lines[:2] == [
         "planning a_planned:step ...",
-        "2,842 plans tried; best so far 4.30 ms; compiling FSDP on data=8, model=1",
+        "2,842 plans tried; best so far 4.30 ms; compiling Megatron, axes swapped on "
+        "data=8, model=1",
     ]
     assert len(lines) == 3
     assert lines[2].startswith("planning a_planned:step: ")

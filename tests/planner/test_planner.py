@@ -244,6 +244,23 @@ def test_a_planned_program_computes_the_same(mlp, mesh):
         np.testing.assert_allclose(got[name], value, rtol=1e-4, atol=1e-6)
 
 
+def test_a_product_takes_whole_weights_under_fsdp(mlp, mesh):
+    """FSDP splits weights by their width, and gathers them for products of split rows."""
+    of = classes(mlp)
+    layout = Layout.of({"data": [of["x:0"], of["x:1"]], "model": []})
+    up = next(i for i, one in enumerate(mlp.tensors) if one.name == "w['up']")
+    pins = {one.number: one for one in pins_of(mlp, layout, dict(mesh.shape))}
+    taken = [
+        pins[one.number].specs[n]
+        for one in mlp.operations
+        if one.flops
+        for n, i in enumerate(one.tensors[: one.operands])
+        if i == up
+    ]
+    assert taken == [((), ())]
+    assert layout.spec(mlp.tensors[up], mesh.shape) == P("data", None)
+
+
 def test_pins_reach_no_other_program(mlp, mesh):
     """The lowered program that pins are given to stays as it is, and so does JAX's own."""
     of = classes(mlp)

@@ -131,9 +131,7 @@ def show_mesh_axis(axis: str, size: int, mesh: Iterable[str]) -> Text:
 
 # Candidates
 
-_CANDIDATES = (
-    Column(title="name"),
-    Column(title="mesh", rank=3),
+_FIGURES = (
     Column(title="compiled", right=True, label="compiled"),
     Column(title="predicted", right=True, rank=2, label="predicted"),
     Column(title="memory", right=True, rank=1, label="memory"),
@@ -144,18 +142,27 @@ _CANDIDATES = (
 
 def _candidates(plan: Plan) -> RenderableType:
     shown = plan.candidates[:MOST_CANDIDATES]
-    rows = (_candidate_row(one, plan) for one in shown)
+    # Meshes of the same axes are told by their sizes, below the names of the axes.
+    alike = {tuple(one.axes) for one in shown} == {tuple(plan.axes)} != {()}
+    title = " x ".join(map(clean, plan.axes)) if alike else "mesh"
+    columns = (Column(title="name"), Column(title=title, rank=3), *_FIGURES)
+    rows = (_candidate_row(one, plan, alike) for one in shown)
     hidden = not_shown(len(plan.candidates) - len(shown), "candidate")
-    return Group(Grid(_CANDIDATES, rows), *hidden)
+    return Group(Grid(columns, rows), *hidden)
 
 
-def _candidate_row(one: Candidate, plan: Plan) -> Row:
+def _sizes(axes: Mapping[str, int]) -> Text:
+    """``8 x 2``, each size in the colour of its axis."""
+    return Text(" x ").join(Text(str(n), axis_style(name, axes)) for name, n in axes.items())
+
+
+def _candidate_row(one: Candidate, plan: Plan, alike: bool) -> Row:
     is_chosen, fits = one is plan.chosen, one.fits(plan.budget)
     timed = one.time if one.verified == "time" else None
     return Row(
         cells=(
             cell(one.name, style="bold" if is_chosen else ""),
-            (show_mesh(one.axes), Text("x".join(map(str, one.axes.values())))),
+            (_sizes(one.axes) if alike else show_mesh(one.axes),),
             cell(show_seconds(timed.seconds) if timed else "", style="bold" * is_chosen),
             cell(show_seconds(one.predicted)),
             cell(show_bytes(one.needed) if one.needed else "", style="" if fits else "red"),
@@ -184,9 +191,9 @@ def _waits(one: Candidate, axes: Iterable[str]) -> Cell:
         )
         for over, seconds in found.items()
     ]
-    more = Text.assemble(pieces[0], f" + {len(pieces) - 1} more")
-    both = (Text("; ").join(pieces), more)
-    return (*both[: len(pieces)], Text(show_seconds(sum(found.values()))))
+    more = [Text.assemble(pieces[0], f" + {len(pieces) - 1}{word}") for word in (" more", "")]
+    short = more if len(pieces) > 1 else []
+    return (Text("; ").join(pieces), *short, Text(show_seconds(sum(found.values()))))
 
 
 # Prices

@@ -32,7 +32,7 @@ def showing(what: str, *, lines: bool = False) -> Iterator[Callable[[str], None]
         return
     say = console.print if lines else _nothing
     say(f"{what} ...", markup=False)
-    yield lambda text: say(text, markup=False)
+    yield lambda text: say(text, markup=False, soft_wrap=True)  # a log breaks no line
     say(f"{what}: {time.monotonic() - start:.1f} s", markup=False)
 
 

@@ -91,7 +91,8 @@ def splash(q: Any, k: Any, v: Any, keep: Bare) -> Any:
         for one, name in zip((q, k, v), _HEADS, strict=True)
     ]
     shared = specs[0][2]
-    heads = q.shape[2] // math.prod(mesh.shape[axis] for axis in shared or ())
+    axes = (shared,) if isinstance(shared, str) else shared or ()
+    heads = q.shape[2] // math.prod(mesh.shape[axis] for axis in axes)
     # Keys that are whole beside queries that are split: each device takes those of its own.
     if specs[1][2] != shared:
         k, v = (jnp.repeat(one, q.shape[2] // k.shape[2], axis=2) for one in (k, v))

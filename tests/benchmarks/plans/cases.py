@@ -100,7 +100,7 @@ _ALL = (
 _NO_SEQUENCE = (
     experts.DATA, experts.ZERO1, experts.FSDP, experts.MEGATRON, experts.FSDP_TENSOR
 )  # fmt: skip
-_EVERYWHERE = "v5e:4x4", "v5e:8x8", "v5p:2x2x4"
+_EVERYWHERE = "v5e:4x4", "v5e:8x8", "v5p:2x2x4", "cpu:8", "cpu:4x2", "cpu:2x2x2"
 
 
 def _decoder(model: Decoder, small: bool, *, own: Any = None, **rest: Any) -> Case:

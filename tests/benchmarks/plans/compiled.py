@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 import dataclasses
 import functools
@@ -44,16 +44,32 @@ class Figures:
         return self.peak is not None and (budget is None or self.peak <= budget)
 
 
-def every_mesh(where: str, axes: Sequence[str] = BOTH) -> list[dict[str, int]]:
-    """All sizes of mesh axes that fill a topology."""
-    count = math.prod(spmd.topology(where).shape.values())
-    sizes = itertools.product(_divisors(count), repeat=len(axes))
-    every = [dict(zip(axes, one, strict=True)) for one in sizes if math.prod(one) == count]
-    return sorted(every, key=lambda one: [*one.values()], reverse=True)
+STANDING_IN = "v5e"
+"""The chip whose figures are used for virtual CPU devices."""
 
 
-def _divisors(count: int) -> list[int]:
-    return [one for one in range(1, count + 1) if not count % one]
+def is_fixed(where: str) -> bool:
+    """Whether a place is a mesh, such as ``cpu:4x2``; else it is a topology with free shapes."""
+    return where.startswith("cpu:")
+
+
+def place_of(where: str, sizes: Mapping[str, int] | None = None) -> Any:
+    """The mesh of a place; of a topology, by default all of it along the first axis."""
+    if not is_fixed(where):
+        count = math.prod(spmd.topology(where).shape.values())
+        return spmd.topology(where, sizes or {"data": count, "model": 1})
+    found = [*map(int, where.removeprefix("cpu:").split("x"))]
+    axes = dict(zip(("data", "model", "more"), found, strict=False))
+    return spmd.topology(f"cpu:{math.prod(found)}", axes)
+
+
+def every_mesh(where: str) -> list[dict[str, int]]:
+    """The sizes of ``data`` and ``model`` that fill a topology; of a mesh, its own."""
+    sizes = dict(place_of(where).shape)
+    if is_fixed(where):
+        return [sizes]
+    count = math.prod(sizes.values())
+    return [{"data": count // m, "model": m} for m in range(1, count + 1) if not count % m]
 
 
 def step_of(case: Case, expert: Expert, mesh: Any) -> Any:
@@ -85,20 +101,21 @@ def shapes(case: Case, expert: Expert, where: str) -> list[dict[str, int]]:
     over = {axes for table in expert.tables for axes in table.values()}
     if over <= {BOTH}:
         rows = case.size("batch")
-        return [next(one for one in every if rows % one["data"] == 0)]
+        return [next((one for one in every if rows % one["data"] == 0), every[-1])]
+    every = [one for one in every if "model" in one]
     least = 2 if "data" in set(expert.weights.values()) else 1
     return [one for one in every if one["model"] > 1 and one["data"] >= least]
 
 
-def compiled(case: Case, where: str, *, most: int = 0, chip: Any = None) -> Iterator[Figures]:
+def compiled(case: Case, where: str, *, most: int = 0) -> Iterator[Figures]:
     """Each expert on each mesh, as they are found.
 
     Args:
         case: the program.
-        where: a topology.
+        where: a topology, or a mesh of virtual CPU devices.
         most: meshes of an expert that are compiled, those of the best previews; 0 for all.
-        chip: whose figures to use, by default those of the devices.
     """
+    chip = STANDING_IN if is_fixed(where) else None
     steps = list(itertools.chain(*(_steps(case, one, where, most) for one in case.experts)))
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         yield from threads.map(lambda step: _figures(*step, chip), steps)
@@ -108,7 +125,7 @@ def _steps(case: Case, expert: Expert, where: str, most: int) -> list[Any]:
     """The lowered steps of an expert that are worth compiling."""
     found = []
     for sizes in shapes(case, expert, where):
-        step = lowered(case, expert, spmd.topology(where, sizes))
+        step = lowered(case, expert, place_of(where, sizes))
         found.append((expert, sizes, step))
     if 0 < most < len(found):
         found.sort(key=lambda one: _preview(one[2]))

@@ -111,8 +111,9 @@ class Expert:
         return [self.activations, self.weights, self.table("state")]
 
     def on(self, sizes: Mapping[str, int]) -> Kept:
-        """For a mesh."""
-        return Kept(self, dict(sizes))
+        """For a mesh; axes that no table knows go with ``data``."""
+        more = tuple(axis for axis in sizes if axis not in ("data", "model"))
+        return Kept(self, dict(sizes), more)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,6 +122,7 @@ class Kept(Bare):
 
     expert: Expert
     sizes: dict[str, int]
+    more: tuple[str, ...] = ()
 
     def activation(self, x: Any, names: str) -> Any:
         """An activation where the expert wants it."""
@@ -146,4 +148,11 @@ class Kept(Bare):
 
     def spec(self, leaf: Any, of: Dims) -> P:
         """Where an array lies."""
-        return spec_of(leaf, of.names, self.expert.table(of.table), self.sizes)
+        table = self.expert.table(of.table)
+        if self.more:
+            table = {name: self._with_more(axes) for name, axes in table.items()}
+        return spec_of(leaf, of.names, table, self.sizes)
+
+    def _with_more(self, axes: Axes) -> Axes:
+        every = (axes,) if isinstance(axes, str) else axes
+        return tuple(b for a in every for b in ((a, *self.more) if a == "data" else (a,)))

@@ -1,16 +1,14 @@
-"""What the planner answers for a case, through its public door."""
+"""What the planner answers for a program, through its public door."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-import re
-import time
 from typing import Any
 
 import spmd
 
-from .cases import Case
+from .experts import BOTH
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +19,9 @@ class Candidate:
         name: ``found``, or that of a seed.
         sizes: of the mesh's axes.
         predicted: seconds.
-        seconds: of the compiled program, or None.
+        seconds: of the program, compiled for its hardware; or None.
         estimated: bytes at the peak.
-        peak: the same of the compiled program, or None.
+        peak: the same of the program, compiled for its hardware; or None.
     """
 
     name: str
@@ -46,7 +44,8 @@ class Answer:
         candidates: all that were looked at closely, the answer among them.
         searched: seconds of the search.
         tried: plans that it saw.
-        verified: by what: ``time``, ``bytes`` or nothing.
+        wire: bytes that a device sends in a call, as compiled where virtual CPU devices stand in.
+        told: the same as Shardy tells it; None elsewhere.
     """
 
     sizes: Mapping[str, int]
@@ -56,86 +55,70 @@ class Answer:
     candidates: Sequence[Candidate]
     searched: float
     tried: int
-    verified: str
+    wire: int = 0
+    told: int | None = None
 
 
-def answer(
-    case: Case,
-    where: str,
+def answered(
+    function: Any,
+    args: Sequence[Any],
+    options: Mapping[str, Any],
+    where: Any,
     *,
     memory: str | None = None,
     seeds: bool = True,
     top: int = 3,
-    axes: Sequence[str] = ("data", "model"),
+    axes: Sequence[str] = BOTH,
+    chip: Any = None,
 ) -> Answer:
-    """Plans a case for a topology, whose mesh shapes are free."""
-    if not hasattr(spmd, "plan"):
-        return _chosen(case, where, memory, top, axes)
+    """Plans a program.
+
+    Args:
+        function: that is planned.
+        args: descriptions of its arguments.
+        options: of `pjit`.
+        where: a topology, whose mesh shapes are free, or a mesh.
+        memory: of a device, as text; by default what the chip has.
+        seeds: whether experts are starts of the search.
+        top: how many layouts are compiled.
+        axes: names of the mesh axes.
+        chip: that virtual CPU devices stand in for.
+    """
     plan: Any = spmd.plan(
-        case.step, *case.args, topology=where, axes=axes, memory=memory, top=top, seeds=seeds,
-        cache=False, **case.options,
+        function, *args, topology=where, axes=axes, memory=memory, top=top, seeds=seeds,
+        chip=chip, cache=False, progress=False, **options,
     )  # fmt: skip
-    found = [
-        Candidate(
-            name=one.name,
-            sizes=dict(one.axes),
-            predicted=one.predicted,
-            seconds=one.seconds,
-            estimated=one.estimated_peak,
-            peak=one.peak,
-        )
-        for one in plan.candidates
-    ]
+    if chip is not None:
+        return _standing_in(plan, spmd.pjit(function, plan=plan, **options).lower(*args), chip)
+    return _answer(plan, plan.seconds)
+
+
+def _standing_in(plan: Any, lowered: Any, chip: str) -> Answer:
+    """What a chip would take for the program of virtual CPU devices, as experts' times are."""
+    before, after = spmd.preview(lowered), spmd.report(lowered, chip=chip)
+    assert after.time is not None
+    found = _answer(plan, after.time.seconds)
+    return dataclasses.replace(found, wire=after.total.wire_bytes, told=before.total.wire_bytes)
+
+
+def _answer(plan: Any, seconds: float) -> Answer:
     return Answer(
         sizes=dict(plan.axes),
         predicted=plan.predicted,
-        seconds=plan.seconds,
+        seconds=seconds,
         peak=plan.memory,
-        candidates=found,
+        candidates=[*map(_candidate, plan.candidates)],
         searched=plan.searched,
         tried=plan.tried,
-        verified=next((one.verified for one in plan.candidates if one.seconds == plan.seconds), ""),
     )
 
 
-def _chosen(case: Case, where: str, memory: str | None, top: int, axes: Sequence[str]) -> Answer:
-    """Until there is `spmd.plan`: its inner stages, whose search and compiles are one time."""
-    from spmd.inspection import CHIPS
-    from spmd.planner import choose, search, verify
-
-    from .compiled import every_mesh
-
-    program = verify.Program(function=case.step, args=case.args, options=case.options)
-    meshes = [spmd.topology(where, one) for one in every_mesh(where, axes)]
-    rules = search.Rules(budget=nbytes(memory) if memory else None)
-    before = time.perf_counter()
-    found = choose.choose(program, meshes, CHIPS[where.partition(":")[0]], rules=rules, top=top)
-    took = time.perf_counter() - before
-    candidates = [
-        Candidate(
-            name="found",
-            sizes=dict(one.mesh.shape),
-            predicted=one.predicted,
-            seconds=one.seconds,
-            estimated=one.estimate.peak,
-            peak=one.report.memory.peak if one.report and one.report.memory else None,
-        )
-        for one in found
-    ]
-    best = candidates[0]
-    return Answer(
-        sizes=best.sizes,
-        predicted=best.predicted,
-        seconds=best.seconds or best.predicted,
-        peak=best.peak or best.estimated,
-        candidates=candidates,
-        searched=took,
-        tried=0,
-        verified="time",
+def _candidate(one: Any) -> Candidate:
+    return Candidate(
+        name=one.name,
+        sizes=dict(one.axes),
+        predicted=one.predicted,
+        seconds=one.seconds if one.verified == "time" else None,
+        estimated=one.estimated_peak,
+        peak=one.peak if one.verified == "time" else None,
     )
-
-
-def nbytes(text: str) -> float:
-    """Bytes of a text such as ``14GB``."""
-    number, unit = re.fullmatch(r"([\d.]+)\s*(\w+)", text).groups()  # type: ignore[union-attr]
-    return float(number) * {"B": 1, "MB": 1e6, "GB": 1e9, "MiB": 2**20, "GiB": 2**30}[unit]

@@ -33,7 +33,10 @@ _BLOCK = 512  # sa_block_q, sa_block_kv and the others of base.yml
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """Sizes of a model, and how it is trained; names as in MaxText's configurations."""
+    """Sizes of a model, and how it is trained; names as in MaxText's configurations.
+
+    `bare` leaves out what says where anything lies, but for the kernel: a planner gets it so.
+    """
 
     emb_dim: int
     num_heads: int
@@ -46,6 +49,7 @@ class Model:
     max_target_length: int = 2048
     fused: bool = False
     one_hot_embedding: bool = True
+    bare: bool = False
 
     @classmethod
     def scaled(cls, scale: int, **settings: Any) -> Model:
@@ -81,18 +85,25 @@ def training(model: Model, mesh: Mapping[str, int]) -> tuple[Any, tuple[Any, Any
         model: what is trained.
         mesh: sizes of the axes ``fsdp`` and ``tensor``.
     """
-    shapes, specs = _parameters(model)
-    states = {"params": shapes, "mu": shapes, "nu": shapes, "count": _of((), jnp.int32)}
+    _, specs = _parameters(model)
     placed = {"params": specs, "mu": specs, "nu": specs, "count": P()}
-    count = model.per_device_batch_size * mesh["fsdp"] * mesh["tensor"]
-    batch = _of((count, model.max_target_length), jnp.int32)
+    function, arguments = unplaced(model, mesh["fsdp"] * mesh["tensor"])
     step = pjit(
-        functools.partial(_train_step, model),
+        function,
         in_axis_resources=(placed, P("fsdp")),
         out_axis_resources=(placed, None),
         donate_argnums=0,
     )
-    return step, (states, dict.fromkeys(("inputs", "targets", "segments", "positions"), batch))
+    return step, arguments
+
+
+def unplaced(model: Model, devices: int) -> tuple[Any, tuple[Any, Any]]:
+    """The same before it is said where arguments lie; the first one is to be donated."""
+    shapes, _ = _parameters(model)
+    states = {"params": shapes, "mu": shapes, "nu": shapes, "count": _of((), jnp.int32)}
+    batch = _of((model.per_device_batch_size * devices, model.max_target_length), jnp.int32)
+    names = "inputs", "targets", "segments", "positions"
+    return functools.partial(_train_step, model), (states, dict.fromkeys(names, batch))
 
 
 def _of(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
@@ -158,19 +169,23 @@ def _loss(model: Model, params: Any, batch: Any) -> Any:
         x = jax.nn.one_hot(batch["inputs"], model.vocab_size, dtype=jnp.bfloat16) @ embedding
     else:
         x = embedding[batch["inputs"]]
-    x = with_sharding_constraint(x, _RESIDUAL)
+    x = _keep(model, x, _RESIDUAL)
     stacked = {name: jnp.moveaxis(params[name], 1, 0) for name in _STACKED if name in params}
 
     def layer(x: Any, w: Any) -> tuple[Any, None]:
         return _layer(model, w, x, batch), None
 
     x, _ = lax.scan(jax.checkpoint(layer, policy=_policy(model.remat_policy)), x, stacked)
-    x = _rms_norm(x, params["norm"])
+    x = _rms_norm(model, x, params["norm"])
     logits = x @ params["logits"].astype(jnp.bfloat16)
-    logits = with_sharding_constraint(logits, _RESIDUAL).astype(jnp.float32)
+    logits = _keep(model, logits, _RESIDUAL).astype(jnp.float32)
     right = jax.nn.one_hot(batch["targets"], model.vocab_size, dtype=jnp.float32)
     losses = jax.nn.logsumexp(logits, axis=-1) - jnp.sum(right * logits, axis=-1)
     return jnp.sum(losses * (batch["segments"] != 0)) / jnp.sum(batch["segments"] != 0)
+
+
+def _keep(model: Model, x: Any, spec: P) -> Any:
+    return x if model.bare else with_sharding_constraint(x, spec)
 
 
 def _policy(name: str) -> Any:
@@ -185,31 +200,31 @@ def _policy(name: str) -> Any:
     return jax.checkpoint_policies.save_only_these_names(*kept)
 
 
-def _rms_norm(x: Any, scale: Any) -> Any:
+def _rms_norm(model: Model, x: Any, scale: Any) -> Any:
     wide = x.astype(jnp.float32)
     mean = jnp.mean(lax.square(wide), axis=-1, keepdims=True)
     normed = (wide * lax.rsqrt(mean + 1e-5)).astype(jnp.bfloat16) * scale.astype(jnp.bfloat16)
-    return with_sharding_constraint(normed, _RESIDUAL)
+    return _keep(model, normed, _RESIDUAL)
 
 
 def _layer(model: Model, w: Any, x: Any, batch: Any) -> Any:
     w = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), w)
-    x = checkpoint_name(with_sharding_constraint(x, _RESIDUAL), "decoder_layer_input")
-    attended = _attention(model, w, _rms_norm(x, w["attention_norm"]), batch)
-    x = x + with_sharding_constraint(attended, _RESIDUAL)
-    hidden = _gated(model, w, _rms_norm(x, w["mlp_norm"]))
-    return with_sharding_constraint(x + with_sharding_constraint(hidden, _RESIDUAL), _RESIDUAL)
+    x = checkpoint_name(_keep(model, x, _RESIDUAL), "decoder_layer_input")
+    attended = _attention(model, w, _rms_norm(model, x, w["attention_norm"]), batch)
+    x = x + _keep(model, attended, _RESIDUAL)
+    hidden = _gated(model, w, _rms_norm(model, x, w["mlp_norm"]))
+    return _keep(model, x + _keep(model, hidden, _RESIDUAL), _RESIDUAL)
 
 
 def _gated(model: Model, w: Any, x: Any) -> Any:
     if model.fused:
         both = jnp.einsum("bte,enf->btnf", x, w["wi"])
-        both = checkpoint_name(with_sharding_constraint(both, _BY_PART), "mlpwi")
+        both = checkpoint_name(_keep(model, both, _BY_PART), "mlpwi")
         gate, up = both[:, :, 0], both[:, :, 1]
     else:
         gate = checkpoint_name(x @ w["wi_0"], "mlpwi_0")
         up = checkpoint_name(x @ w["wi_1"], "mlpwi_1")
-    hidden = with_sharding_constraint(jax.nn.silu(gate) * up, _RESIDUAL)
+    hidden = _keep(model, jax.nn.silu(gate) * up, _RESIDUAL)
     return checkpoint_name(hidden @ w["wo"], "mlpwo")
 
 
@@ -224,9 +239,9 @@ def _attention(model: Model, w: Any, x: Any, batch: Any) -> Any:
         q, k, v = (jnp.einsum("bte,ehd->bthd", x, w[name]) for name in "qkv")
     q, k = (_rotated(one, batch["positions"]) for one in (q, k))
     named = zip((q, k, v), _PROJECTIONS, strict=True)
-    q, k, v = (checkpoint_name(with_sharding_constraint(a, _BY_HEAD), n) for a, n in named)
+    q, k, v = (checkpoint_name(_keep(model, a, _BY_HEAD), n) for a, n in named)
     found = _splash(model, q / model.head_dim**0.5, k, v, batch["segments"])
-    found = with_sharding_constraint(found, _BY_HEAD)
+    found = _keep(model, found, _BY_HEAD)
     return checkpoint_name(jnp.einsum("bthd,hde->bte", found, w["out"]), "out_proj")
 
 
