@@ -108,7 +108,7 @@ class Estimator:
         )
         lives = Lives(graph, self.kind_of, len(kinds))
         fusion = Fusion(graph, self.kind_of, len(kinds))
-        self.rows, self.copies, self.kept = lives.rows, lives.copies, lives.ends
+        self.lives = lives
         self.moved = fusion.alone
         self.early = early(graph)
         self.users = Counter(
@@ -220,10 +220,11 @@ class Estimator:
 
     def _peak(self, parts: np.ndarray, gathered: np.ndarray) -> float:
         """Bytes of arguments and outputs, and of what is beside them at the worst moment."""
+        lives = self.lives
         near = np.array(self.sizes_of_kinds * parts <= self.machine.near)
-        far = self.rows @ (parts * ~near) + self.copies @ gathered
-        beside = np.maximum(self.rows @ (parts * near) - self.machine.room, 0.0)
-        return float(self.kept @ parts + (far + beside).max(initial=0.0))
+        far = lives.rows @ parts + lives.short @ (parts * ~near) + lives.copies @ gathered
+        beside = np.maximum(lives.short @ (parts * near) - self.machine.room, 0.0)
+        return float(lives.ends @ parts + (far + beside).max(initial=0.0))
 
     def _placed(self, layout: Layout) -> tuple[list[dict[str, int]], np.ndarray]:
         """By kind, the dimension that each axis splits, and the share that a device has."""

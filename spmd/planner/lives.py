@@ -7,8 +7,9 @@ buffer; an output has that of a donated argument. Arguments and outputs are ther
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+import itertools
 
 import numpy as np
 
@@ -17,6 +18,10 @@ from spmd.planner.structure import Graph, Operation
 
 # What writes into its first operand.
 _IN_PLACE = ("dynamic_update_slice", "scatter")
+# What is there for no more products than these is where it is used, if it is small.
+_SHORT = 8
+_NEAR, _FAR, _COPIES = range(3)
+_PARTS = 3
 # How far it is looked what a value is made of.
 _DEPTH = 6
 
@@ -27,6 +32,7 @@ class Lives:
     Attributes:
         ends: by kind of value, bytes of arguments and outputs, which are there all the time.
         rows: moments at which memory may be fullest: by kind, the bytes of other values.
+        short: likewise, of those that are there for a few products only.
         copies: at the same moments, by kind, the bytes of values that are in use as operands of
             products, or are outputs: if those are gathered, so much more is there.
 
@@ -45,15 +51,17 @@ class Lives:
         self.makers = {
             result: n for n, one in enumerate(graph.operations) for result, _ in one.results
         }
-        self.users = Counter(
-            i for one in graph.operations for i in set(one.tensors[: one.operands])
-        )
+        self.readers: dict[int, list[int]] = defaultdict(list)
+        for n, one in enumerate(graph.operations):
+            for i in {*one.tensors[: one.operands]}:
+                self.readers[i].append(n)
+        self.users = {i: len(found) for i, found in self.readers.items()}
         self.stored: set[int] = set()
         self.deaths: dict[int, int] = {}
         self._bury()
         self.ends = np.zeros(count)
         rows = self._rows(kinds, count)
-        self.rows, self.copies = rows[:, :count], rows[:, count:]
+        self.short, self.rows, self.copies = np.split(rows, _PARTS, axis=1)
 
     def _spans(self) -> dict[int, tuple[int, int]]:
         """The first and the last operation of each loop."""
@@ -118,7 +126,7 @@ class Lives:
         if not one.is_fused or one.name in ("while", "return"):
             return False
         result = one.tensors[-1]
-        if self.users[result] == 1:
+        if self.users.get(result) == 1:
             return True
         sources = set(self._sources(one, self.graph.tensors[result].nbytes / 2, _DEPTH))
         last = self.deaths.get(result, 0)
@@ -128,7 +136,7 @@ class Lives:
         """The large values that a result is made of, past those that have one user."""
         for i in one.tensors[: one.operands]:
             maker = self.graph.operations[self.makers[i]] if i in self.makers else None
-            if self.users[i] == 1 and depth and maker is not None and maker.is_fused:
+            if self.users.get(i) == 1 and depth and maker is not None and maker.is_fused:
                 yield from self._sources(maker, size, depth - 1)
             elif self.graph.tensors[i].nbytes >= size and i not in self.graph.constants:
                 yield i
@@ -139,27 +147,33 @@ class Lives:
         """By moment and kind, the bytes that are there; moments at which something comes."""
         tensors = self.graph.tensors
         changes: dict[int, list[tuple[int, float]]] = defaultdict(list)
+        for part, i, first, last in self._all(kinds):
+            changes[first].append((part * count + kinds[i], tensors[i].nbytes))
+            changes[last + 1].append((part * count + kinds[i], -tensors[i].nbytes))
+        now = np.zeros(_PARTS * count)
+        rows = []
+        for moment in sorted(changes):
+            for kind, nbytes in changes[moment]:
+                now[kind] += nbytes
+            rows.append(now.copy())
+        return _undominated(np.array(rows).reshape(len(rows), _PARTS * count))
+
+    def _all(self, kinds: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+        """What is there beside arguments and outputs, with its first and its last moment."""
+        tensors = self.graph.tensors
+        products = [0, *itertools.accumulate(bool(one.flops) for one in self.graph.operations), 0]
         for members in self.buffers.groups(self._kept()):
             largest = max(members, key=lambda i: tensors[i].nbytes)
             if any(tensors[i].kind != "result" for i in members):
                 self.ends[kinds[largest]] += tensors[largest].nbytes
                 continue
             first, last = self._life(members)
-            changes[first].append((kinds[largest], tensors[largest].nbytes))
-            changes[last + 1].append((kinds[largest], -tensors[largest].nbytes))
+            is_long = products[last] - products[first] > _SHORT
+            yield (_FAR if is_long else _NEAR), largest, first, last
         for i, first, last in self._widened():
-            changes[first].append((kinds[i], tensors[i].nbytes))
-            changes[last + 1].append((kinds[i], -tensors[i].nbytes))
+            yield _NEAR, i, first, last
         for i, (first, last) in self._uses(kinds).items():
-            changes[first].append((count + kinds[i], tensors[i].nbytes))
-            changes[last + 1].append((count + kinds[i], -tensors[i].nbytes))
-        now = np.zeros(2 * count)
-        rows = []
-        for moment in sorted(changes):
-            for kind, nbytes in changes[moment]:
-                now[kind] += nbytes
-            rows.append(now.copy())
-        return _undominated(np.array(rows).reshape(len(rows), 2 * count))
+            yield _COPIES, i, first, last
 
     def _uses(self, kinds: Sequence[int]) -> dict[int, tuple[int, int]]:
         """From when to when a value is an operand of products; of what is returned, until the end.
@@ -183,9 +197,9 @@ class Lives:
             maker = graph.operations[self.makers[i]] if i in self.makers else None
             if one.name != "convert" or maker is None or not maker.flops:
                 continue
-            if self.users[made] > 1 and graph.tensors[made].nbytes > graph.tensors[i].nbytes:
-                uses = (k for k, user in enumerate(graph.operations) if made in user.tensors)
-                yield made, n, max(k for k in uses if graph.operations[k].loops == one.loops)
+            if self.users.get(made, 0) > 1 and graph.tensors[made].nbytes > graph.tensors[i].nbytes:
+                same = (k for k in self.readers[made] if graph.operations[k].loops == one.loops)
+                yield made, n, max(same, default=n)
 
     def _kept(self) -> Iterator[int]:
         for i, one in enumerate(self.graph.tensors):

@@ -93,11 +93,18 @@ class Machine:
             return 0.0
         return elements * _POPS / (_LANES * self.chip.sustained * self.chip.clock)
 
-    def filled(self, rows: float, columns: float, summed: float) -> float:
-        """How much more a product costs whose sizes leave a part of the matrix units empty."""
+    def filled(
+        self, rows: float, columns: float, summed: float, *, is_convolution: bool = False
+    ) -> float:
+        """How much more a product costs whose sizes leave a part of the matrix units empty.
+
+        Of a convolution, that what is summed and the columns are the units' own is given.
+        """
         if not self.chip.multipliers:
             return 1.0
         wide, narrow = max(rows, columns), min(rows, columns)
+        if is_convolution:
+            wide, narrow = columns, rows
         return _padded(wide, _SIDE) * _padded(summed, _SIDE) * _padded(narrow, 8)
 
 

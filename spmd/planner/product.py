@@ -90,9 +90,9 @@ class Product:
         if sides.batch == 1 and min(sides[:3]) >= _LARGE:
             return seconds
         made = again * self.machine.popping(self._made)
-        return max(seconds * self.machine.filled(*sides[:3]), made) + self.machine.stepping(
-            self.steps
-        )
+        is_convolution = one.name == "convolution"
+        seconds *= self.machine.filled(*sides[:3], is_convolution=is_convolution)
+        return max(seconds, made) + self.machine.stepping(self.steps)
 
     @functools.cached_property
     def _made(self) -> float:

@@ -137,18 +137,28 @@ def test_gathers_go_on_beside_work_on_a_tpu_alone():
     assert there.seconds == pytest.approx(work + there.exchange - there.hidden)
 
 
-def test_narrow_products_leave_units_empty():
-    """A product that sums over 64 takes as long as one over 128, and a wide one its FLOPs."""
+def test_a_product_that_sums_over_little_takes_as_long_as_its_results():
+    """Over 64 as over 128 it gives a result a time; over 2,048 it takes what its FLOPs take."""
     on = tpu(hbm=1e18, vmem=1e18)
-    # What is fused into neither costs nothing; the products differ in what they sum over.
     times = {
         n: priced(jnp.matmul, (f32(2048, n), f32(n, 2048)), {}, on=on)[1].compute
         for n in (64, 128, 2048)
     }
-    assert times[64] == pytest.approx(times[128])
-    assert times[2048] == pytest.approx(16 * times[128])
-    kept = CHIPS["v5e"].flops
-    assert times[2048] == pytest.approx(2 * 2048**3 / kept, rel=0.2)
+    cycles = times[64] * CHIPS["v5e"].clock
+    assert times[64] == times[128]
+    assert cycles == pytest.approx(10 * 2048 * 2048 / 1024)
+    assert times[2048] == pytest.approx(2 * 2048**3 / CHIPS["v5e"].flops, rel=0.2)
+
+
+def test_narrow_products_leave_units_empty():
+    """Eight rows take as long as one, since the units take eight at a time."""
+    on = tpu(hbm=1e18, vmem=1e18)
+    one, eight, sixteen = (
+        priced(jnp.matmul, (f32(n, 8192), f32(8192, 8192)), {}, on=on)[1].compute
+        for n in (1, 8, 16)
+    )
+    assert one == pytest.approx(eight)
+    assert sixteen == pytest.approx(2 * eight)
 
 
 def test_the_optimizer_takes_what_its_bytes_take():
