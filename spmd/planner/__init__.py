@@ -14,5 +14,6 @@ No public name gives a plan yet: `docs/design/plan.md` says what is built. In th
 - `outcome`: what a program does, as far as two are compared.
 - `folded`: specs of a tree as Python text.
 - `code`: what a person pastes.
-- `fewest`: the constraints in it, each of which is needed.
+- `fewest`: the smallest set that does what a larger one does.
+- `constraints`: those in user code with which its program is the plan's.
 """
