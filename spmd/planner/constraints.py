@@ -44,7 +44,7 @@ def constraints_of(
     outs: Sequence[Any],
     pins: Sequence[Pin],
     report: Report | None = None,
-    compiles: int = 8,
+    compiles: int = 12,
     deadline: float | None = None,
 ) -> Constraints:
     """The fewest constraints for the exchanges and products of a plan.
@@ -200,9 +200,8 @@ class _Trials:
         everything = frozenset(self.specs)
         if compiles < 2 or not any(judge(self.kept)) or any(judge(everything)):
             return
-        found = Fewest(judge, everything, deadline=deadline, most=compiles - 2)
-        found.drop([number for number in order if number not in self.kept])
-        found.drop([number for number in order if number in self.kept])
+        found = Fewest(judge, self.kept, deadline=deadline, most=compiles - 2)
+        found.grow(order[::-1])
         self.kept, self.is_late = found.kept, self.is_late or found.is_late
 
     def _compiled(self, kept: frozenset[int]) -> Outcome:

@@ -1,4 +1,4 @@
-"""The fewest of some things with which a figure is as good as with all, by leaving out groups."""
+"""The fewest of some things with which a figure is as good as with all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _LateError(Exception):
 
 
 class Fewest:
-    """Leaves out of a set what makes it no worse.
+    """Looks for a small set that is no worse than a larger one.
 
     Args:
         judge: how bad a set is; each is judged once.
@@ -54,9 +54,14 @@ class Fewest:
         """Leaves out what it can, what stands first in the order sooner, until all is needed."""
         self._till_late(self._search, order)
 
-    def drop(self, order: Sequence[int]) -> None:
-        """Leaves out what it can of some, in one pass."""
-        self._till_late(self._drop, order)
+    def grow(self, order: Sequence[int]) -> None:
+        """Adds what is needed, where what is kept lacks some and nothing would lack with all.
+
+        Each one that is needed is found in as many steps as halving takes: it is the last one of
+        the shortest beginning that, with those found before, lacks nothing. What was kept may be
+        left out for it.
+        """
+        self._till_late(self._grow, order)
 
     def _till_late(self, step: Callable[[Sequence[int]], Any], order: Sequence[int]) -> None:
         try:
@@ -85,6 +90,24 @@ class Fewest:
             half = len(group) // 2
             self._drop(group[:half])
             self._drop(group[half:])
+
+    def _grow(self, order: Sequence[int]) -> None:
+        found, rest = self.kept, [one for one in order if one not in self.kept]
+        first, self.kept = [*found], found.union(rest)
+        while any(self._now):
+            few, many = 0, len(rest)
+            while many - few > 1:
+                middle = (few + many) // 2
+                if any(self._judged(found.union(rest[:middle]))):
+                    few = middle
+                else:
+                    many = middle
+                    self.kept = found.union(rest[:many])
+            found, rest = found.union([rest[many - 1]]), rest[: many - 1]
+            self._now = self._judged(found)
+        self.kept = found
+        for one in first:
+            self._take(self.kept.difference([one]))
 
     def _take(self, kept: frozenset[int], *, better: bool = False) -> bool:
         """Goes over to a set that is no worse, or only to one that is better."""

@@ -20,7 +20,6 @@ import warnings
 from spmd.inspection.records.names import is_library
 from spmd.inspection.shardy import passes
 
-
 Where: TypeAlias = tuple[int, int, int, int]
 """Line and column of a beginning, then of an end."""
 

@@ -48,3 +48,26 @@ def words_step(w, tokens):
 
     grads = jax.grad(loss)(w)
     return jax.tree.map(lambda p, g: p - 0.1 * g, w, grads)
+
+
+@jax.jit
+def scaled(x, w):
+    """A product with a residual, whose operands have other names than ASCII has."""
+    größe = (x @ w).reshape(x.shape)
+    return (größe
+        .dot(w)) + x  # fmt: skip
+
+
+def mapped_step(w, x):
+    """A gradient step through functions that are mapped, jitted, recomputed and in a branch."""
+
+    def one(x, w):
+        return jax.lax.cond(x[0, 0] > 0, lambda: jnp.tanh(x @ w["up"]), lambda: x @ w["up"])
+
+    @jax.checkpoint
+    def layer(x, w):
+        hidden = jax.vmap(one, in_axes=(0, None))(x, w)
+        return scaled(hidden @ w["down"], w["square"])
+
+    grads = jax.grad(lambda w: jnp.mean(layer(x, w) ** 2))(w)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, w, grads)
