@@ -205,20 +205,22 @@ class Estimator:
             exchange += costs.exchange
             if costs.shared:
                 _add(shared, costs.shared)
-        gathered = np.zeros(len(self.kinds))
+        gathered, buffers = np.zeros(len(self.kinds)), [0.0, 0.0]
         for sent, sending in shared.items():
             exchange += sending.seconds
             if sent.tensor in self.early:
                 ahead += sending.ahead
             if sending.nbytes > self.machine.near and sent.tensor is not None:
                 k = self.kind_of[sent.tensor]
+                buffers.append(sending.nbytes)
                 gathered[k] = max(gathered[k], sending.nbytes / self.nbytes[sent.tensor])
         return Estimate(
             compute=float(compute),
             memory=float(memory),
             exchange=float(exchange),
             hidden=float(self.machine.hidden(ahead, compute + memory)),
-            peak=self._peak(parts, gathered),
+            # What comes next is gathered while the one before is in use.
+            peak=self._peak(parts, gathered) + sorted(buffers)[-2],
         )
 
     def _peak(self, parts: np.ndarray, gathered: np.ndarray) -> float:
@@ -226,9 +228,7 @@ class Estimator:
         near = np.array(self.sizes_of_kinds * parts <= self.machine.near)
         far = self.rows @ (parts * ~near) + self.copies @ gathered
         beside = np.maximum(self.rows @ (parts * near) - self.machine.room, 0.0)
-        # What comes next is gathered while the one before is in use.
-        ahead = float((self.sizes_of_kinds * gathered).max(initial=0.0))
-        return float(self.kept @ parts + (far + beside).max(initial=0.0)) + ahead
+        return float(self.kept @ parts + (far + beside).max(initial=0.0))
 
     def _placed(self, layout: Layout) -> tuple[list[dict[str, int]], np.ndarray]:
         """By kind, the dimension that each axis splits, and the share that a device has."""

@@ -1,0 +1,236 @@
+"""What a layout is thought to cost, against sums by hand."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from programs import classes, f32, ints, read, sending
+import pytest
+
+from spmd.inspection.timing.chips import CHIPS
+from spmd.planner.estimate import Estimator
+from spmd.planner.layout import Fixed, Layout
+from spmd.planner.machine import Machine
+from spmd.planner.verify import Program
+
+MESH = {"data": 4, "model": 2}
+F32 = 4
+
+
+def priced(function, args, orders, *, fixed=None, on=None, **options):
+    """A program, and the estimate of a layout whose classes are told by arguments."""
+    found = read(Program(function=function, args=args, options=options))
+    of = classes(found)
+    layout = Layout.of({axis: [of[one] for one in orders.get(axis, ())] for axis in MESH})
+    return found, Estimator(found, on or sending(**MESH), fixed)(layout)
+
+
+def sent(function, args, orders, **more):
+    """Bytes that a device sends."""
+    return priced(function, args, orders, **more)[1].exchange
+
+
+# Exchanges
+
+
+def test_sums_that_are_added_are_sent_once():
+    """Two products that are both summed over one axis need one sum of their sum."""
+
+    def f(a, b, c, d):
+        return a @ b + c @ d
+
+    args = (f32(64, 32), f32(32, 128), f32(64, 48), f32(48, 128))
+    found = sent(f, args, {"data": ["a:1", "c:1"]})
+    assert found == pytest.approx(2 * 64 * 128 * F32 * 3 / 4)
+
+
+def test_an_operand_of_two_products_is_gathered_once():
+    """A weight that is used twice is sent once."""
+
+    def f(x, y, w):
+        return x @ w, y @ w
+
+    args = (f32(64, 32), f32(128, 32), f32(32, 96))
+    found = sent(f, args, {"data": ["x:0", "y:0", "w:0"]})
+    assert found == pytest.approx(32 * 96 * F32 * 3 / 4)
+
+
+def test_two_axes_send_at_once():
+    """A gather over both axes is one, of eight devices: seven eighths come from others."""
+    orders = {"data": ["a:0", "b:0"], "model": ["a:0", "b:0"]}
+    found = sent(jnp.matmul, (f32(64, 32), f32(32, 128)), orders)
+    assert found == pytest.approx(32 * 128 * F32 * 7 / 8)
+
+
+def test_parts_that_are_out_of_order_change_places_first():
+    """Where the inner axis stays and the outer one is gathered, parts are moved before."""
+    args = (f32(64, 32), f32(32, 128))
+    # The weight is split along what is summed over, by `data` and within that by `model`.
+    orders = {"data": ["a:0", "a:1"], "model": ["a:1"]}
+    plain = {"data": ["a:0"], "model": ["a:1"]}
+    more = sent(jnp.matmul, args, orders) - sent(jnp.matmul, args, plain)
+    gathered, moved = 32 * 128 * F32 / 2 * 3 / 4, 32 * 128 * F32 / 8
+    assert more == pytest.approx(gathered + moved)
+
+
+def test_columns_of_a_table_are_looked_up_in_parts():
+    """Rows of a table whose columns are split are exchanged; the table is not gathered."""
+
+    def f(table, words):
+        return jnp.tanh(table[words])
+
+    args = (f32(4096, 64), ints(8, 16))
+    found = sent(f, args, {"data": ["words:0", "table:1"]})
+    rows = 8 * 16 * 64 * F32
+    assert found <= 1.2 * rows / 4 * 3 / 4 + 8 * 16 * 4
+
+
+def test_a_table_split_by_rows_is_summed():
+    """Each device has some of the words; what they find is added up."""
+
+    def f(table, words):
+        return table[words]
+
+    found = sent(f, (f32(4096, 64), ints(8, 16)), {"data": ["table:0"]})
+    assert found == pytest.approx(2 * 8 * 16 * 64 * F32 * 3 / 4)
+
+
+def test_what_is_sorted_is_gathered():
+    """A sort along a split dimension needs all of it."""
+    x = 64 * 32 * F32
+    fixed = Fixed.of({0: {"data": 1}})
+    assert sent(lambda x: jnp.sort(x, axis=1), (f32(64, 32),), {}, fixed=fixed) == pytest.approx(
+        x * 3 / 4
+    )
+    assert sent(lambda x: jnp.sort(x, axis=0), (f32(64, 32),), {}, fixed=fixed) == pytest.approx(
+        x * 3 / 4  # it stays split on the way, and the result is wanted whole
+    )
+
+
+def test_a_loop_sends_as_often_as_it_runs():
+    """A weight of each of five layers is gathered once."""
+
+    def f(ws, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
+
+    found = sent(f, (f32(5, 32, 32), f32(64, 32)), {"data": ["x:0", "ws:1"]})
+    assert found >= 5 * 32 * 32 * F32 * 3 / 4
+
+
+# Time
+
+
+def tpu(**figures):
+    """A v5e whose links take a second for each byte."""
+    return Machine(dataclasses.replace(CHIPS["v5e"], **figures), sending(**MESH)._links, MESH)
+
+
+def test_gathers_go_on_beside_work_on_a_tpu_alone():
+    """There a part of them is hidden, and never more than a part of the work."""
+    args = (f32(4096, 4096), f32(4096, 4096))
+    orders = {"data": ["a:0", "b:0"]}
+    _, here = priced(jnp.matmul, args, orders)
+    assert here.hidden == 0
+    _, there = priced(jnp.matmul, args, orders, on=tpu())
+    work = there.compute + there.memory
+    assert 0 <= there.hidden <= 0.5 * work
+    assert there.seconds == pytest.approx(work + there.exchange - there.hidden)
+
+
+def test_narrow_products_leave_units_empty():
+    """A product that sums over 64 takes as long as one over 128, and a wide one its FLOPs."""
+    on = tpu(hbm=1e18, vmem=1e18)
+    # What is fused into neither costs nothing; the products differ in what they sum over.
+    times = {
+        n: priced(jnp.matmul, (f32(2048, n), f32(n, 2048)), {}, on=on)[1].compute
+        for n in (64, 128, 2048)
+    }
+    assert times[64] == pytest.approx(times[128])
+    assert times[2048] == pytest.approx(16 * times[128])
+    kept = CHIPS["v5e"].flops
+    assert times[2048] == pytest.approx(2 * 2048**3 / kept, rel=0.2)
+
+
+def test_the_optimizer_takes_what_its_bytes_take():
+    """Elementwise work alone reads its arguments and writes its results, and no more."""
+
+    def f(p, m):
+        m = 0.9 * m + 0.1 * p
+        return p - m * m, m
+
+    args = (f32(1024, 1024),) * 2
+    _, cost = priced(f, args, {}, on=tpu(hbm=1e9))
+    nbytes = 4 * 1024 * 1024 * F32
+    assert cost.memory == pytest.approx(nbytes / (0.83 * 1e9), rel=0.01)
+
+
+# Memory
+
+
+def test_memory_of_arguments_and_results():
+    """A donated argument and its next value have one place; others have two."""
+
+    def f(x, y):
+        return x + 1.0, y * 2.0
+
+    args = (f32(256, 256),) * 2
+    size = 256 * 256 * F32
+    assert priced(f, args, {})[1].peak == 4 * size
+    assert priced(f, args, {}, donate_argnums=0)[1].peak == 3 * size
+    _, split = priced(f, args, {"data": ["x:0", "y:0"], "model": ["x:1", "y:1"]})
+    assert split.peak == 4 * size / 8
+
+
+def test_memory_of_what_is_kept_for_the_gradient():
+    """A scan of eight layers keeps what each of them was given, and not what it computes of it."""
+
+    def loss(ws, x):
+        def layer(x, w):
+            return x + jnp.tanh(x @ w), None
+
+        return (jax.lax.scan(jax.checkpoint(layer), x, ws)[0] ** 2).sum()
+
+    layers, rows, width = 8, 4096, 64
+    args = (f32(layers, width, width), f32(rows, width))
+    _, cost = priced(jax.grad(loss), args, {})
+    one, weights = rows * width * F32, layers * width * width * F32
+    given = (1 + layers) * one + 2 * weights
+    assert given <= cost.peak <= given + 6 * one
+    _, split = priced(jax.grad(loss), args, {"data": ["x:0"]})
+    assert split.peak <= 2 * weights + (cost.peak - 2 * weights) / 4 * 1.01
+
+
+def test_gathered_weights_take_memory_while_they_are_used():
+    """Split weights are a fraction; gathered for the product they are all there."""
+    args = (f32(64, 2048), f32(2048, 2048))
+    plain = priced(jnp.matmul, args, {})[1].peak
+    split = priced(jnp.matmul, args, {"data": ["a:0", "b:0"]})[1].peak
+    weight = 2048 * 2048 * F32
+    assert split < plain + weight
+    assert split >= weight / 4 + weight
+
+
+def test_small_values_are_in_vector_memory():
+    """On a TPU what is small between operations takes none of the main memory."""
+
+    def f(x, a, b):
+        return jnp.tanh(x @ a) @ b
+
+    args = (f32(512, 512), f32(512, 512), f32(512, 512))
+    ends = 4 * 512 * 512 * F32
+    assert priced(f, args, {}, on=tpu())[1].peak == ends
+    assert priced(f, args, {})[1].peak > ends
+
+
+def test_picked_elements_make_no_table():
+    """A loss that picks one element of each row keeps no second array of all of them."""
+
+    def loss(x, w, y):
+        logits = x @ w
+        picked = jnp.take_along_axis(logits, y[:, None], 1)[:, 0]
+        return (jax.nn.logsumexp(logits, 1) - picked).mean()
+
+    rows, words = 4096, 8192
+    args = (f32(rows, 16), f32(16, words), ints(rows))
+    _, cost = priced(jax.grad(loss, 1), args, {})
+    assert cost.peak <= 1.2 * rows * words * F32 + 1e6
