@@ -5,7 +5,7 @@ An operation is as long as its products or its bytes take, and exchanges run one
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
 import math
@@ -22,7 +22,7 @@ from spmd.planner.product import Product, Sending
 from spmd.planner.saying import Group, Pattern, Sayings
 from spmd.planner.structure import Graph, Operation
 
-_SLICES = ("dynamic_slice", "slice", "gather")
+_SLICES = ("dynamic_slice", "slice")
 _UPDATES = ("dynamic_update_slice", "scatter")
 
 
@@ -109,20 +109,15 @@ class Estimator:
         lives = Lives(graph, self.kind_of, len(kinds))
         fusion = Fusion(graph, self.kind_of, len(kinds))
         self.rows, self.copies, self.kept = lives.rows, lives.copies, lives.ends
-        self.moved = fusion.alone + self._ends(graph)
+        self.moved = fusion.alone
         self.early = early(graph)
+        self.users = Counter(
+            i for one in graph.operations if one.flops for i in {*one.tensors[: one.operands]}
+        )
         self.given = [one.kind == "argument" for one in graph.tensors]
         self.alike = {i: i for i in range(len(graph.tensors))}
         self._work = _grouped(self._parts(graph, fusion), self._patterns)
         self.totals = {self.alike[i]: self.alike[j] for i, j in totals(graph).items()}
-
-    def _ends(self, graph: Graph) -> np.ndarray:
-        """By kind, bytes of arguments and outputs."""
-        found = np.zeros(len(self.kinds))
-        for i, one in enumerate(graph.tensors):
-            if one.kind != "result":
-                found[self.kind_of[i]] += one.nbytes
-        return found
 
     def _parts(self, graph: Graph, fusion: Fusion) -> Iterator[_Part]:
         """The operations; those of the same kinds are one, about the first of alike values.
@@ -271,7 +266,7 @@ class Estimator:
         total = self.totals.get(one.tensors[-1])
         demand = Demand(one, layout, self.sizes, [places[k] for k in kinds], nbytes, total)
         steps = sum(steps * parts[k] for k, steps in part.beside.items()) / part.runs
-        product = Product(demand, self.machine, steps)
+        product = Product(demand, self.machine, steps, self.users)
         exchange, shared = 0.0, {}
         for sent in product.sent:
             sending = product.sending(sent)
@@ -302,6 +297,8 @@ def _add(shared: dict[Exchanged, Sending], more: Mapping[Exchanged, Sending]) ->
 def _traffic(one: Operation, nbytes: list[float]) -> float:
     """Bytes that an operation reads and writes on a device."""
     if one.name in _SLICES:
+        return 0.0  # what uses a slice reads it where it is
+    if one.name == "gather":
         return sum(nbytes[one.operands :])
     if one.name in _UPDATES:
         return 2 * min(nbytes[1:2], default=0.0)

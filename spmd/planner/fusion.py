@@ -22,6 +22,7 @@ _DEAR = frozenset((
     "tan", "tanh",
 ))  # fmt: skip
 _STEPS = 4
+_IN_PLACE = ("bitcast_convert", "optimization_barrier", "reshape", "transpose", "while")
 _NO_WORK = frozenset((
     "bitcast_convert", "broadcast_in_dim", "constant", "iota", "optimization_barrier", "pad",
     "reshape", "return", "sharding_constraint", "transpose", "while",
@@ -34,7 +35,8 @@ class Fusion:
     Attributes:
         beside: by the index of a product, the steps of vector units in all its runs, by the kind of
             value whose elements they are for.
-        alone: by kind, bytes that work by itself reads and writes.
+        alone: by kind, bytes that work by itself reads and writes, and those that elementwise work
+            reads of arguments and writes of outputs.
 
     Args:
         graph: the program.
@@ -53,6 +55,8 @@ class Fusion:
         self.alone = np.zeros(count)
         for i, runs in self._moved().items():
             self.alone[kinds[i]] += runs * graph.tensors[i].nbytes
+        for i in self._ends():
+            self.alone[kinds[i]] += graph.tensors[i].nbytes
 
     def _upwards(self) -> dict[int, int]:
         """By operation, the product whose result it changes."""
@@ -107,10 +111,30 @@ class Fusion:
                 made[result] = made.get(one.tensors[0], False) if _passes_on(one) else alone
         return found
 
+    def _ends(self) -> set[int]:
+        """Arguments that elementwise work reads, and outputs that it makes.
+
+        Products count what they read, and loops what they put into a result.
+        """
+        found: set[int] = set()
+        made: dict[int, bool] = {}
+        for one in self.graph.operations:
+            if one.name == "return" and made.get(one.tensors[0], False):
+                found.add(one.tensors[-1])
+            if one.name == "return":
+                continue
+            works = is_fusible(one) and not _passes_on(one)
+            for i in one.tensors[: one.operands] if works and one.name not in _NO_WORK else ():
+                if self.graph.tensors[i].kind == "argument":
+                    found.add(i)
+            for result, _ in one.results:
+                made[result] = made.get(one.tensors[0], False) if _passes_on(one) else works
+        return found
+
 
 def _passes_on(one: Operation) -> bool:
     """Whether a result is the operand, in the same place."""
-    return one.name == "while" or one.name.startswith("call of")
+    return one.name in _IN_PLACE or one.name.startswith("call of")
 
 
 def is_fusible(one: Operation) -> bool:

@@ -21,8 +21,11 @@ _AHEAD, _BESIDE = 0.9, 0.35
 for them: the schedules of libtpu for steps of transformers hide between a quarter and a half."""
 _LANES = 8 * 128
 """Of a vector unit."""
-_SLOTS = 1
-"""Steps that a lane takes in a cycle."""
+_SLOTS = 1.5
+"""Steps that a lane takes in a cycle: it has four units (S), which are not always all busy."""
+_POPS = 10
+"""Cycles after which the matrix units give the next result for each lane: that many libtpu counts
+for a product that sums over little, such as scores of attention."""
 
 
 class Machine:
@@ -52,8 +55,8 @@ class Machine:
         return delay + nbytes * per_byte
 
     def around(self, axes: tuple[str, ...], nbytes: float, times: int) -> float:
-        """Seconds of parts that go around a ring of devices, both ways at once."""
-        return times * self.exchange("collective-permute", axes, nbytes) / 2
+        """Seconds of parts that go around a ring of devices."""
+        return times * self.exchange("collective-permute", axes, nbytes)
 
     def _measured(self, kind: str, axes: tuple[str, ...]) -> tuple[float, float]:
         mesh = ",".join(f"'{name}'={size}" for name, size in self.sizes.items())
@@ -83,6 +86,12 @@ class Machine:
     def hidden(self, gathers: float, work: float) -> float:
         """Seconds of gathers that go on beside work, where a compiler starts them ahead of it."""
         return min(_AHEAD * gathers, _BESIDE * work) if self.chip.multipliers else 0.0
+
+    def popping(self, elements: float) -> float:
+        """Seconds in which matrix units give so many results, however little each of them sums."""
+        if not self.chip.multipliers:
+            return 0.0
+        return elements * _POPS / (_LANES * self.chip.sustained * self.chip.clock)
 
     def filled(self, rows: float, columns: float, summed: float) -> float:
         """How much more a product costs whose sizes leave a part of the matrix units empty."""

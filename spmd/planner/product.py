@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import functools
 import math
 from typing import NamedTuple
@@ -12,11 +13,11 @@ from spmd.planner.machine import Machine
 # Products of smaller sizes take as long as the matrix units are busy with parts of them, and what
 # is fused into them comes on top: see `clock`.
 _LARGE = 1024
-# A compiler for TPUs sends parts around a ring while it computes with others, where the product
-# takes at least this share of the time of the ring. Found by compiling steps of transformers of
-# 512 to 8,192 words on a device.
-_WORTH_A_RING = 0.6
-_PAIR = 2
+# A compiler for TPUs sends parts around a ring while it computes with others, where the product has
+# more than so many elements along what the parts lack: the rows that a gathered matrix is applied
+# to, or the terms of a scattered sum. Found by compiling steps of 4,096 to 65,536 words over groups
+# of 2 to 16 devices: up to 4,096 none goes around, from 6,144 on all do.
+_AROUND = 4096
 _RINGS = ("all-gather", "reduce-scatter")
 
 
@@ -54,33 +55,50 @@ class Product:
         demand: the operation under a layout.
         machine: what it is for.
         steps: of vector units in one run, for what is fused into it.
+        users: by value, how many products have it as an operand.
     """
 
-    def __init__(self, demand: Demand, machine: Machine, steps: float):
-        self.demand, self.machine, self.steps = demand, machine, steps
+    def __init__(self, demand: Demand, machine: Machine, steps: float, users: Mapping[int, int]):
+        self.demand, self.machine = demand, machine
+        self.steps, self.users = steps, users
         self.sent = [*demand.exchanges()]
         self.around = [one for one in self.sent if self._goes_around(one)]
 
     def seconds(self) -> float:
-        """Of one run; one in parts is as slow as its parts are small."""
-        left = dict(self._left)
+        """Of one run; one in parts is as slow as its parts are small.
+
+        Where the parts are of what is summed over, each of them makes the whole result, two at a
+        time.
+        """
+        left, again = dict(self._left), 1.0
         for one in self.around:
             for axis in one.axes:
                 if name := self._split_by(one, axis):
-                    left[name] = max(1, left[name] // self.demand.sizes[axis])
-        return self._seconds(self._sides(left))
+                    size = self.demand.sizes[axis]
+                    left[name] = max(1, left[name] // size)
+                    again *= size if name not in self.demand.one.factors[-1] else 1
+        return self._seconds(self._sides(left), max(1.0, again / 2))
 
     @functools.cached_property
     def whole(self) -> float:
         """Seconds of one run that is not in parts."""
-        return self._seconds(self._sides(self._left))
+        return self._seconds(self._sides(self._left), 1.0)
 
-    def _seconds(self, sides: Sides) -> float:
+    def _seconds(self, sides: Sides, again: float) -> float:
         one = self.demand.one
         seconds = self.machine.computing(one.flops / self.demand.times([*self.demand.chosen]))
         if sides.batch == 1 and min(sides[:3]) >= _LARGE:
             return seconds
-        return seconds * self.machine.filled(*sides[:3]) + self.machine.stepping(self.steps)
+        made = again * self.machine.popping(self._made)
+        return max(seconds * self.machine.filled(*sides[:3]), made) + self.machine.stepping(
+            self.steps
+        )
+
+    @functools.cached_property
+    def _made(self) -> float:
+        """Elements of the result on a device."""
+        sides = self._sides(self._left)
+        return sides.rows * sides.columns * sides.batch
 
     @functools.cached_property
     def _left(self) -> dict[str, int]:
@@ -110,7 +128,7 @@ class Product:
         """
         machine = self.machine
         if sent in self.around:
-            return Sending(max(0.0, self._ring(sent) - self.whole), 0.0, 0.0)
+            return Sending(max(0.0, self._ring(sent) - self.seconds()), 0.0, 0.0)
         kind, n = sent.kind, self.demand.times(sent.axes)
         if kind == "reduce-scatter" and n == machine.count and machine.chip.multipliers:
             kind = "all-reduce"  # a sum over all devices stays whole
@@ -122,18 +140,26 @@ class Product:
     def _goes_around(self, sent: Exchanged) -> bool:
         """Whether an exchange is done in parts, beside the product that needs or makes them."""
         one = self.demand.one
-        if not one.flops or not self.machine.chip.multipliers:
+        if sent.kind not in _RINGS or not one.flops or not self.machine.chip.multipliers:
             return False
-        if sent.kind not in _RINGS or self.demand.times(sent.axes) <= _PAIR:
-            return False
-        if sent.kind == "all-gather" and sent.tensor not in one.tensors:
-            return False
-        others = (axis for axis in self.demand.chosen if axis not in sent.axes)
-        is_summed = any(self.demand.chosen[axis] not in one.factors[-1] for axis in others)
-        if is_summed and sent.kind == "reduce-scatter":
-            return False
-        is_batched = self._sides(self._left).batch > 1
-        return not is_batched and self.whole >= _WORTH_A_RING * self._ring(sent)
+        if sent.kind == "all-gather":
+            if sent.tensor not in one.tensors[: one.operands] or self.users[sent.tensor] > 1:
+                return False
+        elif any(
+            name not in one.factors[-1]
+            for axis, name in self.demand.chosen.items()
+            if axis not in sent.axes
+        ):
+            return False  # the result is a sum over other axes as well
+        own = {*one.factors[self._index(sent)]}
+        lacking = math.prod(size for name, size in one.sizes.items() if name not in own)
+        return self._sides(self._left).batch == 1 and lacking > _AROUND
+
+    def _index(self, sent: Exchanged) -> int:
+        """Which operand is sent, or else the result."""
+        if sent.kind == "all-gather" and sent.tensor is not None:
+            return self.demand.one.tensors.index(sent.tensor)
+        return -1
 
     def _ring(self, sent: Exchanged) -> float:
         n = self.demand.times(sent.axes)
@@ -142,8 +168,6 @@ class Product:
     def _split_by(self, sent: Exchanged, axis: str) -> str | None:
         """The factor along which an exchange over an axis is in parts."""
         one = self.demand.one
-        n = -1
-        if sent.kind == "all-gather" and sent.tensor is not None:
-            n = one.tensors.index(sent.tensor)
+        n = self._index(sent)
         d = self.demand.places[n].get(axis)
         return None if d is None else one.factors[n][d]
