@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [p for p in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if p.exists()]
 #: These compile for whole pods, and one program after another for tests that fail.
 LONG = {"budgets.md", "pods.md"}
-#: These start many processes, and compile for a TPU.
-SLOW = {"distributed.md", "time.md"}
+#: These start many processes, compile for a TPU, or plan.
+SLOW = {"distributed.md", "plan.md", "time.md"}
 SOAKS = (pytest.mark.slow, pytest.mark.soak)
 #: A block, what stands after its language, its text, and the output below it. Executed are
 #: ``python`` (in one namespace per page), ``python file=NAME`` (written to a file instead) and

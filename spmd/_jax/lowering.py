@@ -312,6 +312,11 @@ def edited(lowering: Any, edit: Callable[[Any], None]) -> Any:
     return own
 
 
+def kept_arguments(lowering: Any) -> list[int]:
+    """Which arguments of the jaxpr are arguments of the module: unused ones may be left out."""
+    return sorted(lowering.compile_args["kept_var_idx"])
+
+
 def compile_lowering(lowering: Any) -> tuple[Any, Sequence[Any], bool]:
     """Returns the executable, its leading constants on its devices, and if it was compiled now."""
     is_new = not is_compiled(lowering)

@@ -34,7 +34,8 @@ In the order of reading:
 - `outcome`: what a program does, as far as two are compared.
 - `folded`: specs of a tree as Python text.
 - `code`: what a person pastes.
-- `fewest`: the constraints in it, each of which is needed.
+- `fewest`: the smallest set that does what a larger one does.
+- `constraints`: those in user code with which its program is the plan's.
 """
 
 from spmd.inspection.records.plan import Plan as Plan

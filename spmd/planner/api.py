@@ -213,7 +213,7 @@ def plan_program(
     graph = graph_of(module, subject=subject)
     labels = asked.class_names(graph, wish.classes, subject)
     axes = [*dict.fromkeys(axis for mesh in meshes for axis in mesh.shape)]
-    keeps = _fixed(specs, graph, len(ins))
+    keeps = _fixed(specs, graph, len(ins), program.kept(meshes[0]))
     rules = Rules(
         budget=on.budget,
         never=asked.never_pairs(wish.never, graph, labels, axes, subject),
@@ -253,12 +253,14 @@ def _coded(plan: Plan, program: Program, on: Hardware) -> Plan:
     return dataclasses.replace(plan, inside=Later(lambda: inside_of(plan, program, mesh)))
 
 
-def _fixed(specs: Mapping[int, Any], graph: Graph, arguments: int) -> Fixed:
+def _fixed(specs: Mapping[int, Any], graph: Graph, arguments: int, kept: Sequence[int]) -> Fixed:
     """Places of arguments and results that are fixed, by their tensors."""
     ins = [i for i, one in enumerate(graph.tensors) if one.kind == "argument"]
     outs = [i for i, one in enumerate(graph.tensors) if one.kind == "output"]
-    at = [*ins[len(ins) - arguments :], *outs]
-    return Fixed.of({at[i]: asked.places_of(spec) for i, spec in specs.items()})
+    at = dict(zip(kept, ins[len(ins) - len(kept) :], strict=True))
+    at |= {arguments + i: output for i, output in enumerate(outs)}
+    places = {at[i]: asked.places_of(spec) for i, spec in specs.items() if i in at}
+    return Fixed.of(places)
 
 
 def _identity(on: Hardware) -> tuple[Any, ...]:

@@ -65,7 +65,8 @@ class Choice:
         mesh: that it is for.
         graph: the program as it was lowered for this mesh.
         layout: what its axes split; None for a program as it was written.
-        ins: places of the arguments.
+        kept: the leaves of the arguments that the program has.
+        ins: places of all leaves.
         outs: places of the results.
         pins: constraints inside.
         estimate: of the first tier; None for a program as it was written.
@@ -81,6 +82,7 @@ class Choice:
     mesh: Any
     graph: Graph
     layout: Layout | None
+    kept: tuple[int, ...]
     ins: tuple[Entries, ...]
     outs: tuple[Entries, ...]
     pins: tuple[Pin, ...]
@@ -253,11 +255,13 @@ class _Looking:
 
     def _choice(self, name: str, one: Candidate, graph: Graph, mesh: Any) -> Choice:
         ins, outs = entries_of(graph, one.layout, mesh.shape, self.rules.fixed)
+        ins = self.program.whole(mesh, ins)
         return Choice(
             name=name,
             mesh=mesh,
             graph=graph,
             layout=one.layout,
+            kept=tuple(self.program.kept(mesh)),
             ins=ins,
             outs=outs,
             pins=pins_of(graph, one.layout, dict(mesh.shape), self.rules.fixed),
@@ -281,7 +285,8 @@ class _Looking:
                 return
             count += 1
             self.tell(Progress(self.tried, self.best, ""))
-            lowered = annotated(self.program.lowered(one.mesh), one.ins, one.outs, one.pins)
+            ins = [one.ins[i] for i in one.kept]
+            lowered = annotated(self.program.lowered(one.mesh), ins, one.outs, one.pins)
             self.choices[i] = _previewed(one, lowered, self.chip)
 
     def add_written(self, written: Sequence[stages.Lowered]) -> None:
@@ -289,7 +294,7 @@ class _Looking:
         for lowered in written:
             choice = Choice(
                 name=WRITTEN, mesh=lowered.mesh, graph=self.choices[0].graph, layout=None,
-                ins=(), outs=(), pins=(), estimate=None, written=lowered,
+                kept=(), ins=(), outs=(), pins=(), estimate=None, written=lowered,
             )  # fmt: skip
             self.choices.append(_previewed(choice, lowered, self.chip))
 
@@ -388,7 +393,8 @@ def _places_of_large(one: Choice) -> Any:
     """The parts of a mesh, and where arguments lie of which each is a hundredth of all bytes."""
     arguments = [tensor for tensor in one.graph.tensors if tensor.kind == "argument"]
     least = sum(tensor.nbytes for tensor in arguments) / 100
-    places = zip(arguments, one.ins, strict=False)
+    own = arguments[len(arguments) - len(one.kept) :]
+    places = zip(own, (one.ins[i] for i in one.kept), strict=True)
     sizes = tuple(size for size in one.mesh.shape.values() if size > 1)
     return sizes, tuple(place for tensor, place in places if tensor.nbytes >= least)
 

@@ -1,315 +1,120 @@
-"""The fewest constraints in a user's code with which propagation gives the program of a plan.
-
-The program is traced once with marks at all expressions that come into question. Each set of them
-is then tried in the lowered module, by the passes of a preview.
-"""
+"""The fewest of some things with which a figure is as good as with all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-import copy
+from collections.abc import Callable, Sequence
 import functools
-import logging
 import time
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
-import jax
-
-import spmd
-from spmd import _jax, stages
-from spmd.inspection.records.names import short_path
-from spmd.inspection.records.report import Report
-from spmd.inspection.shardy import passes
-from spmd.planner import marks
-from spmd.planner.code import Constraints, SourceConstraint
-from spmd.planner.graph import numbered
-from spmd.planner.marks import Entries
-from spmd.planner.outcome import Outcome, difference, outcome_of, outcome_of_exchanges
-from spmd.planner.pins import Pin
-from spmd.planner.source import Expression, Span, expressions_of, marked, users_spans
-from spmd.planner.verify import Program, pinned
-
-logger = logging.getLogger(__name__)
-
-_SUBJECT = "plan"
-_PROPAGATION = ("sdy-import-pipeline", "sdy-import-func-calls", "sdy-user-priority-propagate")
-_MOST_PLACES = 3
-
-
-def constraints_of(
-    program: Program,
-    mesh: Any,
-    *,
-    ins: Sequence[Any],
-    outs: Sequence[Any],
-    pins: Sequence[Pin],
-    report: Report | None = None,
-    deadline: float | None = None,
-) -> Constraints:
-    """The fewest constraints for the exchanges and products of a plan.
-
-    Fewest means that each of them is needed: without any one of them the preview is another.
-
-    Args:
-        program: what was planned.
-        mesh: that the plan is for.
-        ins: specs of the arguments, in the order of their leaves.
-        outs: specs of the results, likewise.
-        pins: of the plan.
-        report: of the plan's compiled program; with it, the program of the code is compiled too.
-        deadline: by `time.monotonic`, after which no further set is tried.
-    """
-    with _jax.core.traced_anew():
-
-        def lower() -> stages.Lowered:
-            return program.fresh().lowered(mesh, ins, outs)
-
-        case = _Case(lower(), pins, _platform_of(mesh))
-        expressions, missing = case.expressions()
-        trials, said = _trials(case, lower, expressions)
-    trials.search([_dispensability(one) for one in expressions], deadline)
-    if missing:
-        said += _shown(missing)
-    return _told(trials, expressions, missing, said, report)
-
-
-def _trials(
-    case: _Case, lower: Callable[[], stages.Lowered], expressions: Sequence[Expression]
-) -> tuple[_Trials, str]:
-    """What can be tried of expressions; with why nothing can be, if so."""
-    try:
-        # Another trace: the one of the case has no marks.
-        with _jax.core.traced_anew(), marked(expressions), marks.marking():
-            own = lower()
-        return _Trials(case, own), ""
-    except Exception as error:  # whatever the user's code does with a mark in it
-        logger.info("plan: the program could not be lowered with marks", exc_info=error)
-        said = f" Nothing was tried: with marks, the code raises {type(error).__name__}."
-        return _Trials(case, case.lowered), said
-
-
-def _platform_of(mesh: Any) -> str:
-    """Whose compiler a program for a mesh is for; empty where no device says it."""
-    return "" if isinstance(mesh, jax.sharding.AbstractMesh) else mesh.devices.flat[0].platform
-
-
-def _dispensability(one: Expression) -> tuple[bool, int]:
-    """What is left out first: what an expression takes, and what is further outside."""
-    return not one.is_operand, -one.depth
-
-
-class _Case:
-    """A program with the specs of a plan, and what its pins make of it."""
-
-    def __init__(self, lowered: stages.Lowered, pins: Sequence[Pin], platform: str):
-        self.lowered, self.pins, self.platform = lowered, pins, platform
-        self.module = passes.module_of(lowered, subject=_SUBJECT)
-        self.target = self.outcome(pinned(lowered, pins).compiler_ir())
-
-    def outcome(self, module: Any) -> Outcome:
-        """What a module does."""
-        return outcome_of(module, self.platform, subject=_SUBJECT)
-
-    def operations(self) -> Iterator[tuple[Pin, Any]]:
-        """What the plan pins."""
-        found = numbered(self.module.operation)
-        return ((one, found[one.number]) for one in self.pins)
-
-    def expressions(self) -> tuple[list[Expression], list[Span]]:
-        """What in the user's code may be constrained, and places that no text tells."""
-        with self.module.context:
-            return expressions_of(self._locations())
-
-    def _locations(self) -> Iterator[Any]:
-        """Of what the plan pins, and of the calls of the functions that it is in."""
-        calls: dict[str, list[Any]] = {}
-        for one in passes.operations_in(self.module.operation):
-            if one.name == "func.call":
-                calls.setdefault(passes.callee_of(one), []).append(one)
-        pending = [operation for _, operation in self.operations()]
-        while pending:
-            following = {}
-            for one in pending:
-                yield one.location
-                following[_function_of(one)] = None
-            pending = [call for name in following for call in calls.pop(name, ())]
-
-
-def _function_of(operation: Any) -> str:
-    while operation.name != "func.func":
-        operation = operation.parent.operation
-    return passes.name_of(operation)
-
-
-class _Copy(NamedTuple):
-    """What passes want of a module."""
-
-    operation: Any
-    context: Any
+Judged: TypeAlias = tuple[int, ...]
+"""How bad a set is: zeros where nothing is left to wish for."""
 
 
 class _LateError(Exception):
-    """The time is up."""
+    """No further set may be tried."""
 
 
-class _Trials:
-    """Sets of constraints, each tried in a module with marks.
+class Fewest:
+    """Looks for a small set that is no worse than a larger one.
+
+    Args:
+        judge: how bad a set is; each is judged once.
+        kept: to begin with.
+        deadline: by `time.monotonic`, after which no further set is judged.
+        most: sets that are judged beside the first one.
 
     Attributes:
-        specs: by the number of a mark, where the plan's program has its value.
-        kept: of these numbers, those that are needed.
-        is_late: whether the time was up before all was tried.
+        kept: what is left.
+        is_late: whether it ended before all was tried.
     """
 
-    def __init__(self, case: _Case, lowered: stages.Lowered):
-        self.case, self.lowered = case, lowered
-        self.specs = _specs(lowered, case.pins)
-        self.kept: frozenset[int] = frozenset(self.specs)
-        self.deadline: float | None = None
+    def __init__(
+        self,
+        judge: Callable[[frozenset[int]], Judged],
+        kept: frozenset[int],
+        *,
+        deadline: float | None = None,
+        most: int | None = None,
+    ):
+        self.kept = kept
         self.is_late = False
-        self.outcome = functools.cache(self._outcome)
+        self._judge, self._deadline, self._most = judge, deadline, most
+        self._judged = functools.cache(self._judge_new)
+        self._now = judge(kept)
 
-    def _outcome(self, kept: frozenset[int]) -> Outcome:
-        """What the program does with these constraints alone."""
-        module = self.lowered.compiler_ir()
-        with module.context:
-            copied = _Copy(module.operation.clone().operation, module.context)
-        marks.keep(copied, {number: self.specs[number] for number in kept})
-        return self.case.outcome(copied)
+    def _judge_new(self, kept: frozenset[int]) -> Judged:
+        late = self._deadline is not None and time.monotonic() > self._deadline
+        if late or self._most == 0:
+            raise _LateError
+        self._most = None if self._most is None else self._most - 1
+        return self._judge(kept)
 
-    def search(self, dispensability: Sequence[Any], deadline: float | None) -> None:
-        """Leaves out what can be left out, until each one that is left is needed."""
-        self.deadline = deadline
-        order = sorted(self.specs, key=dispensability.__getitem__)
+    def search(self, order: Sequence[int]) -> None:
+        """Leaves out what it can, what stands first in the order sooner, until all is needed."""
+        self._till_late(self._search, order)
+
+    def grow(self, order: Sequence[int]) -> None:
+        """Adds what is needed, where what is kept lacks some and nothing would lack with all.
+
+        Each one that is needed is found in as many steps as halving takes: it is the last one of
+        the shortest beginning that, with those found before, lacks nothing. What was kept may be
+        left out for it.
+        """
+        self._till_late(self._grow, order)
+
+    def _till_late(self, step: Callable[[Sequence[int]], Any], order: Sequence[int]) -> None:
         try:
-            self._drop_all(order)
-            added = [self._take(self.kept.union([number]), better=True) for number in order]
-            if any(added):
-                self._drop_all(order)
-            if len(self.kept) > 1:  # one in another place may do for all
-                any(self._take(frozenset([number])) for number in reversed(order))
+            step(order)
         except _LateError:
             self.is_late = True
+
+    def _search(self, order: Sequence[int]) -> None:
+        self._drop_all(order)
+        if any(self._now):
+            for one in order:
+                self._take(self.kept.union([one]), better=True)
+            self._drop_all(order)
+        if len(self.kept) > 1:  # one in another place may do for all
+            any(self._take(frozenset([one])) for one in reversed(order))
 
     def _drop_all(self, order: Sequence[int]) -> None:
         before = None
         while self.kept != before:
             before = self.kept
-            self._drop([number for number in order if number in before])
+            self._drop([one for one in order if one in before])
 
     def _drop(self, group: Sequence[int]) -> None:
-        """Leaves out a group, or else what can be left out of its halves."""
-        if not self._take(self.kept.difference(group)) and len(group) > 1:
+        """Leaves out a group, or else what it can of its halves."""
+        if group and not self._take(self.kept.difference(group)) and len(group) > 1:
             half = len(group) // 2
             self._drop(group[:half])
             self._drop(group[half:])
 
+    def _grow(self, order: Sequence[int]) -> None:
+        found, rest = self.kept, [one for one in order if one not in self.kept]
+        first, self.kept = [*found], found.union(rest)
+        while any(self._now):
+            few, many = 0, len(rest)
+            while many - few > 1:
+                middle = (few + many) // 2
+                if any(self._judged(found.union(rest[:middle]))):
+                    few = middle
+                else:
+                    many = middle
+                    self.kept = found.union(rest[:many])
+            found, rest = found.union([rest[many - 1]]), rest[: many - 1]
+            self._now = self._judged(found)
+        self.kept = found
+        for one in first:
+            self._take(self.kept.difference([one]))
+
     def _take(self, kept: frozenset[int], *, better: bool = False) -> bool:
-        """Keeps to these constraints, if they do no worse, or only if they do better."""
-        if self.deadline is not None and time.monotonic() > self.deadline:
-            raise _LateError
-        target = self.case.target
-        now = self.outcome(self.kept).away(target)
-        if better and not any(now):
+        """Goes over to a set that is no worse, or only to one that is better."""
+        if kept == self.kept:
+            return True
+        then = self._judged(kept)
+        if then > self._now or (better and then == self._now):
             return False
-        then = self.outcome(kept).away(target)
-        does = then < now if better else then <= now
-        self.kept = kept if does else self.kept
-        return does
-
-    def compiled(self) -> Report:
-        """What the compiler makes of the program with the constraints that are kept."""
-        own = copy.copy(self.lowered)
-        specs = {number: self.specs[number] for number in self.kept}
-        edit = functools.partial(marks.keep, specs=specs)
-        own._lowering = _jax.lowering.edited(self.lowered._lowering, edit)
-        return spmd.report(own.compile())
-
-
-def _specs(lowered: stages.Lowered, pins: Sequence[Pin]) -> dict[int, Entries]:
-    """Where the plan's program has the value of each mark that has one place only."""
-    module = pinned(lowered, pins).compiler_ir()
-    done = passes.run(module, _PROPAGATION, subject=_SUBJECT)
-    found: dict[int, set[Entries | None]] = {}
-    with module.context:
-        for one in marks.marks_in(done):
-            if one.is_constraint and not one.turned:
-                found.setdefault(one.number, set()).add(one.entries())
-    lone = ((number, *entries) for number, entries in found.items() if len(entries) == 1)
-    return {number: entries for number, entries in lone if entries is not None}
-
-
-# What is told
-
-
-def _told(
-    trials: _Trials,
-    expressions: Sequence[Expression],
-    missing: Sequence[Span],
-    said: str,
-    report: Report | None,
-) -> Constraints:
-    records = [_record(expressions[number], trials.specs[number]) for number in trials.kept]
-    exact, note = _compared(trials, report)
-    if not exact:
-        records += _unread(trials.case, missing)
-        note += said
-    if trials.is_late:
-        note += " The time was up before all was tried: fewer lines may do."
-    records.sort(key=lambda one: (one.file, one.line, one.column or 0, -(one.end_line or 0)))
-    return Constraints(records=tuple(records), exact=exact, note=note)
-
-
-def _shown(missing: Sequence[Span]) -> str:
-    places = [*dict.fromkeys(f"{short_path(one.file)}:{one.line}" for one in missing)]
-    more = ", and more" if len(places) > _MOST_PLACES else ""
-    shown = ", ".join(places[:_MOST_PLACES]) + more
-    return f" No expression can be read at {shown}: nothing was tried there."
-
-
-def _compared(trials: _Trials, report: Report | None) -> tuple[bool, str]:
-    """Whether the program of the code is the plan's, and what was seen of it."""
-    differs = difference(trials.outcome(trials.kept), trials.case.target)
-    same = "has the exchanges and the products of the plan's"
-    said = f"By the preview, the program of this code {differs or same}"
-    if report is None:
-        return not differs, f"{said}."
-    sides = (trials.compiled(), report)
-    differs = difference(*(outcome_of_exchanges(one.collectives) for one in sides))
-    return not differs, f"{said}; compiled, it {differs or 'has the same exchanges'}."
-
-
-def _record(one: Expression, spec: Entries) -> SourceConstraint:
-    span = one.span
-    return SourceConstraint(
-        file=span.file,
-        line=span.line,
-        column=span.column,
-        end_line=span.end_line,
-        end_column=span.end_column,
-        function=span.function,
-        expression=one.text,
-        spec=spec,
-    )
-
-
-def _unread(case: _Case, missing: Collection[Span]) -> list[SourceConstraint]:
-    """What the plan says of results whose expression cannot be read, once for each place."""
-    found: dict[tuple[Span, str], SourceConstraint] = {}
-    with case.module.context:
-        for one, operation in case.operations():
-            span = next(iter(users_spans(operation.location)), None)
-            if span is not None and span in missing:
-                name = one.name.removeprefix("stablehlo.")
-                said = SourceConstraint(
-                    file=span.file,
-                    line=span.line,
-                    column=None,
-                    end_line=None,
-                    end_column=None,
-                    function=span.function,
-                    expression=f"the result of {name} at line {span.line}",
-                    spec=marks.trimmed(one.specs[-1]),
-                )
-                found.setdefault((span, name), said)
-    return [*found.values()]
+        self.kept, self._now = kept, then
+        return True

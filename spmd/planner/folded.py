@@ -56,7 +56,7 @@ class Folded:
     """Specs as Python text.
 
     Attributes:
-        name: of what the specs are for.
+        name: of what the specs are for; empty for several arguments, each of which has its own.
         body: the text, with its parts.
         imports: that it needs beside ``P``, a statement each.
         needs_helper: whether it calls `specs_like`, whose definition is `HELPER`.
@@ -84,7 +84,7 @@ def folded(tree: Any, names: str | Sequence[str]) -> Folded:
     folder = _Folder()
     one = isinstance(names, str)
     return Folded(
-        name=names if one else "arguments",
+        name=names if one else "",
         body=folder.fold(tree, names) if one else folder.arguments(tree, names),
         imports=tuple(sorted(folder.imports)),
         needs_helper=folder.needs_helper,
@@ -289,7 +289,7 @@ class Names:
     def __init__(self, texts: Sequence[Folded]):
         found: dict[Many, list[tuple[int, str]]] = {}
         for one in texts:
-            _look(one.body, (0, one.name), found)
+            _look(one.body, (int(one.name != ""), one.name or "argument"), found)
         taken: dict[str, int] = {}
         self._names: dict[Text, str] = {}
         for text in (one for one, places in found.items() if len(places) > 1):

@@ -10,9 +10,12 @@ import jax.tree_util as jtu
 from spmd import stages
 from spmd.inspection.records.plan import Inside, Placed, Plan
 from spmd.planner.code import code_of
-from spmd.planner.fewest import constraints_of
+from spmd.planner.constraints import constraints_of
 from spmd.planner.folded import folded
 from spmd.planner.verify import Program, spec_of_entries
+
+_COMPILES = 4
+"""So many programs of codes are compiled at most: what the preview says of one may not be all."""
 
 
 def inside_of(plan: Plan, program: Program, mesh: Any) -> Inside:
@@ -24,7 +27,15 @@ def inside_of(plan: Plan, program: Program, mesh: Any) -> Inside:
         mesh: that the plan is for.
     """
     ins, outs = ([*map(_spec, side)] for side in (plan.arguments, plan.results))
-    found = constraints_of(program, mesh, ins=ins, outs=outs, pins=plan.pins, report=plan.report)
+    found = constraints_of(
+        program,
+        mesh,
+        ins=ins,
+        outs=outs,
+        pins=plan.pins,
+        report=plan.report,
+        compiles=_COMPILES,
+    )
     traced = program.traced(mesh)
     signature = traced._signature
     args, _ = jtu.tree_unflatten(signature.in_tree, ins)

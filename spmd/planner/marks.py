@@ -22,8 +22,9 @@ from spmd._mesh import auto_mesh, current_mesh
 from spmd._pjit import spmd_axes
 from spmd.inspection.shardy import passes
 
-P = jax.P
 Entries = tuple[tuple[str, ...] | None, ...]
+
+P = jax.P
 """Axes by dimension; dimensions past the end are not split."""
 
 _marking = threading.local()
@@ -50,13 +51,13 @@ def held(number: int, value: Any) -> Any:
     if _jax.mesh.manual_axes() or _jax.mesh.has_explicit_type(value):
         return value
     own = tuple(range(aval.ndim))
-    return mark_p.bind(value, number=number, dims=own, turned=False, mesh=auto_mesh(mesh))
+    return mark_p.bind(value, number=number, own=own, turned=False, mesh=auto_mesh(mesh))
 
 
 # Parameters
 #
 # number: of the place in the code
-# dims:   by dimension, that of the code's own value, or the axes over which `vmap` splits one
+# own:    by dimension, that of the code's own value, or the axes over which `vmap` splits one
 # turned: whether it is the cotangent of the value
 # mesh:   the plain mesh
 
@@ -75,7 +76,7 @@ def _mark_lower(ctx: Any, x: Any, *, mesh: Any, **params: Any) -> Sequence[Any]:
     sharding = jax.NamedSharding(mesh, P(*[P.UNCONSTRAINED] * aval.ndim))
     value = _jax.lowering.wrap_with_sharding(ctx, x, aval, ctx.avals_out[0], sharding)
     found = [value, *_jax.lowering.free_in_branch([value])]
-    text = json.dumps([params["number"], params["turned"], params["dims"]])
+    text = json.dumps([params["number"], params["turned"], params["own"]])
     for one in found:
         passes.operation_of(one.owner).attributes[_NAME] = ir.StringAttr.get(text)
     return found[-1:]
@@ -90,8 +91,8 @@ _jax.lowering.register_lowering(mark_p, _mark_lower, cacheable=False)
 def _mark_batch(axis_data: Any, vals: Any, dims: Any, **params: Any) -> Any:
     (x,), (dim,) = vals, dims
     if dim is not None:
-        own = params["dims"]
-        params["dims"] = (*own[:dim], spmd_axes(axis_data), *own[dim:])
+        own = params["own"]
+        params["own"] = (*own[:dim], spmd_axes(axis_data), *own[dim:])
     return mark_p.bind(x, **params), dim
 
 
@@ -116,13 +117,13 @@ class Mark(NamedTuple):
         operation: that it is; one in a branch is a barrier as well, with a mark of its own.
         number: of the place in the code.
         turned: whether it is at a cotangent.
-        dims: as those of the primitive.
+        own: as that of the primitive.
     """
 
     operation: Any
     number: int
     turned: bool
-    dims: tuple[int | tuple[str, ...], ...]
+    own: tuple[int | tuple[str, ...], ...]
 
     @property
     def is_constraint(self) -> bool:
@@ -132,7 +133,7 @@ class Mark(NamedTuple):
     def entries(self) -> Entries | None:
         """Where the code's own value lies; None where no spec says it."""
         found = passes.sharding_of(self.operation.results[0])
-        axes = {d: one.axes for d, one in zip(self.dims, found, strict=True) if isinstance(d, int)}
+        axes = {d: one.axes for d, one in zip(self.own, found, strict=True) if isinstance(d, int)}
         if any(":(" in axis for of_one in axes.values() for axis in of_one):
             return None
         return trimmed([axes[d] or None for d in sorted(axes)])
@@ -152,8 +153,8 @@ def marks_in(operation: Any) -> list[Mark]:
 
 
 def _read(operation: Any) -> Mark:
-    number, turned, dims = json.loads(ir.StringAttr(operation.attributes[_NAME]).value)
-    return Mark(operation, number, turned, tuple(d if isinstance(d, int) else (*d,) for d in dims))
+    number, turned, own = json.loads(ir.StringAttr(operation.attributes[_NAME]).value)
+    return Mark(operation, number, turned, tuple(d if isinstance(d, int) else (*d,) for d in own))
 
 
 def keep(module: Any, specs: Mapping[int, Entries]) -> None:
@@ -175,8 +176,8 @@ def _sharding(one: Mark, entries: Entries) -> Any:
     """What `with_sharding_constraint` writes: dimensions that `vmap` added stay open."""
     mesh = _MESH.search(passes.text_of(one.operation, "sharding"))
     assert mesh is not None
-    full = (*entries, *[None] * len(one.dims))
-    texts = (_dimension(full[d] if isinstance(d, int) else d) for d in one.dims)
+    full = (*(axes or None for axes in entries), *[None] * len(one.own))
+    texts = (_dimension(full[d] if isinstance(d, int) else d) for d in one.own)
     return ir.Attribute.parse(f"#sdy.sharding{mesh[0]}, [{', '.join(texts)}]>")
 
 

@@ -68,12 +68,11 @@ _MOST = 40
 def _placed(
     leaves: Sequence[Placed], entries: Sequence[Entries], fixed: Collection[str]
 ) -> tuple[Placed, ...]:
-    """Leaves with their places; a module may have constants before its arguments."""
-    own = entries[len(entries) - len(leaves) :]
+    """Leaves with their places."""
     return tuple(
         # A key is an array of one dimension more inside of the program.
         dataclasses.replace(leaf, spec=spec[: len(leaf.shape)], is_fixed=leaf.name in fixed)
-        for leaf, spec in zip(leaves, own, strict=True)
+        for leaf, spec in zip(leaves, entries, strict=True)
     )
 
 
@@ -84,10 +83,11 @@ def _priced(
     links, _ = links_of(on.chip, [*best.mesh.devices.flat], sizes)
     prices = [*prices_of(best, Machine(on.chip, links, sizes), keeps).items()] if links else []
     by_tensor = [found for _, found in sorted(prices)]
-    own = by_tensor[len(by_tensor) - len(arguments) :] or [()] * len(arguments)
+    own = by_tensor[len(by_tensor) - len(best.kept) :]
+    by_leaf = dict(zip(best.kept, own, strict=False))
     return tuple(
-        one if one.is_fixed else dataclasses.replace(one, prices=found)
-        for one, found in zip(arguments, own, strict=True)
+        one if one.is_fixed else dataclasses.replace(one, prices=by_leaf.get(i, ()))
+        for i, one in enumerate(arguments)
     )
 
 

@@ -14,11 +14,14 @@ import gc
 import linecache
 import threading
 import types
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 import warnings
 
 from spmd.inspection.records.names import is_library
 from spmd.inspection.shardy import passes
+
+Where: TypeAlias = tuple[int, int, int, int]
+"""Line and column of a beginning, then of an end."""
 
 
 class Span(NamedTuple):
@@ -41,7 +44,7 @@ class Span(NamedTuple):
     function: str
 
     @property
-    def where(self) -> tuple[int, int, int, int]:
+    def where(self) -> Where:
         """Its beginning and end."""
         return self.line, self.column, self.end_line, self.end_column
 
@@ -83,7 +86,7 @@ class SourceFile:
         self.text = "".join(linecache.getlines(name))
         self._name = name
         self._tree = _parsed(self.text)
-        self._found: dict[tuple[int, int, int, int], ast.expr] = {}
+        self._found: dict[Where, ast.expr] = {}
         for node in ast.walk(self._tree) if self._tree else ():
             if isinstance(node, (ast.BinOp, ast.Call, ast.Subscript)):
                 self._found.setdefault(_where(node), node)
@@ -96,7 +99,7 @@ class SourceFile:
             for operand in filter(_may_be_held, _operands(node)):
                 yield self._expression(span, operand, is_operand=True, depth=depth)
 
-    def _made_at(self, where: tuple[int, int, int, int]) -> ast.expr | None:
+    def _made_at(self, where: Where) -> ast.expr | None:
         """The expression of a frame; Python has calls of methods begin where their name does."""
         if where in self._found:
             return self._found[where]
@@ -109,7 +112,7 @@ class SourceFile:
         text = ast.get_source_segment(self.text, node) or ""
         return Expression(Span(span.file, *_where(node), span.function), text, is_operand, depth)
 
-    def codes(self, marked: Mapping[tuple[int, int, int, int], int]) -> list[_Codes]:
+    def codes(self, marked: Mapping[Where, int]) -> list[_Codes]:
         """The code of each function that has marked expressions, by their numbers."""
         if self._tree is None:
             return []
@@ -128,7 +131,7 @@ def _parsed(text: str) -> ast.Module | None:
         return None
 
 
-def _where(node: ast.expr) -> tuple[int, int, int, int]:
+def _where(node: ast.expr) -> Where:
     return node.lineno, node.col_offset, node.end_lineno or 0, node.end_col_offset or 0
 
 
@@ -154,7 +157,7 @@ def _may_be_held(node: ast.expr) -> bool:
 class _Marker(ast.NodeTransformer):
     """Puts expressions into calls of `marks.held`, which no name of the user's can hide."""
 
-    def __init__(self, marked: Mapping[tuple[int, int, int, int], int]):
+    def __init__(self, marked: Mapping[Where, int]):
         self.marked = marked
 
     def visit(self, node: ast.AST) -> Any:
@@ -192,23 +195,31 @@ _swapping = threading.Lock()
 
 
 @contextlib.contextmanager
-def marked(expressions: Sequence[Expression]) -> Iterator[None]:
+def marked(expressions: Sequence[Expression]) -> Iterator[list[Expression]]:
     """Has functions mark these expressions, by their index, as long as the context lasts.
 
-    Functions whose text has changed since they were made stay as they are.
+    Functions whose text has changed since they were made stay as they are; gives the expressions
+    that are in them.
     """
-    by_file: dict[str, dict[tuple[int, int, int, int], int]] = {}
+    by_file: dict[str, dict[Where, int]] = {}
     for number, one in enumerate(expressions):
         by_file.setdefault(one.span.file, {})[one.span.where] = number
     with _swapping:
         swaps = [*_swaps({name: SourceFile(name).codes(at) for name, at in by_file.items()})]
+        names = {(codes.plain.co_filename, codes.plain.co_qualname) for _, codes in swaps}
         try:
             for function, codes in swaps:
                 function.__code__ = codes.marked
-            yield
+            yield [one for one in expressions if not names.intersection(_around(one.span))]
         finally:
             for function, codes in swaps:
                 function.__code__ = codes.plain
+
+
+def _around(span: Span) -> Iterator[tuple[str, str]]:
+    """The functions that a frame is in, outer ones too."""
+    parts = span.function.split(".<locals>.")
+    return ((span.file, ".<locals>.".join(parts[: n + 1])) for n in range(len(parts)))
 
 
 def _swaps(

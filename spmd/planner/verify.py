@@ -57,25 +57,37 @@ class Program:
     def lowered(
         self, mesh: Any, ins: Sequence[P] | None = None, outs: Sequence[P] | None = None
     ) -> stages.Lowered:
-        """Lowered for a mesh, with specs of its arguments and results.
-
-        Without them they are open, and arguments that the function does not use are kept.
-        """
+        """Lowered for a mesh, with specs of its arguments and results; without, they are open."""
         traced = copy.copy(self.traced(mesh))
         call = traced._call
-        if ins is None and outs is None:
-            traced._call = dataclasses.replace(call, keep_unused=True)
-        else:
-            traced._call = dataclasses.replace(
-                call,
-                in_axis_resources=resources(ins, len(call.in_axis_resources)),
-                out_axis_resources=resources(outs, len(call.out_axis_resources)),
-            )
+        traced._call = dataclasses.replace(
+            call,
+            in_axis_resources=resources(ins, len(call.in_axis_resources)),
+            out_axis_resources=resources(outs, len(call.out_axis_resources)),
+        )
         traced._placed = (None,) * len(traced._placed)
         with warnings.catch_warnings():
             # Layouts that nobody asked for may find no use for what is donated.
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             return traced.lower()
+
+    def kept(self, mesh: Any) -> list[int]:
+        """Which leaves of the arguments the program has: those that it uses."""
+        skip = len(self.traced(mesh)._signature.consts)
+        found = _jax.lowering.kept_arguments(self.lowered(mesh)._lowering)
+        return [i - skip for i in found if i >= skip]
+
+    def whole(self, mesh: Any, ins: Sequence[Entries]) -> tuple[Entries, ...]:
+        """Places of all leaves, from those of the arguments that a module has.
+
+        Constants may come before them there. What the function does not use is not split.
+        """
+        leaves, _ = open_leaves(self.traced(mesh))
+        found: list[Entries] = [((),) * len(one.shape) for one in leaves]
+        kept = self.kept(mesh)
+        for i, entries in zip(kept, ins[len(ins) - len(kept) :], strict=True):
+            found[i] = entries
+        return tuple(found)
 
 
 def resources(specs: Sequence[P] | None, count: int) -> tuple[Any, ...]:
@@ -123,7 +135,10 @@ def planned(
 def annotated(
     lowered: stages.Lowered, ins: Sequence[Entries], outs: Sequence[Entries], pins: Sequence[Pin]
 ) -> stages.Lowered:
-    """An open lowering with places and pins, to be previewed: it knows nothing of the places."""
+    """An open lowering with places and pins, to be previewed: it knows nothing of the places.
+
+    `ins` has those of the arguments that the lowering has.
+    """
 
     def edit(module: Any) -> None:
         annotate(module, ins, outs)

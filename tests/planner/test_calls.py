@@ -235,3 +235,28 @@ def test_donated_arguments_and_keywords_and_statics(mesh, args):
         got = auto(given, x=x, power=2)
     np.testing.assert_allclose(got["up"], w["up"] * x.sum() ** 2, rtol=1e-4)
     assert given["up"].is_deleted()
+
+
+def test_what_a_program_does_not_use(mesh):
+    """An argument that nothing uses is not split, and operations that nothing needs are no pins."""
+
+    def train(w, tokens, unused):
+        def loss(w):
+            scores = jax.nn.log_softmax(w["embed"][tokens] @ w["head"])
+            return -jnp.mean(jnp.take_along_axis(scores, tokens[..., None], axis=-1))
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, w, jax.grad(loss)(w))
+
+    random = np.random.default_rng(2)
+    w = {"embed": random.normal(size=(48, D)), "head": random.normal(size=(D, 48))}
+    w = jax.tree.map(np.float32, w)
+    tokens = random.integers(0, 48, size=(16, 8), dtype=np.int32)
+    auto = pjit(train, in_axis_resources=(AUTO, P("data"), AUTO))
+    with mesh:
+        found = auto.plan(w, tokens, np.ones((8, 8), np.float32))
+        got = auto(w, tokens, np.ones((8, 8), np.float32))
+    assert by_name(found)["unused"] == ((), ())
+    assert by_name(found)["tokens"] == (("data",), ())
+    expected = train(w, tokens, None)
+    for name in expected:
+        np.testing.assert_allclose(got[name], expected[name], rtol=1e-4, atol=1e-5)

@@ -18,13 +18,6 @@ import pytest
 
 import spmd
 from spmd import P
-from spmd.inspection.compile.timed import links_of
-from spmd.inspection.shardy.passes import module_of
-from spmd.inspection.timing.chips import CHIPS
-from spmd.planner.estimate import Machine
-from spmd.planner.graph import graph_of
-from spmd.planner.search import Rules, search
-from spmd.planner.verify import Program, planned
 
 NAMES = [*CASES]
 #: Of the axes ``data`` and ``model``, for 8 devices.
@@ -73,7 +66,7 @@ def experts_of(name):
 
 def mesh_sizes(shape):
     """By axis."""
-    return dict(zip(BOTH, shape, strict=True))
+    return {str(axis): size for axis, size in zip(BOTH, shape, strict=True)}
 
 
 def described(*shape):
@@ -171,12 +164,9 @@ def test_a_case_is_lowered_for_a_tpu(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_planned_step_equals_the_unsharded_one(name):
     """A plan changes where numbers lie, and none of them."""
-    case, mesh = small(name), mesh_of(4, 2)
-    program = Program(function=case.step, args=case.args, options=case.options)
-    graph = graph_of(module_of(program.lowered(mesh), subject="plan"), subject="plan")
-    machine = Machine(
-        CHIPS["cpu"], links_of(CHIPS["cpu"], [*mesh.devices.flat], mesh.shape)[0], mesh.shape
+    case = small(name)
+    plan = spmd.plan(
+        case.step, *case.args, mesh=mesh_of(4, 2), cache=False, progress=False, **case.options
     )
-    best = search(graph, machine, Rules())[0]
-    step = planned(program, mesh, graph, best.layout).compile()
+    step = spmd.pjit(case.step, plan=plan, **case.options)
     _assert_close(step(*arguments(name)), unsharded(name))

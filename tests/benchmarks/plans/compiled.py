@@ -59,7 +59,8 @@ def place_of(where: str, sizes: Mapping[str, int] | None = None) -> Any:
         count = math.prod(spmd.topology(where).shape.values())
         return spmd.topology(where, sizes or {"data": count, "model": 1})
     found = [*map(int, where.removeprefix("cpu:").split("x"))]
-    axes = dict(zip(("data", "model", "more"), found, strict=False))
+    names: list[str] = ["data", "model", "more"]
+    axes = dict(zip(names, found, strict=False))
     return spmd.topology(f"cpu:{math.prod(found)}", axes)
 
 
@@ -118,7 +119,7 @@ def compiled(case: Case, where: str, *, most: int = 0) -> Iterator[Figures]:
     chip = STANDING_IN if is_fixed(where) else None
     steps = list(itertools.chain(*(_steps(case, one, where, most) for one in case.experts)))
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        yield from threads.map(lambda step: _figures(*step, chip), steps)
+        yield from threads.map(functools.partial(_figures, chip=chip), steps)
 
 
 def _steps(case: Case, expert: Expert, where: str, most: int) -> list[Any]:
@@ -137,7 +138,8 @@ def _preview(step: Any) -> float:
     return time.seconds if time else math.inf
 
 
-def _figures(expert: Expert, sizes: Mapping[str, int], step: Any, chip: Any) -> Figures:
+def _figures(of: tuple[Expert, Mapping[str, int], Any], *, chip: Any) -> Figures:
+    expert, sizes, step = of
     try:
         report = spmd.report(step.compile(), chip=chip)
     except OutOfMemoryError:

@@ -56,7 +56,9 @@ NAMES = {
     "layers": {name: f"layers {dims}" for name, dims in _LAYER.items()},
     "words": "vocab embed", "norm": "embed", "logits": "embed vocab",
 }  # fmt: skip
-CACHE = dict.fromkeys("kv", "layers texts keys kv_heads dim")
+# In this order as in MaxText (`ar_cache_axis_order`): a word is written in one piece.
+CACHE = dict.fromkeys("kv", "layers keys kv_heads texts dim")
+_OF_LAYER = "keys kv_heads texts dim"
 
 
 def shapes(model: Decoding) -> tuple[Any, Any, Any, Any]:
@@ -77,43 +79,54 @@ def step(params: Any, cache: Any, words: Any, count: Any, keep: Bare = BARE) -> 
     """Keys and values with those of the last words, and the most likely next ones."""
     x = keep.activation(params["words"][words], "batch embed")
 
-    def layer(x: Any, of_layer: Any) -> tuple[Any, Any]:
-        w = {name: keep.used(leaf, _LAYER[name]) for name, leaf in of_layer[0].items()}
-        return _layer(w, x, of_layer[1], count, keep)
+    # All keys and values are carried, so that each layer writes a word into them, and no more.
+    def layer(carry: Any, of_layer: Any) -> tuple[Any, None]:
+        (x, cache), (number, weights) = carry, of_layer
+        w = {name: keep.used(leaf, _LAYER[name]) for name, leaf in weights.items()}
+        return _layer(w, x, cache, number, count, keep), None
 
-    x, cache = lax.scan(layer, x, (params["layers"], cache))
+    numbers = jnp.arange(cache["k"].shape[0])
+    (x, cache), _ = lax.scan(layer, (x, cache), (numbers, params["layers"]))
     logits = _normed(x, params["norm"]) @ keep.used(params["logits"], "embed vocab")
     return cache, jnp.argmax(keep.activation(logits, "batch vocab"), axis=-1).astype(jnp.int32)
 
 
-def _layer(w: Any, x: Any, cache: Any, count: Any, keep: Bare) -> tuple[Any, Any]:
+def _layer(w: Any, x: Any, cache: Any, number: Any, count: Any, keep: Bare) -> tuple[Any, Any]:
     y = keep.activation(_normed(x, w["norm1"]), "batch embed")
     q, k, v = (jnp.einsum("be,ehd->bhd", y, w[name]) for name in "qkv")
     q = keep.activation(q, "texts heads dim")
-    k, v = (keep.activation(one, "texts kv_heads dim") for one in (k, v))
+    new = {"k": k, "v": v}
     cache = {
-        name: keep.activation(
-            lax.dynamic_update_slice_in_dim(cache[name], one[:, None], count, axis=1),
-            CACHE[name].removeprefix("layers "),
-        )
-        for name, one in (("k", k), ("v", v))
+        name: keep.activation(_written(cache[name], new[name], number, count), CACHE[name])
+        for name in cache
     }
-    found = keep.activation(_attended(q, cache, count), "texts heads dim")
+    of_layer = {
+        name: keep.activation(lax.dynamic_index_in_dim(leaf, number, keepdims=False), _OF_LAYER)
+        for name, leaf in cache.items()
+    }
+    found = keep.activation(_attended(q, of_layer, count), "texts heads dim")
     x = keep.activation(x + jnp.einsum("bhd,hde->be", found, w["o"]), "batch embed")
     y = keep.activation(_normed(x, w["norm2"]), "batch embed")
     hidden = keep.activation(jax.nn.silu(y @ w["gate"]) * (y @ w["up"]), "batch hidden")
     return keep.activation(x + hidden @ w["down"], "batch embed"), cache
 
 
+def _written(cache: Any, new: Any, number: Any, count: Any) -> Any:
+    """Keys or values of a word ``[texts, kv_heads, dim]``, put at its place in a layer."""
+    zero = jnp.zeros((), count.dtype)
+    start = number.astype(count.dtype), count, zero, zero, zero
+    return lax.dynamic_update_slice(cache, jnp.swapaxes(new, 0, 1)[None, None], start)
+
+
 def _attended(q: Any, cache: Any, count: Any) -> Any:
     """Queries ``[texts, heads, dim]`` look at all keys up to the last one."""
     k, v = cache["k"], cache["v"]
-    grouped = q.reshape(q.shape[0], k.shape[2], -1, q.shape[2])
-    scores = jnp.einsum("bgnd,bsgd->bgns", grouped, k).astype(jnp.float32) / q.shape[2] ** 0.5
-    seen = jnp.arange(k.shape[1]) <= count
+    grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2])
+    scores = jnp.einsum("bgnd,sgbd->bgns", grouped, k).astype(jnp.float32) / q.shape[2] ** 0.5
+    seen = jnp.arange(k.shape[0]) <= count
     scores = jnp.where(seen[None, None, None], scores, _FAR)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bgns,bsgd->bgnd", weights, v).reshape(q.shape)
+    return jnp.einsum("bgns,sgbd->bgnd", weights, v).reshape(q.shape)
 
 
 def _normed(x: Any, scale: Any) -> Any:

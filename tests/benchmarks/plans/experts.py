@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from .logical import Expert
+from .logical import Axes, Expert
 
 BOTH = ("data", "model")
-_TENSOR = dict.fromkeys(("heads", "kv_heads", "hidden", "vocab"), "model")
+_TENSOR: dict[str, Axes] = {
+    "heads": "model", "kv_heads": "model", "hidden": "model", "vocab": "model"
+}  # fmt: skip
 
 DATA = Expert(
     name="data parallel",

@@ -46,9 +46,9 @@ class Found:
     @property
     def ratio(self) -> float:
         """Of the compiled times, the expert's below."""
-        if self.answer is None:
+        if self.answer is None or self.expert is None or self.expert.seconds is None:
             return math.inf
-        return self.answer.seconds / (self.expert.seconds if self.expert else math.inf)
+        return self.answer.seconds / self.expert.seconds
 
     @property
     def chips(self) -> int:
@@ -205,7 +205,7 @@ def _compiled(found: Iterable[Found]) -> dict[tuple[str, str], list[Candidate]]:
 
 
 def _spearman(candidates: Sequence[Candidate]) -> float:
-    columns = ([one.predicted for one in candidates], [one.seconds for one in candidates])
+    columns = ([one.predicted for one in candidates], [one.seconds or 0.0 for one in candidates])
     a, b = (np.argsort(np.argsort(column)) for column in columns)
     return float(np.corrcoef(a, b)[0, 1])
 

@@ -1,0 +1,304 @@
+"""The fewest constraints in a user's code with which propagation gives the program of a plan.
+
+The program is traced once with marks at all expressions that come into question. Each set of them
+is then tried in the lowered module, by the passes of a preview.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+import copy
+import functools
+import logging
+from typing import Any, NamedTuple
+
+import jax
+
+import spmd
+from spmd import _jax, stages
+from spmd.inspection.records.names import short_path
+from spmd.inspection.records.plan import SourceConstraint
+from spmd.inspection.records.report import Report
+from spmd.inspection.shardy import passes
+from spmd.planner import marks
+from spmd.planner.code import Constraints
+from spmd.planner.fewest import Fewest, Judged
+from spmd.planner.graph import numbered
+from spmd.planner.marks import Entries
+from spmd.planner.outcome import Outcome, difference, outcome_of, outcome_of_exchanges
+from spmd.planner.pins import Pin
+from spmd.planner.source import Expression, Span, expressions_of, marked, users_spans
+from spmd.planner.verify import Program, pinned
+
+logger = logging.getLogger(__name__)
+
+_SUBJECT = "plan"
+_PROPAGATION = ("sdy-import-pipeline", "sdy-import-func-calls", "sdy-user-priority-propagate")
+_MOST_PLACES = 3
+
+
+def constraints_of(
+    program: Program,
+    mesh: Any,
+    *,
+    ins: Sequence[Any],
+    outs: Sequence[Any],
+    pins: Sequence[Pin],
+    report: Report | None = None,
+    compiles: int = 12,
+    deadline: float | None = None,
+) -> Constraints:
+    """The fewest constraints for the exchanges and products of a plan.
+
+    Fewest means that each of them is needed: without any one of them the preview is another. Where
+    the preview sees no difference and the compiler does, more are kept.
+
+    Args:
+        program: what was planned.
+        mesh: that the plan is for.
+        ins: specs of the arguments, in the order of their leaves.
+        outs: specs of the results, likewise.
+        pins: of the plan.
+        report: of the plan's compiled program; with it, the program of the code is compiled too.
+        compiles: how many programs of codes are compiled at most, with a report.
+        deadline: by `time.monotonic`, after which no further set is tried.
+    """
+    with _jax.core.traced_anew():
+
+        def lower() -> stages.Lowered:
+            return program.fresh().lowered(mesh, ins, outs)
+
+        case = _Case(lower(), pins, _platform_of(mesh))
+        expressions, missing = case.expressions()
+        trials, said = _trials(case, lower, expressions, missing)
+    order = sorted(trials.specs, key=lambda number: _dispensability(expressions[number]))
+    trials.search(order, deadline)
+    if report is not None:
+        trials.settle(order, report, compiles, deadline)
+    if missing:
+        said += _shown(missing)
+    return _told(trials, expressions, missing, said, report)
+
+
+def _trials(
+    case: _Case,
+    lower: Callable[[], stages.Lowered],
+    expressions: Sequence[Expression],
+    missing: list[Span],
+) -> tuple[_Trials, str]:
+    """What can be tried of expressions, of which some may be missing; why nothing can be, if so."""
+    try:
+        # Another trace: the one of the case has no marks.
+        with _jax.core.traced_anew(), marked(expressions) as changed, marks.marking():
+            missing += [one.span for one in changed if not (one.is_operand or one.depth)]
+            own = lower()
+        return _Trials(case, own), ""
+    except Exception as error:  # whatever the user's code does with a mark in it
+        logger.info("plan: the program could not be lowered with marks", exc_info=error)
+        said = f" Nothing was tried: with marks, the code raises {type(error).__name__}."
+        return _Trials(case, case.lowered), said
+
+
+def _platform_of(mesh: Any) -> str:
+    """Whose compiler a program for a mesh is for; empty where no device says it."""
+    return "" if isinstance(mesh, jax.sharding.AbstractMesh) else mesh.devices.flat[0].platform
+
+
+def _dispensability(one: Expression) -> tuple[bool, int]:
+    """What is left out first: what an expression takes, and what is further outside."""
+    return not one.is_operand, -one.depth
+
+
+class _Case:
+    """A program with the specs of a plan, and what its pins make of it."""
+
+    def __init__(self, lowered: stages.Lowered, pins: Sequence[Pin], platform: str):
+        self.lowered, self.pins, self.platform = lowered, pins, platform
+        self.module = passes.module_of(lowered, subject=_SUBJECT)
+        self.target = self.outcome(pinned(lowered, pins).compiler_ir())
+
+    def outcome(self, module: Any) -> Outcome:
+        """What a module does."""
+        return outcome_of(module, self.platform, subject=_SUBJECT)
+
+    def operations(self) -> Iterator[tuple[Pin, Any]]:
+        """What the plan pins."""
+        found = numbered(self.module.operation)
+        return ((one, found[one.number]) for one in self.pins)
+
+    def expressions(self) -> tuple[list[Expression], list[Span]]:
+        """What in the user's code may be constrained, and places that no text tells."""
+        with self.module.context:
+            return expressions_of(self._locations())
+
+    def _locations(self) -> Iterator[Any]:
+        """Of what the plan pins, and of the calls of the functions that it is in."""
+        calls: dict[str, list[Any]] = {}
+        for one in passes.operations_in(self.module.operation):
+            if one.name == "func.call":
+                calls.setdefault(passes.callee_of(one), []).append(one)
+        pending = [operation for _, operation in self.operations()]
+        while pending:
+            following = {}
+            for one in pending:
+                yield one.location
+                following[_function_of(one)] = None
+            pending = [call for name in following for call in calls.pop(name, ())]
+
+
+def _function_of(operation: Any) -> str:
+    while operation.name != "func.func":
+        operation = operation.parent.operation
+    return passes.name_of(operation)
+
+
+class _Copy(NamedTuple):
+    """What passes want of a module."""
+
+    operation: Any
+    context: Any
+
+
+class _Trials:
+    """Sets of constraints, each tried in a module with marks.
+
+    Attributes:
+        specs: by the number of a mark, where the plan's program has its value.
+        kept: of these numbers, those that are needed.
+        is_late: whether the time was up before all was tried.
+    """
+
+    def __init__(self, case: _Case, lowered: stages.Lowered):
+        self.case, self.lowered = case, lowered
+        self.specs = _specs(lowered, case.pins)
+        self.kept: frozenset[int] = frozenset(self.specs)
+        self.is_late = False
+        self.compiled = functools.cache(self._compiled)
+
+    def outcome(self, kept: frozenset[int]) -> Outcome:
+        """What the program does with these constraints alone."""
+        module = self.lowered.compiler_ir()
+        with module.context:
+            copied = _Copy(module.operation.clone().operation, module.context)
+        marks.keep(copied, {number: self.specs[number] for number in kept})
+        return self.case.outcome(copied)
+
+    def search(self, order: Sequence[int], deadline: float | None) -> None:
+        """Leaves out what can be left out by the preview."""
+        target = self.case.target
+        found = Fewest(lambda kept: self.outcome(kept).away(target), self.kept, deadline=deadline)
+        found.search(order)
+        self.kept, self.is_late = found.kept, found.is_late
+
+    def settle(
+        self, order: Sequence[int], report: Report, compiles: int, deadline: float | None
+    ) -> None:
+        """Keeps more where only the compiler sees that they are needed."""
+        target = outcome_of_exchanges(report.collectives)
+
+        def judge(kept: frozenset[int]) -> Judged:
+            return self.compiled(kept).away(target)
+
+        everything = frozenset(self.specs)
+        if compiles < 2 or not any(judge(self.kept)) or any(judge(everything)):
+            return
+        found = Fewest(judge, self.kept, deadline=deadline, most=compiles - 2)
+        found.grow(order[::-1])
+        self.kept, self.is_late = found.kept, self.is_late or found.is_late
+
+    def _compiled(self, kept: frozenset[int]) -> Outcome:
+        """What the compiler makes of the program with these constraints alone."""
+        own = copy.copy(self.lowered)
+        specs = {number: self.specs[number] for number in kept}
+        edit = functools.partial(marks.keep, specs=specs)
+        own._lowering = _jax.lowering.edited(self.lowered._lowering, edit)
+        return outcome_of_exchanges(spmd.report(own.compile()).collectives)
+
+
+def _specs(lowered: stages.Lowered, pins: Sequence[Pin]) -> dict[int, Entries]:
+    """Where the plan's program has the value of each mark that has one place only."""
+    module = pinned(lowered, pins).compiler_ir()
+    done = passes.run(module, _PROPAGATION, subject=_SUBJECT)
+    found: dict[int, set[Entries | None]] = {}
+    with module.context:
+        for one in marks.marks_in(done):
+            if one.is_constraint and not one.turned:
+                found.setdefault(one.number, set()).add(one.entries())
+    lone = ((number, *entries) for number, entries in found.items() if len(entries) == 1)
+    return {number: entries for number, entries in lone if entries is not None}
+
+
+# What is told
+
+
+def _told(
+    trials: _Trials,
+    expressions: Sequence[Expression],
+    missing: Sequence[Span],
+    said: str,
+    report: Report | None,
+) -> Constraints:
+    records = [_record(expressions[number], trials.specs[number]) for number in trials.kept]
+    exact, note = _compared(trials, report)
+    if not exact:
+        records += _unread(trials.case, missing)
+        note += said
+    if trials.is_late:
+        note += " Not all was tried: fewer lines may do."
+    records.sort(key=lambda one: (one.file, one.line, one.column or 0, -(one.end_line or 0)))
+    return Constraints(records=tuple(records), exact=exact, note=note)
+
+
+def _shown(missing: Sequence[Span]) -> str:
+    places = [*dict.fromkeys(f"{short_path(one.file)}:{one.line}" for one in missing)]
+    more = ", and more" if len(places) > _MOST_PLACES else ""
+    shown = ", ".join(places[:_MOST_PLACES]) + more
+    return f" No expression can be read at {shown}: nothing was tried there."
+
+
+def _compared(trials: _Trials, report: Report | None) -> tuple[bool, str]:
+    """Whether the program of the code is the plan's, and what was seen of it."""
+    differs = difference(trials.outcome(trials.kept), trials.case.target)
+    same = "has the exchanges and the products of the plan's"
+    said = f"By the preview, the program of this code {differs or same}"
+    if report is None:
+        return not differs, f"{said}."
+    target = outcome_of_exchanges(report.collectives)
+    differs = difference(trials.compiled(trials.kept), target)
+    return not differs, f"{said}; compiled, it {differs or 'has the same exchanges'}."
+
+
+def _record(one: Expression, spec: Entries) -> SourceConstraint:
+    span = one.span
+    return SourceConstraint(
+        file=span.file,
+        line=span.line,
+        column=span.column,
+        end_line=span.end_line,
+        end_column=span.end_column,
+        function=span.function,
+        expression=one.text,
+        spec=tuple(axes or () for axes in spec),
+    )
+
+
+def _unread(case: _Case, missing: Collection[Span]) -> list[SourceConstraint]:
+    """What the plan says of results whose expression cannot be read, once for each place."""
+    found: dict[tuple[Span, str], SourceConstraint] = {}
+    with case.module.context:
+        for one, operation in case.operations():
+            span = next(iter(users_spans(operation.location)), None)
+            if span is not None and span in missing:
+                name = one.name.removeprefix("stablehlo.")
+                said = SourceConstraint(
+                    file=span.file,
+                    line=span.line,
+                    column=None,
+                    end_line=None,
+                    end_column=None,
+                    function=span.function,
+                    expression=f"the result of {name} at line {span.line}",
+                    spec=tuple(axes or () for axes in marks.trimmed(one.specs[-1])),
+                )
+                found.setdefault((span, name), said)
+    return [*found.values()]
