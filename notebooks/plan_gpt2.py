@@ -110,6 +110,7 @@ plan = spmd.plan(
     *args,
     topology="v5e:4x4",
     donate_argnums=0,
+    top=2,
     classes={"rows": "tokens:0", "length": "tokens:1", "words": "state['params']['embed']:0"},
 )
 print(plan)

@@ -79,5 +79,4 @@ def _options(traced: stages.Traced) -> Iterator[tuple[str, Any]]:
     )
     for name, value in found:
         if value:
-            only = isinstance(value, tuple) and len(value) == 1
-            yield name, value[0] if only else value
+            yield name, value[0] if isinstance(value, tuple) and len(value) == 1 else value

@@ -16,15 +16,15 @@ import pytest
 
 import spmd
 from spmd import P
-from spmd.inspection.records.plan import SourceConstraint
+from spmd.inspection.records.plan import Pin, SourceConstraint
 from spmd.inspection.shardy.passes import module_of
 from spmd.planner.code import Constraints, code_of, wrapped
 from spmd.planner.constraints import constraints_of
 from spmd.planner.fewest import Fewest
 from spmd.planner.folded import folded
 from spmd.planner.graph import graph_of
-from spmd.planner.layout import Layout
-from spmd.planner.pins import pins_of
+from spmd.planner.layout import Layout, spec_entries
+from spmd.planner.structure import pinned
 from spmd.planner.verify import Program, entries_of, planned, spec_of_entries
 
 SOURCE = Path(coded.__file__)
@@ -96,7 +96,7 @@ def plan(function, args, orders):
     layout = Layout.of({axis: [of[one] for one in order] for axis, order in named})
     sizes = dict(mesh.shape)
     ins, outs = entries_of(graph, layout, sizes)
-    pins = pins_of(graph, layout, sizes)
+    pins = tuple(_lying(graph, layout, sizes))
     return Planned(
         name=function.__name__,
         program=program,
@@ -106,6 +106,15 @@ def plan(function, args, orders):
         pins=pins,
         lowered=planned(program, mesh, ins, outs, pins),
     )
+
+
+def _lying(graph, layout, sizes):
+    """Pins that keep every value where it lies, products as well: those of a plan move weights."""
+    for number, one in pinned(graph):
+        tensors = [graph.tensors[i] for i in one.tensors]
+        places = [layout.places(tensor, sizes) for tensor in tensors]
+        specs = [spec_entries(at, len(t.shape)) for at, t in zip(places, tensors, strict=True)]
+        yield Pin(number, f"stablehlo.{one.name}", tuple(map(tuple, specs)))
 
 
 def ledger(report):
@@ -225,7 +234,7 @@ def test_a_constraint_says_where_it_stands():
         end_column=5,
         function="attention",
         expression="\n".join([lines[first - 1][12:], *lines[first : first + 4]]),
-        spec=(("data",), None, ("model",)),
+        spec=(("data",), (), ("model",)),
     )
 
 

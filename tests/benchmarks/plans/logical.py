@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import dataclasses
+import functools
 import math
 from typing import Any, TypeAlias
 
@@ -51,6 +52,18 @@ def spec_of(leaf: Any, names: str, table: Table, sizes: Mapping[str, int]) -> P:
             del left[axis]
         entries.append(axes or None)
     return P(*entries)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gathered(weight: Any, forward: P, backward: P) -> Any:
+    """A weight as it is used, whose gradient is scattered: a constraint alone would gather both."""
+    return with_sharding_constraint(weight, forward)
+
+
+_gathered.defvjp(
+    lambda weight, forward, backward: (_gathered(weight, forward, backward), None),
+    lambda forward, backward, _, gradient: (with_sharding_constraint(gradient, backward),),
+)
 
 
 class Bare:
@@ -132,7 +145,8 @@ class Kept(Bare):
         """A weight, gathered where the expert says so."""
         if self.expert.gathered is None:
             return weight
-        return with_sharding_constraint(weight, self.spec(weight, Dims("gathered", names)))
+        forward, backward = (self.spec(weight, Dims(of, names)) for of in ("gathered", "state"))
+        return _gathered(weight, forward, backward)
 
     def moments(self, tree: Any, names: Any) -> Any:
         """Gradients, as the state of the optimizer lies."""
