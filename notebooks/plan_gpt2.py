@@ -61,14 +61,15 @@ def shapes():
 
 def norm(x, scale):
     y = x.astype(jnp.float32)
-    return (y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-6)).astype(x.dtype) * scale
+    y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-6)
+    return y.astype(x.dtype) * scale[None, None]
 
 
 def layer(x, w):
     h = norm(x, w["norms"][0])
     q, k, v = jnp.einsum("btd,ndhk->nbthk", h, w["qkv"])
     scores = jnp.einsum("bthk,bshk->bhts", q, k).astype(jnp.float32) / (WIDTH // HEADS) ** 0.5
-    scores = jnp.where(jnp.tril(jnp.ones((LENGTH, LENGTH), bool)), scores, -1e9)
+    scores = jnp.where(jnp.tril(jnp.ones((LENGTH, LENGTH), bool))[None, None], scores, -1e9)
     h = jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores).astype(x.dtype), v)
     x = x + jnp.einsum("bthk,hkd->btd", h, w["out"])
     h = norm(x, w["norms"][1])

@@ -20,6 +20,8 @@ import spmd
 from spmd import P
 
 NAMES = [*CASES]
+#: All of them, of which the nightly run takes what is not among the first four.
+SOME = [*NAMES[:4], *(pytest.param(name, marks=pytest.mark.soak) for name in NAMES[4:])]
 #: Of the axes ``data`` and ``model``, for 8 devices.
 MESHES = ((8, 1), (4, 2), (2, 4))
 
@@ -150,7 +152,7 @@ def _assert_close(found, wanted):
 
 @needs_libtpu
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SOME)
 def test_a_case_is_lowered_for_a_tpu(name):
     """Each expert's step with its real sizes, on each mesh that it differs on."""
     case = built(name)
@@ -161,7 +163,7 @@ def test_a_case_is_lowered_for_a_tpu(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SOME)
 def test_the_planned_step_equals_the_unsharded_one(name):
     """A plan changes where numbers lie, and none of them."""
     case = small(name)
