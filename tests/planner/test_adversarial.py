@@ -19,6 +19,9 @@ from spmd.planner.pins import pins_of
 from spmd.planner.search import Rules, search
 from spmd.planner.verify import Program, entries_of, planned
 
+#: Seconds each: the README's command is to be short.
+pytestmark = pytest.mark.slow
+
 SIZES = {"data": 4, "model": 2}
 
 

@@ -24,6 +24,9 @@ from spmd.planner.moves import Space
 from spmd.planner.search import Rules, search
 from spmd.planner.verify import Program
 
+#: Seconds each: the README's command is to be short.
+pytestmark = pytest.mark.slow
+
 MESHES = ({"data": 4, "model": 2}, {"data": 2, "model": 4}, {"data": 8, "model": 1})
 
 
