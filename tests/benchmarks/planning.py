@@ -36,8 +36,10 @@ def run(chosen: Sequence[str], where: str | None, *, quick: bool = False) -> Ite
         where: a topology, instead of those of a case.
         quick: one mesh for each expert, one compile for a plan, no seeds and no budgets.
     """
+    if unknown := {*chosen} - {*names()}:
+        yield f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(names())}"
     found: list[Found] = []
-    for name in chosen or names():
+    for name in [one for one in names() if one in (chosen or names())]:
         for one in _lines(name, where, quick):
             if isinstance(one, Found):
                 found.append(one)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
+import itertools
 import math
 import statistics
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from spmd.inspection.records.sizes import parse_bytes
 
+from .cases import FROM_A_BUDGET
 from .compiled import Figures
 from .planned import Answer, Candidate
 
@@ -113,13 +115,8 @@ def shape_of(sizes: Mapping[str, int]) -> str:
 def table(found: Sequence[Found]) -> Iterator[str]:
     """All figures of sections 4 and 5 of the issue."""
     yield f"\n  {'':52} {'':>18}   {'target':>8}"
-    for one in (
-        *_ratios(found),
-        *_budgets(found),
-        *_predictions(found),
-        *_bytes(found),
-        *_searches(found),
-    ):
+    parts = (_ratios, _budgets, _from_a_budget, _predictions, _bytes, _searches)
+    for one in itertools.chain(*(part(found) for part in parts)):
         yield str(one)
 
 
@@ -156,6 +153,27 @@ def _budgets(found: Sequence[Found]) -> Iterator[Figure]:
     held = [one.keeps for one in found if one.budget]
     value = f"{sum(held)} of {len(held)}"
     yield Figure("plans that keep to their budget", value, "all", all(held) if held else None)
+
+
+def _from_a_budget(found: Sequence[Found]) -> Iterator[Figure]:
+    """Whether the search alone finds FSDP x TP: weights over both axes, and rows over one."""
+    plans = [
+        one.answer
+        for one in found
+        if one.name == FROM_A_BUDGET and one.budget and one.answer and not one.seeds
+    ]
+    both = [_is_fsdp_and_tensor(one) for one in plans]
+    value = f"{sum(both)} of {len(both)}"
+    yield Figure(
+        "FSDP x TP for GPT-2 small from a budget", value, "all", all(both) if both else None
+    )
+
+
+def _is_fsdp_and_tensor(plan: Answer) -> bool:
+    weights = plan.specs["state['params']['layers']['up']"]
+    rows = plan.specs["batch['words']"][:1]
+    axes = [axis for entry in weights for axis in entry or ()]
+    return len(axes) == 2 and sum(map(bool, weights)) == 2 and len(rows[0] or ()) == 1
 
 
 def _predictions(found: Sequence[Found]) -> Iterator[Figure]:
