@@ -110,7 +110,12 @@ def _published(name: str, quick: bool) -> Iterator[str | Found]:
         if seeds or quick:
             yield _expert_line(own)
         yield Found(
-            name=name, where=published.topology_of(name), seeds=seeds, answer=answer, expert=own
+            name=name,
+            where=published.topology_of(name),
+            is_published=True,
+            seeds=seeds,
+            answer=answer,
+            expert=own,
         )
 
 

@@ -1,5 +1,7 @@
 """The table of the benchmark `plan`, from plans that are made up."""
 
+import dataclasses
+
 from benchmarks.plans.cases import built
 from benchmarks.plans.compiled import Figures, place_of, shapes
 from benchmarks.plans.experts import FSDP, FSDP_TENSOR, MEGATRON
@@ -57,14 +59,21 @@ def test_a_plan_is_held_against_the_best_expert():
     assert lines["compiled time by the best expert's, search alone"] == ("1 of 1, worst 1.04", "ok")
     assert lines["cases at 0.95 of it or below, with seeds"] == ("1 of 2", "ok")
     assert lines["plans that keep to their budget"][-1] == "not measured"
+    own = rows(found(10.0, is_published=True), found(11.0, name="b"))
+    assert own["published runs, by their own layout's time"] == ("1 of 1, worst 1.00", "ok")
+    assert own["compiled time by the best expert's, with seeds"][0] == "0 of 1, worst 1.10"
 
 
 def test_a_budget_is_held_as_compiled():
     """A gibibyte is more than a gigabyte, and no plan keeps no budget."""
     lines = rows(found(9.0, budget="1GB"), found(9.0, budget="2GB"))
     assert lines["plans that keep to their budget"] == ("1 of 2", "MISSED")
-    none = Found(name="a", where="v5e:4x4", seeds=True, budget="1GB", answer=None, expert=None)
+    expert = found(9.0).expert
+    none = Found(name="a", where="v5e:4x4", seeds=True, budget="1GB", answer=None, expert=expert)
     assert rows(none)["plans that keep to their budget"] == ("0 of 1", "MISSED")
+    # Where no expert fits either, it is right that there is no plan.
+    none = dataclasses.replace(none, expert=None)
+    assert rows(none)["plans that keep to their budget"] == ("0 of 0", "not measured")
 
 
 def test_predictions_are_of_all_that_was_compiled():
