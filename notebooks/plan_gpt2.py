@@ -121,7 +121,8 @@ print(plan)
 # FSDP splits the rows and, where an array has none, the width, over all chips. Megatron splits
 # heads, hidden units and words over `model`. People write them as specs of the state, and leave the
 # inside to the partitioner. That is what we compile here, for meshes that suit each. The planner
-# has tried both ideas as well, with constraints inside: they are in the table above.
+# has tried both ideas as well, with constraints inside. Without them the compiler leaves FSDP's
+# weights in parts while it multiplies, and sends the parts around: that is why it takes so long.
 
 # %%
 FSDP = {

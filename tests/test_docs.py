@@ -126,7 +126,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
 def test_notebook_runs(notebook):
     """The script half of each notebook runs to its end in a process of its own."""
     done = subprocess.run(
-        [sys.executable, notebook], capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, notebook], capture_output=True, text=True, timeout=480, check=False
     )
     assert done.returncode == 0, done.stderr
 

@@ -96,12 +96,15 @@ class Choice:
 
     @property
     def predicted(self) -> float:
-        """Seconds, before anything was compiled."""
+        """Seconds, before anything was compiled.
+
+        Of exchanges the tier counts that sees more: classes know rings and gathers ahead of their
+        use, and Shardy what lies between the values that are pinned.
+        """
         if self.estimate is None:
             return self.exchange or 0.0
-        if self.exchange is None:
-            return self.estimate.seconds
-        return self.estimate.seconds - self.estimate.exchange + self.exchange
+        more = (self.exchange or 0.0) - self.estimate.exchange
+        return self.estimate.seconds + max(0.0, more)
 
     @property
     def seconds(self) -> float:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 import dataclasses
-import itertools
 import random
 import time
 from typing import NamedTuple
@@ -25,6 +24,8 @@ from spmd.planner.structure import Graph
 _OVER = 1000.0
 _FEW = 5000
 """Layouts that are all looked at, if there are no more."""
+_STARTS = 8
+"""Starts from which moves are tried, of those that are given and of others."""
 _AGAIN = 6
 """Searches from what a few moves at random make of the best layout."""
 _SHAKEN = 3
@@ -94,8 +95,7 @@ def search(
     found = _Search(graph, machine, rules, saw)
     with found:
         found.look(Layout.of(dict.fromkeys(found.space.allowed, ())))
-        for start in itertools.chain(starts, found.space.starts()):
-            found.descend(start)
+        found.descend_from(starts, found.space.starts())
         found.enumerate(_FEW)
         found.shake(random.Random(seed), _AGAIN)
     return found.ranked()
@@ -134,11 +134,22 @@ class _Search:
             self.saw(self.seen[layout])
         return self.seen[layout]
 
+    def descend_from(self, given: Iterable[Layout], own: Iterable[Layout]) -> None:
+        """Descends from the best of the layouts that are given, and of others."""
+        for starts in (given, own):
+            seen = [self.begin(start) for start in starts]
+            for one in sorted(seen, key=_score)[:_STARTS]:
+                self.descend(one.layout)
+
+    def begin(self, start: Layout) -> Candidate:
+        """A layout that others may be near; it is told by its own name, too."""
+        found = self.look(self.space.permitted(start))
+        self.seen.setdefault(start, found._replace(layout=start))
+        return found
+
     def descend(self, start: Layout) -> None:
         """Takes the best move until none helps."""
-        best = self.look(self.space.permitted(start))
-        # A start is told by its own name, too.
-        self.seen.setdefault(start, best._replace(layout=start))
+        best = self.look(start)
         while best.layout not in self.ended:
             self.ended.add(best.layout)
             better = min(map(self.look, self.space.moves(best.layout)), key=_score, default=best)

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from programs import f32, ints, mlp
+from planned_programs import f32, ints, mlp
 import pytest
 
 import spmd

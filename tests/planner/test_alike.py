@@ -4,7 +4,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
-from programs import classes, f32, graph_named, mlp, read, sending
+from planned_programs import classes, f32, graph_named, mlp, read, sending
 import pytest
 
 from spmd.planner.alike import tied

@@ -169,7 +169,7 @@ PLANS = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", PLANS)
 def test_pasted_code_compiles_to_the_program_of_the_plan(name, tmp_path):
     """The copied source with its constraints, and the text run beside it, exchange the same."""

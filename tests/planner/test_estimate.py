@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from programs import classes, f32, ints, read, sending
+from planned_programs import classes, f32, ints, read, sending
 import pytest
 
 from spmd.inspection.timing.chips import CHIPS

@@ -2,7 +2,7 @@
 
 import itertools
 
-from programs import classes, graph_named, mlp, read
+from planned_programs import classes, graph_named, mlp, read
 import pytest
 
 from spmd import P

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from programs import classes, f32, gpt, graph_named, mlp, read, sending
+from planned_programs import classes, f32, gpt, graph_named, mlp, read, sending
 import pytest
 
 import spmd

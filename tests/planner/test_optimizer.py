@@ -6,7 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-from programs import classes, graph_named, mlp, read, sending
+from planned_programs import classes, graph_named, mlp, read, sending
 import pytest
 
 import spmd

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
-from programs import classes, f32, graph_named, ints, mlp, read, sending
+from planned_programs import classes, f32, graph_named, ints, mlp, read, sending
 import pytest
 
 import spmd
