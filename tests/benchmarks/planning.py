@@ -36,8 +36,10 @@ def run(chosen: Sequence[str], where: str | None, *, quick: bool = False) -> Ite
         where: a topology, instead of those of a case.
         quick: one mesh for each expert, one compile for a plan, no seeds and no budgets.
     """
+    if unknown := {*chosen} - {*names()}:
+        yield f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(names())}"
     found: list[Found] = []
-    for name in chosen or names():
+    for name in [one for one in names() if one in (chosen or names())]:
         for one in _lines(name, where, quick):
             if isinstance(one, Found):
                 found.append(one)
@@ -108,7 +110,12 @@ def _published(name: str, quick: bool) -> Iterator[str | Found]:
         if seeds or quick:
             yield _expert_line(own)
         yield Found(
-            name=name, where=published.topology_of(name), seeds=seeds, answer=answer, expert=own
+            name=name,
+            where=published.topology_of(name),
+            is_published=True,
+            seeds=seeds,
+            answer=answer,
+            expert=own,
         )
 
 

@@ -135,13 +135,23 @@ def demo(small: bool) -> Case:
     )
 
 
+GPT2_SMALL = Decoder(
+    batch=64, length=1024, layers=12, width=768, heads=12, hidden=3072, vocab=50_304
+)
+FROM_A_BUDGET = "GPT-2 small, eight sequences"
+
+
 @case("GPT-2 small")
 def gpt2_small(small: bool) -> Case:
     """124 million parameters: Radford et al., 2019."""
-    model = Decoder(
-        batch=64, length=1024, layers=12, width=768, heads=12, hidden=3072, vocab=50_304
-    )
-    return _decoder(model, small, experts=_ALL, topologies=_EVERYWHERE, budget="1GB")
+    return _decoder(GPT2_SMALL, small, experts=_ALL, topologies=_EVERYWHERE, budget="1GB")
+
+
+@case(FROM_A_BUDGET)
+def gpt2_small_few(small: bool) -> Case:
+    """The same for eight sequences, and with so little memory that one axis does not do."""
+    model = dataclasses.replace(GPT2_SMALL, batch=8)
+    return _decoder(model, small, experts=_ALL, budget="250MB")
 
 
 @case("GPT-2 XL")

@@ -44,6 +44,7 @@ class Answer:
         candidates: all that were looked at closely, the answer among them.
         searched: seconds of the search.
         tried: plans that it saw.
+        specs: by path, what each dimension of an argument is split over: axes, or None.
         wire: bytes that a device sends in a call, as compiled where virtual CPU devices stand in.
         told: the same as Shardy tells it; None elsewhere.
     """
@@ -55,6 +56,7 @@ class Answer:
     candidates: Sequence[Candidate]
     searched: float
     tried: int
+    specs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     wire: int = 0
     told: int | None = None
 
@@ -110,6 +112,7 @@ def _answer(plan: Any, seconds: float) -> Answer:
         candidates=[*map(_candidate, plan.candidates)],
         searched=plan.searched,
         tried=plan.tried,
+        specs={one.name: one.spec for one in plan.arguments},
     )
 
 
