@@ -18,7 +18,7 @@ import jax
 import jax.tree_util as jtu
 
 from spmd import _dispatch, _jax
-from spmd._arguments import describe_leaves
+from spmd._arguments import describe_leaves, join_arguments, split_arguments
 from spmd._binding import (
     Binding,
     Flat,
@@ -206,7 +206,7 @@ class PjitFunction:
         """Returns where arguments, results and what is inside lie, and why.
 
         That is the plan of a function with AUTO among its specs, or with ``plan=``; of any other
-        function it is what `spmd.plan` chooses for the active mesh.
+        function it is what `spmd.plan` chooses for its mesh, or for the active one.
 
         Args:
             *args: Arrays, or ``jax.ShapeDtypeStruct``.
@@ -220,6 +220,9 @@ class PjitFunction:
         """
         if self._line.options.is_planned:
             return self._line.walk(args, kwargs)[1].plan
+        options = self._line.options
+        split = split_arguments(options.params, args, kwargs, options.subject)
+        args, kwargs = join_arguments(split.positions, split.statics, split.dynamic)
         return opened("plan")(self, *args, **kwargs)
 
     @_jax.core.api_boundary

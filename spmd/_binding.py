@@ -308,6 +308,21 @@ def make_binding(
     mesh: Any,
 ) -> Binding:
     """Resolves and traces a call: everything that depends on its signature only."""
+    binding = bind_open(fun, options, signature, semantics, mesh)
+    if not options.is_planned:
+        return binding
+    call, plan = opened("plan_of_call")(binding, fun, options, signature)
+    return replace(binding, call=call, plan=plan)
+
+
+def bind_open(
+    fun: Callable,
+    options: PjitOptions,
+    signature: Signature,
+    semantics: tuple[str, ...],
+    mesh: Any,
+) -> Binding:
+    """Resolves and traces a call, and leaves open what is the planner's to say."""
     manual = _jax.mesh.manual_axes()
     resources, given, avals = resolve_inputs(options, signature, semantics, mesh, manual)
     traced = _traced(fun, replace(signature, avals=avals), resources, mesh, options.subject)
@@ -326,15 +341,11 @@ def make_binding(
         implicit_reshard=options.implicit_reshard,
         compiler_options=options.compiler_options,
     )
-    binding = binding_of(
+    return binding_of(
         replace(traced, jaxpr=_constrain_outputs(traced.jaxpr, outs, mesh)),
         call,
         from_array=tuple(i for i, r in enumerate(resources) if r is FROM_ARRAY),
     )
-    if not options.is_planned:
-        return binding
-    call, plan = opened("plan_of_call")(binding, options, signature)
-    return replace(binding, call=call, plan=plan)
 
 
 def binding_of(traced: Trace, call: PjitCall, from_array: tuple[int, ...] = ()) -> Binding:

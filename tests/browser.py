@@ -63,3 +63,12 @@ def opened(browser, file, *, width=1200, height=800, **options):
     yield tab
     context.close()
     assert not faults, faults
+
+
+def assert_fits_screens(browser, file):
+    """A page is as wide as the window, on small screens and large ones, in light and in dark."""
+    for scheme in ("light", "dark"):
+        with opened(browser, file, color_scheme=scheme) as tab:
+            for width in (320, 400, 700, 900, 1440):
+                tab.set_viewport_size({"width": width, "height": 900})
+                assert tab.evaluate("document.documentElement.scrollWidth") <= width

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import importlib.metadata
+import os
 import time
 from typing import Any
 
@@ -22,7 +24,6 @@ from spmd.inspection.show.progress import planning, quiet
 from spmd.planner import asked, cache
 from spmd.planner.asked import Hardware
 from spmd.planner.choose import Progress, choose
-from spmd.planner.graph import graph_of
 from spmd.planner.inside import inside_of
 from spmd.planner.layout import Fixed
 from spmd.planner.plans import fingerprint
@@ -79,7 +80,8 @@ def plan(
         *args: what it is called with: arrays or `jax.ShapeDtypeStruct`s, in any pytrees.
         topology: the name of described hardware, such as ``"v5e:4x4"``: all meshes over `axes` are
             compared. Or a mesh.
-        mesh: a mesh, or sizes by axis name, to plan for; by default the active one.
+        mesh: a mesh, or sizes by axis name, to plan for; by default that of `f`, else the active
+            one.
         axes: names of mesh axes, where a topology leaves the sizes to the planner.
         memory: of one device, such as ``"14GB"``; by default what the hardware has.
         chip: whose figures to use, as `report` takes it; by default those of the devices, and of a
@@ -121,6 +123,8 @@ def plan(
         raise explain(subject, [not_callable(function, "spmd.plan(f, *args, topology=...)")])
     asked.check_options(subject, top=top, timeout=timeout, seed=seed)
     _check_names(options, subject)
+    if mesh is None and topology is None and isinstance(f, PjitFunction):
+        mesh = f._line.options.mesh
     on = asked.hardware(topology, mesh, axes, memory, chip, subject=subject)
     given = structs(args)
     if has_auto(f):
@@ -206,11 +210,13 @@ def plan_program(
     on = dataclasses.replace(on, meshes=asked.different(meshes, named))
     lowered = program.lowered(meshes[0])
     module = module_of(lowered, subject=subject)
-    texts = [one.as_text() for one in (lowered, *written)]
-    key = cache.key_of((texts, _identity(on), _identity_of_wish(wish), versions()))
+    key = cache.key_of((
+        [(one.as_text(), one._call.compiler_options) for one in (lowered, *written)],
+        names, _identity(on), _identity_of_wish(wish), versions(), _compilers(),
+    ))  # fmt: skip
     if wish.cache and (kept := cache.find(key)):
         return _coded(kept, program, on)
-    graph = graph_of(module, subject=subject)
+    graph = program.graph(meshes[0])
     labels = asked.class_names(graph, wish.classes, subject)
     axes = [*dict.fromkeys(axis for mesh in meshes for axis in mesh.shape)]
     keeps = _fixed(specs, graph, len(ins), program.kept(meshes[0]))
@@ -227,6 +233,8 @@ def plan_program(
         )
     if not found.choices:
         raise explain(subject, [asked.no_links(on.meshes[0])])
+    if refused := found.refused:
+        raise explain(subject, [asked.no_program(refused)])
     plan = recorded(
         found,
         on,
@@ -264,9 +272,19 @@ def _fixed(specs: Mapping[int, Any], graph: Graph, arguments: int, kept: Sequenc
 
 
 def _identity(on: Hardware) -> tuple[Any, ...]:
-    devices = [mesh.devices.flat[0] for mesh in on.meshes]
-    kinds = [(one.platform, one.device_kind) for one in devices]
-    return (on.topology, [dict(mesh.shape) for mesh in on.meshes], kinds, on.chip, on.budget)
+    devices = [
+        [(one.id, one.platform, one.device_kind) for one in mesh.devices.flat] for mesh in on.meshes
+    ]
+    return (on.topology, [dict(mesh.shape) for mesh in on.meshes], devices, on.chip, on.budget)
+
+
+def _compilers() -> tuple[str | None, ...]:
+    """What compilers depend on beside versions of JAX."""
+    try:
+        libtpu = importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        libtpu = None
+    return (libtpu, os.environ.get("XLA_FLAGS"), os.environ.get("LIBTPU_INIT_ARGS"))
 
 
 def _identity_of_wish(wish: Wish) -> tuple[Any, ...]:

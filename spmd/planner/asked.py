@@ -24,7 +24,7 @@ from spmd.errors import (
     explain,
 )
 from spmd.inspection.compile.timed import asked as read_chip
-from spmd.inspection.compile.topology import hbm_bytes, topology as describe
+from spmd.inspection.compile.topology import given_mesh, limit_of, topology as describe
 from spmd.inspection.records.plan import Placed
 from spmd.inspection.records.sizes import parse_bytes
 from spmd.inspection.timing.chips import CHIPS, Chip, chip_of
@@ -68,7 +68,7 @@ def hardware(
 
 def _budget(memory: Any, device: Any, subject: str) -> int | None:
     if memory is None:
-        return hbm_bytes(device.device_kind) or _own_limit(device)
+        return limit_of(device)
     try:
         found = parse_bytes(memory)
     except ValueError as e:
@@ -85,13 +85,6 @@ def _budget(memory: Any, device: Any, subject: str) -> int | None:
     return found
 
 
-def _own_limit(device: Any) -> int | None:
-    try:
-        return (device.memory_stats() or {}).get("bytes_limit")
-    except (RuntimeError, NotImplementedError, AttributeError):
-        return None  # described devices have no runtime, and CPUs no limit
-
-
 # Meshes
 
 
@@ -106,27 +99,10 @@ def _meshes(topology: Any, mesh: Any, axes: Any, subject: str) -> Iterator[Any]:
         for sizes in factorisations(describe(topology).size, len(names)):
             yield describe(topology, dict(zip(names, sizes, strict=True)))
         return
-    if topology is not None and mesh is not None:
-        failure = Failure(
-            what="got a mesh twice",
-            expected="topology='v5e:4x4' with the sizes of its axes as mesh, or one mesh",
-            error=OptionError,
-        )
-        raise explain(subject, [failure])
-    found = topology if mesh is None else mesh
+    found = given_mesh(topology, mesh, subject)
     found = _mesh.current_mesh() if found is None else found
     if found is None:
         raise explain(subject, [_no_hardware()])
-    if isinstance(found, Mapping):
-        found = _mesh.make_mesh(found)
-    if not isinstance(found, jax.sharding.Mesh):
-        failure = Failure(
-            what="cannot use this mesh",
-            expected="a mesh, or sizes by axis name",
-            got=type(found).__name__,
-            error=ArgumentError,
-        )
-        raise explain(subject, [failure])
     yield found
 
 
@@ -366,6 +342,18 @@ def no_links(mesh: Any) -> Failure:
         what="has no answer: what joins the devices of several slices is not known",
         given=_mesh.show_mesh(mesh),
         expected="devices of one slice",
+        error=PlanError,
+    )
+
+
+def no_program(said: str) -> Failure:
+    """The failure of a program that the compiler does not take, however it is laid out."""
+    return Failure(
+        what="has no plan: the compiler takes it in none of the layouts",
+        expected="a program that compiles",
+        got=said,
+        fix="compile it without a plan, whose error says more: pjit(f, mesh=mesh).lower(...)"
+        ".compile()",
         error=PlanError,
     )
 

@@ -2,39 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 from typing import Any
+import weakref
 
 from spmd import _jax, stages
+from spmd._binding import Binding, bind_open
 from spmd._spec import AUTO, UNSPECIFIED, ParsedPartitionSpec
-from spmd.errors import Failure, MeshError, PlanError, explain
+from spmd.errors import Failure, PlanError, explain
 from spmd.inspection.records.plan import Placed, Plan
 from spmd.planner.api import Wish, plan_program, versions
 from spmd.planner.asked import hardware
 from spmd.planner.plans import Pinner, other_mesh, stale, subject_of
 from spmd.planner.verify import Program, open_leaves, spec_of_entries
+from spmd.planner.written import fixed_of
 
 
-def plan_of_call(binding: Any, options: Any, signature: Any) -> tuple[Any, Plan]:
+def plan_of_call(binding: Binding, fun: Callable, options: Any, signature: Any) -> tuple[Any, Plan]:
     """The call with the places and pins of its plan, and the plan.
 
     Args:
         binding: of the call, whose places may be AUTO.
+        fun: that is called; nothing holds it afterwards.
         options: of `pjit`.
         signature: of the call.
     """
     call, subject = binding.call, options.subject
     if any(isinstance(one, _jax.core.Tracer) for one in binding.consts):
         raise explain(subject, [_closes_over()])
-    if call.mesh is None:
-        raise explain(subject, [_no_mesh()])
     traced = _traced(binding, options, signature)
     if options.plan is not None:
         plan = options.plan
         _check(plan, traced)
     else:
-        plan = _chosen(traced, binding, options)
+        semantics = call.in_positional_semantics[len(binding.consts) :]
+        again = functools.partial(bind_open, options=options, signature=signature,
+                                  semantics=semantics, mesh=call.mesh)  # fmt: skip
+        held = weakref.ref(fun)
+
+        def trace(_: Any) -> stages.Traced:
+            # Its caches give the trace that is there, where they are not left out of account.
+            own = held()
+            return traced if own is None else _traced(again(own), options, signature)
+
+        plan = _chosen(Program(trace=trace), traced, binding, options)
     count = len(call.in_axis_resources) - len(plan.arguments)
     ins = (*call.in_axis_resources[:count], *_given(call.in_axis_resources[count:], plan.arguments))
     call = dataclasses.replace(
@@ -86,18 +99,13 @@ def _check(plan: Plan, traced: stages.Traced) -> None:
         raise explain(subject_of(plan), failures)
 
 
-def _chosen(traced: stages.Traced, binding: Any, options: Any) -> Plan:
+def _chosen(program: Program, traced: stages.Traced, binding: Binding, options: Any) -> Plan:
     call, subject = binding.call, options.subject
     names = [one.name for side in open_leaves(traced) for one in side]
     given = (*call.in_axis_resources[len(binding.consts) :], *call.out_axis_resources)
-    fixed = {
-        name: resource.to_partition_spec()
-        for name, resource in zip(names, given, strict=True)
-        if isinstance(resource, ParsedPartitionSpec) and not resource.has_unconstrained
-    }
     on = hardware(None, call.mesh, (), None, None, subject=subject)
-    program = Program(trace=lambda mesh: traced)
-    return plan_program(program, on, Wish(fixed=fixed), name=options.name, subject=subject)
+    wish = Wish(fixed=dict(fixed_of(names, given)))
+    return plan_program(program, on, wish, name=options.name, subject=subject)
 
 
 def _closes_over() -> Failure:
@@ -106,14 +114,4 @@ def _closes_over() -> Failure:
         expected="a function of its arguments alone",
         fix="pass what it closes over as an argument",
         error=PlanError,
-    )
-
-
-def _no_mesh() -> Failure:
-    return Failure(
-        what="needs a mesh to plan for, and there is none here",
-        expected="a mesh that is active where the function is called",
-        fix='with spmd.make_mesh({"data": 4, "model": 2}): ...\nor spmd.plan(f, *args, '
-        "topology='v5e:4x4'), which chooses the mesh too",
-        error=MeshError,
     )

@@ -19,11 +19,9 @@ from spmd.inspection.compile.timed import links_of
 from spmd.inspection.hlo.oom import out_of_memory
 from spmd.inspection.records.plan import Entries, Pin
 from spmd.inspection.records.report import Report
-from spmd.inspection.shardy.passes import module_of
 from spmd.inspection.timing.chips import Chip
 from spmd.planner.estimate import Estimate, Estimator
 from spmd.planner.experts import experts
-from spmd.planner.graph import graph_of
 from spmd.planner.layout import Layout
 from spmd.planner.machine import Machine
 from spmd.planner.pins import pins_of
@@ -69,7 +67,8 @@ class Choice:
         ins: places of all leaves.
         outs: places of the results.
         pins: constraints inside.
-        estimate: of the first tier; None for a program as it was written.
+        estimate: of the first tier; for a program as it was written that of the preview, which
+            knows no peak.
         exchange: seconds of exchanges, as Shardy makes them; None before it did.
         sent: bytes that a device sends, as Shardy makes them.
         report: of the compiled program; None for one that was not compiled.
@@ -86,7 +85,7 @@ class Choice:
     ins: tuple[Entries, ...]
     outs: tuple[Entries, ...]
     pins: tuple[Pin, ...]
-    estimate: Estimate | None
+    estimate: Estimate
     exchange: float | None = None
     sent: int = 0
     report: Report | None = None
@@ -101,8 +100,6 @@ class Choice:
         Of exchanges the tier counts that sees more: classes know rings and gathers ahead of their
         use, and Shardy what lies between the values that are pinned.
         """
-        if self.estimate is None:
-            return self.exchange or 0.0
         more = (self.exchange or 0.0) - self.estimate.exchange
         return self.estimate.seconds + max(0.0, more)
 
@@ -123,9 +120,7 @@ class Choice:
         if self.needed is not None:
             return self.needed
         memory = self.report.memory if self.report else None
-        if memory:
-            return memory.peak
-        return self.estimate.peak if self.estimate else math.inf
+        return memory.peak if memory else self.estimate.peak
 
     def fits(self, budget: float | None) -> bool:
         """Whether the compiled program, or else the estimate, keeps to a budget in bytes."""
@@ -149,6 +144,13 @@ class Chosen:
     searched: float
     compiled: float
     complete: bool
+
+    @property
+    def refused(self) -> str:
+        """What the compiler said, where it took none of the layouts, and not for their memory."""
+        asked = [one for one in self.choices if one.report or one.failure]
+        lasting = [one.failure for one in asked if one.failure and one.needed is None]
+        return lasting[0] if lasting and len(lasting) == len(asked) else ""
 
 
 def choose(
@@ -222,8 +224,7 @@ class _Looking:
             links, _ = links_of(self.chip, [*mesh.devices.flat], sizes)
             if links is None:
                 continue
-            lowered = self.program.lowered(mesh)
-            graph = graph_of(module_of(lowered, subject="plan"), subject="plan")
+            graph = self.program.graph(mesh)
             known = experts(graph, sizes) if self.seeds else {}
             known = {name: one for name, one in known.items() if self.rules.allow(one)}
             machine = Machine(self.chip, links, sizes)
@@ -264,7 +265,7 @@ class _Looking:
             mesh=mesh,
             graph=graph,
             layout=one.layout,
-            kept=tuple(self.program.kept(mesh)),
+            kept=self.program.kept(mesh),
             ins=ins,
             outs=outs,
             pins=pins_of(graph, one.layout, dict(mesh.shape), self.rules.fixed),
@@ -294,12 +295,22 @@ class _Looking:
 
     def add_written(self, written: Sequence[stages.Lowered]) -> None:
         """The program as its user wrote it."""
-        for lowered in written:
-            choice = Choice(
-                name=WRITTEN, mesh=lowered.mesh, graph=self.choices[0].graph, layout=None,
-                kept=(), ins=(), outs=(), pins=(), estimate=None, written=lowered,
-            )  # fmt: skip
-            self.choices.append(_previewed(choice, lowered, self.chip))
+        for lowered in written if self.choices else ():
+            found = spmd.preview(lowered, chip=self.chip)
+            if found.time:
+                estimate = Estimate(
+                    compute=found.time.compute,
+                    memory=found.time.memory,
+                    exchange=found.time.exchange,
+                    hidden=0.0,
+                    peak=math.inf,
+                )
+                choice = Choice(
+                    name=WRITTEN, mesh=lowered.mesh, graph=self.choices[0].graph, layout=None,
+                    kept=(), ins=(), outs=(), pins=(), estimate=estimate,
+                    sent=found.total.wire_bytes, written=lowered,
+                )  # fmt: skip
+                self.choices.append(choice)
 
     # Tier three
 
@@ -377,11 +388,13 @@ class _Looking:
 
         def rank(one: Choice) -> tuple[Any, ...]:
             known = bool(one.report or one.failure) or not any(c.report for c in self.choices)
+            # Only a compiler tells where the results of what was written lie.
+            known = known and not (one.written and not one.report)
             return (not (known and one.fits(self.rules.budget)), not known, *self._rank(one))
 
         found = sorted(self.choices, key=rank)
         if not any(one.fits(self.rules.budget) for one in found):
-            found.sort(key=lambda one: one.peak)
+            found.sort(key=lambda one: (one.failure != "" and one.needed is None, one.peak))
         took = time.monotonic() - self.start
         return Chosen(
             choices=tuple(found),
@@ -415,8 +428,6 @@ def _is_same(one: Choice, other: Choice) -> bool:
 def _previewed(one: Choice, lowered: stages.Lowered, chip: Chip) -> Choice:
     found = spmd.preview(lowered, chip=chip)
     seconds = found.time.exchange if found.time else None
-    if one.estimate is None and found.time:
-        seconds = found.time.seconds
     return dataclasses.replace(one, exchange=seconds, sent=found.total.wire_bytes)
 
 
@@ -427,7 +438,7 @@ def _compiled(one: Choice, lowered: stages.Lowered, chip: Chip) -> Choice:
     except Exception as e:
         verdict = out_of_memory(e)
         text = str(e).strip().partition("\n")[0]
-        needed = verdict.needed if verdict else None
+        needed = verdict and (verdict.needed or verdict.available)
         return dataclasses.replace(one, failure=text or type(e).__name__, needed=needed)
     if one.written:
         ins, outs = places_of_compiled(compiled)

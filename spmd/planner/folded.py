@@ -8,6 +8,7 @@ text brings along.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
 import json
 import sys
@@ -147,14 +148,12 @@ class _Folder:
         children = _children(node)
         if (ends := self._literal(node, children)) is not None:
             begin, labels, end = ends
-            try:
-                rows = zip(labels, children, strict=True)
+            rows = zip(labels, children, strict=True)
+            with contextlib.suppress(_NoNameError):  # a value further inside cannot be named
                 parts = tuple(
                     Part(n, self.fold(c, _below(where, k)), _named(k)) for n, (k, c) in rows
                 )
                 return Many(begin, parts, end)
-            except _NoNameError:  # of a value further inside
-                pass
         if where is None:
             raise _NoNameError
         self.needs_helper = True

@@ -150,7 +150,15 @@ def places_of(
 ) -> list[dict[str, int]]:
     """By tensor, the dimension that each axis splits: as it is fixed, or else as a layout says."""
     kept = fixed.to_dict() if fixed else {}
-    return [kept[i] if i in kept else layout.places(one, sizes) for i, one in enumerate(tensors)]
+    known: dict[object, dict[str, int]] = {}  # most values are of few kinds
+
+    def place(one: Placed) -> dict[str, int]:
+        kind = one.shape, one.classes, one.is_state
+        if kind not in known:
+            known[kind] = layout.places(one, sizes)
+        return known[kind]
+
+    return [kept[i] if i in kept else place(one) for i, one in enumerate(tensors)]
 
 
 def spec_of(places: Mapping[str, int], rank: int) -> P:

@@ -23,9 +23,9 @@ from spmd._pjit import spmd_axes
 from spmd.inspection.shardy import passes
 
 Entries = tuple[tuple[str, ...] | None, ...]
+"""Axes by dimension; dimensions past the end are not split."""
 
 P = jax.P
-"""Axes by dimension; dimensions past the end are not split."""
 
 _marking = threading.local()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import hashlib
-import os
 from typing import Any
 
 import jax
@@ -14,10 +13,10 @@ import jax.tree_util as jtu
 
 from spmd import _mesh
 from spmd.errors import ArgumentError, Failure, MeshError, PlanError, explain
-from spmd.inspection.records import plan_codec
 from spmd.inspection.records.plan import Placed, Plan
+from spmd.inspection.records.plan_codec import load as load, save as save
 from spmd.inspection.records.report import Shape
-from spmd.inspection.show import plan as show
+from spmd.inspection.show.plan import difference as difference, why as why
 from spmd.planner.graph import numbered
 from spmd.planner.pins import MisfitError, pin
 from spmd.planner.verify import spec_of_entries
@@ -30,7 +29,7 @@ def subject_of(plan: Plan) -> str:
 
 def mesh_of(plan: Plan) -> Any:
     """A mesh of this process's devices with the axes of a plan."""
-    count, there = _count(plan.axes), jax.device_count()
+    count, there = plan.num_devices, jax.device_count()
     if count != there:
         failure = Failure(
             what="has no devices to run on",
@@ -42,13 +41,6 @@ def mesh_of(plan: Plan) -> Any:
         )
         raise explain(subject_of(plan), [failure])
     return _mesh.make_mesh(dict(plan.axes))
-
-
-def _count(axes: Mapping[str, int]) -> int:
-    count = 1
-    for size in axes.values():
-        count *= size
-    return count
 
 
 def _show(axes: Mapping[str, int]) -> str:
@@ -214,23 +206,3 @@ def code_of(plan: Plan) -> str:
         )
         raise explain(subject_of(plan), [failure])
     return plan.inside.get().code
-
-
-def why(plan: Plan, path: str) -> str:
-    """What other places of an argument or result would cost."""
-    return show.why(plan, path)
-
-
-def difference(one: Plan, other: Plan) -> str:
-    """What another plan does otherwise."""
-    return show.difference(one, other)
-
-
-def save(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Writes a plan to a file."""
-    plan_codec.save(plan, path)
-
-
-def load(path: str | os.PathLike[str]) -> Plan:
-    """Reads a plan from a file."""
-    return plan_codec.load(path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -28,24 +28,28 @@ def prices_of(one: Choice, machine: Machine, fixed: Fixed) -> dict[int, tuple[Pr
     """
     if one.layout is None:
         return {}
-    pricing = _Pricing(one, machine, fixed)
+    twins = [(o, i) for o, i in outputs_of(one.graph).items() if i is not None]
+    pricing = _Pricing(one, machine, fixed, twins)
+    now = pricing.estimate({})
     arguments = [i for i, tensor in enumerate(one.graph.tensors) if tensor.kind == "argument"]
     arguments.sort(key=lambda i: -one.graph.tensors[i].nbytes)
     known: dict[Any, tuple[Price, ...]] = {}
     for i in arguments:
         key = pricing.kind(i)
         if key not in known and len(known) < _MOST_KINDS:
-            known[key] = tuple(sorted(pricing.prices(i), key=lambda price: price.seconds))
+            found = pricing.prices(i, now)
+            known[key] = tuple(sorted(found, key=lambda price: price.seconds))
     return {i: known.get(pricing.kind(i), ()) for i in arguments}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Pricing:
-    """Other places of arguments under a layout."""
+    """Other places of arguments under a layout; a twin is an output, and its argument."""
 
     one: Choice
     machine: Machine
     fixed: Fixed
+    twins: Sequence[tuple[int, int]]
 
     def kind(self, i: int) -> Any:
         tensor = self.one.graph.tensors[i]
@@ -58,19 +62,18 @@ class _Pricing:
             return tuple(kept[i].items())
         return tuple(places_of(tensors[i : i + 1], self.one.layout, self.machine.sizes)[0].items())
 
-    def prices(self, i: int) -> Iterator[Price]:
+    def prices(self, i: int, now: Estimate) -> Iterator[Price]:
         tensor, own = self.one.graph.tensors[i], dict(self._own(i))
-        now = self._estimate({})
-        twins = [o for o, argument in outputs_of(self.one.graph).items() if argument == i]
+        twins = [o for o, argument in self.twins if argument == i]
         for places in _others(tensor, own, self.machine.sizes):
-            found = self._estimate(dict.fromkeys((i, *twins), places))
+            found = self.estimate(dict.fromkeys((i, *twins), places))
             yield Price(
                 spec=_entries(places, tensor),
                 seconds=float(found.seconds - now.seconds),
                 nbytes=float(found.peak - now.peak),
             )
 
-    def _estimate(self, places: Mapping[int, _Places]) -> Estimate:
+    def estimate(self, places: Mapping[int, _Places]) -> Estimate:
         assert self.one.layout
         fixed = Fixed.of({**self.fixed.to_dict(), **places})
         return Estimator(self.one.graph, self.machine, fixed)(self.one.layout)

@@ -93,13 +93,13 @@ def _priced(
 
 def _candidate(one: Choice, labels: Mapping[str, int]) -> Candidate:
     report, estimate = one.report, one.estimate
-    compute, memory = (estimate.compute, estimate.memory) if estimate else (0.0, 0.0)
+    compute, memory = estimate.compute, estimate.memory
     return Candidate(
         name=one.name,
         axes=dict(one.mesh.shape),
         orders=_orders(one, labels),
-        estimated=float(estimate.seconds if estimate else one.predicted),
-        estimated_peak=round(estimate.peak) if estimate else 0,
+        estimated=float(estimate.seconds),
+        estimated_peak=round(estimate.peak) if math.isfinite(estimate.peak) else 0,
         compute=float(compute),
         memory=float(memory),
         exchange=float(one.predicted - compute - memory),
@@ -157,7 +157,7 @@ _MOST_TIMES = 64
 def _enough(choices: Sequence[Choice], on: Hardware) -> str:
     """The fewest devices, in doublings, on which a layout that was looked at would fit."""
     layouts = [one for one in choices if one.layout][:_MOST]
-    known = [one.peak / one.estimate.peak for one in layouts if one.report and one.estimate]
+    known = [one.peak / one.estimate.peak for one in layouts if one.report]
     # What the compiler needed more than the estimate, it will need there.
     budget = (on.budget or 0) / max(1.0, min(known, default=1.0))
     times = 2

@@ -16,8 +16,10 @@ import jax.numpy as jnp
 import spmd
 from spmd import P, _jax, stages
 from spmd._resolve import trimmed
-from spmd._spec import UNSPECIFIED, ParsedPartitionSpec
+from spmd._spec import UNSPECIFIED, ParsedPartitionSpec, spec_of
 from spmd.inspection.records.plan import Entries, Pin, Placed
+from spmd.inspection.shardy.passes import module_of
+from spmd.planner.graph import graph_of
 from spmd.planner.layout import Fixed, Layout, places_of, spec_entries
 from spmd.planner.pins import annotate, pin
 from spmd.planner.structure import Graph
@@ -38,7 +40,7 @@ class Program:
     args: tuple[Any, ...] = ()
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     trace: Callable[[Any], stages.Traced] | None = None
-    _traces: dict[Any, stages.Traced] = dataclasses.field(default_factory=dict, init=False)
+    _known: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False)
 
     def fresh(self) -> Program:
         """The same, to be traced anew."""
@@ -46,10 +48,28 @@ class Program:
 
     def traced(self, mesh: Any) -> stages.Traced:
         """Its trace for a mesh, whose specs are open."""
-        if mesh not in self._traces:
-            trace = self.trace or self._trace
-            self._traces[mesh] = trace(mesh)
-        return self._traces[mesh]
+        return self._once("trace", self.trace or self._trace, mesh)
+
+    def graph(self, mesh: Any) -> Graph:
+        """The classes of its dimensions, and what ties them."""
+        return self._once("graph", self._graph, mesh)
+
+    def kept(self, mesh: Any) -> tuple[int, ...]:
+        """Which leaves of the arguments the program has: those that it uses."""
+        return self._once("kept", self._kept, mesh)
+
+    def _once(self, what: str, make: Callable[[Any], Any], mesh: Any) -> Any:
+        if (what, mesh) not in self._known:
+            self._known[what, mesh] = make(mesh)
+        return self._known[what, mesh]
+
+    def _graph(self, mesh: Any) -> Graph:
+        return graph_of(module_of(self.lowered(mesh), subject="plan"), subject="plan")
+
+    def _kept(self, mesh: Any) -> tuple[int, ...]:
+        skip = len(self.traced(mesh)._signature.consts)
+        found = _jax.lowering.kept_arguments(self.lowered(mesh)._lowering)
+        return tuple(i - skip for i in found if i >= skip)
 
     def _trace(self, mesh: Any) -> stages.Traced:
         return spmd.pjit(self.function, mesh=mesh, **self.options).trace(*self.args)
@@ -70,12 +90,6 @@ class Program:
             # Layouts that nobody asked for may find no use for what is donated.
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             return traced.lower()
-
-    def kept(self, mesh: Any) -> list[int]:
-        """Which leaves of the arguments the program has: those that it uses."""
-        skip = len(self.traced(mesh)._signature.consts)
-        found = _jax.lowering.kept_arguments(self.lowered(mesh)._lowering)
-        return [i - skip for i in found if i >= skip]
 
     def whole(self, mesh: Any, ins: Sequence[Entries]) -> tuple[Entries, ...]:
         """Places of all leaves, from those of the arguments that a module has.
@@ -101,10 +115,7 @@ def resources(specs: Sequence[P] | None, count: int) -> tuple[Any, ...]:
 
 def spec_of_entries(entries: Entries) -> P:
     """A PartitionSpec, without what says nothing at its end."""
-    parts = [axes[0] if len(axes) == 1 else axes or None for axes in entries]
-    while parts and parts[-1] is None:
-        parts.pop()
-    return P(*parts)
+    return trimmed(ParsedPartitionSpec(None, entries).to_partition_spec())
 
 
 def entries_of(
@@ -171,9 +182,9 @@ def places_of_compiled(
 
 def _entries_of_sharding(sharding: Any, rank: int) -> Entries:
     """What a sharding says of each dimension; nothing where it is none of a mesh."""
-    spec = tuple(getattr(sharding, "spec", ()))
-    parts = (e if isinstance(e, tuple) else (e,) if isinstance(e, str) else () for e in spec)
-    return (*parts, *((),) * (rank - len(spec)))
+    found = spec_of(sharding)
+    parts = found.partitions if found else ()
+    return (*(e if isinstance(e, tuple) else () for e in parts), *((),) * (rank - len(parts)))
 
 
 def structs(args: Any) -> Any:

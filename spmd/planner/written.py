@@ -44,8 +44,12 @@ def given_specs(f: PjitFunction, args: Sequence[Any], mesh: Any) -> Iterator[tup
     signature = dataclasses.replace(signature, avals=avals)
     traced = trace(f._line.fun, signature, mesh, options.subject)
     outs = resolve_outputs(options, traced, mesh, frozenset())
-    names = (*signature.arg_names, *traced.out_names)
-    for name, resource in zip(names, (*ins, *outs), strict=True):
+    yield from fixed_of((*signature.arg_names, *traced.out_names), (*ins, *outs))
+
+
+def fixed_of(names: Sequence[str], resources: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """By name, what a call says of a value whole: not AUTO, and no dimension left open."""
+    for name, resource in zip(names, resources, strict=True):
         if isinstance(resource, ParsedPartitionSpec) and not resource.has_unconstrained:
             yield name, resource.to_partition_spec()
 

@@ -1,7 +1,9 @@
 """Calls of `pjit` whose places a plan says: AUTO among specs, and ``plan=``."""
 
 import dataclasses
+import gc
 import pickle
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -260,3 +262,43 @@ def test_what_a_program_does_not_use(mesh):
     expected = train(w, tokens, None)
     for name in expected:
         np.testing.assert_allclose(got[name], expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_function_without_auto_is_planned_for_its_own_mesh(args, mesh):
+    """`plan` of any function takes its arguments as a call does, and the mesh that it has."""
+    w, x = args
+    plain = pjit(step, mesh=mesh)
+    assert [one.name for one in plain.plan(w, x=x).arguments] == ["w['down']", "w['up']", "x"]
+    assert plain.plan(x=x, w=w).axes == {"data": 4, "model": 2}
+
+
+def test_the_code_of_auto_is_that_of_the_plan(args, mesh):
+    """It is worked out from the function, as that of `spmd.plan` is, and not from its jaxpr."""
+    fixed = {"x": P("data"), "w['up']": P(None, "model"), "w['down']": P("data")}
+    found = spmd.plan(step, *args, mesh=mesh, fixed=fixed, cache=False, progress=False)
+    specs = ({"up": P(None, "model"), "down": P("data")}, P("data"))
+    auto = pjit(step, in_axis_resources=specs, out_axis_resources=AUTO)
+    with mesh:
+        own = auto.plan(*args)
+    assert own.pins == found.pins
+    assert found.constraints
+    assert own.code() == found.code()
+    assert [one.expression for one in own.constraints] == [
+        one.expression for one in found.constraints
+    ]
+
+
+def test_a_dropped_function_dies_with_its_plan(args, mesh):
+    """Neither caches nor a plan that is kept hold a function with AUTO."""
+
+    def scaled(w, x):
+        return jax.tree.map(lambda p: p * x.sum(), w)
+
+    auto = pjit(scaled, in_axis_resources=AUTO)
+    with mesh:
+        auto(*args)
+        kept, dead = auto.plan(*args), weakref.ref(scaled)
+    del scaled, auto
+    gc.collect()
+    assert dead() is None
+    assert kept.name == "scaled"

@@ -218,3 +218,47 @@ def test_a_seed_gives_one_answer(mesh):
     one, other = (plan(mesh, seed=3) for _ in range(2))
     assert (one.arguments, one.pins) == (other.arguments, other.pins)
     assert [c.orders for c in one.candidates] == [c.orders for c in other.candidates]
+
+
+def test_written_specs_are_no_plan_before_they_are_compiled(mesh):
+    """Without a compile the answer is a layout; with one, what its user wrote may win."""
+    specs = ({"up": P(None, "model"), "down": P("model")}, P("data"))
+    f = spmd.pjit(step, in_axis_resources=specs)
+    options = {"cache": False, "progress": False, "mesh": mesh}
+    bare = spmd.plan(f, W, BATCH, top=0, **options)
+    assert bare.chosen.name != "as written"
+    assert "as written" in [one.name for one in bare.candidates]
+    (written,) = [
+        one
+        for one in spmd.plan(f, W, BATCH, top=1, **options).candidates
+        if one.name == "as written"
+    ]
+    assert written.verified == "bytes"
+
+
+def test_what_no_compiler_takes_has_no_plan(mesh):
+    """The compiler's own words are in the message, which does not speak of memory."""
+
+    def odd(x):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.ffi.ffi_call("there_is_no_such_target", shape)(x) @ x.T
+
+    with pytest.raises(spmd.PlanError, match="in none of the layouts") as caught:
+        spmd.plan(odd, BATCH["x"], mesh=mesh, top=1, cache=False, progress=False)
+    assert "there_is_no_such_target" in str(caught.value)
+    assert not isinstance(caught.value, spmd.PlanMemoryError)
+
+
+def test_a_plan_is_found_by_all_that_it_says(mesh, tmp_path, monkeypatch):
+    """Equal programs with other names of arguments, or other compiler options, are others."""
+    monkeypatch.setenv("SPMD_PLAN_CACHE", str(tmp_path))
+
+    def renamed(weights, batch):
+        return step(weights, batch)
+
+    renamed.__name__ = "step"
+    plan(mesh, cache=True)
+    other = spmd.plan(renamed, W, BATCH, mesh=mesh, top=0, progress=False)
+    assert other.arguments[0].name == "weights['down']"
+    plan(mesh, cache=True, compiler_options={"xla_embed_ir_in_executable": True})
+    assert len([*tmp_path.glob("*.json")]) == 3

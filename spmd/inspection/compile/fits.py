@@ -24,7 +24,7 @@ from spmd.inspection.compile import program
 from spmd.inspection.compile.carrying import carried, mesh_of_arguments
 from spmd.inspection.compile.search import IndivisibleSizeError, search
 from spmd.inspection.compile.timed import Asked, asked, time_of_program, with_model_flops
-from spmd.inspection.compile.topology import hbm_bytes, topology as describe
+from spmd.inspection.compile.topology import given_mesh, limit_of, topology as describe
 from spmd.inspection.hlo.calls import visits
 from spmd.inspection.hlo.oom import OutOfMemory, out_of_memory
 from spmd.inspection.hlo.text import parse_modules
@@ -147,26 +147,7 @@ def _mesh_for(topology: Any, mesh: Any, arguments: Any, subject: str) -> Any:
     """The mesh to compile for, or None for that of the function."""
     if isinstance(topology, str):
         return _described(topology, mesh, arguments)
-    if topology is not None and mesh is not None:
-        failure = Failure(
-            what="got a mesh twice",
-            given=f"topology={_show(topology)}, mesh={_show(mesh)}",
-            expected="topology='v5e:4x4' with the sizes of its axes as mesh, or one mesh",
-            error=OptionError,
-        )
-        raise explain(subject, [failure])
-    found = mesh if topology is None else topology
-    if isinstance(found, Mapping):
-        return _mesh.make_mesh(found)
-    if found is not None and not isinstance(found, jax.sharding.Mesh):
-        failure = Failure(
-            what="cannot use this mesh",
-            expected="a mesh, or sizes by axis name",
-            got=type(found).__name__,
-            error=ArgumentError,
-        )
-        raise explain(subject, [failure])
-    return found
+    return given_mesh(topology, mesh, subject)
 
 
 def _described(name: str, mesh: Any, arguments: Any) -> Any:
@@ -179,10 +160,6 @@ def _described(name: str, mesh: Any, arguments: Any) -> Any:
     first, *others = current.shape.items()
     axes = {first[0]: found.size // math.prod(size for _, size in others), **dict(others)}
     return describe(name, axes) if math.prod(axes.values()) == found.size else found
-
-
-def _show(mesh: Any) -> str:
-    return _mesh.show_mesh(mesh) if isinstance(mesh, jax.sharding.Mesh) else repr(mesh)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +202,7 @@ class _Question:
         """Bytes that the program may take on a device; an error where that is not known."""
         if self.budget is not None:
             return self.budget
-        known = hbm_bytes(device.device_kind) or _own_limit(device)
+        known = limit_of(device)
         if known is None:
             failure = Failure(
                 what="needs a budget",
@@ -291,14 +268,6 @@ class _Question:
 def _shape(leaf: Any) -> Any:
     """An array as its shape, on its devices."""
     return program.shape_of(leaf, placed_sharding(leaf))
-
-
-def _own_limit(device: Any) -> int | None:
-    """What a device that is there leaves to programs, where its runtime says it."""
-    try:
-        return (device.memory_stats() or {}).get("bytes_limit")
-    except (RuntimeError, NotImplementedError, AttributeError):
-        return None  # described devices have no runtime
 
 
 # The largest size

@@ -18,8 +18,15 @@ import jax
 import numpy as np
 
 from spmd import _jax
-from spmd._mesh import Mesh, make_mesh
-from spmd.errors import ArgumentError, Failure, MeshError, did_you_mean, explain
+from spmd._mesh import Mesh, make_mesh, show_mesh
+from spmd.errors import (
+    ArgumentError,
+    Failure,
+    MeshError,
+    OptionError,
+    did_you_mean,
+    explain,
+)
 
 #: Virtual CPU devices share this machine's cores and threads; more are no use to anyone.
 MOST_STAND_INS = 512
@@ -168,6 +175,45 @@ def hbm_bytes(device_kind: str) -> int | None:
     """
     gib = _HBM_GIB.get(_SAME_CHIP.get(device_kind, device_kind))
     return None if gib is None else int(gib * 2**30)
+
+
+def limit_of(device: Any) -> int | None:
+    """Bytes that a device leaves to a program: as is known of its kind, or as its runtime says."""
+    known = hbm_bytes(device.device_kind)
+    if known is not None:
+        return known
+    try:
+        return (device.memory_stats() or {}).get("bytes_limit")
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return None  # described devices have no runtime, and CPUs no limit
+
+
+def given_mesh(topology: Any, mesh: Any, subject: str) -> Any:
+    """The mesh that is given as one of two options, whose names no topology; None for neither."""
+    if topology is not None and mesh is not None:
+        given = ", ".join(
+            f"{name}={show_mesh(one) if isinstance(one, jax.sharding.Mesh) else repr(one)}"
+            for name, one in (("topology", topology), ("mesh", mesh))
+        )
+        failure = Failure(
+            what="got a mesh twice",
+            given=given,
+            expected="topology='v5e:4x4' with the sizes of its axes as mesh, or one mesh",
+            error=OptionError,
+        )
+        raise explain(subject, [failure])
+    found = mesh if topology is None else topology
+    if isinstance(found, Mapping):
+        return make_mesh(found)
+    if found is not None and not isinstance(found, jax.sharding.Mesh):
+        failure = Failure(
+            what="cannot use this mesh",
+            expected="a mesh, or sizes by axis name",
+            got=type(found).__name__,
+            error=ArgumentError,
+        )
+        raise explain(subject, [failure])
+    return found
 
 
 def rings_of(kind: str, sizes: Sequence[int]) -> tuple[bool, ...]:

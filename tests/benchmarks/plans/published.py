@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
-import subprocess
 import sys
 
 from ..published import runs
@@ -41,16 +39,8 @@ def _run(name: str) -> runs.Run:
 def found(name: str, *, top: int, seeds: bool, seconds: float = 3600) -> tuple[Figures, Answer]:
     """What `main` finds in a process with the flags of a run: its own layout, and the planner's."""
     run = _run(name)
-    done = subprocess.run(
-        [sys.executable, "-m", __spec__.name, name, str(top), "seeds" if seeds else ""],
-        env={**os.environ, "LIBTPU_INIT_ARGS": f"{run.flags} {run.more_flags}"},
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{name}: {done.stderr[-2000:]}")
-    data = json.loads(done.stdout.splitlines()[-1])
+    words = (name, str(top), "seeds" if seeds else "")
+    data = runs.flagged(run, __spec__.name, *words, seconds=seconds)
     expert = Expert(
         name="its own layout", source=f"{SOURCE}/{run.script}", activations={}, weights={}
     )

@@ -52,8 +52,13 @@ def read() -> list[Run]:
 
 def clocked(run: Run, *, seconds: float = 1200) -> dict[str, Any]:
     """What `main` finds in a process with the flags of a run."""
+    return flagged(run, __spec__.name, run.name, seconds=seconds)
+
+
+def flagged(run: Run, module: str, *words: str, seconds: float) -> dict[str, Any]:
+    """The JSON that a module prints last, in a process with the flags of a run."""
     done = subprocess.run(
-        [sys.executable, "-m", __spec__.name, run.name],
+        [sys.executable, "-m", module, *words],
         env={**os.environ, "LIBTPU_INIT_ARGS": f"{run.flags} {run.more_flags}"},
         capture_output=True,
         text=True,
