@@ -239,6 +239,7 @@ def test_donated_arguments_and_keywords_and_statics(mesh, args):
     assert given["up"].is_deleted()
 
 
+@pytest.mark.slow
 def test_what_a_program_does_not_use(mesh):
     """An argument that nothing uses is not split, and operations that nothing needs are no pins."""
 

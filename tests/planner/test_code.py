@@ -192,6 +192,7 @@ def preview(made, module):
     return ledger(run(code, module, made.name).lower(*made.program.args).preview())
 
 
+@pytest.mark.slow
 def test_each_constraint_is_needed(tmp_path):
     """Without any one of them the preview is another; with all it is that of the plan."""
     orders = ([EMBED, "tokens:0"], [HEAD, "tokens:1"])
@@ -257,6 +258,7 @@ def inner(x, w):
     return jnp.tanh(x @ w)
 
 
+@pytest.mark.slow
 def test_nothing_of_the_users_changes():
     """Functions have their own code again, and what JAX traced of them has no marks."""
     args = f32(LAYERS, D, D), f32(B, D)
@@ -407,6 +409,7 @@ def test_what_is_pinned_alike_has_one_constraint():
 # The search
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.sets(st.integers(0, 7), min_size=1, max_size=4), max_size=5), st.data())
 def test_what_is_left_is_needed(wishes, data):

@@ -98,6 +98,7 @@ def test_a_fixed_dimension_may_have_no_class():
     assert places_of(found.tensors, best.layout, MESH, fixed)[1] == {"data": 0, "model": 0}
 
 
+@pytest.mark.slow
 def test_the_search_follows_what_is_fixed():
     """Words that are split by an axis make it the axis of examples, without being told so."""
     found = graph_named("gpt")

@@ -104,6 +104,7 @@ def test_a_second_start_searches_nothing(mesh, tmp_path, monkeypatch):
     assert len(searches) == 2
 
 
+@pytest.mark.slow
 def test_a_broken_file_of_the_cache_is_no_plan(mesh, tmp_path, monkeypatch):
     """It is planned again, and a folder that cannot be written is none."""
     monkeypatch.setenv("SPMD_PLAN_CACHE", str(tmp_path))
@@ -213,6 +214,7 @@ def test_options_of_pjit_are_taken_over(mesh):
     assert spmd.plan(jax.jit(step), W, BATCH, **options).pins
 
 
+@pytest.mark.slow
 def test_a_seed_gives_one_answer(mesh):
     """Twice the same question has one answer, up to how long it took."""
     one, other = (plan(mesh, seed=3) for _ in range(2))
@@ -220,6 +222,7 @@ def test_a_seed_gives_one_answer(mesh):
     assert [c.orders for c in one.candidates] == [c.orders for c in other.candidates]
 
 
+@pytest.mark.slow
 def test_written_specs_are_no_plan_before_they_are_compiled(mesh):
     """Without a compile the answer is a layout; with one, what its user wrote may win."""
     specs = ({"up": P(None, "model"), "down": P("model")}, P("data"))
