@@ -285,7 +285,8 @@ def _spec_failure(entry: Any, arg_name: str, allow_unconstrained: bool) -> Failu
 def _type_failure(entry: Any, arg_name: str) -> Failure:
     fix = "wrap the mesh axes: P('data', None)"
     if isinstance(entry, str):
-        fix = f"write P({entry!r})"
+        is_marker = entry in ("AUTO", "FROM_ARRAY")
+        fix = f"write spmd.{entry}, without quotes" if is_marker else f"write P({entry!r})"
     elif entry is UNCONSTRAINED:
         fix = "write P(P.UNCONSTRAINED), with one entry per dimension"
     elif isinstance(entry, Mesh):

@@ -475,6 +475,7 @@ def test_indivisible_mapped_dimension(in_mesh):
     ("leaf", "given", "got", "fix"),
     [
         ("data", "'data'", "str", "write P('data')"),
+        ("AUTO", "'AUTO'", "str", "write spmd.AUTO, without quotes"),
         (3, "3", "int", "wrap the mesh axes: P('data', None)"),
         (
             P.UNCONSTRAINED,
@@ -483,7 +484,7 @@ def test_indivisible_mapped_dimension(in_mesh):
             "write P(P.UNCONSTRAINED), with one entry per dimension",
         ),
     ],
-    ids=["str", "int", "unconstrained"],
+    ids=["str", "marker", "int", "unconstrained"],
 )
 def test_leaf_is_no_spec(leaf, given, got, fix):
     """A leaf that is no spec is refused at decoration, without a mesh, with what to write."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import importlib.metadata
+import inspect
 import os
 import time
 from typing import Any
@@ -145,6 +146,7 @@ def plan(
     return plan_program(program, on, wish, name=name, subject=subject, written=written)
 
 
+_VARIADIC = ("f", "args", "options")
 _OPTIONS = (
     *("static_argnums", "static_argnames", "donate_argnums", "donate_argnames"),
     *("keep_unused", "inline", "compiler_options"),
@@ -152,9 +154,10 @@ _OPTIONS = (
 
 
 def _check_names(options: Mapping[str, Any], subject: str) -> None:
+    known = [*(n for n in inspect.signature(plan).parameters if n not in _VARIADIC), *_OPTIONS]
     failures = [
         Failure(
-            what=f"has no option {name!r}{did_you_mean(name, _OPTIONS)}",
+            what=f"has no option {name!r}{did_you_mean(name, known)}",
             expected=f"an option of plan, or one of {', '.join(_OPTIONS)}",
             fix="pass arguments of the function by position",
             error=ArgumentError,

@@ -113,8 +113,16 @@ def _candidate(one: Choice, labels: Mapping[str, int]) -> Candidate:
 
 
 def _orders(one: Choice, labels: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
-    orders = one.layout.orders if one.layout else ()
-    return {axis: tuple(label_of(n, one.graph, labels) for n in order) for axis, order in orders}
+    if one.layout is None:
+        return {}
+    own = dict(one.layout.state)
+    return {
+        axis: (
+            *(f"{label_of(n, one.graph, labels)} (optimizer)" for n in own.get(axis, ())),
+            *(label_of(n, one.graph, labels) for n in order),
+        )
+        for axis, order in one.layout.orders
+    }
 
 
 # Nothing fits

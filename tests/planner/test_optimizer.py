@@ -125,3 +125,15 @@ def test_layouts_without_an_order_of_the_optimizer_are_as_before():
     zero = dataclasses.replace(layout, state=(("data", ()),))
     for one in found.tensors:
         assert layout.places(one, MESH) == zero.places(one, MESH)
+
+
+def test_a_record_says_what_the_optimizer_splits():
+    """What splits moments alone is marked, before what splits all other values."""
+    program = mlp()
+    options = {"mesh": MESH, "top": 0, "cache": False, "progress": False}
+    found = spmd.plan(program.function, *program.args, **options)
+    zero = next(one for one in found.candidates if one.name == "ZeRO-1")
+    own = [name.endswith(" (optimizer)") for name in zero.orders["data"]]
+    assert own[0]
+    assert not own[-1]
+    assert own == sorted(own, reverse=True)

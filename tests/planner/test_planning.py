@@ -156,6 +156,11 @@ REFUSED = {
     "top": ({"mesh": "m", "top": -1}, spmd.OptionError, "cannot read top"),
     "timeout": ({"mesh": "m", "timeout": 0}, spmd.OptionError, "cannot read timeout"),
     "axes": ({"topology": "cpu:8", "axes": ("a", "a")}, spmd.OptionError, "each once"),
+    "a misspelled option": (
+        {"mesh": "m", "fix": {}},
+        spmd.ArgumentError,
+        "did you mean 'fixed'",
+    ),
     "an option": ({"mesh": "m", "donate": 0}, spmd.ArgumentError, "did you mean 'donate_argnums'"),
 }
 

@@ -141,7 +141,8 @@ class Candidate:
         name: ``found``, or that of an expert, such as ``FSDP``; ``as written`` for the program
             with the specs that its user gave.
         axes: sizes of the mesh axes, major to minor.
-        orders: by mesh axis the classes of dimensions that it splits, the first one first.
+        orders: by mesh axis the classes of dimensions that it splits, the first one first; those
+            of values that only the optimizer has are marked ``(optimizer)``.
         estimated: seconds by the first tier, from classes alone.
         estimated_peak: bytes of a device at the worst moment, by the first tier.
         compute: seconds of products, of `predicted`.
