@@ -1,6 +1,7 @@
 """What a layout costs, from classes alone: a fraction of a millisecond, so that many are compared.
 
-An operation is as long as its products or its bytes take, and exchanges run one after the other.
+An operation is as long as its products or its bytes take. Exchanges run one after the other; some
+of them go on beside work.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class _Costs(NamedTuple):
     compute: float
     memory: float
     exchange: float
+    beside: float
     shared: dict[Exchanged, Sending]
 
 
@@ -111,9 +113,11 @@ class Estimator:
         self.lives = lives
         self.moved = fusion.alone
         self.early = early(graph)
-        self.users = Counter(
+        users = Counter(
             i for one in graph.operations if one.flops for i in {*one.tensors[: one.operands]}
         )
+        # What products find whole: what is gathered ahead, and once for several of them.
+        self.lasting = self.early | {i for i, count in users.items() if count > 1}
         self.given = [one.kind == "argument" for one in graph.tensors]
         self.alike = {i: i for i in range(len(graph.tensors))}
         self._work = _grouped(self._parts(graph, fusion), self._patterns)
@@ -187,7 +191,7 @@ class Estimator:
     def __call__(self, layout: Layout) -> Estimate:
         """What a layout costs."""
         places, parts = self._placed(layout)
-        compute = exchange = ahead = 0.0
+        compute = exchange = beside = ahead = 0.0
         memory = self.machine.moving(float(self.moved @ parts))
         shared: dict[Exchanged, Sending] = {}
         for group, key in zip(self._work.groups, self._work.keys(layout), strict=True):
@@ -198,6 +202,7 @@ class Estimator:
             compute += costs.compute
             memory += costs.memory
             exchange += costs.exchange
+            beside += costs.beside
             if costs.shared:
                 _add(shared, costs.shared)
         gathered, buffers = np.zeros(len(self.kinds)), [0.0, 0.0]
@@ -213,7 +218,7 @@ class Estimator:
             compute=float(compute),
             memory=float(memory),
             exchange=float(exchange),
-            hidden=float(self.machine.hidden(ahead, compute + memory)),
+            hidden=float(beside + self.machine.hidden(ahead, compute + memory)),
             # What comes next is gathered while the one before is in use.
             peak=self._peak(parts, gathered) + sorted(buffers)[-2],
         )
@@ -248,15 +253,16 @@ class Estimator:
     def _costs(
         self, group: Group, layout: Layout, places: list[dict[str, int]], parts: np.ndarray
     ) -> _Costs:
-        compute = memory = exchange = 0.0
+        compute = memory = exchange = beside = 0.0
         shared: dict[Exchanged, Sending] = {}
         for part in group.members:
             own = self._cost(part, layout, places, parts)
             compute += own.compute
             memory += own.memory
             exchange += own.exchange
+            beside += own.beside
             _add(shared, own.shared)
-        return _Costs(compute, memory, exchange, shared)
+        return _Costs(compute, memory, exchange, beside, shared)
 
     def _cost(
         self, part: _Part, layout: Layout, places: list[dict[str, int]], parts: np.ndarray
@@ -267,16 +273,17 @@ class Estimator:
         total = self.totals.get(one.tensors[-1])
         demand = Demand(one, layout, self.sizes, [places[k] for k in kinds], nbytes, total)
         steps = sum(steps * parts[k] for k, steps in part.beside.items()) / part.runs
-        product = Product(demand, self.machine, steps, self.users)
-        exchange, shared = 0.0, {}
+        product = Product(demand, self.machine, steps, self.lasting)
+        exchange, beside, shared = 0.0, 0.0, {}
         for sent in product.sent:
             sending = product.sending(sent)
             if sent.tensor is None or sent in product.around:
                 exchange += part.runs * sending.seconds
+                beside += part.runs * sending.beside
             else:
                 shared[sent] = sending.times(part.runs)
         if is_fusible(one):
-            return _Costs(0.0, 0.0, exchange, shared)
+            return _Costs(0.0, 0.0, exchange, beside, shared)
         far = [
             n if self.given[i] or n > self.machine.near else 0.0
             for i, n in zip(one.tensors, nbytes, strict=True)
@@ -284,7 +291,7 @@ class Estimator:
         moving = self.machine.moving(_traffic(one, far))
         computing = product.seconds() if one.flops else 0.0
         compute, memory = (computing, 0.0) if computing >= moving else (0.0, moving)
-        return _Costs(part.runs * compute, part.runs * memory, exchange, shared)
+        return _Costs(part.runs * compute, part.runs * memory, exchange, beside, shared)
 
 
 def _add(shared: dict[Exchanged, Sending], more: Mapping[Exchanged, Sending]) -> None:

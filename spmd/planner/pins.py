@@ -15,27 +15,43 @@ from jax.extend.mlir.dialects import sdy
 from spmd.errors import ArgumentError, Failure
 from spmd.inspection.records.plan import Entries, Pin
 from spmd.inspection.shardy import passes
-from spmd.planner.demand import Demand
+from spmd.planner.demand import Demand, early
 from spmd.planner.graph import numbered
 from spmd.planner.layout import Fixed, Layout, places_of, spec_entries
 from spmd.planner.structure import Graph, Operation, pinned
 
 
 def pins_of(
-    graph: Graph, layout: Layout, sizes: Mapping[str, int], fixed: Fixed | None = None
+    graph: Graph,
+    layout: Layout,
+    sizes: Mapping[str, int],
+    fixed: Fixed | None = None,
+    *,
+    is_ahead: bool = True,
 ) -> tuple[Pin, ...]:
     """What a layout says of each operation that is pinned; arguments may have fixed places.
 
-    What a product takes is put where the product wants it, and not where it lies: a compiler that
-    is to multiply by parts of a weight sends them around, and multiplies by one after the other.
+    A compiler that is to multiply by parts of an operand sends them around, and multiplies by one
+    after the other. What is known before its use, such as a weight, can be gathered ahead of it.
+
+    Args:
+        graph: the program.
+        layout: of it.
+        sizes: of the mesh axes.
+        fixed: places that arguments and outputs keep.
+        is_ahead: whether products find such operands where they want them; else where they lie.
     """
     places = places_of(graph.tensors, layout, sizes, fixed)
+    ahead = early(graph) if is_ahead else ()
 
     def pin_of(number: int, one: Operation) -> Pin:
         own = [places[i] for i in one.tensors]
         if one.flops:
             wanted = _wanted(one, layout, sizes, own, graph)
-            own = [*wanted[: one.operands], *own[one.operands :]]
+            own = [
+                want if i in ahead and n < one.operands else at
+                for n, (i, want, at) in enumerate(zip(one.tensors, wanted, own, strict=True))
+            ]
         ranks = [len(graph.tensors[i].shape) for i in one.tensors]
         specs = tuple(tuple(spec_entries(at, n)) for at, n in zip(own, ranks, strict=True))
         return Pin(number, f"stablehlo.{one.name}", specs)

@@ -23,6 +23,8 @@ import numpy as np
 import spmd
 import spmd.colocated_python  # it asks for threads, which has to be before JAX starts
 
+from .plans import kept
+
 PARTS = (
     *("calls", "compile", "import", "report", "preview", "grad"),
     *("taps", "pmap", "colocated", "bundle", "page", "fits"),
@@ -44,7 +46,11 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="the part `plan` with fewer compiles, and no seeds"
     )
+    parser.add_argument(
+        "--kept", default="", help="a folder for what `plan` compiled, to go on where it was ended"
+    )
     options = parser.parse_args()
+    os.environ[kept.CACHE] = options.kept  # never the plans of the person who runs this
     if unknown := {*options.parts} - {*PARTS, *LONG}:
         parser.error(f"no such part: {', '.join(sorted(unknown))}")
     print(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from planned_programs import classes, f32, ints, read, sending
 import pytest
 
+from spmd.inspection.compile.timed import links_of
 from spmd.inspection.timing.chips import CHIPS
 from spmd.planner.estimate import Estimator
 from spmd.planner.layout import Fixed, Layout
@@ -15,6 +16,8 @@ from spmd.planner.verify import Program
 
 MESH = {"data": 4, "model": 2}
 F32 = 4
+#: Each device and its neighbour along ``model``.
+PAIRS = tuple((i, i ^ 1) for i in range(8))
 
 
 def priced(function, args, orders, *, fixed=None, on=None, **options):
@@ -135,6 +138,35 @@ def test_gathers_go_on_beside_work_on_a_tpu_alone():
     work = there.compute + there.memory
     assert 0 <= there.hidden <= 0.5 * work
     assert there.seconds == pytest.approx(work + there.exchange - there.hidden)
+
+
+def test_a_ring_goes_on_beside_its_product():
+    """All that is sent counts, and some of it is hidden: no more than its product takes."""
+
+    def f(x, w, v):
+        return jnp.tanh(x @ w) @ v
+
+    args = (f32(65_536, 2048), f32(2048, 2048), f32(2048, 8192))
+    links, _ = links_of(CHIPS["v5e"], [], MESH)
+    orders = {"data": ["x:0"], "model": ["v:1", "w:1"]}
+    hidden = []
+    for flops in (CHIPS["v5e"].flops, 10 * CHIPS["v5e"].flops):
+        chip = dataclasses.replace(CHIPS["v5e"], flops=flops)
+        _, found = priced(f, args, orders, on=Machine(chip, links, MESH))
+        ring = 2 * links.transfer("collective-permute", PAIRS, 16_384 * 1024 * F32, 0).seconds
+        assert found.exchange == pytest.approx(ring, rel=0.01)
+        hidden.append(found.hidden)
+        assert 0 < found.hidden <= min(found.exchange, found.compute + found.memory)
+    assert hidden[1] < hidden[0]
+
+
+def test_a_weight_is_gathered_ahead_of_its_product():
+    """It does not go around: one gather is sent, however many rows there are."""
+    args = (f32(65_536, 2048), f32(2048, 2048))
+    links, _ = links_of(CHIPS["v5e"], [], MESH)
+    on = Machine(CHIPS["v5e"], links, MESH)
+    _, found = priced(jnp.matmul, args, {"data": ["a:0", "b:0"]}, on=on)
+    assert found.exchange == pytest.approx(on.exchange("all-gather", ("data",), 2048 * 2048 * F32))
 
 
 def test_a_product_that_sums_over_little_takes_as_long_as_its_results():

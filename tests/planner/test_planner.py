@@ -261,6 +261,35 @@ def test_a_product_takes_whole_weights_under_fsdp(mlp, mesh):
     assert layout.spec(mlp.tensors[up], mesh.shape) == P("data", None)
 
 
+def test_activations_are_taken_where_they_lie(mlp, mesh):
+    """What a product has to gather and is not known before: parts of it may go around."""
+    of = classes(mlp)
+    layout = Layout.of({"data": [of["x:0"]], "model": [of["x:1"], of["w['up']:1"]]})
+    pins = {one.number: one for one in pins_of(mlp, layout, dict(mesh.shape))}
+    taken = [
+        pins[one.number].specs[n]
+        for one in mlp.operations
+        if one.flops
+        for n, i in enumerate(one.tensors[: one.operands])
+        if mlp.tensors[i].shape == (B, F)
+    ]
+    assert taken
+    assert {*taken} == {(("data",), ("model",))}
+
+
+def test_products_may_gather_weights_themselves(mlp, mesh):
+    """With pins of the other kind each operand is taken where it lies."""
+    of = classes(mlp)
+    layout = Layout.of({"data": [of["x:0"], of["x:1"]], "model": [of["w['up']:1"]]})
+    sizes = dict(mesh.shape)
+    pins = {one.number: one for one in pins_of(mlp, layout, sizes, is_ahead=False)}
+    products = [one for one in mlp.operations if one.flops]
+    assert len(products) == 5
+    for one in products:
+        for spec, i in zip(pins[one.number].specs, one.tensors, strict=True):
+            assert P(*(e or None for e in spec)) == P(*layout.spec(mlp.tensors[i], sizes))
+
+
 def test_pins_reach_no_other_program(mlp, mesh):
     """The lowered program that pins are given to stays as it is, and so does JAX's own."""
     of = classes(mlp)

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 
 import spmd
-from spmd.errors import OutOfMemoryError
 
+from . import kept
 from .cases import Case
 from .experts import BOTH
 from .logical import Expert
@@ -116,10 +116,9 @@ def compiled(case: Case, where: str, *, most: int = 0) -> Iterator[Figures]:
         where: a topology, or a mesh of virtual CPU devices.
         most: meshes of an expert that are compiled, those of the best previews; 0 for all.
     """
-    chip = STANDING_IN if is_fixed(where) else None
     steps = list(itertools.chain(*(_steps(case, one, where, most) for one in case.experts)))
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        yield from threads.map(functools.partial(_figures, chip=chip), steps)
+        yield from threads.map(functools.partial(_figures, where=where), steps)
 
 
 def _steps(case: Case, expert: Expert, where: str, most: int) -> list[Any]:
@@ -138,16 +137,7 @@ def _preview(step: Any) -> float:
     return time.seconds if time else math.inf
 
 
-def _figures(of: tuple[Expert, Mapping[str, int], Any], *, chip: Any) -> Figures:
+def _figures(of: tuple[Expert, Mapping[str, int], Any], *, where: str) -> Figures:
     expert, sizes, step = of
-    try:
-        report = spmd.report(step.compile(), chip=chip)
-    except OutOfMemoryError:
-        return Figures(expert=expert, sizes=sizes)
-    return Figures(
-        expert=expert,
-        sizes=sizes,
-        seconds=report.time.seconds if report.time else None,
-        peak=report.memory.peak if report.memory else None,
-        wire=report.total.wire_bytes,
-    )
+    found = kept.figures(step, where, STANDING_IN if is_fixed(where) else None)
+    return Figures(expert=expert, sizes=sizes, **found)

@@ -88,7 +88,7 @@ def answered(
     """
     plan: Any = spmd.plan(
         function, *args, topology=where, axes=axes, memory=memory, top=top, seeds=seeds,
-        chip=chip, cache=False, progress=False, **options,
+        chip=chip, progress=False, **options,
     )  # fmt: skip
     if chip is not None:
         return _standing_in(plan, spmd.pjit(function, plan=plan, **options).lower(*args), chip)
