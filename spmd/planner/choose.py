@@ -24,7 +24,7 @@ from spmd.planner.estimate import Estimate, Estimator
 from spmd.planner.experts import experts
 from spmd.planner.layout import Layout
 from spmd.planner.machine import Machine
-from spmd.planner.pins import pins_of
+from spmd.planner.pins import Way, pins_of
 from spmd.planner.search import Candidate, Rules, search
 from spmd.planner.structure import Graph
 from spmd.planner.verify import Program, annotated, entries_of, places_of_compiled, planned
@@ -343,16 +343,25 @@ class _Looking:
             self._pin_otherwise()
 
     def _pin_otherwise(self) -> None:
-        """The best one again, whose products gather weights themselves: only compilers know."""
-        fitting = [c for c in self.choices if c.report and c.fits(self.rules.budget)]
-        best = min(fitting, key=lambda one: one.seconds, default=None)
-        if best is None or best.layout is None or best.is_stand_in:
-            return
-        sizes = dict(best.mesh.shape)
-        pins = pins_of(best.graph, best.layout, sizes, self.rules.fixed, is_ahead=False)
-        if pins != best.pins:
+        """The best one again, whose products gather and add up in other ways."""
+        fitting = [
+            i for i, one in enumerate(self.choices) if one.report and one.fits(self.rules.budget)
+        ]
+        at = min(fitting, key=lambda i: self.choices[i].seconds, default=None)
+        way = Way()
+        for change in ({"whole": True}, {"ahead": False}):
+            if at is None or (best := self.choices[at]).is_stand_in or best.layout is None:
+                return
+            other = way._replace(**change)
+            sizes = dict(best.mesh.shape)
+            pins = pins_of(best.graph, best.layout, sizes, self.rules.fixed, other)
+            if pins == best.pins:
+                continue
             self.choices.append(dataclasses.replace(best, pins=pins, report=None))
             self._compile(len(self.choices) - 1)
+            found = self.choices.pop()
+            if found.report and found.fits(self.rules.budget) and found.seconds < best.seconds:
+                self.choices[at], way = found, other
 
     def _compile(self, i: int) -> bool:
         """Compiles one; False where the time is up."""

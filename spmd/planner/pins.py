@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
@@ -21,35 +21,39 @@ from spmd.planner.layout import Fixed, Layout, places_of, spec_entries
 from spmd.planner.structure import Graph, Operation, pinned
 
 
+class Way(NamedTuple):
+    """How the products of a layout are pinned; what is faster only a compiler knows.
+
+    Attributes:
+        ahead: whether what is known before its use, such as a weight, is put where a product wants
+            it. Else a compiler that is to multiply by parts of an operand sends them around, and
+            multiplies by one after the other.
+        whole: whether a sum is made before each device takes its part of it. Else the parts of it
+            go around likewise.
+    """
+
+    ahead: bool = True
+    whole: bool = False
+
+
 def pins_of(
     graph: Graph,
     layout: Layout,
     sizes: Mapping[str, int],
     fixed: Fixed | None = None,
-    *,
-    is_ahead: bool = True,
+    way: Way | None = None,
 ) -> tuple[Pin, ...]:
-    """What a layout says of each operation that is pinned; arguments may have fixed places.
-
-    A compiler that is to multiply by parts of an operand sends them around, and multiplies by one
-    after the other. What is known before its use, such as a weight, can be gathered ahead of it.
-
-    Args:
-        graph: the program.
-        layout: of it.
-        sizes: of the mesh axes.
-        fixed: places that arguments and outputs keep.
-        is_ahead: whether products find such operands where they want them; else where they lie.
-    """
+    """What a layout says of each operation that is pinned; arguments may have fixed places."""
     places = places_of(graph.tensors, layout, sizes, fixed)
-    ahead = early(graph) if is_ahead else ()
+    way = way or Way()
+    ahead = early(graph) if way.ahead else ()
 
     def pin_of(number: int, one: Operation) -> Pin:
         own = [places[i] for i in one.tensors]
         if one.flops:
             wanted = _wanted(one, layout, sizes, own, graph)
             own = [
-                want if i in ahead and n < one.operands else at
+                (want if i in ahead else at) if n < one.operands else _made(want, at, way)
                 for n, (i, want, at) in enumerate(zip(one.tensors, wanted, own, strict=True))
             ]
         ranks = [len(graph.tensors[i].shape) for i in one.tensors]
@@ -57,6 +61,15 @@ def pins_of(
         return Pin(number, f"stablehlo.{one.name}", specs)
 
     return tuple(pin_of(number, one) for number, one in pinned(graph))
+
+
+def _made(want: Mapping[str, int], at: Mapping[str, int], way: Way) -> Mapping[str, int]:
+    """Where a result is, before devices take their parts of a sum.
+
+    Of a dimension that is split already, compilers do not scatter a sum: they gather operands.
+    """
+    split = [*at.values()]
+    return {a: d for a, d in at.items() if a in want or not (way.whole or split.count(d) > 1)}
 
 
 def _wanted(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import types
 
 from hardware import WITHOUT_LIBTPU
 import jax
@@ -15,12 +16,13 @@ from spmd.inspection.compile.timed import links_of
 from spmd.inspection.shardy.passes import module_of
 from spmd.inspection.timing.chips import CHIPS
 from spmd.inspection.timing.torus import Transfer
-from spmd.planner.choose import choose
-from spmd.planner.estimate import Estimator, Machine
+from spmd.planner import choose as choosing
+from spmd.planner.choose import Choice, choose
+from spmd.planner.estimate import Estimate, Estimator, Machine
 from spmd.planner.graph import graph_of
 from spmd.planner.layout import Layout
-from spmd.planner.pins import MisfitError, pins_of
-from spmd.planner.search import Rules, search
+from spmd.planner.pins import MisfitError, Way, pins_of
+from spmd.planner.search import Candidate, Rules, search
 from spmd.planner.verify import Program, entries_of, pinned, planned
 
 B, D, F = 64, 32, 128
@@ -282,12 +284,32 @@ def test_products_may_gather_weights_themselves(mlp, mesh):
     of = classes(mlp)
     layout = Layout.of({"data": [of["x:0"], of["x:1"]], "model": [of["w['up']:1"]]})
     sizes = dict(mesh.shape)
-    pins = {one.number: one for one in pins_of(mlp, layout, sizes, is_ahead=False)}
+    pins = {one.number: one for one in pins_of(mlp, layout, sizes, way=Way(ahead=False))}
     products = [one for one in mlp.operations if one.flops]
     assert len(products) == 5
     for one in products:
         for spec, i in zip(pins[one.number].specs, one.tensors, strict=True):
             assert P(*(e or None for e in spec)) == P(*layout.spec(mlp.tensors[i], sizes))
+
+
+def test_a_sum_is_made_before_parts_of_a_split_dimension_are_taken(mlp, mesh):
+    """Where other axes split the dimension, or where a plan says so; else parts are made."""
+    of = classes(mlp)
+    b, d, f = of["x:0"], of["x:1"], of["w['up']:1"]
+    up = next(
+        one for one in mlp.operations if one.flops and mlp.tensors[one.tensors[-1]].shape == (D, F)
+    )
+
+    def lies(data, model, **way):
+        layout = Layout.of({"data": data, "model": model})
+        found = pins_of(mlp, layout, dict(mesh.shape), way=Way(**way))
+        return next(one for one in found if one.number == up.number).specs[-1]
+
+    assert lies([b, f], []) == ((), ("data",))
+    assert lies([b, f], [], whole=True) == ((), ())
+    # The rows are split over data, and the hidden width over model and, of weights, over data too.
+    assert lies([b, f], [f]) == ((), ("model",))
+    assert lies([b, d], [f]) == (("data",), ("model",))
 
 
 def test_pins_reach_no_other_program(mlp, mesh):
@@ -329,6 +351,47 @@ def test_choices_of_several_meshes():
     got = planned(MLP, best.mesh, best.ins, best.outs, best.pins).compile()(w, x)
     for name, value in step(w, x).items():
         np.testing.assert_allclose(got[name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "compiled", "best"),
+    [
+        ({}, 3, Way()),
+        ({Way(whole=True): 0.5}, 3, Way(whole=True)),
+        ({Way(ahead=False): 0.5}, 3, Way(ahead=False)),
+        ({Way(whole=True): 0.5, Way(ahead=False, whole=True): 0.4}, 3, Way(False, True)),
+        ({Way(whole=True): 0.5, Way(ahead=False): 0.1}, 3, Way(whole=True)),
+    ],
+)
+def test_the_best_one_is_pinned_in_other_ways(monkeypatch, seconds, compiled, best):
+    """What makes it faster is kept, and the second change is made to the better one."""
+    pytest.importorskip("libtpu", reason=WITHOUT_LIBTPU)
+    pod = spmd.topology("v5e:2x2", {"data": 2, "model": 2})
+    seen = []
+
+    def way_of(one):
+        sizes = dict(pod.shape)
+        ways = itertools.starmap(Way, itertools.product((True, False), repeat=2))
+        found = {way: pins_of(one.graph, one.layout, sizes, way=way) for way in ways}
+        assert len({*found.values()}) == 4
+        return next(way for way, pins in found.items() if pins == one.pins)
+
+    def report(one, lowered, chip):
+        seen.append(way := way_of(one))
+        time = types.SimpleNamespace(seconds=seconds.get(way, 1.0))
+        return dataclasses.replace(one, report=types.SimpleNamespace(time=time, memory=None))
+
+    monkeypatch.setattr(choosing, "_compiled", report)
+    monkeypatch.setattr(Choice, "fits", lambda one, budget: True)
+    looking = choosing._Looking(MLP, CHIPS["v5e"], Rules(), 2, False, 0, lambda one: None)
+    found = MLP.graph(pod)
+    of = classes(found)
+    layout = Layout.of({"data": [of["x:0"], of["x:1"]], "model": [of["w['up']:1"]]})
+    cost = Estimate(compute=1.0, memory=0.0, exchange=0.0, hidden=0.0, peak=1.0)
+    looking.choices = [looking._choice("found", Candidate(layout, cost, 1.0), found, pod)]
+    looking.compile()
+    assert len(seen) == compiled
+    assert [way_of(one) for one in looking.choices] == [best]
 
 
 BIG = Program(
