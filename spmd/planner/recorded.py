@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -51,7 +52,7 @@ def recorded(
         arguments=_priced(_placed(leaves[0], best.ins, fixed), best, on, keeps),
         results=_placed(leaves[1], best.outs, fixed),
         pins=best.pins,
-        candidates=tuple(_candidate(one, labels) for one in found.choices[:_MOST]),
+        candidates=tuple(itertools.islice(_candidates(found.choices, labels), _MOST)),
         report=best.report,
         tried=found.tried,
         searched=found.searched,
@@ -89,6 +90,17 @@ def _priced(
         one if one.is_fixed else dataclasses.replace(one, prices=by_leaf.get(i, ()))
         for i, one in enumerate(arguments)
     )
+
+
+def _candidates(choices: Sequence[Choice], labels: Mapping[str, int]) -> Iterator[Candidate]:
+    """Of those that have one name and the same figures, the first one: people see no difference."""
+    seen: set[Any] = set()
+    for choice in choices:
+        one = _candidate(choice, labels)
+        figures = one.estimated, one.predicted, one.estimated_peak, one.sent, one.peak, one.seconds
+        if (key := (one.name, *one.axes.items(), figures)) not in seen:
+            seen.add(key)
+            yield one
 
 
 def _candidate(one: Choice, labels: Mapping[str, int]) -> Candidate:

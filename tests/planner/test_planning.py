@@ -63,6 +63,15 @@ def test_an_axis_that_must_not_split_a_dimension_does_not(mesh):
             assert not {"rows", *tied} & {*one.orders["data"]}
 
 
+def test_candidates_differ_in_a_figure(mesh):
+    """Several spellings of one layout, which is all that people could see, are one row."""
+    rows = [
+        (one.name, *one.axes.items(), one.predicted, one.estimated_peak, one.sent)
+        for one in plan(mesh).candidates
+    ]
+    assert len(rows) == len({*rows}) > 1
+
+
 def test_without_a_compile_nothing_is_verified(mesh):
     """`top=0` answers with the prediction, and says so."""
     found = plan(mesh)
