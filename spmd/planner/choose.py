@@ -15,7 +15,8 @@ import warnings
 
 import spmd
 from spmd import stages
-from spmd.inspection.compile.timed import links_of
+from spmd.inspection.compile.preview import previewed
+from spmd.inspection.compile.timed import Asked, links_of
 from spmd.inspection.hlo.oom import out_of_memory
 from spmd.inspection.records.plan import Entries, Pin
 from spmd.inspection.records.report import Report
@@ -449,7 +450,7 @@ def _is_same(one: Choice, other: Choice) -> bool:
 
 
 def _previewed(one: Choice, lowered: stages.Lowered, chip: Chip) -> Choice:
-    found = spmd.preview(lowered, chip=chip)
+    found = previewed(lowered, Asked(chip=chip), subject="plan", products=False)
     seconds = found.time.exchange if found.time else None
     return dataclasses.replace(one, exchange=seconds, sent=found.total.wire_bytes)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spmd.planner.demand import TABLES, Demand, Exchanged, early, totals
+from spmd.planner.demand import TABLES, Demand, Exchanged, totals
 from spmd.planner.fusion import Fusion, is_fusible
 from spmd.planner.layout import Fixed, Layout
 from spmd.planner.lives import Lives
@@ -112,7 +112,7 @@ class Estimator:
         fusion = Fusion(graph, self.kind_of, len(kinds))
         self.lives = lives
         self.moved = fusion.alone
-        self.early = early(graph)
+        self.early = graph.early
         users = Counter(
             i for one in graph.operations if one.flops for i in {*one.tensors[: one.operands]}
         )

@@ -22,6 +22,7 @@ from spmd.inspection.shardy.flow import trip_count
 from spmd.inspection.shardy.products import products_in
 from spmd.inspection.shardy.propagation import Link, Propagation, propagate, walk
 from spmd.planner.alike import tied
+from spmd.planner.demand import early
 from spmd.planner.optimizer import with_state
 from spmd.planner.structure import Graph, Operation, Tensor, with_weights
 
@@ -63,7 +64,8 @@ def graph_of(module: Any, *, subject: str) -> Graph:
     donated = donated_in(copy)
     with module.context:
         read = _Reader(found, donated).read()
-    return with_state(tied(read))
+    graph = with_state(tied(read))
+    return dataclasses.replace(graph, early=frozenset(early(graph)))
 
 
 def donated_in(module: Any) -> list[bool]:

@@ -5,7 +5,7 @@ The module is a copy. JAX may share the one that it lowered with a function of i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 import math
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from jax.extend.mlir.dialects import sdy
 from spmd.errors import ArgumentError, Failure
 from spmd.inspection.records.plan import Entries, Pin
 from spmd.inspection.shardy import passes
-from spmd.planner.demand import Demand, early
+from spmd.planner.demand import Demand
 from spmd.planner.graph import numbered
 from spmd.planner.layout import Fixed, Layout, places_of, spec_entries
 from spmd.planner.structure import Graph, Operation, pinned
@@ -46,9 +46,10 @@ def pins_of(
     """What a layout says of each operation that is pinned; arguments may have fixed places."""
     places = places_of(graph.tensors, layout, sizes, fixed)
     way = way or Way()
-    ahead = early(graph) if way.ahead else ()
+    ahead = graph.early if way.ahead else ()
+    known: dict[Any, tuple[Entries, ...]] = {}
 
-    def pin_of(number: int, one: Operation) -> Pin:
+    def specs_of(one: Operation) -> tuple[Entries, ...]:
         own = [places[i] for i in one.tensors]
         if one.flops:
             wanted = _wanted(one, layout, sizes, own, graph)
@@ -57,10 +58,31 @@ def pins_of(
                 for n, (i, want, at) in enumerate(zip(one.tensors, wanted, own, strict=True))
             ]
         ranks = [len(graph.tensors[i].shape) for i in one.tensors]
-        specs = tuple(tuple(spec_entries(at, n)) for at, n in zip(own, ranks, strict=True))
-        return Pin(number, f"stablehlo.{one.name}", specs)
+        return tuple(tuple(spec_entries(at, n)) for at, n in zip(own, ranks, strict=True))
+
+    def pin_of(number: int, one: Operation) -> Pin:
+        key = _kind(one, graph, places, ahead)  # layers that are written out have the same
+        if key not in known:
+            known[key] = specs_of(one)
+        return Pin(number, f"stablehlo.{one.name}", known[key])
 
     return tuple(pin_of(number, one) for number, one in pinned(graph))
+
+
+def _kind(
+    one: Operation, graph: Graph, places: Sequence[Mapping[str, int]], ahead: Collection[int]
+) -> Any:
+    """All that the pins of an operation depend on."""
+    found = ((graph.tensors[i], places[i], i in ahead) for i in one.tensors)
+    return (
+        one.factors,
+        bool(one.flops),
+        one.operands,
+        one.is_state,
+        one.whole,
+        one.name,
+        *((t.shape, t.classes, t.nbytes, *at.items(), is_ahead) for t, at, is_ahead in found),
+    )
 
 
 def _made(want: Mapping[str, int], at: Mapping[str, int], way: Way) -> Mapping[str, int]:

@@ -88,6 +88,7 @@ class Graph:
             which are written out are one.
         sizes: of these classes: the largest dimension.
         constants: values that come from no argument: a compiler makes them where they are used.
+        early: values that come from arguments without a product or a sum: they can be sent ahead.
     """
 
     tensors: tuple[Tensor, ...]
@@ -95,6 +96,7 @@ class Graph:
     classes: dict[int, tuple[tuple[str, int], ...]]
     sizes: dict[int, int]
     constants: frozenset[int] = frozenset()
+    early: frozenset[int] = frozenset()
 
 
 def with_weights(graph: Graph) -> Graph:

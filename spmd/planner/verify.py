@@ -25,6 +25,9 @@ from spmd.planner.pins import annotate, pin
 from spmd.planner.structure import Graph
 
 
+_MESH = re.compile(r"^ *sdy\.mesh .*$", re.MULTILINE)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Program:
     """What is planned: a function, its arguments, and what `pjit` is told of it.
@@ -41,6 +44,7 @@ class Program:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     trace: Callable[[Any], stages.Traced] | None = None
     _known: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False)
+    _graphs: dict[str, Graph] = dataclasses.field(default_factory=dict, init=False)
 
     def fresh(self) -> Program:
         """The same, to be traced anew."""
@@ -64,12 +68,21 @@ class Program:
         return self._known[what, mesh]
 
     def _graph(self, mesh: Any) -> Graph:
-        return graph_of(module_of(self.lowered(mesh), subject="plan"), subject="plan")
+        """That of a program which is the same on another mesh is known: it says nothing of one."""
+        lowered = self.lowered(mesh)
+        text = _MESH.sub("", lowered.as_text())
+        if text not in self._graphs:
+            self._graphs[text] = graph_of(module_of(lowered, subject="plan"), subject="plan")
+        return self._graphs[text]
 
     def _kept(self, mesh: Any) -> tuple[int, ...]:
         skip = len(self.traced(mesh)._signature.consts)
         found = _jax.lowering.kept_arguments(self.lowered(mesh)._lowering)
         return tuple(i - skip for i in found if i >= skip)
+
+    def _ranks(self, mesh: Any) -> tuple[int, ...]:
+        leaves, _ = open_leaves(self.traced(mesh))
+        return tuple(len(one.shape) for one in leaves)
 
     def _trace(self, mesh: Any) -> stages.Traced:
         return spmd.pjit(self.function, mesh=mesh, **self.options).trace(*self.args)
@@ -96,8 +109,7 @@ class Program:
 
         Constants may come before them there. What the function does not use is not split.
         """
-        leaves, _ = open_leaves(self.traced(mesh))
-        found: list[Entries] = [((),) * len(one.shape) for one in leaves]
+        found: list[Entries] = [((),) * rank for rank in self._once("ranks", self._ranks, mesh)]
         kept = self.kept(mesh)
         for i, entries in zip(kept, ins[len(ins) - len(kept) :], strict=True):
             found[i] = entries
@@ -126,6 +138,7 @@ def entries_of(
     rows = [
         (one.kind, tuple(spec_entries(found, len(one.shape))))
         for one, found in zip(graph.tensors, places, strict=True)
+        if one.kind != "result"
     ]
     ins, outs = (tuple(e for kind, e in rows if kind == k) for k in ("argument", "output"))
     return ins, outs

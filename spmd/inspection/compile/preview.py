@@ -17,7 +17,7 @@ from spmd.inspection.records.report import Collective, Cost, Report
 from spmd.inspection.records.time import Time
 from spmd.inspection.shardy import passes
 from spmd.inspection.shardy.exchanges import exchanges
-from spmd.inspection.shardy.flops import device_work
+from spmd.inspection.shardy.flops import Work, device_work
 from spmd.inspection.shardy.propagation import propagate
 from spmd.inspection.shardy.targets import target_of
 from spmd.inspection.shardy.why import function_of, origins_later
@@ -83,9 +83,19 @@ def preview(
         raise explain(subject, [failure])
     with entered(mesh):
         lowered = lower(f, args, kwargs, subject=subject, verb="preview")
+    count = passes.count_devices(passes.module_of(lowered, subject=subject))
+    check_lowered(lowered, count, mesh, subject=subject)
+    return previewed(lowered, wish, subject=subject)
+
+
+def previewed(lowered: Any, wish: Asked, *, subject: str, products: bool = True) -> Report:
+    """The prediction of a lowered function; without its products the time is of exchanges alone.
+
+    Raises:
+        ReportError: as `preview` says.
+    """
     module = passes.module_of(lowered, subject=subject)
     count = passes.count_devices(module)
-    check_lowered(lowered, count, mesh, subject=subject)
     devices = _devices(lowered)
     platform = devices[0].platform if devices else "any backend"
     kind = devices[0].device_kind if devices else ""
@@ -116,7 +126,7 @@ def preview(
             memory=None,
             predicted=True,
             prediction=target_of(platform).rules,
-            time=_time(lowered, found, sizes, devices, wish),
+            time=_time(lowered, found, sizes, devices, wish, products),
             _origins=origins_later(lowered, found, subject=subject),
         )
 
@@ -127,10 +137,13 @@ def _time(
     sizes: Mapping[str, int],
     devices: Sequence[Any],
     wish: Asked,
+    products: bool,
 ) -> Time | None:
     chip = wish.chip or (chip_of(devices[0].device_kind) if devices else None)
     if chip is None:
         return None
+    if not products:
+        return time_of_prediction(found, sizes, devices, chip, Work())
     whole = propagate(passes.module_of(lowered, subject="preview"), subject="preview", steps=False)
     time = time_of_prediction(found, sizes, devices, chip, device_work(whole))
     if time is None:
