@@ -239,18 +239,21 @@ def _left(
     a: Iterable[_Line], b: Iterable[_Line], is_told: Callable[[_Line], bool]
 ) -> Iterator[Deviation]:
     """What only one side has, or has more often."""
-    for one in a:
-        if one.times and is_told(one):
-            cause = _runs(one.other, one.whole) if one.other else "the compiler does without it"
-            yield _deviation(one, one.taken(one.times), 0, cause)
-    for one in b:
-        if one.times and is_told(one):
-            cause = _runs(one.whole, one.other) if one.other else "no sharding asks for it"
-            yield _deviation(one, 0, one.taken(one.times), cause)
+    for lines, is_predicted in ((a, True), (b, False)):
+        for one in lines:
+            if one.times and is_told(one):
+                both = min(one.whole, one.other)
+                counts = (both + one.times, both) if is_predicted else (both, both + one.times)
+                yield _deviation(one, *(round(n * one.each) for n in counts), _runs(*counts))
+                one.times = 0
 
 
-def _runs(compiled: int, predicted: int) -> str:
+def _runs(predicted: int, compiled: int) -> str:
     """``runs 6 times, not 12``, and ``once`` for 1."""
+    if not predicted:
+        return "no sharding asks for it"
+    if not compiled:
+        return "the compiler does without it"
     first = "once" if compiled == 1 else f"{compiled:,} times"
     second = "once" if predicted == 1 else f"{predicted:,}{' times' * (compiled == 1)}"
     return f"runs {first}, not {second}"
