@@ -422,6 +422,7 @@ def test_nothing_is_wider_than_the_window(browser, tmp_path):
     long = dataclasses.replace(
         GPT, arguments=(placed("layer" * 30, (8, 8), (("data",),)),),
         candidates=(dataclasses.replace(GPT.chosen, name="expert" * 12), *GPT.candidates),
+        deviations=(dataclasses.replace(GPT.deviations[0], cause="of another kind " * 20),),
     )  # fmt: skip
     for one in (GPT, BARE, long):
         assert_fits_screens(browser, saved(one, tmp_path))
