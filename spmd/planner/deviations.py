@@ -243,8 +243,9 @@ def _left(
         for one in lines:
             if one.times and is_told(one):
                 both = min(one.whole, one.other)
-                counts = (both + one.times, both) if is_predicted else (both, both + one.times)
-                yield _deviation(one, *(round(n * one.each) for n in counts), _runs(*counts))
+                sent, got = both + one.times * is_predicted, both + one.times * (not is_predicted)
+                nbytes = round(sent * one.each), round(got * one.each)
+                yield _deviation(one, *nbytes, _runs(sent, got))
                 one.times = 0
 
 
