@@ -205,6 +205,8 @@ def test_what_cancels_out_is_not_told():
     assert told([SUM], [*again, sent("all-to-all", (96, 32))]) == [
         (0, 9216, "no sharding asks for it")
     ]
+    halves = [sent(kind, (32, 32)) for kind in ("all-gather", "all-to-all")]  # 3,072 each
+    assert told([SUM], [again[0], *halves]) == []
     # Over other axes it does not cancel.
     elsewhere = [again[0], sent("all-gather", (64, 32), axes=("model",))]
     assert len(told([SUM], elsewhere)) == 2
