@@ -38,7 +38,12 @@ from spmd.inspection.records.pictures import (
     Pictures as Pictures,
     Shard as Shard,
 )
-from spmd.inspection.records.plan import Candidate as Candidate, Placed as Placed, Plan as Plan
+from spmd.inspection.records.plan import (
+    Candidate as Candidate,
+    Deviation as Deviation,
+    Placed as Placed,
+    Plan as Plan,
+)
 from spmd.inspection.records.report import (
     DIRECTIONS as DIRECTIONS,
     KINDS as KINDS,

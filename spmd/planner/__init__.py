@@ -26,6 +26,7 @@ In the order of reading:
 - `choose`: all of it, from a program and meshes to the layouts that were compiled.
 - `prices`: what other places of an argument would cost.
 - `inside`: what a person pastes, worked out when it is first asked for.
+- `deviations`: bytes that the compiler sends otherwise than predicted, with causes.
 - `recorded`: the record of a plan.
 - `plans`: what a plan can do, once it is made.
 - `cache`: plans on disk.

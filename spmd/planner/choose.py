@@ -19,7 +19,7 @@ from spmd.inspection.compile.preview import previewed
 from spmd.inspection.compile.timed import Asked, links_of
 from spmd.inspection.hlo.oom import out_of_memory
 from spmd.inspection.records.plan import Entries, Pin
-from spmd.inspection.records.report import Report
+from spmd.inspection.records.report import Collective, Report
 from spmd.inspection.timing.chips import Chip
 from spmd.planner.estimate import Estimate, Estimator
 from spmd.planner.experts import experts
@@ -71,7 +71,7 @@ class Choice:
         estimate: of the first tier; for a program as it was written that of the preview, which
             knows no peak.
         exchange: seconds of exchanges, as Shardy makes them; None before it did.
-        sent: bytes that a device sends, as Shardy makes them.
+        told: the exchanges as Shardy makes them; None before it did.
         report: of the compiled program; None for one that was not compiled.
         failure: what the compiler said of a program that it refused.
         needed: bytes that a refused program needs, where the compiler says it.
@@ -88,7 +88,7 @@ class Choice:
     pins: tuple[Pin, ...]
     estimate: Estimate
     exchange: float | None = None
-    sent: int = 0
+    told: tuple[Collective, ...] | None = None
     report: Report | None = None
     failure: str = ""
     needed: int | None = None
@@ -290,9 +290,14 @@ class _Looking:
                 return
             count += 1
             self.tell(Progress(self.tried, self.best, ""))
-            ins = [one.ins[i] for i in one.kept]
-            lowered = annotated(self.program.lowered(one.mesh), ins, one.outs, one.pins)
-            self.choices[i] = _previewed(one, lowered, self.chip)
+            self.choices[i] = self._previewed(one)
+
+    def _previewed(self, one: Choice) -> Choice:
+        ins = [one.ins[i] for i in one.kept]
+        lowered = annotated(self.program.lowered(one.mesh), ins, one.outs, one.pins)
+        found = previewed(lowered, Asked(chip=self.chip), subject="plan", products=False)
+        seconds = found.time.exchange if found.time else None
+        return dataclasses.replace(one, exchange=seconds, told=found.collectives)
 
     def add_written(self, written: Sequence[stages.Lowered]) -> None:
         """The program as its user wrote it."""
@@ -309,7 +314,7 @@ class _Looking:
                 choice = Choice(
                     name=WRITTEN, mesh=lowered.mesh, graph=self.choices[0].graph, layout=None,
                     kept=(), ins=(), outs=(), pins=(), estimate=estimate,
-                    sent=found.total.wire_bytes, written=lowered,
+                    told=found.collectives, written=lowered,
                 )  # fmt: skip
                 self.choices.append(choice)
 
@@ -358,7 +363,7 @@ class _Looking:
             pins = pins_of(best.graph, best.layout, sizes, self.rules.fixed, other)
             if pins == best.pins:
                 continue
-            self.choices.append(dataclasses.replace(best, pins=pins, report=None))
+            self.choices.append(dataclasses.replace(best, pins=pins, told=None, report=None))
             self._compile(len(self.choices) - 1)
             found = self.choices.pop()
             if found.report and found.fits(self.rules.budget) and found.seconds < best.seconds:
@@ -373,8 +378,10 @@ class _Looking:
         self.tell(Progress(self.tried, self.best, f"{one.name} on {axes}"))
         same = next((c for c in self.choices if c.report and _is_same(c, one)), None)
         if same:
-            self.choices[i] = dataclasses.replace(one, report=same.report)
+            self.choices[i] = dataclasses.replace(one, told=same.told, report=same.report)
             return True
+        if one.told is None:
+            one = self._previewed(one)
         start = time.monotonic()
         lowered = one.written or planned(self.program, one.mesh, one.ins, one.outs, one.pins)
         try:
@@ -447,12 +454,6 @@ def _is_same(one: Choice, other: Choice) -> bool:
         other.outs,
         other.pins,
     )
-
-
-def _previewed(one: Choice, lowered: stages.Lowered, chip: Chip) -> Choice:
-    found = previewed(lowered, Asked(chip=chip), subject="plan", products=False)
-    seconds = found.time.exchange if found.time else None
-    return dataclasses.replace(one, exchange=seconds, sent=found.total.wire_bytes)
 
 
 def _compiled(one: Choice, lowered: stages.Lowered, chip: Chip) -> Choice:

@@ -10,11 +10,13 @@ from typing import Any
 
 from spmd.errors import Failure, PlanMemoryError
 from spmd.inspection.compile.timed import links_of
-from spmd.inspection.records.plan import Candidate, Entries, Placed, Plan
+from spmd.inspection.records.plan import Candidate, Deviation, Entries, Placed, Plan
 from spmd.inspection.records.report import Shape
 from spmd.inspection.records.sizes import show_bytes
+from spmd.inspection.records.sums import sum_of
 from spmd.planner.asked import Hardware, label_of
 from spmd.planner.choose import Choice, Chosen
+from spmd.planner.deviations import deviations
 from spmd.planner.estimate import Estimator
 from spmd.planner.layout import Fixed
 from spmd.planner.machine import Machine
@@ -58,8 +60,15 @@ def recorded(
         searched=found.searched,
         compiled=found.compiled,
         complete=found.complete,
+        deviations=_deviations(best),
         **known,
     )
+
+
+def _deviations(best: Choice) -> tuple[Deviation, ...]:
+    if best.told is None or best.report is None:
+        return ()
+    return deviations(best.told, best.report.collectives)
 
 
 _MOST = 40
@@ -106,6 +115,7 @@ def _candidates(choices: Sequence[Choice], labels: Mapping[str, int]) -> Iterato
 def _candidate(one: Choice, labels: Mapping[str, int]) -> Candidate:
     report, estimate = one.report, one.estimate
     compute, memory = estimate.compute, estimate.memory
+    told = None if one.told is None else sum_of(one.told).wire_bytes
     return Candidate(
         name=one.name,
         axes=dict(one.mesh.shape),
@@ -116,7 +126,8 @@ def _candidate(one: Choice, labels: Mapping[str, int]) -> Candidate:
         memory=float(memory),
         exchange=float(one.predicted - compute - memory),
         predicted=float(one.predicted),
-        sent=report.total.wire_bytes if report else one.sent,
+        sent=report.total.wire_bytes if report else told or 0,
+        told=told,
         time=report.time if report else None,
         peak=report.memory.peak if report and report.memory else one.needed,
         verified="" if not report else "bytes" if one.is_stand_in or not report.time else "time",

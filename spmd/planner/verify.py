@@ -24,7 +24,6 @@ from spmd.planner.layout import Fixed, Layout, places_of, spec_entries
 from spmd.planner.pins import annotate, pin
 from spmd.planner.structure import Graph
 
-
 _MESH = re.compile(r"^ *sdy\.mesh .*$", re.MULTILINE)
 
 
@@ -91,6 +90,13 @@ class Program:
         self, mesh: Any, ins: Sequence[P] | None = None, outs: Sequence[P] | None = None
     ) -> stages.Lowered:
         """Lowered for a mesh, with specs of its arguments and results; without, they are open."""
+        if ins is None and outs is None:
+            return self._once("open", self._lower, mesh)
+        return self._lower(mesh, ins, outs)
+
+    def _lower(
+        self, mesh: Any, ins: Sequence[P] | None = None, outs: Sequence[P] | None = None
+    ) -> stages.Lowered:
         traced = copy.copy(self.traced(mesh))
         call = traced._call
         traced._call = dataclasses.replace(

@@ -3,12 +3,13 @@
 import dataclasses
 
 from hypothesis import strategies as st
-from reports import MIB, meshes, names, reports, times
+from reports import MIB, meshes, names, reports, source, times
 from timed import MS, TIME, TIMED
 
 from spmd.inspection.records.later import known
 from spmd.inspection.records.plan import (
     Candidate,
+    Deviation,
     Inside,
     Pin,
     Placed,
@@ -91,6 +92,17 @@ CONSTRAINTS = (
     ),
 )  # fmt: skip
 
+DEVIATIONS = (
+    Deviation(
+        kind="all-reduce", mesh_axes=DATA, source=source(57, "mlp"), predicted=80 * MIB,
+        compiled=40 * MIB, cause="a reduce-scatter, not an all-reduce",
+    ),
+    Deviation(
+        kind="all-gather", mesh_axes=BOTH, source=None, predicted=0, compiled=20 * MIB,
+        cause="no sharding asks for it",
+    ),
+)  # fmt: skip
+
 #: FSDP and Megatron for a GPT, compiled, beside experts and what was not compiled.
 GPT = Plan(
     name="train_step",
@@ -106,7 +118,9 @@ GPT = Plan(
     results=(*tree("result[0]"), placed("result[1]", (), ())),
     pins=(Pin(0, "stablehlo.dot_general", ((DATA, NONE, NONE), (DATA, MODEL), (NONE, MODEL))),),
     candidates=(
-        candidate("found", time=TIME, peak=3 * GIB, verified="time", predicted=0.122),
+        candidate(
+            "found", time=TIME, peak=3 * GIB, verified="time", predicted=0.122, told=320 * MIB
+        ),
         compiled("Megatron", 0.112, int(4.5 * GIB), predicted=0.13),
         compiled("FSDP", 0.127, 2 * GIB, data=8, model=1, predicted=0.1),
         compiled("as written", 0.09, 6 * GIB, predicted=0.095),
@@ -121,6 +135,7 @@ GPT = Plan(
     complete=True,
     program="0123abcd",
     versions={"spmd": "0.1.0", "jax": "0.12.0.1", "jaxlib": "0.12.0"},
+    deviations=DEVIATIONS,
     inside=known(
         Inside(constraints=CONSTRAINTS, exact=False, note="It has one gather more.", code=CODE)
     ),
@@ -137,6 +152,7 @@ BARE = dataclasses.replace(
     complete=False,
     arguments=(placed("x", (8, 4), (DATA,)), placed("rate", (), ())),
     results=(placed("result", (8, 4), (BOTH,)),),
+    deviations=(),
     pins=(),
     inside=None,
 )
@@ -179,11 +195,17 @@ candidates = st.builds(
     exchange=seconds,
     predicted=seconds,
     sent=ints,
+    told=st.none() | ints,
     time=st.none() | times,
     peak=st.none() | ints,
     verified=st.sampled_from(["", "time", "bytes"]),
     failure=st.just("") | names,
 )
+deviations = st.builds(
+    Deviation, kind=names, mesh_axes=st.lists(names, max_size=2).map(tuple),
+    source=st.none() | st.builds(source, st.integers(1, 999), names, names), predicted=ints,
+    compiled=ints, cause=names,
+)  # fmt: skip
 places = st.none() | st.integers(0, 10**6)
 constraints = st.builds(
     SourceConstraint, file=names, line=ints, column=places, end_line=places, end_column=places,
@@ -214,5 +236,6 @@ def plans(draw):
         report=draw(st.none() | reports), tried=draw(ints), searched=draw(seconds),
         compiled=draw(seconds), complete=draw(st.booleans()), program=draw(names),
         versions=draw(st.dictionaries(st.sampled_from(["spmd", "jax"]), names)),
+        deviations=tuple(draw(st.lists(deviations, max_size=2))),
         inside=draw(st.none() | insides.map(known)),
     )  # fmt: skip

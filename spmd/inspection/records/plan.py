@@ -10,7 +10,7 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from spmd.inspection.records.later import Later
-from spmd.inspection.records.report import Report
+from spmd.inspection.records.report import Report, Source
 from spmd.inspection.records.shown import Paged, opened
 from spmd.inspection.records.sizes import show_seconds
 from spmd.inspection.records.time import Time
@@ -150,6 +150,7 @@ class Candidate:
         exchange: seconds of exchanges, of `predicted`.
         predicted: seconds, before anything was compiled.
         sent: bytes that a device sends in a call; of the compiled program, where there is one.
+        told: the same as Shardy's exchanges say it, before a compile; None where nobody asked.
         time: of the compiled program; None for one that was not compiled, or has none.
         peak: bytes of a device, as the compiler planned them; None for one not compiled.
         verified: ``time``, ``bytes`` where a CPU stood in for the hardware, or empty.
@@ -166,6 +167,7 @@ class Candidate:
     exchange: float
     predicted: float
     sent: int
+    told: int | None = None
     time: Time | None = None
     peak: int | None = None
     verified: str = ""
@@ -184,6 +186,32 @@ class Candidate:
     def fits(self, budget: int | None) -> bool:
         """Whether it keeps to a budget in bytes."""
         return not self.failure and (budget is None or self.needed <= budget)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Deviation:
+    """Bytes of a compiled program that were predicted otherwise, and why.
+
+    Attributes:
+        kind: of the collectives as predicted; of those that only the compiler has, theirs.
+        mesh_axes: that they cross, likewise.
+        source: the user's line of most of the bytes; None where none is known.
+        predicted: bytes that a device sends in a call, by Shardy's exchanges.
+        compiled: bytes that it sends, by the compiled program.
+        cause: what the compiler does otherwise, such as ``runs 4 times, not 8``.
+    """
+
+    kind: str
+    mesh_axes: tuple[str, ...]
+    source: Source | None
+    predicted: int
+    compiled: int
+    cause: str
+
+    @property
+    def change(self) -> int:
+        """Bytes that the compiled program sends more; below 0: less."""
+        return self.compiled - self.predicted
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -208,6 +236,8 @@ class Plan(Paged):
         complete: whether neither a time limit nor an interrupt ended it.
         program: fingerprint of what was planned.
         versions: of JAX, jaxlib and spmd.
+        deviations: where the compiled program sends other bytes than predicted, as far as that is
+            more than 2% of all that is sent; the largest difference first.
         inside: the constraints that a person writes; None where that is not known.
     """
 
@@ -228,6 +258,7 @@ class Plan(Paged):
     complete: bool
     program: str
     versions: Mapping[str, str]
+    deviations: tuple[Deviation, ...] = ()
     inside: Later[Inside] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property

@@ -16,7 +16,13 @@ from spmd.inspection.records.report import Collective, Shapes
 from spmd.inspection.shardy import passes
 from spmd.inspection.shardy.flow import trip_count
 from spmd.inspection.shardy.passes import Dimensions
-from spmd.inspection.shardy.targets import Exchange, local_shape, target_of
+from spmd.inspection.shardy.targets import (
+    AXES,
+    Exchange,
+    axes_by_dimension,
+    local_shape,
+    target_of,
+)
 
 
 def exchanges(module: Any, platform: str = "") -> tuple[Collective, ...]:
@@ -195,8 +201,7 @@ def _asked_by(operation: Any, sizes: Mapping[str, int]) -> Exchange | None:
     return (read if dialect == "sdy" else _manual)(kind, operation, sizes)
 
 
-_AXES = re.compile(r"\{((?:\"(?:[^\"\\]|\\.)*\"|[^{}\"])*)\}")
-_MOVED = re.compile(_AXES.pattern + r": (\d+)->(\d+)")
+_MOVED = re.compile(AXES.pattern + r": (\d+)->(\d+)")
 
 
 def _resharded(kind: str, operation: Any, sizes: Mapping[str, int]) -> Exchange:
@@ -205,9 +210,9 @@ def _resharded(kind: str, operation: Any, sizes: Mapping[str, int]) -> Exchange:
     fewer: dict[int, tuple[str, ...]] = {}
     match kind:
         case "all-gather":
-            more = _lists(operation, "gathering_axes")
+            more = axes_by_dimension(operation, "gathering_axes")
         case "reduce-scatter":
-            fewer = _lists(operation, "reduce_scatter_axes")
+            fewer = axes_by_dimension(operation, "reduce_scatter_axes")
         case "all-to-all":
             for text, source, target in _MOVED.findall(passes.text_of(operation, "params")):
                 more[int(source)] = fewer[int(target)] = passes.axes_in(text)
@@ -228,12 +233,6 @@ def _resharded(kind: str, operation: Any, sizes: Mapping[str, int]) -> Exchange:
         group_size=passes.count_of(axes, sizes),
         shapes=Shapes((operand,), (result,)),
     )
-
-
-def _lists(operation: Any, name: str) -> dict[int, tuple[str, ...]]:
-    """Axes by dimension, of an attribute such as ``[{"data"}, {}]``."""
-    found = _AXES.findall(passes.text_of(operation, name))
-    return {d: axes for d, text in enumerate(found) if (axes := passes.axes_in(text))}
 
 
 def _in_order(axes: Iterable[str], sizes: Mapping[str, int]) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import itertools
 import math
+import re
 from typing import Any
 
 from spmd.inspection.hlo.ledger import wire_bytes
@@ -69,6 +70,16 @@ def target_of(platform: str) -> type[AnyTarget]:
 
 
 # The partitioner of XLA
+
+
+AXES = re.compile(r"\{((?:\"(?:[^\"\\]|\\.)*\"|[^{}\"])*)\}")
+"""The axes of one dimension, in an attribute that lists them for each."""
+
+
+def axes_by_dimension(operation: Any, name: str) -> dict[int, tuple[str, ...]]:
+    """Axes by dimension, of an attribute such as ``[{"data"}, {}]``."""
+    found = AXES.findall(passes.text_of(operation, name))
+    return {d: axes for d, text in enumerate(found) if (axes := passes.axes_in(text))}
 
 
 def local_shape(kind: Any, dimensions: Dimensions, sizes: Mapping[str, int]) -> Shape:
@@ -185,11 +196,30 @@ class Cpu(_Partitioned):
         """Numbers that the CPU cannot add are wider; sums over several dimensions are apart."""
         found = super().sent(operation, asked)
         if [*found] == [asked] and operation.name == "sdy.all_reduce":
-            found = [
-                dataclasses.replace(asked, **_over(axes, self.sizes))
-                for axes in _apart(operation, asked.mesh_axes)
+            found = self._by_kept(operation, asked) or [
+                _over(asked, axes, self.sizes) for axes in _apart(operation, asked.mesh_axes)
             ]
         return [_with_shapes(one, _widened) for one in found]
+
+    def _by_kept(self, operation: Any, asked: Exchange) -> list[Exchange]:
+        """For a product's sum of which each device keeps a part.
+
+        It is summed for one kept dimension after the other, and over other axes the part alone.
+        """
+        maker, user = passes.maker_of(operation.operands[0]), _slice_after(operation, self.flow)
+        if user is None or maker is None or maker.name != "stablehlo.dot_general":
+            return []
+        kept, held = axes_by_dimension(user, "slicing_axes"), passes.sharding_of(user.operands[0])
+        over = [tuple(a for a in asked.mesh_axes if a in axes) for axes in kept.values()]
+        over = [axes for axes in over if axes]
+        # Found by compiling: a dimension that is split already leaves the sum whole.
+        if not over or any(held[d].axes for d in kept if d < len(held)):
+            return []
+        rest = tuple(a for a in asked.mesh_axes if not any(a in axes for axes in over))
+        n = math.prod(passes.count_of(axes, self.sizes) for axes in over)
+        part = _with_shapes(asked, lambda shape: _part(shape, n))
+        whole = [_over(asked, axes, self.sizes) for axes in over]
+        return [*whole, _over(part, rest, self.sizes)] if rest else whole
 
 
 def _widened(shape: Shape) -> Shape:
@@ -208,8 +238,8 @@ def _apart(operation: Any, axes: tuple[str, ...]) -> list[tuple[str, ...]]:
     return [group for group in groups if group] if together else [axes]
 
 
-def _over(axes: tuple[str, ...], sizes: Mapping[str, int]) -> dict[str, Any]:
-    return {"mesh_axes": axes, "group_size": passes.count_of(axes, sizes)}
+def _over(one: Exchange, axes: tuple[str, ...], sizes: Mapping[str, int]) -> Exchange:
+    return dataclasses.replace(one, mesh_axes=axes, group_size=passes.count_of(axes, sizes))
 
 
 def _contracted(maker: Any, operand: int = 0) -> Sequence[int]:
@@ -285,9 +315,9 @@ class Tpu(_Partitioned):
             return [asked]
         part = _with_shapes(asked, lambda shape: _part(shape, n))
         shapes = Shapes(asked.shapes.operands, part.shapes.results)
-        over_these = _over(over, self.sizes)
-        first = dataclasses.replace(asked, kind="reduce-scatter", shapes=shapes, **over_these)
-        return [first, dataclasses.replace(part, **_over(rest, self.sizes))] if rest else [first]
+        first = dataclasses.replace(asked, kind="reduce-scatter", shapes=shapes)
+        first = _over(first, over, self.sizes)
+        return [first, _over(part, rest, self.sizes)] if rest else [first]
 
     def _added_up_by(self, operation: Any) -> Any:
         """The loop that does nothing with a sum but add it to a total; None where there is none."""
@@ -328,16 +358,22 @@ def _takes_bf16(user: Any) -> bool:
 
 def _sliced(operation: Any, flow: Flow) -> frozenset[str]:
     """The axes over which the only use of a sum slices it, in whatever function that is."""
+    user = _slice_after(operation, flow)
+    return frozenset(passes.axes_in(passes.text_of(user, "slicing_axes")) if user else ())
+
+
+def _slice_after(operation: Any, flow: Flow) -> Any:
+    """The slice that is the only use of a sum; None where there is none."""
     user = operation
     while True:
         uses = [*flow.uses(user.results[0])]
         if len(uses) != 1:
-            return frozenset()
+            return None
         user, _ = uses[0]
         if user.name == "sdy.all_slice":
-            return frozenset(passes.axes_in(passes.text_of(user, "slicing_axes")))
+            return user
         if user.name not in ("stablehlo.transpose", "stablehlo.reshape"):
-            return frozenset()
+            return None
 
 
 def _is_batched(maker: Any) -> bool:

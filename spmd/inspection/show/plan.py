@@ -11,10 +11,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from spmd.errors import ArgumentError, Failure, did_you_mean, explain
-from spmd.inspection.records.plan import Candidate, Entries, Placed, Plan, Price
+from spmd.inspection.records.plan import Candidate, Deviation, Entries, Placed, Plan, Price
 from spmd.inspection.records.sizes import show_bytes, show_seconds
 from spmd.inspection.show import plan_words as said, words
-from spmd.inspection.show.cells import axis_style, show_mesh
+from spmd.inspection.show.cells import axes_cell, axis_style, show_mesh, source_cell
 from spmd.inspection.show.folds import Fold
 from spmd.inspection.show.layout import (
     Cell,
@@ -30,8 +30,8 @@ from spmd.inspection.show.layout import (
     sections,
 )
 
-MOST_ROWS, MOST_RESULTS, MOST_CANDIDATES = 12, 5, 10
-"""The most rows that a screen has of arguments, of results and of candidates."""
+MOST_ROWS, MOST_RESULTS, MOST_CANDIDATES, MOST_DEVIATIONS = 12, 5, 10, 6
+"""The most rows that a screen has of arguments, of results, of candidates and of deviations."""
 
 
 def render_plan(plan: Plan) -> RenderableType:
@@ -40,6 +40,7 @@ def render_plan(plan: Plan) -> RenderableType:
         (said.TITLES["specs"], _specs(plan)),
         (said.TITLES["axes"], _axes(plan)),
         (said.TITLES["candidates"], _candidates(plan)),
+        (said.TITLES["deviations"], _deviations(plan)),
     ]
     search = Flow(*(Text(clean(text), "dim") for text in said.search_said(plan)))
     return Indented(Group(sections(_head(plan), bodies), Text(), search), by=0)
@@ -194,6 +195,43 @@ def _waits(one: Candidate, axes: Iterable[str]) -> Cell:
     more = [Text.assemble(pieces[0], f" + {len(pieces) - 1}{word}") for word in (" more", "")]
     short = more if len(pieces) > 1 else []
     return (Text("; ").join(pieces), *short, Text(show_seconds(sum(found.values()))))
+
+
+# Predicted and compiled bytes
+
+_DEVIATIONS = (
+    Column(title="collectives"),
+    Column(title="mesh axes"),
+    Column(title="predicted", right=True, label="predicted"),
+    Column(title="compiled", right=True, label="compiled"),
+    Column(title="cause", rank=1),
+    Column(title="line", rank=2),
+)
+
+
+def _deviations(plan: Plan) -> RenderableType | None:
+    if not plan.deviations:
+        return None
+    rows = [_deviation_row(one, plan.axes) for one in plan.deviations[:MOST_DEVIATIONS]]
+    told, sent = plan.chosen.told, plan.chosen.sent
+    if told is not None:
+        cells = ("all", "", show_bytes(told), show_bytes(sent), "", "")
+        rows.append(Row(cells=tuple(map(cell, cells)), style="bold", rule=True))
+    hidden = not_shown(len(plan.deviations[MOST_DEVIATIONS:]), "difference")
+    return Group(Grid(_DEVIATIONS, rows), *hidden)
+
+
+def _deviation_row(one: Deviation, axes: Iterable[str]) -> Row:
+    return Row(
+        cells=(
+            cell(one.kind),
+            axes_cell(one.mesh_axes, axes),
+            cell(show_bytes(one.predicted) if one.predicted else "none"),
+            cell(show_bytes(one.compiled) if one.compiled else "none"),
+            cell(one.cause),
+            source_cell(one.source) if one.source else cell(""),
+        )
+    )
 
 
 # Prices

@@ -15,6 +15,7 @@ TITLES = {
     "specs": "Where arrays lie",
     "axes": "What each axis splits: the first of these that an array has",
     "candidates": "What was looked at",
+    "deviations": "Bytes that were not predicted",
 }
 """What stands above a section of a plan."""
 
@@ -72,6 +73,13 @@ def search_said(plan: Plan) -> Iterator[str]:
 def is_compiled(one: Candidate) -> bool:
     """Whether a compiler saw a candidate, and be it to refuse it."""
     return one.peak is not None or bool(one.verified or one.failure)
+
+
+def sent_said(one: Candidate) -> str:
+    """Bytes that a device sends in a call, and how many were predicted where that is known."""
+    if one.told is None or not is_compiled(one):
+        return show_bytes(one.sent)
+    return f"{show_bytes(one.sent)}; {show_bytes(one.told)} predicted"
 
 
 # A candidate

@@ -184,6 +184,30 @@ def test_a_sum_that_is_split_is_scattered_on_tpu(grid, rows, expected):
 
 
 @pytest.mark.parametrize(
+    ("kept", "expected"),
+    [
+        # A product of 64 x 32 floats, 8 KiB: a ring of two sends it once, one of four 1.5 times.
+        (P("a", "b"), {("a",): 8192, ("b",): 8192, ("c",): 2048}),
+        (P(("a", "b"), "c"), {("a", "b"): 12288, ("c",): 8192}),
+        (P("c", "a"), {("a",): 8192, ("b",): 2048, ("c",): 8192}),
+        # All of it is kept along one dimension: 7/4 of it, in a ring of eight.
+        (P(("a", "b", "c")), {("a", "b", "c"): 14336}),
+        (P("a"), {("a",): 8192, ("b", "c"): 6144}),
+    ],
+)
+def test_a_sum_that_is_kept_by_part_is_one_for_each_dimension_on_cpu(kept, expected):
+    """A product's sum is one for each dimension that is kept by part; the rest sums the part."""
+    mesh, rows = spmd.make_mesh({"a": 2, "b": 2, "c": 2}), P(("a", "b", "c"))
+    f = spmd.pjit(
+        lambda x, y: x.T @ y, in_axis_resources=(rows, rows), out_axis_resources=kept, mesh=mesh
+    )
+    low = f.lower(f32(512, 64), f32(512, 32))
+    for found in (preview(low), spmd.report(low)):
+        assert {c.mesh_axes: c.wire_bytes for c in found.collectives} == expected
+        assert {c.kind for c in found.collectives} == {"all-reduce"}
+
+
+@pytest.mark.parametrize(
     ("precision", "dtype", "size"), [(None, "bf16", 2), (jax.lax.Precision.HIGHEST, "f32", 4)]
 )
 def test_products_take_narrow_gathers_on_tpu(grid, precision, dtype, size):

@@ -111,6 +111,8 @@ def test_by_hand():
     assert (one.estimated, type(one.estimated)) == (1.0, float)
     assert one.orders == {"model": ("d_ff",), "data": ()}
     assert (found.inside, found.constraints) == (None, ())
+    # Fields that came later.
+    assert (found.deviations, one.told) == ((), None)
 
 
 def test_a_line_for_each_array_candidate_and_collective(tmp_path):
@@ -147,7 +149,8 @@ def test_schema_knows_everything():
     data = encoded(GPT)
     assert undocumented(data, SCHEMA) == []
     assert [*data] == [*SCHEMA["properties"]]
-    for key, name in (("candidates", "Candidate"), ("arguments", "Placed"), ("pins", "Pin")):
+    records = {"candidates": "Candidate", "arguments": "Placed", "pins": "Pin"}
+    for key, name in (records | {"deviations": "Deviation"}).items():
         assert [*data[key][0]] == [*SCHEMA["$defs"][name]["properties"]]
     (first, *_) = data["inside"]["constraints"]
     assert [*first] == [*SCHEMA["$defs"]["SourceConstraint"]["properties"]]
@@ -180,6 +183,7 @@ def test_schema_holds(one):
         {"candidates": [BY_HAND["candidates"][0] | {"verified": "by hand"}]},
         {"candidates": [BY_HAND["candidates"][0] | {"time": {"seconds": 1}}]},
         {"inside": {"exact": True}},
+        {"deviations": [{"kind": "all-reduce", "cause": "none"}]},
     ],
 )
 def test_schema_refuses(change):
@@ -226,6 +230,7 @@ def test_all_that_is_wrong_is_named():
     data["candidates"][1]["sent"] = "much"
     data["candidates"][2]["orders"] = {"data": ["batch"]}
     del data["candidates"][3]["predicted"]
+    data["deviations"][0]["source"] = "model.py:57"
     data["report"]["collectives"][0]["frames"] = [99]
     del data["report"]["cost"]
     data["inside"]["constraints"][0]["line"] = None
@@ -236,6 +241,7 @@ def test_all_that_is_wrong_is_named():
         "file `p.json` misses the key candidates[3].predicted.",
         "file `p.json` has a wrong value in report.collectives[0].frames.",
         "file `p.json` misses the key report.cost.",
+        "file `p.json` has a wrong value in deviations[0].source.",
         "file `p.json` has a wrong value in inside.constraints[0].line.",
     ]
     assert found[1:3] == ["  expected  an integer", '  got       "much"']

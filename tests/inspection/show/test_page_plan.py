@@ -278,6 +278,30 @@ def test_names_hit_nothing():
         assert not any(box.hits(other) for other in (*boxes[:i], *marks))
 
 
+# Bytes that were not predicted
+
+
+def test_bytes_that_were_not_predicted(browser, tmp_path):
+    """Differences are a table, with the total below it; without any there is none, and no link."""
+    with opened(browser, saved(GPT, tmp_path), width=1400) as tab:
+        rows = tab.eval_on_selector_all(
+            "#deviation-rows tbody tr",
+            "all => all.map(row => [...row.cells].map(c => c.innerText.trim()))",
+        )
+        assert [[*row[:5], row[5].replace("\u200b", "")] for row in rows] == [
+            ["all-reduce", "data", "80.0 MiB", "40.0 MiB", "a reduce-scatter, not an all-reduce",
+             "transformer.py:57"],
+            ["all-gather", "data model", "none", "20.0 MiB", "no sharding asks for it", "no line"],
+        ]  # fmt: skip
+        assert "300.0 MiB; 320.0 MiB predicted." in tab.inner_text("#deviations .hint")
+        tab.click("nav a[href='#deviations']")
+        assert tab.locator("#deviations-title").is_visible()
+        told = dict(tab.eval_on_selector("#about", ABOUT))
+        assert told["on the wire"] == "300.0 MiB; 320.0 MiB predicted"
+    with opened(browser, saved(dataclasses.replace(GPT, deviations=()), tmp_path)) as tab:
+        assert tab.locator("#deviations, a[href='#deviations']").count() == 0
+
+
 # Where arrays lie, and what is pasted
 
 
@@ -398,6 +422,7 @@ def test_nothing_is_wider_than_the_window(browser, tmp_path):
     long = dataclasses.replace(
         GPT, arguments=(placed("layer" * 30, (8, 8), (("data",),)),),
         candidates=(dataclasses.replace(GPT.chosen, name="expert" * 12), *GPT.candidates),
+        deviations=(dataclasses.replace(GPT.deviations[0], cause="of another kind " * 20),),
     )  # fmt: skip
     for one in (GPT, BARE, long):
         assert_fits_screens(browser, saved(one, tmp_path))

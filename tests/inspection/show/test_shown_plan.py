@@ -5,7 +5,19 @@ from pathlib import Path
 import re
 
 from hypothesis import given, settings, strategies as st
-from plans import BARE, GIB, GPT, MODEL, UP, candidate, compiled, placed, plans, tree
+from plans import (
+    BARE,
+    DEVIATIONS,
+    GIB,
+    GPT,
+    MODEL,
+    UP,
+    candidate,
+    compiled,
+    placed,
+    plans,
+    tree,
+)
 import pytest
 from rich.cells import cell_len
 from test_text import drawn, row_of
@@ -167,6 +179,23 @@ def test_candidates_that_are_many():
     text = str(dataclasses.replace(GPT, candidates=some))
     assert len(re.findall(r"^  found \d+", text, re.M)) == 10
     assert "4 more candidates, not shown" in text
+
+
+def test_bytes_that_were_not_predicted():
+    """Each difference has its bytes, its cause and its line, above both totals; six are shown."""
+    text = drawn(GPT, 140)
+    start = text.index("Bytes that were not predicted")
+    assert [line.split() for line in text[start:].splitlines()[3:7] if "──" not in line] == [
+        ["all-reduce", "data", "80.0", "MiB", "40.0", "MiB", "a", "reduce-scatter,", "not", "an",
+         "all-reduce", "/w/model/transformer.py:57", "mlp"],
+        ["all-gather", "data,", "model", "none", "20.0", "MiB", "no", "sharding", "asks", "for",
+         "it"],
+        ["all", "320.0", "MiB", "300.0", "MiB"],
+    ]  # fmt: skip
+    many = dataclasses.replace(GPT, deviations=DEVIATIONS[:1] * 8)
+    assert str(many).count("a reduce-scatter, not an all-reduce") == 6
+    assert "2 more differences, not shown" in str(many)
+    assert "Bytes that were not predicted" not in str(BARE)
 
 
 @pytest.mark.slow

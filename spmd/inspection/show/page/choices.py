@@ -6,7 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from spmd.inspection.records.names import short_path
-from spmd.inspection.records.plan import Candidate, Placed, Plan, SourceConstraint
+from spmd.inspection.records.plan import (
+    Candidate,
+    Deviation,
+    Placed,
+    Plan,
+    SourceConstraint,
+)
 from spmd.inspection.records.sizes import show_bytes, show_seconds, show_share
 from spmd.inspection.show import plan_words as said, words
 from spmd.inspection.show.page import clock, scatter
@@ -32,6 +38,9 @@ def view(plan: Plan) -> dict[str, Any]:
         "candidates": found,
         "timed": any(one["compiled"] for one in found),
         "legend": [*dict.fromkeys(part for one in found for part in one["legend"])],
+        "titles": said.TITLES,
+        "told": said.sent_said(plan.chosen),
+        "deviations": [_deviation(one) for one in plan.deviations],
         "axes": said.splits(plan),
         "rows": [_row(one, plan.axes) for one in _lying(plan)],
         "inside": inside,
@@ -141,13 +150,22 @@ def _details(one: Candidate, plan: Plan) -> Iterator[tuple[str, str]]:
     how = "" if one.peak is not None else ", estimated"
     yield "memory", f"{show_bytes(one.needed)}{share}{how}"
     if one.sent:
-        yield "on the wire", show_bytes(one.sent)
+        yield "on the wire", said.sent_said(one)
     yield from (
         (f"{axis} splits", ", ".join(names) or "nothing") for axis, names in one.orders.items()
     )
     yield "verdict", said.verdict(one, plan)
     if one.failure:
         yield "the compiler", one.failure
+
+
+def _deviation(one: Deviation) -> dict[str, Any]:
+    return {
+        "one": one,
+        "predicted": show_bytes(one.predicted) if one.predicted else "none",
+        "compiled": show_bytes(one.compiled) if one.compiled else "none",
+        "place": words.show_place(one.source),
+    }
 
 
 # Where arrays lie
