@@ -165,9 +165,9 @@ def test_a_sum_that_is_used_twice_stays_on_tpu(grid):
     ("rows", "expected"),
     [
         # (n - 1) / n of the sum
-        (4 * 512, ("reduce-scatter", ("data",), "f32", 1, 32 * 8 * 4 * 3 // 4)),
+        (4096, ("reduce-scatter", ("data",), "f32", 1, 32 * 8 * 4 * 3 // 4)),
         # a part of it for each device, one after the other
-        (4 * 1024, ("collective-permute", ("data",), "f32", 4, 32 * 8 * 4)),
+        (6144, ("collective-permute", ("data",), "f32", 4, 32 * 8 * 4)),
     ],
 )
 def test_a_sum_that_is_split_is_scattered_on_tpu(grid, rows, expected):
