@@ -88,10 +88,11 @@ def _kind(
 def _made(want: Mapping[str, int], at: Mapping[str, int], way: Way) -> Mapping[str, int]:
     """Where a result is, before devices take their parts of a sum.
 
-    Of a dimension that is split already, compilers do not scatter a sum: they gather operands.
+    Of a dimension that a product splits already, compilers do not scatter a sum: they gather
+    operands.
     """
-    split = [*at.values()]
-    return {a: d for a, d in at.items() if a in want or not (way.whole or split.count(d) > 1)}
+    split = {d for a, d in at.items() if a in want}
+    return {a: d for a, d in at.items() if a in want or not (way.whole or d in split)}
 
 
 def _wanted(

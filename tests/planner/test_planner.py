@@ -309,6 +309,7 @@ def test_a_sum_is_made_before_parts_of_a_split_dimension_are_taken(mlp, mesh):
     assert lies([b, f], [], whole=True) == ((), ())
     # The rows are split over data, and the hidden width over model and, of weights, over data too.
     assert lies([b, f], [f]) == ((), ("model",))
+    assert lies([b, f], [b, f]) == ((), ("data", "model"))
     assert lies([b, d], [f]) == (("data",), ("model",))
 
 
