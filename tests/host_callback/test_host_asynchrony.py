@@ -222,14 +222,20 @@ def test_devices_do_not_wait_for_one_another():
         assert ended.wait(20)
         return v
 
-    seen = []
-    run = jax.jit(lambda x: hcb.id_tap(lambda v, t: seen.append(float(v)), later(x)))
+    seen, tapped = [], threading.Event()
+
+    def tap(v, transforms):
+        seen.append(float(v))
+        tapped.set()
+
+    run = jax.jit(lambda x: hcb.id_tap(tap, later(x)))
     later = lambda x: lax.cond(x > 0, lambda x: jax.pure_callback(wait_for_the_other, x, x),
                                lambda x: x, x)
     first, second = (jax.device_put(np.float32(x), d) for x, d in zip((1, -1), jax.devices()))
     thread = threading.Thread(target=run, args=(first,))
     thread.start()
     run(second).block_until_ready()
+    tapped.wait(15)  # a program may end before its tap is called
     say(thread.is_alive())
     ended.set()
     thread.join()
