@@ -260,6 +260,18 @@ def test_ticks_are_round(sizes, times, columns, lines):
             ]
 
 
+def test_the_last_tick_is_whole():
+    """One that stands at the end of the scale is not cut off by the edge of the picture."""
+    some = [dataclasses.replace(GPT.chosen, peak=peak * 2**20) for peak in (10, 84, 1023 / 1.2)]
+    some = [dataclasses.replace(one, peak=round(one.peak)) for one in some]
+    for least, most in ((0, 2), (1, 3)):
+        found = scatter.view(
+            dataclasses.replace(GPT, candidates=tuple(some[least:most]), budget=None)
+        )
+        for x, text in found["columns"]:
+            assert x + scatter._LETTER * len(text) / 2 <= found["width"], text
+
+
 def test_names_hit_nothing():
     """Of points that crowd, those keep their names that have room for them."""
     crowd = [compiled(f"expert {i}", 0.1 + i / 1e4, 3 * GIB) for i in range(30)]

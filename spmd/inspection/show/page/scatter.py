@@ -11,7 +11,7 @@ from spmd.inspection.records.sizes import show_bytes, show_seconds
 from spmd.inspection.show import plan_words as said
 
 _WIDTH, _HEIGHT = 560, 380
-_LEFT, _RIGHT, _TOP, _BOTTOM = 78, 18, 26, 54
+_LEFT, _RIGHT, _TOP, _BOTTOM = 78, 34, 26, 54
 _MARGIN = 1.2
 """How much wider the axes are than the points, as a factor."""
 _BUDGET_SHOWN = 6.0
