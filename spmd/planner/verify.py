@@ -67,7 +67,7 @@ class Program:
         return self._known[what, mesh]
 
     def _graph(self, mesh: Any) -> Graph:
-        """That of a program which is the same on another mesh is known: it says nothing of one."""
+        """Programs for several meshes that differ in nothing but the mesh have one graph."""
         lowered = self.lowered(mesh)
         text = _MESH.sub("", lowered.as_text())
         if text not in self._graphs:

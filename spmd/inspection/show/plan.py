@@ -226,8 +226,7 @@ def _deviation_row(one: Deviation, axes: Iterable[str]) -> Row:
         cells=(
             cell(one.kind),
             axes_cell(one.mesh_axes, axes),
-            cell(show_bytes(one.predicted) if one.predicted else "none"),
-            cell(show_bytes(one.compiled) if one.compiled else "none"),
+            *map(cell, said.wire_said(one)),
             cell(one.cause),
             source_cell(one.source) if one.source else cell(""),
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import operator
 from typing import Any, NamedTuple
 
-from spmd.inspection.records.plan import Candidate, Entries, Placed, Plan, Price
+from spmd.inspection.records.plan import Candidate, Deviation, Entries, Placed, Plan, Price
 from spmd.inspection.records.sizes import show_bytes, show_seconds, show_share
 from spmd.inspection.show import words
 from spmd.inspection.show.folds import Fold, folded, parts_of
@@ -80,6 +80,12 @@ def sent_said(one: Candidate) -> str:
     if one.told is None or not is_compiled(one):
         return show_bytes(one.sent)
     return f"{show_bytes(one.sent)}; {show_bytes(one.told)} predicted"
+
+
+def wire_said(one: Deviation) -> tuple[str, str]:
+    """Bytes as predicted and as compiled; ``none`` for 0."""
+    predicted, compiled = (show_bytes(n) if n else "none" for n in (one.predicted, one.compiled))
+    return predicted, compiled
 
 
 # A candidate

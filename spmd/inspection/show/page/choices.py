@@ -160,12 +160,9 @@ def _details(one: Candidate, plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _deviation(one: Deviation) -> dict[str, Any]:
-    return {
-        "one": one,
-        "predicted": show_bytes(one.predicted) if one.predicted else "none",
-        "compiled": show_bytes(one.compiled) if one.compiled else "none",
-        "place": words.show_place(one.source),
-    }
+    predicted, compiled = said.wire_said(one)
+    place = words.show_place(one.source)
+    return {"one": one, "predicted": predicted, "compiled": compiled, "place": place}
 
 
 # Where arrays lie
