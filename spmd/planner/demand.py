@@ -64,11 +64,13 @@ class Demand:
 
     def _chosen(self) -> dict[str, str]:
         """The factor that each axis splits."""
+        if self.one.manual:
+            return {axis: name for axis, name in self.one.manual if name is not None}
         found: dict[str, str] = {}
         left = dict(self.one.sizes)
         for axis, classes in self.layout.order(is_state=self.one.is_state):
             names = next(filter(None, (self._named(axis, c, left) for c in classes)), [])
-            if self.one.name in TABLES:
+            if self.one.name in (*TABLES, "reduce"):
                 names += [
                     n for n in self._held(axis) if n not in names and self._fits(axis, n, left)
                 ]
@@ -107,6 +109,8 @@ class Demand:
     def exchanges(self) -> Iterator[Exchanged]:
         """What has to be sent before the operation and after it."""
         for n, names in enumerate(self.one.factors):
+            if self.one.manual and not any(names):
+                continue  # what each device has for itself
             find = self._before if n < self.one.operands else self._after
             yield from find(n, names)
 
@@ -195,6 +199,23 @@ def totals(graph: Graph) -> dict[int, int]:
         if makers[result].name == "add"
         for term in found
     }
+
+
+def last(graph: Graph) -> set[int]:
+    """Values that no product depends on: sums that make them are sent together."""
+    makers: dict[int, list[int]] = {}
+    found = {*range(len(graph.tensors))}
+    for n, one in enumerate(graph.operations):
+        for result, _ in one.results:
+            makers.setdefault(result, []).append(n)
+    pending = [i for one in graph.operations if one.flops for i in one.tensors[: one.operands]]
+    while pending:
+        if (i := pending.pop()) in found:
+            found.discard(i)
+            for n in makers.get(i, ()):
+                one = graph.operations[n]
+                pending += one.tensors[: one.operands]
+    return found
 
 
 # Gathers ahead of their use

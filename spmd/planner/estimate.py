@@ -10,11 +10,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from spmd.planner.demand import TABLES, Demand, Exchanged, totals
+from spmd.planner.demand import TABLES, Demand, Exchanged, last, totals
 from spmd.planner.fusion import Fusion, is_fusible
 from spmd.planner.layout import Fixed, Layout
 from spmd.planner.lives import Lives
@@ -67,16 +67,25 @@ class _Part(NamedTuple):
     one: Operation
     runs: int
     beside: Mapping[int, float]
+    is_last: bool
+
+
+_Joined: TypeAlias = tuple[tuple[str, ...], int]
+"""The axes of sums that are sent together, and how often they are."""
 
 
 class _Costs(NamedTuple):
-    """Seconds of a group; and exchanges of operands and sums, which others may ask for as well."""
+    """Seconds of a group; and exchanges of operands and sums, which others may ask for as well.
+
+    Of sums that are sent together, the axes and their runs are told: each of these is a delay.
+    """
 
     compute: float
     memory: float
     exchange: float
     beside: float
     shared: dict[Exchanged, Sending]
+    joined: frozenset[_Joined]
 
 
 class Estimator:
@@ -94,7 +103,7 @@ class Estimator:
 
     def __init__(self, graph: Graph, machine: Machine, fixed: Fixed | None = None):
         self.machine, self.sizes = machine, machine.sizes
-        kept = dict(fixed.places) if fixed else {}
+        kept = {**dict(_left_by_manual(graph)), **(dict(fixed.places) if fixed else {})}
         kinds: dict[Kind, int] = {}
         self.kind_of = [
             kinds.setdefault(
@@ -110,6 +119,7 @@ class Estimator:
         )
         lives = Lives(graph, self.kind_of, len(kinds))
         fusion = Fusion(graph, self.kind_of, len(kinds))
+        self.last = last(graph)
         self.lives = lives
         self.moved = fusion.alone
         self.early = graph.early
@@ -133,15 +143,17 @@ class Estimator:
             if not is_fusible(one) or len({self.kind_of[i] for i in one.tensors}) > 1:
                 kinds = tuple(self.kind_of[i] for i in one.tensors)
                 beside = tuple(sorted(fusion.beside.get(n, {}).items()))
-                keys[n] = one.name, one.factors, kinds, one.flops, one.runs, beside
+                is_last = one.tensors[-1] in self.last
+                keys[n] = one.name, one.factors, kinds, one.flops, one.runs, beside, is_last
         self._find_alike(graph, keys)
         merged: dict[Any, list[int]] = defaultdict(list)
         for n, key in keys.items():
             merged[key, tuple(self.alike[i] for i in graph.operations[n].tensors)].append(n)
         for (_, tensors), found in merged.items():
-            one = dataclasses.replace(graph.operations[found[0]], tensors=tensors)
-            steps = fusion.beside.get(found[0], {})
-            yield _Part(one, len(found) * one.runs, {k: len(found) * n for k, n in steps.items()})
+            first = graph.operations[found[0]]
+            one = dataclasses.replace(first, tensors=tensors)
+            steps = {k: len(found) * n for k, n in fusion.beside.get(found[0], {}).items()}
+            yield _Part(one, len(found) * one.runs, steps, first.tensors[-1] in self.last)
 
     def _find_alike(self, graph: Graph, keys: Mapping[int, Any]) -> None:
         """Finds, for each value, the first one that has the same part in the same operations."""
@@ -194,6 +206,7 @@ class Estimator:
         compute = exchange = beside = ahead = 0.0
         memory = self.machine.moving(float(self.moved @ parts))
         shared: dict[Exchanged, Sending] = {}
+        joined: set[_Joined] = set()
         for group, key in zip(self._work.groups, self._work.keys(layout), strict=True):
             costs = group.known.get(key)
             if costs is None:
@@ -203,8 +216,10 @@ class Estimator:
             memory += costs.memory
             exchange += costs.exchange
             beside += costs.beside
+            joined |= costs.joined
             if costs.shared:
                 _add(shared, costs.shared)
+        exchange += sum(runs * self.machine.delay("all-reduce", axes) for axes, runs in joined)
         gathered, buffers = np.zeros(len(self.kinds)), [0.0, 0.0]
         for sent, sending in shared.items():
             exchange += sending.seconds
@@ -255,14 +270,16 @@ class Estimator:
     ) -> _Costs:
         compute = memory = exchange = beside = 0.0
         shared: dict[Exchanged, Sending] = {}
+        joined: frozenset[_Joined] = frozenset()
         for part in group.members:
             own = self._cost(part, layout, places, parts)
             compute += own.compute
             memory += own.memory
             exchange += own.exchange
             beside += own.beside
+            joined |= own.joined
             _add(shared, own.shared)
-        return _Costs(compute, memory, exchange, beside, shared)
+        return _Costs(compute, memory, exchange, beside, shared, joined)
 
     def _cost(
         self, part: _Part, layout: Layout, places: list[dict[str, int]], parts: np.ndarray
@@ -273,17 +290,20 @@ class Estimator:
         total = self.totals.get(one.tensors[-1])
         demand = Demand(one, layout, self.sizes, [places[k] for k in kinds], nbytes, total)
         steps = sum(steps * parts[k] for k, steps in part.beside.items()) / part.runs
-        product = Product(demand, self.machine, steps, self.lasting)
+        product = Product(demand, self.machine, steps, self.lasting, is_last=part.is_last)
         exchange, beside, shared = 0.0, 0.0, {}
+        joined: set[_Joined] = set()
         for sent in product.sent:
             sending = product.sending(sent)
+            if sending.joined:
+                joined.add((sending.joined, one.runs))
             if sent.tensor is None or sent in product.around:
                 exchange += part.runs * sending.seconds
                 beside += part.runs * sending.beside
             else:
                 shared[sent] = sending.times(part.runs)
         if is_fusible(one):
-            return _Costs(0.0, 0.0, exchange, beside, shared)
+            return _Costs(0.0, 0.0, exchange, beside, shared, frozenset(joined))
         far = [
             n if self.given[i] or n > self.machine.near else 0.0
             for i, n in zip(one.tensors, nbytes, strict=True)
@@ -291,7 +311,17 @@ class Estimator:
         moving = self.machine.moving(_traffic(one, far))
         computing = product.seconds() if one.flops else 0.0
         compute, memory = (computing, 0.0) if computing >= moving else (0.0, moving)
-        return _Costs(part.runs * compute, part.runs * memory, exchange, beside, shared)
+        seconds = part.runs * compute, part.runs * memory
+        return _Costs(*seconds, exchange, beside, shared, frozenset(joined))
+
+
+def _left_by_manual(graph: Graph) -> Iterator[tuple[int, tuple[tuple[str, int], ...]]]:
+    """Where a `shard_map` leaves its results."""
+    for one in graph.operations:
+        names = one.factors[-1]
+        if one.manual and names.count(None) < len(names):
+            at = ((axis, names.index(name)) for axis, name in one.manual if name is not None)
+            yield one.tensors[-1], tuple(at)
 
 
 def _add(shared: dict[Exchanged, Sending], more: Mapping[Exchanged, Sending]) -> None:

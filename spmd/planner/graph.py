@@ -33,6 +33,7 @@ _NUMBER = "spmd.number"
 _DONATED = ("jax.buffer_donor", "tf.aliasing_output")
 _RULE = "sdy.sharding_rule"
 _WHOLE = re.compile(r"need_replication=\{([^}]*)\}")
+_MANUAL = "shard_map"
 _LOOP = "stablehlo.while"
 # What a compiler fuses with its neighbours reads and writes no memory of its own.
 _FUSED = frozenset((
@@ -149,6 +150,8 @@ class _Reader:
             tuple(_major(names, link.sizes) for names in dimensions) for dimensions in link.factors
         )
         own = self.found.values[link.values[-1]].operation
+        if link.name == _MANUAL:
+            return self._edge(link, own)
         runs, flops = self.products.get(id(link), (self._runs(own), 0))
         return Operation(
             name=link.name,
@@ -163,6 +166,31 @@ class _Reader:
             number=_number(own),
             whole=self.whole_in(own.attributes[_RULE]) if _has_rule(own) else frozenset(),
             loops=self._loops(own, link.name),
+        )
+
+    def _edge(self, link: Link, own: Any) -> Operation:
+        """What goes into a `shard_map`, or comes out of it: the value outside has factors."""
+        values = [self.found.values[i] for i in link.values]
+        names = tuple(
+            tuple(None if value.local else f"d{d}" for d in range(len(value.shape)))
+            for value in values
+        )
+        outside = next(value for value in values if not value.local)
+        asked = values[-1].mark.dimensions if values[-1].mark else ()
+        split = {axis: f"d{d}" for d, one in enumerate(asked) for axis in one.axes}
+        return Operation(
+            name=link.name,
+            tensors=link.values,
+            operands=link.operands,
+            factors=names,
+            by_class={},
+            sizes={f"d{d}": size for d, size in enumerate(outside.shape)},
+            runs=self._runs(own),
+            flops=0,
+            is_fused=False,
+            number=None,
+            loops=self._loops(own, link.name),
+            manual=tuple((axis, split.get(axis)) for axis in self.found.axis_sizes),
         )
 
     def _is_fused(self, link: Link, own: Any) -> bool:

@@ -54,6 +54,10 @@ class Machine:
         delay, per_byte = self._line(kind, axes)
         return delay + nbytes * per_byte
 
+    def delay(self, kind: str, axes: tuple[str, ...]) -> float:
+        """Seconds of a collective over axes that sends nothing."""
+        return self._line(kind, axes)[0]
+
     def around(self, axes: tuple[str, ...], nbytes: float, times: int) -> float:
         """Seconds of parts that go around a ring of devices."""
         return times * self.exchange("collective-permute", axes, nbytes)
@@ -81,7 +85,7 @@ class Machine:
         """Seconds in which the vector units take steps, each for one element."""
         if not self.chip.multipliers:
             return 0.0
-        return steps / (_LANES * _SLOTS * self.chip.sustained * self.chip.clock)
+        return steps / (_SLOTS * self._lanes)
 
     def hidden(self, gathers: float, work: float) -> float:
         """Seconds of gathers that go on beside work, where a compiler starts them ahead of it."""
@@ -91,7 +95,12 @@ class Machine:
         """Seconds in which matrix units give so many results, however little each of them sums."""
         if not self.chip.multipliers:
             return 0.0
-        return elements * _POPS / (_LANES * self.chip.sustained * self.chip.clock)
+        return elements * _POPS / self._lanes
+
+    @property
+    def _lanes(self) -> float:
+        """Of all vector units, in a second."""
+        return self.chip.cores * _LANES * self.chip.sustained * self.chip.clock
 
     def filled(
         self, rows: float, columns: float, summed: float, *, is_convolution: bool = False

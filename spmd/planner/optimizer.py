@@ -54,7 +54,8 @@ def is_soft(one: Operation) -> bool:
 
 def state_of(graph: Graph) -> set[int]:
     """The tensors that only the optimizer has; none where no parameter is updated by them."""
-    free = {*range(len(graph.tensors))} - _asked_for(graph)
+    inputs = outputs_of(graph)
+    free = _like_arguments(graph, inputs.values()) - _asked_for(graph)
     moments = [
         i
         for i, one in enumerate(graph.tensors)
@@ -62,13 +63,21 @@ def state_of(graph: Graph) -> set[int]:
     ]
     near = _neighbours(graph, free)
     found = {i for i, _, _ in walk(moments, lambda i: near[i])}
-    inputs = outputs_of(graph)
     ends = {o: i for o, i in inputs.items() if _maker(graph, o) in found}
     if not any(i is not None and i not in free for i in ends.values()):
         return set()
     kept = {o for o, i in inputs.items() if i in found}
     results = {i for i in found if graph.tensors[i].kind == "result"}
     return results | {*moments} & found | kept
+
+
+def _like_arguments(graph: Graph, updated: Iterable[int | None]) -> set[int]:
+    """Values of which each dimension is one of an argument that is updated.
+
+    What is summed up to the gradient of a scale has the dimensions of a batch as well.
+    """
+    own = {c for i in updated if i is not None for c in graph.tensors[i].classes}
+    return {i for i, one in enumerate(graph.tensors) if own.union((None,)).issuperset(one.classes)}
 
 
 def _asked_for(graph: Graph) -> set[int]:

@@ -54,7 +54,9 @@ def pins_of(
         if one.flops:
             wanted = _wanted(one, layout, sizes, own, graph)
             own = [
-                (want if i in ahead else at) if n < one.operands else _made(want, at, way)
+                (want if i in ahead or _is_mixed(want, at) else at)
+                if n < one.operands
+                else _made(want, at, way)
                 for n, (i, want, at) in enumerate(zip(one.tensors, wanted, own, strict=True))
             ]
         ranks = [len(graph.tensors[i].shape) for i in one.tensors]
@@ -83,6 +85,15 @@ def _kind(
         one.name,
         *((t.shape, t.classes, t.nbytes, *at.items(), is_ahead) for t, at, is_ahead in found),
     )
+
+
+def _is_mixed(want: Mapping[str, int], at: Mapping[str, int]) -> bool:
+    """Whether of the axes that split one dimension of an operand a product wants only some.
+
+    Compilers that find such an operand may gather the other one, however large it is.
+    """
+    stay = {d for a, d in at.items() if want.get(a) == d}
+    return any(d in stay for a, d in at.items() if want.get(a) != d)
 
 
 def _made(want: Mapping[str, int], at: Mapping[str, int], way: Way) -> Mapping[str, int]:

@@ -40,12 +40,15 @@ class Sending(NamedTuple):
         beside: seconds of them that go on beside the product itself.
         ahead: seconds of them for which it may be ahead of its use.
         nbytes: of memory for what is gathered.
+        joined: the axes, where it is sent with others of the same: the seconds are without the
+            delay.
     """
 
     seconds: float
     beside: float = 0.0
     ahead: float = 0.0
     nbytes: float = 0.0
+    joined: tuple[str, ...] = ()
 
     def times(self, runs: int) -> Sending:
         """Of several runs, which use the memory one after the other."""
@@ -60,11 +63,20 @@ class Product:
         machine: what it is for.
         steps: of vector units in one run, for what is fused into it.
         lasting: values that are whole before the product: it is not given parts of these.
+        is_last: whether no product depends on it: what it sums is sent with others.
     """
 
-    def __init__(self, demand: Demand, machine: Machine, steps: float, lasting: Collection[int]):
+    def __init__(
+        self,
+        demand: Demand,
+        machine: Machine,
+        steps: float,
+        lasting: Collection[int],
+        *,
+        is_last: bool = False,
+    ):
         self.demand, self.machine = demand, machine
-        self.steps, self.lasting = steps, lasting
+        self.steps, self.lasting, self.is_last = steps, lasting, is_last
         self.sent = [*demand.exchanges()]
         self.around = [one for one in self.sent if self._goes_around(one)]
 
@@ -134,6 +146,8 @@ class Product:
         if kind == "reduce-scatter" and n == machine.count and machine.chip.multipliers:
             kind = "all-reduce"  # a sum over all devices stays whole
         seconds = machine.exchange(kind, sent.axes, sent.nbytes)
+        if kind == "all-reduce" and self.is_last and machine.chip.multipliers:
+            return Sending(seconds - machine.delay(kind, sent.axes), joined=sent.axes)
         if kind != "all-gather":
             return Sending(seconds)
         return Sending(seconds, ahead=seconds, nbytes=sent.nbytes)

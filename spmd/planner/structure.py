@@ -54,6 +54,8 @@ class Operation:
         is_state: whether all that it makes is the optimizer's, and so is how it is split.
         whole: factors along which it needs all of its operands, such as that which it sorts.
         loops: around it, the outermost first; what enters or leaves a loop is in it.
+        manual: by axis, the factor that it splits, or None, where a `shard_map` takes or gives a
+            value: no layout changes that.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Operation:
     is_state: bool = False
     whole: frozenset[str] = frozenset()
     loops: tuple[int, ...] = ()
+    manual: tuple[tuple[str, str | None], ...] = ()
 
     @property
     def results(self) -> Iterator[tuple[int, tuple[str | None, ...]]]:

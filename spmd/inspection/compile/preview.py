@@ -13,10 +13,10 @@ from spmd.errors import Failure, ReportError, explain
 from spmd.inspection.compile.program import COMPILED, check_lowered, entered, lower, stage_of
 from spmd.inspection.compile.report import versions
 from spmd.inspection.compile.timed import Asked, asked, time_of_prediction, with_model_flops
-from spmd.inspection.records.report import Collective, Cost, Report
+from spmd.inspection.records.report import Cost, Report
 from spmd.inspection.records.time import Time
 from spmd.inspection.shardy import passes
-from spmd.inspection.shardy.exchanges import exchanges
+from spmd.inspection.shardy.exchanges import Exchanges, read
 from spmd.inspection.shardy.flops import Work, device_work
 from spmd.inspection.shardy.propagation import propagate
 from spmd.inspection.shardy.targets import target_of
@@ -111,7 +111,7 @@ def previewed(lowered: Any, wish: Asked, *, subject: str, products: bool = True)
                 error=ReportError,
             )
             raise explain(subject, [failure])
-        found = exchanges(done, platform)
+        found = read(done, platform)
         sizes = passes.axis_sizes(done)
         return Report(
             name=function_of(passes.name_of(module)),
@@ -121,19 +121,19 @@ def previewed(lowered: Any, wish: Asked, *, subject: str, products: bool = True)
             mesh=sizes,
             num_devices=count,
             versions=versions(),
-            collectives=found,
+            collectives=found.collectives,
             cost=Cost.zeros(),
             memory=None,
             predicted=True,
             prediction=target_of(platform).rules,
             time=_time(lowered, found, sizes, devices, wish, products),
-            _origins=origins_later(lowered, found, subject=subject),
+            _origins=origins_later(lowered, found.collectives, subject=subject),
         )
 
 
 def _time(
     lowered: Any,
-    found: Sequence[Collective],
+    found: Exchanges,
     sizes: Mapping[str, int],
     devices: Sequence[Any],
     wish: Asked,

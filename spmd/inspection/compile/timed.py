@@ -15,6 +15,7 @@ from spmd.inspection.hlo.calls import Modules
 from spmd.inspection.hlo.groups import expand_replica_groups
 from spmd.inspection.records.report import Collective
 from spmd.inspection.records.time import UNKNOWN_TIMES, Exchange, Time
+from spmd.inspection.shardy.exchanges import Exchanges
 from spmd.inspection.shardy.flops import Work, model_work
 from spmd.inspection.shardy.passes import module_of
 from spmd.inspection.timing.boxes import Boxes
@@ -72,8 +73,8 @@ def _wrong_figures(chip: Chip) -> str:
     if not isinstance(figures.pop("name"), str):
         return "a name that is text"
     for name, value in figures.items():
-        above = name in ("flops", "hbm", "link") or (name == "across" and bool(chip.box))
-        whole = name in ("box", "multipliers")
+        above = name in ("cores", "flops", "hbm", "link") or (name == "across" and bool(chip.box))
+        whole = name in ("box", "cores", "multipliers")
         kind = numbers.Integral if whole else numbers.Real
         is_number = isinstance(value, kind) and not isinstance(value, bool)
         if not is_number or not 0 <= float(value) < math.inf or (above and not value):
@@ -121,7 +122,7 @@ def with_scatters(time: Time, found: Iterable[Collective]) -> Time:
 
 
 def time_of_prediction(
-    found: Iterable[Collective],
+    found: Exchanges,
     axis_sizes: Mapping[str, int],
     devices: Sequence[Any],
     chip: Chip,
@@ -130,7 +131,7 @@ def time_of_prediction(
     """The time of a program that is not compiled: that of its products and of its exchanges.
 
     Args:
-        found: what the program exchanges.
+        found: what the program exchanges; of those that are sent together the first has the delay.
         axis_sizes: of its mesh.
         devices: that it is for, in their order; none for an abstract mesh.
         chip: whose figures to use.
@@ -140,10 +141,16 @@ def time_of_prediction(
     if links is None:
         return None
     exchanges = []
-    for one in found:
+    begun: set[int] = set()
+    for one, number in zip(*found, strict=True):
         operand, result = (sum(shape.nbytes for shape in side) for side in one.shapes)
         groups = _groups(one, axis_sizes)
-        seconds = links.transfer(one.kind, groups, operand, result).seconds * (one.executions or 0)
+        seconds = links.transfer(one.kind, groups, operand, result).seconds
+        if number in begun:
+            seconds -= links.transfer(one.kind, groups, 0, 0).seconds
+        if number is not None:
+            begun.add(number)
+        seconds *= one.executions or 0
         exchanges.append(
             Exchange(
                 name=one.name,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import dataclasses
 import math
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,7 +31,27 @@ def exchanges(module: Any, platform: str = "") -> tuple[Collective, ...]:
     Each place has one record, with the executions of all calls of a function together. The rules of
     the platform's compiler change them; without a platform they are what the shardings ask for.
     """
-    return tuple(_Reader(module, platform).function("main").values())
+    return read(module, platform).collectives
+
+
+class Exchanges(NamedTuple):
+    """The collectives of a module.
+
+    Attributes:
+        collectives: as `exchanges` gives them.
+        together: for each of them a number that those have in common which the compiler sends as
+            one, with a message's delay once; None for one that is sent alone.
+    """
+
+    collectives: tuple[Collective, ...]
+    together: tuple[int | None, ...]
+
+
+def read(module: Any, platform: str = "") -> Exchanges:
+    """The collectives of a module, and which of them are sent as one."""
+    reader = _Reader(module, platform)
+    found = reader.function("main")
+    return Exchanges(tuple(found.values()), tuple(map(reader.together.get, found)))
 
 
 _Found = dict[Any, Collective]
@@ -46,6 +66,8 @@ class _Reader:
         self.sizes = passes.axis_sizes(module)
         self.target = target_of(platform)(self.functions, self.sizes)
         self.after: dict[Any, Any] = {}
+        self.together: dict[Any, int] = {}
+        self.numbers: dict[Any, int] = {}
         self.done: dict[str, _Found] = {}
 
     def function(self, name: str) -> _Found:
@@ -70,6 +92,10 @@ class _Reader:
                     for i, one in enumerate(self.target.sent(operation, asked)):
                         found[operation, i] = _record(operation, one)
                         self.after[operation, i] = one.after
+                        if one.last:
+                            key = one.after or block, one.mesh_axes
+                            number = self.numbers.setdefault(key, len(self.numbers))
+                            self.together[operation, i] = number
             elif operation.name in passes.HOLDERS or operation.name == "func.call":
                 inner = self._inside(operation)
                 _add(found, {place: _within(one, operation) for place, one in inner.items()})

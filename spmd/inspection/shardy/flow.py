@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 import itertools
 import re
 from typing import Any
@@ -29,6 +29,7 @@ class Flow:
     def __init__(self, functions: Mapping[str, Any]):
         self.functions = functions
         self.calls: dict[str, list[Any]] = {}
+        self._without: dict[frozenset[str], set[Any]] = {}
         for function in functions.values():
             for one in passes.operations_in(function):
                 if one.name == "func.call":
@@ -51,6 +52,24 @@ class Flow:
     def ends(self, value: Any) -> Iterator[tuple[Any, int]]:
         """The uses of a value wherever it is moved, those that only move it left out."""
         yield from ((user, i) for user, i, ways in self._steps(value, moved=True) if not ways)
+
+    def reaches(self, value: Any, names: Collection[str]) -> bool:
+        """Whether any operation of these names depends on a value."""
+        known = self._without.setdefault(frozenset(names), set())
+        seen: set[Any] = set()
+        pending = [value]
+        while pending:
+            one = pending.pop()
+            if one in seen or one in known:
+                continue
+            seen.add(one)
+            for use in one.uses:
+                user, i = passes.user_of(use)
+                if user.name in names:
+                    return True
+                pending += self._ways(user, i) or user.results
+        known |= seen
+        return False
 
     def _steps(self, value: Any, moved: bool = False) -> Iterator[tuple[Any, int, list[Any]]]:
         """Each use on all ways of a value, through what moves it if `moved`, and its names then."""

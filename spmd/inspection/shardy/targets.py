@@ -25,7 +25,8 @@ class Exchange:
     """What one operation sends: kind, crossed axes, devices in a group, and shapes per device.
 
     The operation sends it `times` times in one execution, or once after the loop `after`, which
-    only adds up what is sent.
+    only adds up what is sent. A sum is the `last` one of a device where no product depends on it:
+    compilers send such sums together.
     """
 
     kind: str
@@ -34,6 +35,7 @@ class Exchange:
     shapes: Shapes
     times: int = 1
     after: Any = None
+    last: bool = False
 
     @property
     def payload(self) -> int:
@@ -257,6 +259,9 @@ def _contracted(maker: Any, operand: int = 0) -> Sequence[int]:
 _OVERLAPPED = 4096
 
 
+_PRODUCTS = "stablehlo.dot_general", "stablehlo.convolution", "stablehlo.custom_call"
+
+
 class Tpu(_Partitioned):
     """XLA's TPU backend."""
 
@@ -273,6 +278,13 @@ class Tpu(_Partitioned):
         """Sums are merged, scattered, or moved out of loops; gathers and permutes narrower."""
         if operation in self.merged:
             return []
+        found = self._sent(operation, asked)
+        if all(one.kind != "all-reduce" for one in found):
+            return found
+        last = not self.flow.reaches(operation.results[0], _PRODUCTS)
+        return [dataclasses.replace(one, last=last and one.kind == "all-reduce") for one in found]
+
+    def _sent(self, operation: Any, asked: Exchange) -> Sequence[Exchange]:
         found = super().sent(operation, asked)
         if [*found] != [asked]:
             return [self._kept(operation, one) for one in found]

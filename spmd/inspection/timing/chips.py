@@ -43,6 +43,7 @@ class Chip:
         sustained: the share of its peak clock that a chip keeps in a long run.
         multipliers: cells of all matrix units, each of which does a multiplication and an addition
             in a cycle; 0 where no compiler tells cycles.
+        cores: each with a vector unit of its own.
         vmem: bytes of vector memory in a second; 0 where a chip has none.
         host: bytes in a second to and from the memory of the host; 0 where that is not known.
         on_chip: bytes in a second between the two devices of a chip; 0 where a chip is one device.
@@ -57,6 +58,7 @@ class Chip:
     hop: float = MICROSECOND
     sustained: float = 1.0
     multipliers: int = 0
+    cores: int = 1
     vmem: float = 0.0
     host: float = 0.0
     on_chip: float = 0.0
@@ -93,6 +95,7 @@ def _tpu(
     multipliers: int,
     hbm: float,
     link: float,
+    cores: int = 1,
     host: float = _PCIE,
     on_chip: float = 0.0,
     sustained: float = 1.0,
@@ -101,6 +104,7 @@ def _tpu(
         name=name,
         flops=teraflops * 1e12,
         multipliers=multipliers,
+        cores=cores,
         hbm=hbm,
         vmem=_VMEM_PER_HBM * hbm,
         link=link,
@@ -114,17 +118,25 @@ def _box(name: str, *, hbm: float) -> Chip:
     return Chip(name=name, flops=989.4e12, hbm=hbm, link=4.5e11, box=8, across=5e10)
 
 
-# teraflops: C; multipliers: S; hbm: C; link: S. A v4 or v5p chip has two cores of four units each
+# teraflops: C; multipliers and cores: S; hbm: C; link: S. A v4 or v5p chip has two cores of four units each
 # and is one device; a tpu7x chip is two devices of four units, which share its 7.38 TB/s, and its
 # 1.2 TB/s between chips are six links of two directions (C). sustained: R. Boxes: N.
 CHIPS = {
     chip.name: chip
     for chip in (
         _tpu(
-            "v4", teraflops=275, multipliers=8 * _SMALL, hbm=1.228e12, link=4.5e10, sustained=0.88
+            "v4",
+            teraflops=275,
+            multipliers=8 * _SMALL,
+            cores=2,
+            hbm=1.228e12,
+            link=4.5e10,
+            sustained=0.88,
         ),
         _tpu("v5e", teraflops=197, multipliers=4 * _SMALL, hbm=8.19e11, link=4.5e10),
-        _tpu("v5p", teraflops=459, multipliers=8 * _SMALL, hbm=2.765e12, link=9e10),
+        _tpu(
+            "v5p", teraflops=459, multipliers=8 * _SMALL, cores=2, hbm=2.765e12, link=9e10
+        ),
         _tpu("v6e", teraflops=918, multipliers=4 * _LARGE, hbm=1.64e12, link=9e10, host=2 * _PCIE),
         _tpu(
             "tpu7x",
