@@ -16,6 +16,7 @@ from spmd.planner.structure import Graph, Operation
 
 # A table is looked up, or added to, where its rows are whole, or where parts of all of them are.
 TABLES = ("gather", "scatter")
+SUMS = ("all-reduce", "reduce-scatter")
 
 Places: TypeAlias = Sequence[Mapping[str, int]]
 """By operand and result, the dimension that each axis splits."""

@@ -70,14 +70,14 @@ class _Part(NamedTuple):
     is_last: bool
 
 
-_Joined: TypeAlias = tuple[tuple[str, ...], int]
-"""The axes of sums that are sent together, and how often they are."""
+_Joined: TypeAlias = tuple[str, tuple[str, ...], int]
+"""The kind and axes of sums that are sent together, and how often they are."""
 
 
 class _Costs(NamedTuple):
     """Seconds of a group; and exchanges of operands and sums, which others may ask for as well.
 
-    Of sums that are sent together, the axes and their runs are told: each of these is a delay.
+    Of sums that are sent together, kind, axes and runs are told: each of these is a delay.
     """
 
     compute: float
@@ -219,7 +219,7 @@ class Estimator:
             joined |= costs.joined
             if costs.shared:
                 _add(shared, costs.shared)
-        exchange += sum(runs * self.machine.delay("all-reduce", axes) for axes, runs in joined)
+        exchange += sum(runs * self.machine.delay(kind, axes) for kind, axes, runs in joined)
         gathered, buffers = np.zeros(len(self.kinds)), [0.0, 0.0]
         for sent, sending in shared.items():
             exchange += sending.seconds
@@ -296,7 +296,7 @@ class Estimator:
         for sent in product.sent:
             sending = product.sending(sent)
             if sending.joined:
-                joined.add((sending.joined, one.runs))
+                joined.add((*sending.joined, one.runs))
             if sent.tensor is None or sent in product.around:
                 exchange += part.runs * sending.seconds
                 beside += part.runs * sending.beside

@@ -88,8 +88,11 @@ class Machine:
         return steps / (_SLOTS * self._lanes)
 
     def hidden(self, gathers: float, work: float) -> float:
-        """Seconds of gathers that go on beside work, where a compiler starts them ahead of it."""
-        return min(_AHEAD * gathers, _BESIDE * work) if self.chip.multipliers else 0.0
+        """Seconds of gathers that go on beside work, where a compiler starts them ahead of it.
+
+        libtpu does so for v5e alone: found by compiling for v4, v5e, v5p and v6e.
+        """
+        return min(_AHEAD * gathers, _BESIDE * work) if self.chip.name == "v5e" else 0.0
 
     def popping(self, elements: float) -> float:
         """Seconds in which matrix units give so many results, however little each of them sums."""

@@ -47,6 +47,15 @@ def test_gradients_on_their_way_are_the_optimizers():
     assert all(len(one.shape) <= 3 for one in split)
 
 
+def test_what_is_summed_to_a_gradient_is_not_the_optimizers():
+    """The gradient of a scale is a sum over all examples: the sum is on its way, they are not."""
+    found = graph_named("gpt")
+    batch = classes(found)["batch[0]:0"]
+    assert not [one for one in found.tensors if one.is_state and batch in one.classes]
+    scales = [one for one in found.tensors if one.is_state and one.shape == (32,)]
+    assert scales
+
+
 def test_a_program_that_learns_nothing_has_none():
     """A cache is used by products, and elementwise programs have no parameters."""
     assert not ends(graph_named("decoding"))

@@ -93,7 +93,7 @@ class _Reader:
                         found[operation, i] = _record(operation, one)
                         self.after[operation, i] = one.after
                         if one.last:
-                            key = one.after or block, one.mesh_axes
+                            key = one.after or block, one.kind, one.mesh_axes
                             number = self.numbers.setdefault(key, len(self.numbers))
                             self.together[operation, i] = number
             elif operation.name in passes.HOLDERS or operation.name == "func.call":

@@ -259,6 +259,7 @@ def _contracted(maker: Any, operand: int = 0) -> Sequence[int]:
 _OVERLAPPED = 4096
 
 
+_SUMS = "all-reduce", "reduce-scatter"
 _PRODUCTS = "stablehlo.dot_general", "stablehlo.convolution", "stablehlo.custom_call"
 
 
@@ -279,10 +280,10 @@ class Tpu(_Partitioned):
         if operation in self.merged:
             return []
         found = self._sent(operation, asked)
-        if all(one.kind != "all-reduce" for one in found):
+        if all(one.kind not in _SUMS for one in found):
             return found
         last = not self.flow.reaches(operation.results[0], _PRODUCTS)
-        return [dataclasses.replace(one, last=last and one.kind == "all-reduce") for one in found]
+        return [dataclasses.replace(one, last=last and one.kind in _SUMS) for one in found]
 
     def _sent(self, operation: Any, asked: Exchange) -> Sequence[Exchange]:
         found = super().sent(operation, asked)

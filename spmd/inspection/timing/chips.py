@@ -205,7 +205,8 @@ def _from_file(path: str, subject: str) -> Chip:
         chip = Chip(**{name: data[name] for name in names if name in data})
         figures = [getattr(chip, name) for name in names if name != "name"]
         right = all(isinstance(one, (int, float)) and math.isfinite(one) for one in figures)
-        if not (right and chip.flops > 0 and chip.hbm > 0 and chip.link > 0 and min(figures) >= 0):
+        speeds = chip.cores, chip.flops, chip.hbm, chip.link
+        if not (right and min(speeds) > 0 and min(figures) >= 0):
             raise ValueError("its figures have to be finite, and those of its speed above 0")
     except (OSError, ValueError, TypeError) as e:
         failure = Failure(

@@ -362,6 +362,7 @@ GOOD = Chip(name="mine", flops=1e12, hbm=1e11, link=1e9)
         ({"hop": True}, "hop to be a finite number of at least 0"),
         ({"host": -1}, "host to be a finite number of at least 0"),
         ({"box": 2.5}, "box to be a whole number of at least 0"),
+        ({"cores": 0}, "cores to be a whole number above 0"),
         ({"multipliers": -4}, "multipliers to be a whole number of at least 0"),
         ({"box": 8}, "across to be a finite number above 0"),
         ({"name": None}, "a name that is text"),
@@ -390,6 +391,7 @@ def test_figures_that_no_chip_has(change, expected, step):
         (json.dumps(GOOD.to_json() | {"schema": "spmd-chip/2"}), "not of schema 'spmd-chip/1'"),
         (json.dumps(GOOD.to_json() | {"flops": float("nan")}), "figures have to be finite"),
         (json.dumps(GOOD.to_json() | {"hbm": 0}), "figures have to be finite"),
+        (json.dumps(GOOD.to_json() | {"cores": 0}), "figures have to be finite"),
         (json.dumps(GOOD.to_json() | {"link": "fast"}), "figures have to be finite"),
         ('{"schema": "spmd-chip/1", "name": "x"}', "missing 3 required"),
     ],
@@ -570,3 +572,49 @@ def test_a_preview_for_chips_of_two_devices():
     other = spmd.preview(f, *args, chip="v5e").time
     assert rings in other.unknown
     assert other.exchange > 0
+
+
+# Sums that are sent together
+
+
+def _sums(f, args, specs, outs):
+    """The all-reduces of a preview for a v5e, and the seconds of one that sends nothing."""
+    mesh = spmd.topology("v5e:4x4", {"data": 16})
+    found = spmd.preview(spmd.pjit(f, specs, outs, mesh=mesh).lower(*args))
+    times = [one for one in found.time.exchanges if one.mesh_axes == ("data",)]
+    sums = [one.kind for one in found.collectives]
+    assert sums == ["all-reduce"] * len(times)
+    # Twice, over two lines of four chips without a ring: three hops each.
+    return found, times, 2 * 6 * CHIPS["v5e"].hop
+
+
+@needs_libtpu
+def test_sums_of_gradients_have_one_delay():
+    """No product depends on a gradient: those of both layers are one message, as compiled."""
+
+    def f(a, b, x):
+        return jax.grad(lambda a, b: jnp.sum(jnp.tanh(jnp.tanh(x @ a) @ b)), (0, 1))(a, b)
+
+    args = (array(64, 64), array(64, 64), array(512, 64))
+    specs = P(), P(), P("data")
+    found, times, delay = _sums(f, args, specs, (P(), P()))
+    nbytes = sum(2 * one.payload_bytes * 15 / 16 for one in found.collectives)
+    assert len(times) == 2
+    assert found.time.exchange == pytest.approx(delay + nbytes / (2 * CHIPS["v5e"].link))
+    mesh = spmd.topology("v5e:4x4", {"data": 16})
+    compiled = spmd.report(spmd.pjit(f, specs, (P(), P()), mesh=mesh).lower(*args).compile())
+    assert [one.kind for one in compiled.collectives] == ["all-reduce"]
+    assert compiled.time.exchange == pytest.approx(found.time.exchange, rel=0.05)
+
+
+@needs_libtpu
+def test_sums_that_products_wait_for_have_each_a_delay():
+    """Activations of two row-parallel layers are summed one after the other."""
+
+    def f(a, b, x):
+        return jnp.tanh(jnp.tanh(x @ a) @ b) @ a
+
+    args = (array(64, 64), array(64, 64), array(8, 64))
+    _, times, delay = _sums(f, args, (P("data"), P("data"), P()), P())
+    assert len(times) == 3
+    assert all(one.seconds > delay for one in times)
