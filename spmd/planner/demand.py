@@ -16,7 +16,6 @@ from spmd.planner.structure import Graph, Operation
 
 # A table is looked up, or added to, where its rows are whole, or where parts of all of them are.
 TABLES = ("gather", "scatter")
-SUMS = ("all-reduce", "reduce-scatter")
 
 Places: TypeAlias = Sequence[Mapping[str, int]]
 """By operand and result, the dimension that each axis splits."""
@@ -202,8 +201,21 @@ def totals(graph: Graph) -> dict[int, int]:
     }
 
 
-def last(graph: Graph) -> set[int]:
-    """Values that no product depends on: sums that make them are sent together."""
+def last(graph: Graph) -> dict[int, int]:
+    """Values that no product depends on, with how many sums are made one after the other for them.
+
+    Those of as many are sent together: gradients, and after them their norms.
+    """
+    found = _multiplied_by_none(graph)
+    turns: dict[int, int] = {}
+    for one in graph.operations:
+        before = max((turns.get(i, 0) for i in one.tensors[: one.operands]), default=0)
+        is_sum = one.flops or one.name in ("reduce", "scatter")
+        turns.update((i, before + bool(is_sum)) for i, _ in one.results if i in found)
+    return turns
+
+
+def _multiplied_by_none(graph: Graph) -> set[int]:
     makers: dict[int, list[int]] = {}
     found = {*range(len(graph.tensors))}
     for n, one in enumerate(graph.operations):

@@ -62,22 +62,25 @@ class Kind(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """An operation that runs often, with its vector work by kind."""
+    """An operation that runs often, with its vector work by kind.
+
+    Its turn is the number of sums up to its own, where no product depends on it.
+    """
 
     one: Operation
     runs: int
     beside: Mapping[int, float]
-    is_last: bool
+    turn: int | None
 
 
-_Joined: TypeAlias = tuple[str, tuple[str, ...], int]
-"""The kind and axes of sums that are sent together, and how often they are."""
+_Joined: TypeAlias = tuple[tuple[str, ...], int, int]
+"""The axes of sums that are sent together, how often they are, and after how many others."""
 
 
 class _Costs(NamedTuple):
     """Seconds of a group; and exchanges of operands and sums, which others may ask for as well.
 
-    Of sums that are sent together, kind, axes and runs are told: each of these is a delay.
+    Of sums that are sent together it is told which: each of these is a delay.
     """
 
     compute: float
@@ -143,8 +146,8 @@ class Estimator:
             if not is_fusible(one) or len({self.kind_of[i] for i in one.tensors}) > 1:
                 kinds = tuple(self.kind_of[i] for i in one.tensors)
                 beside = tuple(sorted(fusion.beside.get(n, {}).items()))
-                is_last = one.tensors[-1] in self.last
-                keys[n] = one.name, one.factors, kinds, one.flops, one.runs, beside, is_last
+                turn = self.last.get(one.tensors[-1])
+                keys[n] = one.name, one.factors, kinds, one.flops, one.runs, beside, turn
         self._find_alike(graph, keys)
         merged: dict[Any, list[int]] = defaultdict(list)
         for n, key in keys.items():
@@ -153,7 +156,7 @@ class Estimator:
             first = graph.operations[found[0]]
             one = dataclasses.replace(first, tensors=tensors)
             steps = {k: len(found) * n for k, n in fusion.beside.get(found[0], {}).items()}
-            yield _Part(one, len(found) * one.runs, steps, first.tensors[-1] in self.last)
+            yield _Part(one, len(found) * one.runs, steps, self.last.get(first.tensors[-1]))
 
     def _find_alike(self, graph: Graph, keys: Mapping[int, Any]) -> None:
         """Finds, for each value, the first one that has the same part in the same operations."""
@@ -219,7 +222,7 @@ class Estimator:
             joined |= costs.joined
             if costs.shared:
                 _add(shared, costs.shared)
-        exchange += sum(runs * self.machine.delay(kind, axes) for kind, axes, runs in joined)
+        exchange += sum(runs * self.machine.delay("all-reduce", axes) for axes, runs, _ in joined)
         gathered, buffers = np.zeros(len(self.kinds)), [0.0, 0.0]
         for sent, sending in shared.items():
             exchange += sending.seconds
@@ -290,13 +293,13 @@ class Estimator:
         total = self.totals.get(one.tensors[-1])
         demand = Demand(one, layout, self.sizes, [places[k] for k in kinds], nbytes, total)
         steps = sum(steps * parts[k] for k, steps in part.beside.items()) / part.runs
-        product = Product(demand, self.machine, steps, self.lasting, is_last=part.is_last)
+        product = Product(demand, self.machine, steps, self.lasting, is_last=part.turn is not None)
         exchange, beside, shared = 0.0, 0.0, {}
         joined: set[_Joined] = set()
         for sent in product.sent:
             sending = product.sending(sent)
             if sending.joined:
-                joined.add((*sending.joined, one.runs))
+                joined.add((sending.joined, one.runs, part.turn or 0))
             if sent.tensor is None or sent in product.around:
                 exchange += part.runs * sending.seconds
                 beside += part.runs * sending.beside

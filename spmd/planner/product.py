@@ -7,7 +7,7 @@ import functools
 import math
 from typing import NamedTuple
 
-from spmd.planner.demand import SUMS, Demand, Exchanged
+from spmd.planner.demand import Demand, Exchanged
 from spmd.planner.machine import Machine
 
 # Products of smaller sizes take as long as the matrix units are busy with parts of them, and what
@@ -40,15 +40,15 @@ class Sending(NamedTuple):
         beside: seconds of them that go on beside the product itself.
         ahead: seconds of them for which it may be ahead of its use.
         nbytes: of memory for what is gathered.
-        joined: kind and axes, where it is sent with others of the same: the seconds are without
-            the delay.
+        joined: the axes, where it is sent with others of the same: the seconds are without the
+            delay.
     """
 
     seconds: float
     beside: float = 0.0
     ahead: float = 0.0
     nbytes: float = 0.0
-    joined: tuple[str, tuple[str, ...]] | None = None
+    joined: tuple[str, ...] = ()
 
     def times(self, runs: int) -> Sending:
         """Of several runs, which use the memory one after the other."""
@@ -146,8 +146,8 @@ class Product:
         if kind == "reduce-scatter" and n == machine.count and machine.chip.multipliers:
             kind = "all-reduce"  # a sum over all devices stays whole
         seconds = machine.exchange(kind, sent.axes, sent.nbytes)
-        if kind in SUMS and self.is_last and machine.chip.multipliers:
-            return Sending(seconds - machine.delay(kind, sent.axes), joined=(kind, sent.axes))
+        if kind == "all-reduce" and self.is_last and machine.chip.multipliers:
+            return Sending(seconds - machine.delay(kind, sent.axes), joined=sent.axes)
         if kind != "all-gather":
             return Sending(seconds)
         return Sending(seconds, ahead=seconds, nbytes=sent.nbytes)

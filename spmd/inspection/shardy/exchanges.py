@@ -92,8 +92,8 @@ class _Reader:
                     for i, one in enumerate(self.target.sent(operation, asked)):
                         found[operation, i] = _record(operation, one)
                         self.after[operation, i] = one.after
-                        if one.last:
-                            key = one.after or block, one.kind, one.mesh_axes
+                        if one.turn is not None:
+                            key = one.after or block, one.mesh_axes, one.turn
                             number = self.numbers.setdefault(key, len(self.numbers))
                             self.together[operation, i] = number
             elif operation.name in passes.HOLDERS or operation.name == "func.call":

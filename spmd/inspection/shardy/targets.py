@@ -25,8 +25,7 @@ class Exchange:
     """What one operation sends: kind, crossed axes, devices in a group, and shapes per device.
 
     The operation sends it `times` times in one execution, or once after the loop `after`, which
-    only adds up what is sent. A sum is the `last` one of a device where no product depends on it:
-    compilers send such sums together.
+    only adds up what is sent. Sums of one `turn` are sent together, where they have one.
     """
 
     kind: str
@@ -35,7 +34,7 @@ class Exchange:
     shapes: Shapes
     times: int = 1
     after: Any = None
-    last: bool = False
+    turn: int | None = None
 
     @property
     def payload(self) -> int:
@@ -259,7 +258,6 @@ def _contracted(maker: Any, operand: int = 0) -> Sequence[int]:
 _OVERLAPPED = 4096
 
 
-_SUMS = "all-reduce", "reduce-scatter"
 _PRODUCTS = "stablehlo.dot_general", "stablehlo.convolution", "stablehlo.custom_call"
 
 
@@ -280,10 +278,19 @@ class Tpu(_Partitioned):
         if operation in self.merged:
             return []
         found = self._sent(operation, asked)
-        if all(one.kind not in _SUMS for one in found):
+        if all(one.kind != "all-reduce" for one in found):
             return found
-        last = not self.flow.reaches(operation.results[0], _PRODUCTS)
-        return [dataclasses.replace(one, last=last and one.kind in _SUMS) for one in found]
+        turn = self._turn(operation.results[0])
+        return [
+            dataclasses.replace(one, turn=turn) if one.kind == "all-reduce" else one
+            for one in found
+        ]
+
+    def _turn(self, total: Any) -> int | None:
+        """Of sums that no product depends on, 0 for those that others do, and 1 for the others."""
+        if self.flow.reaches(total, _PRODUCTS):
+            return None
+        return int(not self.flow.reaches(total, ("sdy.all_reduce",)))
 
     def _sent(self, operation: Any, asked: Exchange) -> Sequence[Exchange]:
         found = super().sent(operation, asked)
