@@ -27,13 +27,18 @@ from spmd.planner.optimizer import with_state
 from spmd.planner.structure import Graph, Operation, Tensor, with_weights
 
 PINNED = ("stablehlo.dot_general", "stablehlo.convolution", "stablehlo.gather", "stablehlo.scatter")
-"""Operations whose operands and results a plan constrains: what decides how a program is split."""
+"""Operations whose operands and results a plan constrains: what decides how a program is split.
+
+Beside them stand reshapes to and from the blocks that a loop takes one after the other.
+"""
 
 _NUMBER = "spmd.number"
 _DONATED = ("jax.buffer_donor", "tf.aliasing_output")
 _RULE = "sdy.sharding_rule"
 _WHOLE = re.compile(r"need_replication=\{([^}]*)\}")
 _MANUAL = "shard_map"
+_RESHAPE = "stablehlo.reshape"
+_SLICED = ("dynamic_slice", "dynamic_update_slice")
 _LOOP = "stablehlo.while"
 # What a compiler fuses with its neighbours reads and writes no memory of its own.
 _FUSED = frozenset((
@@ -50,8 +55,21 @@ _FUSED = frozenset((
 
 
 def numbered(operation: Any) -> list[Any]:
-    """The operations of a module that a plan pins, in an order that lowering again gives, too."""
-    return [one for one in passes.operations_in(operation) if one.name in PINNED]
+    """The operations of a module that a plan may pin, in an order that lowering again gives."""
+    return [
+        one
+        for one in passes.operations_in(operation)
+        if one.name in PINNED or (one.name == _RESHAPE and _changes_rank(one))
+    ]
+
+
+def _changes_rank(reshape: Any) -> bool:
+    """Whether a reshape splits dimensions, or merges some; those of size 1 do not count."""
+    before, after = (
+        sum(size > 1 for size in passes.dims_of(value.type)[0])
+        for value in (reshape.operands[0], reshape.results[0])
+    )
+    return before != after
 
 
 def graph_of(module: Any, *, subject: str) -> Graph:
@@ -95,7 +113,12 @@ class _Reader:
         self.products = {id(one.link): (one.runs or 1, one.flops) for one in products_in(found)}
 
     def read(self) -> Graph:
+        into_blocks = [link for link in self.found.links if _has_blocks(link)]
         for link in self.found.links:
+            if not _has_blocks(link):
+                self._tie(link)
+        self.sliced = {self._root(place) for link in self.found.links for place in self._cut(link)}
+        for link in into_blocks:
             self._tie(link)
         roots = dict.fromkeys(
             self._root((i, d))
@@ -123,13 +146,34 @@ class _Reader:
         return place
 
     def _tie(self, link: Link) -> None:
-        """Puts dimensions of one factor into one class; of several factors the major one counts."""
-        places: dict[str, tuple[int, int]] = {}
+        """Puts dimensions of one factor into one class; of several factors the major one counts.
+
+        What a loop takes one after the other stays by itself: a device that has a part of it would
+        send that in every turn.
+        """
+        places: dict[str, list[tuple[int, int]]] = {}
         for i, dimensions in zip(link.values, link.factors, strict=False):
             for d, names in enumerate(dimensions):
                 if name := _major(names, link.sizes):
-                    first = places.setdefault(name, (i, d))
-                    self.parents[self._root((i, d))] = self._root(first)
+                    places.setdefault(name, []).append((i, d))
+        for first, *others in places.values():
+            if not self._is_block(link, (first, *others)):
+                for other in others:
+                    self.parents[self._root(other)] = self._root(first)
+
+    def _is_block(self, link: Link, places: Sequence[tuple[int, int]]) -> bool:
+        return _has_blocks(link) and not self.sliced.isdisjoint(map(self._root, places))
+
+    def _cut(self, link: Link) -> Iterator[tuple[int, int]]:
+        """The dimensions of which a loop takes, or writes, one element in a turn."""
+        if link.name not in _SLICED:
+            return
+        own = self.found.values[link.values[-1]].operation
+        whole, part = (link.values[0], link.values[1 if "update" in link.name else -1])
+        sizes = zip(self.found.values[whole].shape, self.found.values[part].shape, strict=True)
+        for d, (size, taken) in enumerate(sizes):
+            if size > taken == 1 and any(True for _ in _around(own)):
+                yield whole, d
 
     def _tensors(self) -> Iterator[Tensor]:
         for i, value in enumerate(self.found.values):
@@ -163,10 +207,20 @@ class _Reader:
             runs=runs,
             flops=flops,
             is_fused=self._is_fused(link, own),
-            number=_number(own),
+            number=self._number(link, own),
             whole=self.whole_in(own.attributes[_RULE]) if _has_rule(own) else frozenset(),
             loops=self._loops(own, link.name),
         )
+
+    def _number(self, link: Link, own: Any) -> int | None:
+        """Of an operation that is pinned; a reshape is, where it has blocks of a loop."""
+        if own is None or _NUMBER not in own.attributes:
+            return None
+        if own.name == _RESHAPE:
+            places = [(i, d) for i in link.values for d in range(len(self.found.values[i].shape))]
+            if not self._is_block(link, places):
+                return None
+        return int(ir.IntegerAttr(own.attributes[_NUMBER]).value)
 
     def _edge(self, link: Link, own: Any) -> Operation:
         """What goes into a `shard_map`, or comes out of it: the value outside has factors."""
@@ -264,12 +318,15 @@ def _constants(tensors: Sequence[Tensor], operations: Sequence[Operation]) -> fr
     return frozenset(range(len(tensors))) - reached
 
 
+def _has_blocks(link: Link) -> bool:
+    """Whether a reshape splits a dimension, or makes one of several."""
+    return link.name == "reshape" and any(
+        sum(link.sizes.get(name, 0) > 1 for name in names) > 1
+        for dimensions in link.factors
+        for names in dimensions
+    )
+
+
 def _major(names: Sequence[str], sizes: Any) -> str | None:
     """The factor that a dimension is split along first."""
     return next((name for name in names if sizes.get(name, 0) > 1), None)
-
-
-def _number(operation: Any) -> int | None:
-    if operation is None or _NUMBER not in operation.attributes:
-        return None
-    return int(ir.IntegerAttr(operation.attributes[_NUMBER]).value)

@@ -14,7 +14,8 @@ from spmd.inspection.timing.chips import CHIPS
 from spmd.planner.estimate import Estimator
 from spmd.planner.layout import Fixed, Layout
 from spmd.planner.machine import Machine
-from spmd.planner.verify import Program
+from spmd.planner.pins import pins_of
+from spmd.planner.verify import Program, entries_of, planned
 
 MESH = {"data": 4, "model": 2}
 F32 = 4
@@ -153,6 +154,33 @@ def test_a_shard_map_takes_its_values_where_it_says():
     assert cost(other).exchange > 0
 
 
+def _by_blocks(x, w):
+    """A product with a weight's rows, a block of them after the other."""
+    blocks = (x @ w).reshape(64, 8, 16).swapaxes(0, 1)
+
+    def add(total, block):
+        return total + jnp.tanh(x) @ block.T.repeat(64, 1), None
+
+    return jax.lax.scan(lambda t, b: add(t, b[:1]), jnp.zeros((64, 64)), blocks)[0]
+
+
+def test_blocks_of_a_loop_are_gathered_before_it():
+    """Columns that are split are gathered once, and not in each turn that takes a part of them."""
+    args = (f32(64, 16), f32(16, 128))
+    program = Program(function=_by_blocks, args=args)
+    found = read(program)
+    of = classes(found)
+    layout = Layout.of({"data": [of["w:1"]], "model": []})
+    cost = Estimator(found, sending(**MESH))(layout)
+    assert cost.exchange == pytest.approx(64 * 128 * F32 * 3 / 4)
+    ins, outs = entries_of(found, layout, MESH)
+    mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
+    made = planned(program, mesh, ins, outs, pins_of(found, layout, MESH))
+    sent = made.preview().collectives
+    assert [(one.kind, one.executions) for one in sent] == [("all-gather", 1)]
+    assert made.preview().total.wire_bytes == cost.exchange
+
+
 # Time
 
 
@@ -246,9 +274,7 @@ def test_sums_that_no_product_waits_for_have_one_delay():
     least = 2 * on.exchange("all-reduce", ("data",), 64 * 64 * F32) - delay
     assert found.exchange == pytest.approx(least, rel=0.01)
     # Each device has a part of what is summed over: the first sum comes before the second product.
-    _, found = priced(
-        lambda a, b, x: jnp.tanh(x @ a) @ b, args, {"data": ["x:1", "a:1"]}, on=on
-    )
+    _, found = priced(lambda a, b, x: jnp.tanh(x @ a) @ b, args, {"data": ["x:1", "a:1"]}, on=on)
     assert found.exchange >= 2 * delay
 
 

@@ -118,8 +118,8 @@ def _box(name: str, *, hbm: float) -> Chip:
     return Chip(name=name, flops=989.4e12, hbm=hbm, link=4.5e11, box=8, across=5e10)
 
 
-# teraflops: C; multipliers and cores: S; hbm: C; link: S. A v4 or v5p chip has two cores of four units each
-# and is one device; a tpu7x chip is two devices of four units, which share its 7.38 TB/s, and its
+# teraflops: C; multipliers and cores: S; hbm: C; link: S. A v4 or v5p chip has two cores of four
+# units each and is one device; a tpu7x chip is two devices of four units, which share its 7.38 TB/s, and its
 # 1.2 TB/s between chips are six links of two directions (C). sustained: R. Boxes: N.
 CHIPS = {
     chip.name: chip
@@ -134,9 +134,7 @@ CHIPS = {
             sustained=0.88,
         ),
         _tpu("v5e", teraflops=197, multipliers=4 * _SMALL, hbm=8.19e11, link=4.5e10),
-        _tpu(
-            "v5p", teraflops=459, multipliers=8 * _SMALL, cores=2, hbm=2.765e12, link=9e10
-        ),
+        _tpu("v5p", teraflops=459, multipliers=8 * _SMALL, cores=2, hbm=2.765e12, link=9e10),
         _tpu("v6e", teraflops=918, multipliers=4 * _LARGE, hbm=1.64e12, link=9e10, host=2 * _PCIE),
         _tpu(
             "tpu7x",
