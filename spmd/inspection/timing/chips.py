@@ -120,7 +120,8 @@ def _box(name: str, *, hbm: float) -> Chip:
 
 # teraflops: C; multipliers and cores: S; hbm: C; link: S. A v4 or v5p chip has two cores of four
 # units each and is one device; a tpu7x chip is two devices of four units, which share its
-# 7.38 TB/s, and its 1.2 TB/s between chips are six links of two directions (C). sustained: R. Boxes: N.
+# 7.38 TB/s, and its 1.2 TB/s between chips are six links of two directions (C). sustained: R.
+# Boxes: N.
 CHIPS = {
     chip.name: chip
     for chip in (
