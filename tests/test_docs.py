@@ -122,6 +122,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(500)  # compilers for a TPU take minutes; the process itself has 480 s
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.stem)
 def test_notebook_runs(notebook):
     """The script half of each notebook runs to its end in a process of its own."""
