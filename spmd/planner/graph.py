@@ -110,15 +110,16 @@ class _Reader:
         self.trips = functools.cache(trip_count)
         self.whole_in = functools.cache(_whole_in)
         self.loops: dict[Any, int] = {}
+        self.sliced: set[tuple[int, int]] = set()
         self.products = {id(one.link): (one.runs or 1, one.flops) for one in products_in(found)}
 
     def read(self) -> Graph:
-        into_blocks = [link for link in self.found.links if _has_blocks(link)]
+        apart = [link for link in self.found.links if _compound(link)]
         for link in self.found.links:
-            if not _has_blocks(link):
+            if not _compound(link):
                 self._tie(link)
         self.sliced = {self._root(place) for link in self.found.links for place in self._cut(link)}
-        for link in into_blocks:
+        for link in apart:
             self._tie(link)
         roots = dict.fromkeys(
             self._root((i, d))
@@ -151,18 +152,15 @@ class _Reader:
         What a loop takes one after the other stays by itself: a device that has a part of it would
         send that in every turn.
         """
-        places: dict[str, list[tuple[int, int]]] = {}
-        for i, dimensions in zip(link.values, link.factors, strict=False):
-            for d, names in enumerate(dimensions):
-                if name := _major(names, link.sizes):
-                    places.setdefault(name, []).append((i, d))
-        for first, *others in places.values():
-            if not self._is_block(link, (first, *others)):
-                for other in others:
-                    self.parents[self._root(other)] = self._root(first)
+        blocks = self._blocks(link)
+        for name, (first, *others) in _places(link).items():
+            for other in others if name not in blocks else ():
+                self.parents[self._root(other)] = self._root(first)
 
-    def _is_block(self, link: Link, places: Sequence[tuple[int, int]]) -> bool:
-        return _has_blocks(link) and not self.sliced.isdisjoint(map(self._root, places))
+    def _blocks(self, link: Link) -> set[str]:
+        """The factors of a reshape that are the blocks which a loop takes one after the other."""
+        names, places = _compound(link), _places(link)
+        return {n for n in names if not self.sliced.isdisjoint(map(self._root, places[n]))}
 
     def _cut(self, link: Link) -> Iterator[tuple[int, int]]:
         """The dimensions of which a loop takes, or writes, one element in a turn."""
@@ -216,10 +214,8 @@ class _Reader:
         """Of an operation that is pinned; a reshape is, where it has blocks of a loop."""
         if own is None or _NUMBER not in own.attributes:
             return None
-        if own.name == _RESHAPE:
-            places = [(i, d) for i in link.values for d in range(len(self.found.values[i].shape))]
-            if not self._is_block(link, places):
-                return None
+        if own.name == _RESHAPE and not self._blocks(link):
+            return None
         return int(ir.IntegerAttr(own.attributes[_NUMBER]).value)
 
     def _edge(self, link: Link, own: Any) -> Operation:
@@ -318,13 +314,27 @@ def _constants(tensors: Sequence[Tensor], operations: Sequence[Operation]) -> fr
     return frozenset(range(len(tensors))) - reached
 
 
-def _has_blocks(link: Link) -> bool:
-    """Whether a reshape splits a dimension, or makes one of several."""
-    return link.name == "reshape" and any(
-        sum(link.sizes.get(name, 0) > 1 for name in names) > 1
+def _places(link: Link) -> dict[str, list[tuple[int, int]]]:
+    """By factor, the dimensions that are split along it first."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for i, dimensions in zip(link.values, link.factors, strict=False):
+        for d, names in enumerate(dimensions):
+            if name := _major(names, link.sizes):
+                found.setdefault(name, []).append((i, d))
+    return found
+
+
+def _compound(link: Link) -> set[str]:
+    """Of a reshape that splits or merges dimensions, the major factors of these."""
+    if link.name != "reshape":
+        return set()
+    found = (
+        _major(names, link.sizes)
         for dimensions in link.factors
         for names in dimensions
+        if sum(link.sizes.get(name, 0) > 1 for name in names) > 1
     )
+    return {name for name in found if name}
 
 
 def _major(names: Sequence[str], sizes: Any) -> str | None:
