@@ -302,10 +302,11 @@ def test_without_script(browser, tmp_path):
     """Without JavaScript values open all the same, links lead there, and no filter is shown."""
     with opened(browser, saved(WITH_ARGUMENT, tmp_path), java_script_enabled=False) as tab:
         assert not tab.locator("#values-filters").is_visible()
-        tab.click("details:has(> #value-3) summary")
+        # By key: rows that come into view get their height, and a click would miss what moves.
+        tab.press("details:has(> #value-3) summary", "Enter")
         tab.locator("#value-3").wait_for(state="visible")  # a busy browser takes its time
         assert not tab.locator("#value-0").is_visible()
-        tab.click("#arguments a")
+        tab.press("#arguments a", "Enter")
         tab.locator("#value-0").wait_for(state="visible")
 
 
