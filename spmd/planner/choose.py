@@ -39,6 +39,8 @@ _OF_EACH = 3
 """Of each mesh at least so many."""
 _NEAR = 1.2
 """Up to so many times the best prediction, what is unlike comes before what is alike."""
+_AS_MUCH = 1.01
+"""Up to so many times the seconds, exchanges are thought to be the same."""
 
 
 class Progress(NamedTuple):
@@ -349,25 +351,39 @@ class _Looking:
             self._pin_otherwise()
 
     def _pin_otherwise(self) -> None:
-        """The best one again, whose products gather and add up in other ways."""
+        """The best one again, whose products gather and add up in other ways, or as they will."""
         fitting = [
             i for i, one in enumerate(self.choices) if one.report and one.fits(self.rules.budget)
         ]
         at = min(fitting, key=lambda i: self.choices[i].seconds, default=None)
         way = Way()
-        for change in ({"whole": True}, {"ahead": False}):
+        for change in ({"whole": True}, {"ahead": False}, {"free": True}):
             if at is None or (best := self.choices[at]).is_stand_in or best.layout is None:
                 return
             other = way._replace(**change)
-            sizes = dict(best.mesh.shape)
-            pins = pins_of(best.graph, best.layout, sizes, self.rules.fixed, other)
-            if pins == best.pins:
+            pins = self._pins(best, other)
+            one = dataclasses.replace(best, pins=pins, told=None, report=None)
+            if pins == best.pins or (other.free and not self._may_be_free(one, best, way)):
                 continue
-            self.choices.append(dataclasses.replace(best, pins=pins, told=None, report=None))
+            self.choices.append(one)
             self._compile(len(self.choices) - 1)
             found = self.choices.pop()
             if found.report and found.fits(self.rules.budget) and found.seconds < best.seconds:
                 self.choices[at], way = found, other
+
+    def _pins(self, one: Choice, way: Way) -> tuple[Pin, ...]:
+        assert one.layout is not None
+        return pins_of(one.graph, one.layout, dict(one.mesh.shape), self.rules.fixed, way)
+
+    def _may_be_free(self, one: Choice, pinned: Choice, way: Way) -> bool:
+        """Whether a program is as good without pins, as far as is known before it is compiled.
+
+        What products gather ahead of their use they would not without pins; and Shardy tells
+        what else is sent then.
+        """
+        if self._is_late() or self._pins(pinned, way._replace(ahead=False)) != pinned.pins:
+            return False
+        return (self._previewed(one).exchange or 0.0) <= (pinned.exchange or 0.0) * _AS_MUCH
 
     def _compile(self, i: int) -> bool:
         """Compiles one; False where the time is up."""
@@ -406,8 +422,9 @@ class _Looking:
                 first.append(i)
         return [*first, *(i for i in ranked if i not in {*first})]
 
-    def _rank(self, one: Choice) -> tuple[bool, float]:
-        return not one.fits(self.rules.budget), one.seconds
+    def _rank(self, one: Choice) -> tuple[bool, bool, float]:
+        """What Shardy's exchanges are not known of seems faster than it is, and comes later."""
+        return not one.fits(self.rules.budget), one.told is None, one.seconds
 
     def _is_late(self) -> bool:
         late = self.rules.deadline is not None and time.monotonic() > self.rules.deadline

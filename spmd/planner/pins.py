@@ -30,10 +30,12 @@ class Way(NamedTuple):
             multiplies by one after the other.
         whole: whether a sum is made before each device takes its part of it. Else the parts of it
             go around likewise.
+        free: whether nothing is pinned: places of arguments and results say all.
     """
 
     ahead: bool = True
     whole: bool = False
+    free: bool = False
 
 
 def pins_of(
@@ -44,8 +46,10 @@ def pins_of(
     way: Way | None = None,
 ) -> tuple[Pin, ...]:
     """What a layout says of each operation that is pinned; arguments may have fixed places."""
-    places = places_of(graph.tensors, layout, sizes, fixed)
     way = way or Way()
+    if way.free:
+        return ()
+    places = places_of(graph.tensors, layout, sizes, fixed)
     ahead = graph.early if way.ahead else ()
     known: dict[Any, tuple[Entries, ...]] = {}
 

@@ -359,8 +359,8 @@ def test_choices_of_several_meshes():
     [
         ({}, 3, Way()),
         ({Way(whole=True): 0.5}, 3, Way(whole=True)),
-        ({Way(ahead=False): 0.5}, 3, Way(ahead=False)),
-        ({Way(whole=True): 0.5, Way(ahead=False, whole=True): 0.4}, 3, Way(False, True)),
+        ({Way(ahead=False): 0.5}, 4, Way(ahead=False)),
+        ({Way(whole=True): 0.5, Way(ahead=False, whole=True): 0.4}, 4, Way(False, True)),
         ({Way(whole=True): 0.5, Way(ahead=False): 0.1}, 3, Way(whole=True)),
     ],
 )
@@ -372,9 +372,10 @@ def test_the_best_one_is_pinned_in_other_ways(monkeypatch, seconds, compiled, be
 
     def way_of(one):
         sizes = dict(pod.shape)
-        ways = itertools.starmap(Way, itertools.product((True, False), repeat=2))
+        ways = [Way(free=True)]
+        ways += itertools.starmap(Way, itertools.product((True, False), repeat=2))
         found = {way: pins_of(one.graph, one.layout, sizes, way=way) for way in ways}
-        assert len({*found.values()}) == 4
+        assert len({*found.values()}) == 5
         return next(way for way, pins in found.items() if pins == one.pins)
 
     def report(one, lowered, chip):
@@ -393,6 +394,58 @@ def test_the_best_one_is_pinned_in_other_ways(monkeypatch, seconds, compiled, be
     looking.compile()
     assert len(seen) == compiled
     assert [way_of(one) for one in looking.choices] == [best]
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "tried"),
+    [("b", "f", True), ("bd", "f", False), ("fd", "df", False)],
+    ids=["Megatron", "gathers ahead", "sends more without pins"],
+)
+def test_the_best_one_is_left_free(monkeypatch, data, model, tried):
+    """Without pins it is compiled too, where nothing is gathered ahead and no more is sent."""
+    pytest.importorskip("libtpu", reason=WITHOUT_LIBTPU)
+    pod = spmd.topology("v5e:2x2", {"data": 2, "model": 2})
+
+    def report(one, lowered, chip):
+        time = types.SimpleNamespace(seconds=1.0 if one.pins else 0.5)
+        return dataclasses.replace(one, report=types.SimpleNamespace(time=time, memory=None))
+
+    monkeypatch.setattr(choosing, "_compiled", report)
+    monkeypatch.setattr(Choice, "fits", lambda one, budget: True)
+    looking = choosing._Looking(MLP, CHIPS["v5e"], Rules(), 2, False, 0, lambda one: None)
+    found = MLP.graph(pod)
+    of = classes(found)
+    letters = {"b": of["x:0"], "d": of["x:1"], "f": of["w['up']:1"]}
+    layout = Layout.of({"data": [*map(letters.get, data)], "model": [*map(letters.get, model)]})
+    cost = Estimate(compute=1.0, memory=0.0, exchange=0.0, hidden=0.0, peak=1.0)
+    looking.choices = [looking._choice("found", Candidate(layout, cost, 1.0), found, pod)]
+    assert looking.choices[0].pins
+    looking.compile()
+    assert [one.pins == () for one in looking.choices] == [tried]
+
+
+def test_what_shardy_was_not_asked_of_is_compiled_later(monkeypatch):
+    """A prediction without Shardy's exchanges is too low to be compared with one that has them."""
+    pod = spmd.make_mesh({"data": 4, "model": 2})
+    found = MLP.graph(pod)
+    b, f = (classes(found)[name] for name in ("x:0", "w['up']:1"))
+    cost = Estimate(compute=1.0, memory=0.0, exchange=0.0, hidden=0.0, peak=1.0)
+    looking = choosing._Looking(MLP, CHIPS["v5e"], Rules(), 1, False, 0, lambda one: None)
+
+    def choice(**orders):
+        candidate = Candidate(Layout.of(orders), cost, 1.0)
+        return looking._choice("found", candidate, found, pod)
+
+    known = looking._previewed(choice(data=[b], model=[]))
+    assert known.exchange > 0
+    looking.choices = [choice(data=[b], model=[f]), known]
+    assert looking.choices[0].predicted < known.predicted
+    report = types.SimpleNamespace(time=None, memory=None)
+    monkeypatch.setattr(
+        choosing, "_compiled", lambda one, *_: dataclasses.replace(one, report=report)
+    )
+    looking.compile()
+    assert [one.report is not None for one in looking.choices] == [False, True]
 
 
 BIG = Program(
