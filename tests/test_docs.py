@@ -121,13 +121,19 @@ def test_links():
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
 
 
+def _to_run(notebook):
+    """Compilers for a TPU take minutes: on an older JAX that notebook is for `.ci/nightly`."""
+    is_long = notebook.stem == "plan_gpt2" and jax.__version_info__ < (0, 12)
+    return pytest.param(notebook, id=notebook.stem, marks=pytest.mark.soak if is_long else ())
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(500)  # compilers for a TPU take minutes; the process itself has 480 s
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.stem)
+@pytest.mark.timeout(920)  # the process itself has 900 s
+@pytest.mark.parametrize("notebook", [*map(_to_run, NOTEBOOKS)])
 def test_notebook_runs(notebook):
     """The script half of each notebook runs to its end in a process of its own."""
     done = subprocess.run(
-        [sys.executable, notebook], capture_output=True, text=True, timeout=480, check=False
+        [sys.executable, notebook], capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr
 
