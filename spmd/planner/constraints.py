@@ -1,7 +1,9 @@
 """The fewest constraints in a user's code with which propagation gives the program of a plan.
 
 The program is traced once with marks at all expressions that come into question. Each set of them
-is then tried in the lowered module, by the passes of a preview.
+is then tried in the lowered module, by the passes of a preview. What is compiled, and judged in the
+end, is traced with the marks of the set alone: a gradient is added up in another order where a
+value has a mark.
 """
 
 from __future__ import annotations
@@ -87,16 +89,23 @@ def _trials(
     missing: list[Span],
 ) -> tuple[_Trials, str]:
     """What can be tried of expressions, of which some may be missing; why nothing can be, if so."""
+    every = dict(enumerate(expressions))
+
+    def lower_with(numbers: Collection[int]) -> stages.Lowered:
+        if not numbers:
+            return case.lowered
+        # Another trace: that of the case has no marks.
+        with _jax.core.traced_anew(), marked({n: every[n] for n in numbers}), marks.marking():
+            return lower()
+
     try:
-        # Another trace: the one of the case has no marks.
-        with _jax.core.traced_anew(), marked(expressions) as changed, marks.marking():
+        with marked(every) as changed:
             missing += [one.span for one in changed if not (one.is_operand or one.depth)]
-            own = lower()
-        return _Trials(case, own), ""
+        return _Trials(case, lower_with(every), lower_with), ""
     except Exception as error:  # whatever the user's code does with a mark in it
         logger.info("plan: the program could not be lowered with marks", exc_info=error)
         said = f" Nothing was tried: with marks, the code raises {type(error).__name__}."
-        return _Trials(case, case.lowered), said
+        return _Trials(case, case.lowered, lower_with), said
 
 
 def _platform_of(mesh: Any) -> str:
@@ -162,21 +171,32 @@ class _Copy(NamedTuple):
 class _Trials:
     """Sets of constraints, each tried in a module with marks.
 
+    Args:
+        case: what is to be reached.
+        lowered: the program with all marks.
+        lower_with: lowers it with some of them.
+
     Attributes:
         specs: by the number of a mark, where the plan's program has its value.
         kept: of these numbers, those that are needed.
         is_late: whether the time was up before all was tried.
     """
 
-    def __init__(self, case: _Case, lowered: stages.Lowered):
-        self.case, self.lowered = case, lowered
+    def __init__(
+        self,
+        case: _Case,
+        lowered: stages.Lowered,
+        lower_with: Callable[[Collection[int]], stages.Lowered],
+    ):
+        self.case, self.lowered, self.lower_with = case, lowered, lower_with
         self.specs = _specs(lowered, case.pins)
         self.kept: frozenset[int] = frozenset(self.specs)
         self.is_late = False
         self.compiled = functools.cache(self._compiled)
+        self.pasted = functools.cache(self._pasted)
 
     def outcome(self, kept: frozenset[int]) -> Outcome:
-        """What the program does with these constraints alone."""
+        """What the program with all marks does with these constraints alone."""
         module = self.lowered.compiler_ir()
         with module.context:
             copied = _Copy(module.operation.clone().operation, module.context)
@@ -206,13 +226,18 @@ class _Trials:
         found.grow(order[::-1])
         self.kept, self.is_late = found.kept, self.is_late or found.is_late
 
-    def _compiled(self, kept: frozenset[int]) -> Outcome:
-        """What the compiler makes of the program with these constraints alone."""
-        own = copy.copy(self.lowered)
+    def _pasted(self, kept: frozenset[int]) -> stages.Lowered:
+        """The program of a code with these constraints, and nothing else of ours."""
+        lowered = self.lower_with(kept)
+        own = copy.copy(lowered)
         specs = {number: self.specs[number] for number in kept}
         edit = functools.partial(marks.keep, specs=specs)
-        own._lowering = _jax.lowering.edited(self.lowered._lowering, edit)
-        return outcome_of_exchanges(spmd.report(own.compile()).collectives)
+        own._lowering = _jax.lowering.edited(lowered._lowering, edit)
+        return own
+
+    def _compiled(self, kept: frozenset[int]) -> Outcome:
+        """What the compiler makes of it."""
+        return outcome_of_exchanges(spmd.report(self.pasted(kept).compile()).collectives)
 
 
 def _specs(lowered: stages.Lowered, pins: Sequence[Pin]) -> dict[int, Entries]:
@@ -258,7 +283,8 @@ def _shown(missing: Sequence[Span]) -> str:
 
 def _compared(trials: _Trials, report: Report | None) -> tuple[bool, str]:
     """Whether the program of the code is the plan's, and what was seen of it."""
-    differs = difference(trials.outcome(trials.kept), trials.case.target)
+    found = trials.case.outcome(trials.pasted(trials.kept).compiler_ir())
+    differs = difference(found, trials.case.target)
     same = "has the exchanges and the products of the plan's"
     said = f"By the preview, the program of this code {differs or same}"
     if report is None:

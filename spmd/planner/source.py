@@ -195,14 +195,14 @@ _swapping = threading.Lock()
 
 
 @contextlib.contextmanager
-def marked(expressions: Sequence[Expression]) -> Iterator[list[Expression]]:
-    """Has functions mark these expressions, by their index, as long as the context lasts.
+def marked(expressions: Mapping[int, Expression]) -> Iterator[list[Expression]]:
+    """Has functions mark these expressions, by their number, as long as the context lasts.
 
     Functions whose text has changed since they were made stay as they are; gives the expressions
     that are in them.
     """
     by_file: dict[str, dict[Where, int]] = {}
-    for number, one in enumerate(expressions):
+    for number, one in expressions.items():
         by_file.setdefault(one.span.file, {})[one.span.where] = number
     with _swapping:
         swaps = [*_swaps({name: SourceFile(name).codes(at) for name, at in by_file.items()})]
@@ -210,7 +210,7 @@ def marked(expressions: Sequence[Expression]) -> Iterator[list[Expression]]:
         try:
             for function, codes in swaps:
                 function.__code__ = codes.marked
-            yield [one for one in expressions if not names.intersection(_around(one.span))]
+            yield [one for one in expressions.values() if not names.intersection(_around(one.span))]
         finally:
             for function, codes in swaps:
                 function.__code__ = codes.plain

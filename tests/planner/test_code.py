@@ -162,6 +162,7 @@ PLANS = {
     "MLP, fully sharded over both axes": ("mlp_step", (["x:0", UP], ["x:0", UP]), 1),
     "attention, width before batch": ("attention_step", (["w['q']:1", "x:0"], ["w['q']:2"]), 1),
     "attention, heads": ("attention_step", (["x:0"], ["w['q']:2"]), 0),
+    "attention, heads and sequence": ("attention_step", (["x:0"], ["w['q']:2", "x:1"]), 2),
     "mapped, sequence and width": ("mapped_step", (["x:1", "w['up']:0"], ["x:1"]), 1),
     "words, by their places": ("words_step", (["tokens:1"], [HEAD]), 1),
     "words, fully sharded and vocabulary": ("words_step", (["tokens:0", EMBED], [HEAD]), 1),
