@@ -25,6 +25,7 @@ from spmd.planner.alike import tied
 from spmd.planner.demand import early
 from spmd.planner.optimizer import with_state
 from spmd.planner.structure import Graph, Operation, Tensor, with_weights
+from spmd.planner.sums import regroup
 
 PINNED = ("stablehlo.dot_general", "stablehlo.convolution", "stablehlo.gather", "stablehlo.scatter")
 """Operations whose operands and results a plan constrains: what decides how a program is split.
@@ -76,6 +77,7 @@ def graph_of(module: Any, *, subject: str) -> Graph:
     """Reads a lowered module, whose own shardings do not matter."""
     with module.context:
         copy = module.operation.clone().operation
+        regroup(copy)
         kind = ir.IntegerType.get_signless(64)
         for number, one in enumerate(numbered(copy)):
             one.attributes[_NUMBER] = ir.IntegerAttr.get(kind, number)

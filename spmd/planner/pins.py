@@ -19,6 +19,7 @@ from spmd.planner.demand import Demand
 from spmd.planner.graph import numbered
 from spmd.planner.layout import Fixed, Layout, places_of, spec_entries
 from spmd.planner.structure import Graph, Operation, pinned
+from spmd.planner.sums import regroup
 
 
 class Way(NamedTuple):
@@ -140,6 +141,9 @@ def pin(module: Any, pins: Sequence[Pin], mesh: str = "mesh") -> None:
         MisfitError: the module has other operations than those that the pins are of. A constraint
             of another rank would end the process in Shardy.
     """
+    if not pins:
+        return
+    regroup(module.operation)
     operations = numbered(module.operation)
     held: dict[Any, Any] = {}
     with module.context, ir.Location.unknown(module.context):

@@ -1,0 +1,79 @@
+"""Products that are added up, added to each other before they are added to anything else.
+
+Each of ``((c + a @ b) + d @ e) + f @ g`` is a sum of its own where the products are split along
+what they sum over. In ``c + ((a @ b + d @ e) + f @ g)`` compilers send one. The gradient of what
+several products take, such as queries, keys and values, is of the first form in JAX's programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+
+from spmd.inspection.shardy import passes
+
+_ADD = "stablehlo.add"
+_PRODUCTS = ("stablehlo.dot_general", "stablehlo.convolution")
+_LINEAR = ("stablehlo.convert", "stablehlo.reshape", "stablehlo.transpose")
+
+
+def regroup(operation: Any) -> None:
+    """Adds products to each other first, in all sums of a module."""
+    for root in [one for one in passes.operations_in(operation) if _is_root(one)]:
+        adds: list[Any] = []
+        leaves = [*_leaves(root, adds)]
+        products = [one for one in leaves if _is_product(one)]
+        others = [one for one in leaves if not _is_product(one)]
+        if len(products) < 2 or not others:
+            continue
+        with root.context, root.location, ir.InsertionPoint(root):
+            total = _added([_added(others), _added(products)])
+        root.results[0].replace_all_uses_with(total)
+        for one in adds:
+            one.erase()
+
+
+def _is_root(one: Any) -> bool:
+    """Whether it is a sum that is no term of another one."""
+    if one.name != _ADD:
+        return False
+    users = [passes.operation_of(use.owner) for use in one.results[0].uses]
+    return not (len(users) == 1 and users[0].name == _ADD and users[0].block == one.block)
+
+
+def _leaves(add: Any, adds: list[Any]) -> Iterator[Any]:
+    """What a sum is of, in order; the additions that make it, each before those that it uses."""
+    adds.append(add)
+    for value in add.operands:
+        maker = _maker(value)
+        inner = maker is not None and maker.name == _ADD and maker.block == add.block
+        if inner and len([*value.uses]) == 1:
+            yield from _leaves(maker, adds)
+        else:
+            yield value
+
+
+def _is_product(value: Any) -> bool:
+    """Whether a value is that of a product, and of no other use."""
+    while len([*value.uses]) == 1 and (maker := _maker(value)) is not None:
+        if maker.name in _PRODUCTS:
+            return True
+        if maker.name not in _LINEAR:
+            return False
+        value = maker.operands[0]
+    return False
+
+
+def _maker(value: Any) -> Any | None:
+    """The operation that makes a value; None for an argument of a block."""
+    return None if isinstance(value.owner, ir.Block) else passes.operation_of(value.owner)
+
+
+def _added(values: list[Any]) -> Any:
+    first, *more = values
+    for value in more:
+        first = stablehlo.add(first, value)
+    return first
