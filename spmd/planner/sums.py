@@ -7,7 +7,8 @@ several products take, such as queries, keys and values, is of the first form in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import itertools
 from typing import Any
 
 from jax.extend.mlir import ir
@@ -23,10 +24,9 @@ _LINEAR = ("stablehlo.convert", "stablehlo.reshape", "stablehlo.transpose")
 def regroup(operation: Any) -> None:
     """Adds products to each other first, in all sums of a module."""
     for root in [one for one in passes.operations_in(operation) if _is_root(one)]:
-        adds: list[Any] = []
-        leaves = [*_leaves(root, adds)]
-        products = [one for one in leaves if _is_product(one)]
-        others = [one for one in leaves if not _is_product(one)]
+        adds, terms = _sum_of(root)
+        products = [one for one in terms if _is_product(one)]
+        others = [one for one in terms if not _is_product(one)]
         if len(products) < 2 or not others:
             continue
         with root.context, root.location, ir.InsertionPoint(root):
@@ -44,21 +44,23 @@ def _is_root(one: Any) -> bool:
     return not (len(users) == 1 and users[0].name == _ADD and users[0].block == one.block)
 
 
-def _leaves(add: Any, adds: list[Any]) -> Iterator[Any]:
-    """What a sum is of, in order; the additions that make it, each before those that it uses."""
-    adds.append(add)
-    for value in add.operands:
+def _sum_of(root: Any) -> tuple[list[Any], list[Any]]:
+    """The additions of a sum, each before those that it takes, and its terms in order."""
+    adds, terms, pending = [root], [], [*root.operands][::-1]
+    while pending:
+        value = pending.pop()
         maker = _maker(value)
-        inner = maker is not None and maker.name == _ADD and maker.block == add.block
-        if inner and len([*value.uses]) == 1:
-            yield from _leaves(maker, adds)
+        if maker and maker.name == _ADD and maker.block == root.block and _is_used_once(value):
+            adds.append(maker)
+            pending += [*maker.operands][::-1]
         else:
-            yield value
+            terms.append(value)
+    return adds, terms
 
 
 def _is_product(value: Any) -> bool:
     """Whether a value is that of a product, and of no other use."""
-    while len([*value.uses]) == 1 and (maker := _maker(value)) is not None:
+    while _is_used_once(value) and (maker := _maker(value)):
         if maker.name in _PRODUCTS:
             return True
         if maker.name not in _LINEAR:
@@ -67,13 +69,14 @@ def _is_product(value: Any) -> bool:
     return False
 
 
+def _is_used_once(value: Any) -> bool:
+    return len([*itertools.islice(value.uses, 2)]) == 1
+
+
 def _maker(value: Any) -> Any | None:
     """The operation that makes a value; None for an argument of a block."""
     return None if isinstance(value.owner, ir.Block) else passes.operation_of(value.owner)
 
 
 def _added(values: list[Any]) -> Any:
-    first, *more = values
-    for value in more:
-        first = stablehlo.add(first, value)
-    return first
+    return functools.reduce(lambda a, b: stablehlo.add(a, b), values)

@@ -27,19 +27,27 @@ def shown(value):
     return "ab" if name == "dot_general" else f"{name}({shown(one.operands[0])})"
 
 
-def regrouped(function, count, dtype=jnp.float32):
+def lowered(function, count):
+    """A function of so many matrices."""
+    args = [f32(8, 8)] * count
+    return jax.jit(function).lower(*args).compiler_ir("stablehlo")
+
+
+def result_of(module):
+    """What the function of a module returns."""
+    main = passes.functions(module.operation)["main"]
+    [*_, last] = main.regions[0].blocks[0].operations
+    return last.operands
+
+
+def regrouped(function, count):
     """The results of a function of so many matrices, as they are made before and after."""
-    args = [jax.ShapeDtypeStruct((8, 8), dtype)] * count
-    module = jax.jit(function).lower(*args).compiler_ir("stablehlo")
-    found = []
+    module = lowered(function, count)
     with module.context:
-        for _ in range(2):
-            main = passes.functions(module.operation)["main"]
-            [*_, last] = main.regions[0].blocks[0].operations
-            found.append([shown(value) for value in last.operands])
-            regroup(module.operation)
-            module.operation.verify()
-    return found
+        before = [*map(shown, result_of(module))]
+        regroup(module.operation)
+        module.operation.verify()
+        return before, [*map(shown, result_of(module))]
 
 
 def mixed(c, a, b):
@@ -91,6 +99,25 @@ def test_what_is_used_between_stays():
     assert after == ["((c0 + ab) + (ab + ab))", "(c0 + ab)"]
 
 
+def test_a_long_sum():
+    """A sum of thousands of terms is as deep as it is long; the products end up beside it."""
+
+    def function(c, a, b):
+        c = c + a @ b
+        for _ in range(2000):
+            c = c + a
+        return c + b @ a
+
+    module = lowered(function, 3)
+    with module.context:
+        regroup(module.operation)
+        module.operation.verify()
+        last = result_of(module)[0].owner
+        assert shown(last.operands[1]) == "(ab + ab)"
+        names = [one.name for one in passes.operations_in(module.operation)]
+        assert names.count("stablehlo.add") == 2002
+
+
 def attend(w, x):
     """The gradient of two layers whose queries, keys and values take the same rows."""
 
@@ -121,8 +148,8 @@ def megatron(mesh):
 def test_a_gradient_of_several_products_is_sent_once():
     """A compiler for TPUs adds up what each layer makes, and one gradient of each."""
     pytest.importorskip("libtpu", reason=WITHOUT_LIBTPU)
-    lowered = megatron(spmd.topology("v5e:2x4", {"data": 2, "model": 4}))
-    for found in (spmd.preview(lowered), spmd.report(lowered.compile())):
+    program = megatron(spmd.topology("v5e:2x4", {"data": 2, "model": 4}))
+    for found in (spmd.preview(program), spmd.report(program.compile())):
         sums = [(one.kind, one.mesh_axes, len(one.shapes.operands)) for one in found.collectives]
         assert sums == [("all-reduce", ("model",), 1)] * 4
 
