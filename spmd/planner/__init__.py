@@ -6,6 +6,7 @@ In the order of reading:
 - `asked`: what a user wants of a plan, read and checked.
 - `calls`: a call of `pjit` with AUTO among its specs, or with ``plan=``.
 - `structure`: a program as a plan sees it: values, operations, and classes of dimensions.
+- `sums`: products that are added up, added to each other first.
 - `graph`: that of a lowered module.
 - `alike`: layers that are written out one after the other, whose classes are one.
 - `optimizer`: which values only the optimizer has.

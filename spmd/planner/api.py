@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import inspect
+import itertools
 import os
 import time
 from typing import Any
@@ -201,6 +202,7 @@ def plan_program(
     written: Sequence[stages.Lowered] = (),
 ) -> Plan:
     """The plan of a program, from the disk or from a search."""
+    on = dataclasses.replace(on, meshes=_from_first(program, on.meshes))
     traced = program.traced(on.meshes[0])
     ins, outs = open_leaves(traced)
     leaves = [*ins, *outs]
@@ -255,6 +257,15 @@ def plan_program(
     if wish.cache and plan.complete:
         cache.keep(key, plan)
     return _coded(plan, program, on)
+
+
+def _from_first(program: Program, meshes: Sequence[Any]) -> tuple[Any, ...]:
+    """The meshes from the first one on that the function can be traced for; all, if there is none.
+
+    What it raises is then that of the first mesh.
+    """
+    found = itertools.dropwhile(lambda mesh: len(meshes) > 1 and not program.is_for(mesh), meshes)
+    return tuple(found) or tuple(meshes)
 
 
 def _coded(plan: Plan, program: Program, on: Hardware) -> Plan:

@@ -225,7 +225,7 @@ class _Looking:
                 return
             sizes = dict(mesh.shape)
             links, _ = links_of(self.chip, [*mesh.devices.flat], sizes)
-            if links is None:
+            if links is None or not self.program.is_for(mesh):
                 continue
             graph = self.program.graph(mesh)
             known = experts(graph, sizes) if self.seeds else {}

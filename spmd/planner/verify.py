@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import copy
 import dataclasses
 import functools
+import logging
 import re
 from typing import Any
 import warnings
@@ -23,6 +24,8 @@ from spmd.planner.graph import graph_of
 from spmd.planner.layout import Fixed, Layout, places_of, spec_entries
 from spmd.planner.pins import annotate, pin
 from spmd.planner.structure import Graph
+
+logger = logging.getLogger(__name__)
 
 _MESH = re.compile(r"^ *sdy\.mesh .*$", re.MULTILINE)
 
@@ -52,6 +55,15 @@ class Program:
     def traced(self, mesh: Any) -> stages.Traced:
         """Its trace for a mesh, whose specs are open."""
         return self._once("trace", self.trace or self._trace, mesh)
+
+    def is_for(self, mesh: Any) -> bool:
+        """Whether the function can be traced for a mesh: a `shard_map` in it may not divide."""
+        try:
+            self.traced(mesh)
+        except Exception as error:  # whatever the user's code does
+            logger.info("plan: not for %s", dict(mesh.shape), exc_info=error)
+            return False
+        return True
 
     def graph(self, mesh: Any) -> Graph:
         """The classes of its dimensions, and what ties them."""

@@ -2,6 +2,7 @@
 
 import json
 
+from hardware import require_libtpu
 import jax
 import jax.numpy as jnp
 import pytest
@@ -264,6 +265,42 @@ def test_what_no_compiler_takes_has_no_plan(mesh):
         spmd.plan(odd, BATCH["x"], mesh=mesh, top=1, cache=False, progress=False)
     assert "there_is_no_such_target" in str(caught.value)
     assert not isinstance(caught.value, spmd.PlanMemoryError)
+
+
+def by_heads(count):
+    """A function that divides so many heads among the devices of the axis model."""
+
+    def function(x, w):
+        rows = P("data", "model")
+        heads = (x @ w).reshape(-1, count, 8)
+        return jax.shard_map(
+            jnp.tanh, in_specs=rows, out_specs=rows, mesh=spmd.current_mesh()
+        )(heads)  # fmt: skip
+
+    return function, BATCH["x"], jax.ShapeDtypeStruct((D, count * 8), f32)
+
+
+def test_a_mesh_that_a_function_is_not_for_is_passed_over():
+    """Six heads are for one, two or six devices; other meshes of eight are no answer."""
+    require_libtpu()
+    options = {"topology": "v5e:2x4", "top": 0, "cache": False, "progress": False}
+    found = spmd.plan(*by_heads(6), **options)
+    assert {one.axes["model"] for one in found.candidates} == {1, 2}
+    # The first one that it is for, too, may come later.
+    found = spmd.plan(*by_heads(6), axes=("model", "data"), **options)
+    assert {one.axes["model"] for one in found.candidates} == {1, 2}
+
+
+def test_what_a_function_raises_for_every_mesh_is_said():
+    """That of the first mesh."""
+    require_libtpu()
+    options = {"topology": "v5e:2x4", "top": 0, "cache": False, "progress": False}
+
+    def never(x):
+        raise ZeroDivisionError(f"of {spmd.current_mesh().shape['data']}")
+
+    with pytest.raises(ZeroDivisionError, match="of 8"):
+        spmd.plan(never, BATCH["x"], **options)
 
 
 def test_a_plan_is_found_by_all_that_it_says(mesh, tmp_path, monkeypatch):
