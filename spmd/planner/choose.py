@@ -362,8 +362,11 @@ class _Looking:
                 return
             other = way._replace(**change)
             pins = self._pins(best, other)
-            one = dataclasses.replace(best, pins=pins, told=None, report=None)
-            if pins == best.pins or (other.free and not self._may_be_free(one, best, way)):
+            # What products gather ahead of their use they would not without pins.
+            if pins == best.pins or (other.free and self._gathers_ahead(best, way)):
+                continue
+            one = self._previewed(dataclasses.replace(best, pins=pins, report=None))
+            if other.free and (one.exchange or 0.0) > (best.exchange or 0.0) * _AS_MUCH:
                 continue
             self.choices.append(one)
             self._compile(len(self.choices) - 1)
@@ -375,15 +378,8 @@ class _Looking:
         assert one.layout is not None
         return pins_of(one.graph, one.layout, dict(one.mesh.shape), self.rules.fixed, way)
 
-    def _may_be_free(self, one: Choice, pinned: Choice, way: Way) -> bool:
-        """Whether a program is as good without pins, as far as is known before it is compiled.
-
-        What products gather ahead of their use they would not without pins; and Shardy tells
-        what else is sent then.
-        """
-        if self._is_late() or self._pins(pinned, way._replace(ahead=False)) != pinned.pins:
-            return False
-        return (self._previewed(one).exchange or 0.0) <= (pinned.exchange or 0.0) * _AS_MUCH
+    def _gathers_ahead(self, one: Choice, way: Way) -> bool:
+        return self._pins(one, way._replace(ahead=False)) != one.pins
 
     def _compile(self, i: int) -> bool:
         """Compiles one; False where the time is up."""

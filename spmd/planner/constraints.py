@@ -99,9 +99,10 @@ def _trials(
             return lower()
 
     try:
-        with marked(every) as changed:
+        with _jax.core.traced_anew(), marked(every) as changed, marks.marking():
             missing += [one.span for one in changed if not (one.is_operand or one.depth)]
-        return _Trials(case, lower_with(every), lower_with), ""
+            own = lower()
+        return _Trials(case, own, lower_with), ""
     except Exception as error:  # whatever the user's code does with a mark in it
         logger.info("plan: the program could not be lowered with marks", exc_info=error)
         said = f" Nothing was tried: with marks, the code raises {type(error).__name__}."

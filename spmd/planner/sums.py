@@ -8,7 +8,6 @@ several products take, such as queries, keys and values, is of the first form in
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Any
 
 from jax.extend.mlir import ir
@@ -49,8 +48,9 @@ def _sum_of(root: Any) -> tuple[list[Any], list[Any]]:
     adds, terms, pending = [root], [], [*root.operands][::-1]
     while pending:
         value = pending.pop()
-        maker = _maker(value)
-        if maker and maker.name == _ADD and maker.block == root.block and _is_used_once(value):
+        maker = passes.maker_of(value)
+        inner = maker and maker.name == _ADD and maker.block == root.block
+        if inner and passes.is_used_once(value):
             adds.append(maker)
             pending += [*maker.operands][::-1]
         else:
@@ -60,7 +60,7 @@ def _sum_of(root: Any) -> tuple[list[Any], list[Any]]:
 
 def _is_product(value: Any) -> bool:
     """Whether a value is that of a product, and of no other use."""
-    while _is_used_once(value) and (maker := _maker(value)):
+    while passes.is_used_once(value) and (maker := passes.maker_of(value)):
         if maker.name in _PRODUCTS:
             return True
         if maker.name not in _LINEAR:
@@ -69,14 +69,5 @@ def _is_product(value: Any) -> bool:
     return False
 
 
-def _is_used_once(value: Any) -> bool:
-    return len([*itertools.islice(value.uses, 2)]) == 1
-
-
-def _maker(value: Any) -> Any | None:
-    """The operation that makes a value; None for an argument of a block."""
-    return None if isinstance(value.owner, ir.Block) else passes.operation_of(value.owner)
-
-
 def _added(values: list[Any]) -> Any:
-    return functools.reduce(lambda a, b: stablehlo.add(a, b), values)
+    return functools.reduce(stablehlo.add, values)

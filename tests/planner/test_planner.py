@@ -354,6 +354,18 @@ def test_choices_of_several_meshes():
         np.testing.assert_allclose(got[name], value, rtol=1e-4, atol=1e-6)
 
 
+def looking_at(pod, top, data, model):
+    """A search whose only layout splits rows, widths and hidden widths, of which `top` compile."""
+    found = MLP.graph(pod)
+    of = classes(found)
+    letters = {"b": of["x:0"], "d": of["x:1"], "f": of["w['up']:1"]}
+    layout = Layout.of({"data": [*map(letters.get, data)], "model": [*map(letters.get, model)]})
+    cost = Estimate(compute=1.0, memory=0.0, exchange=0.0, hidden=0.0, peak=1.0)
+    looking = choosing._Looking(MLP, CHIPS["v5e"], Rules(), top, False, 0, lambda one: None)
+    looking.choices = [looking._choice("found", Candidate(layout, cost, 1.0), found, pod)]
+    return looking
+
+
 @pytest.mark.parametrize(
     ("seconds", "compiled", "best"),
     [
@@ -385,12 +397,7 @@ def test_the_best_one_is_pinned_in_other_ways(monkeypatch, seconds, compiled, be
 
     monkeypatch.setattr(choosing, "_compiled", report)
     monkeypatch.setattr(Choice, "fits", lambda one, budget: True)
-    looking = choosing._Looking(MLP, CHIPS["v5e"], Rules(), 2, False, 0, lambda one: None)
-    found = MLP.graph(pod)
-    of = classes(found)
-    layout = Layout.of({"data": [of["x:0"], of["x:1"]], "model": [of["w['up']:1"]]})
-    cost = Estimate(compute=1.0, memory=0.0, exchange=0.0, hidden=0.0, peak=1.0)
-    looking.choices = [looking._choice("found", Candidate(layout, cost, 1.0), found, pod)]
+    looking = looking_at(pod, 2, "bd", "f")
     looking.compile()
     assert len(seen) == compiled
     assert [way_of(one) for one in looking.choices] == [best]
@@ -412,13 +419,7 @@ def test_the_best_one_is_left_free(monkeypatch, data, model, tried):
 
     monkeypatch.setattr(choosing, "_compiled", report)
     monkeypatch.setattr(Choice, "fits", lambda one, budget: True)
-    looking = choosing._Looking(MLP, CHIPS["v5e"], Rules(), 2, False, 0, lambda one: None)
-    found = MLP.graph(pod)
-    of = classes(found)
-    letters = {"b": of["x:0"], "d": of["x:1"], "f": of["w['up']:1"]}
-    layout = Layout.of({"data": [*map(letters.get, data)], "model": [*map(letters.get, model)]})
-    cost = Estimate(compute=1.0, memory=0.0, exchange=0.0, hidden=0.0, peak=1.0)
-    looking.choices = [looking._choice("found", Candidate(layout, cost, 1.0), found, pod)]
+    looking = looking_at(pod, 2, data, model)
     assert looking.choices[0].pins
     looking.compile()
     assert [one.pins == () for one in looking.choices] == [tried]
@@ -427,18 +428,10 @@ def test_the_best_one_is_left_free(monkeypatch, data, model, tried):
 def test_what_shardy_was_not_asked_of_is_compiled_later(monkeypatch):
     """A prediction without Shardy's exchanges is too low to be compared with one that has them."""
     pod = spmd.make_mesh({"data": 4, "model": 2})
-    found = MLP.graph(pod)
-    b, f = (classes(found)[name] for name in ("x:0", "w['up']:1"))
-    cost = Estimate(compute=1.0, memory=0.0, exchange=0.0, hidden=0.0, peak=1.0)
-    looking = choosing._Looking(MLP, CHIPS["v5e"], Rules(), 1, False, 0, lambda one: None)
-
-    def choice(**orders):
-        candidate = Candidate(Layout.of(orders), cost, 1.0)
-        return looking._choice("found", candidate, found, pod)
-
-    known = looking._previewed(choice(data=[b], model=[]))
+    looking = looking_at(pod, 1, "b", "f")
+    known = looking._previewed(*looking_at(pod, 1, "b", "").choices)
     assert known.exchange > 0
-    looking.choices = [choice(data=[b], model=[f]), known]
+    looking.choices.append(known)
     assert looking.choices[0].predicted < known.predicted
     report = types.SimpleNamespace(time=None, memory=None)
     monkeypatch.setattr(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from typing import Any, NamedTuple
@@ -211,6 +212,11 @@ def maker_of(value: Any, through: str = "") -> Any:
     if maker is None or maker.name != through:
         return maker
     return maker_of(maker.operands[0], through)
+
+
+def is_used_once(value: Any) -> bool:
+    """Whether one operand alone is this value."""
+    return len([*itertools.islice(value.uses, 2)]) == 1
 
 
 def user_of(use: Any) -> tuple[Any, int]:

@@ -426,10 +426,16 @@ def _merged(function: Any) -> Iterator[Any]:
             sums[one.results[0]] = one, passes.text_of(one, "reduction_axes")
         elif one.name == "stablehlo.add" and all(v in sums for v in one.operands):
             left, right = (sums[value] for value in one.operands)
-            if left[1] == right[1] and left[0] != right[0] and all(map(_once, one.operands)):
+            if (
+                left[1] == right[1]
+                and left[0] != right[0]
+                and all(map(passes.is_used_once, one.operands))
+            ):
                 sums[one.results[0]] = left
                 yield right[0]
-        elif one.name in _ADDED and one.operands[0] in sums and _once(one.operands[0]):
+        elif (
+            one.name in _ADDED and one.operands[0] in sums and passes.is_used_once(one.operands[0])
+        ):
             # The same move of both may come after their sum.
             first, key = sums[one.operands[0]]
             sums[one.results[0]] = first, f"{key} {_said(one)}"
@@ -440,7 +446,3 @@ def _said(operation: Any) -> str:
     names = ("permutation", "slicing_axes", "reduction_axes")
     texts = [passes.text_of(operation, name) for name in names]
     return " ".join([operation.name, *texts, str(operation.results[0].type)])
-
-
-def _once(value: Any) -> bool:
-    return len([*value.uses]) == 1
