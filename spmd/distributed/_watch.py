@@ -22,6 +22,11 @@ import time
 import traceback
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmd import _jax
 from spmd.errors import DistributedError, Failure, explain
 
 _FAILED = 1
@@ -72,9 +77,10 @@ class Watch:
         self._thread.start()
 
     def leave(self) -> None:
-        """Tells the others that this process ends as it should."""
+        """Ends what this process has started, and tells the others that it ends as it should."""
         with self._leaving:
             if not self._left:
+                _finish()
                 self._left = True
                 self._tell({"ended": self.process})
 
@@ -182,6 +188,22 @@ def _keep_alive(connection: socket.socket, seconds: float) -> None:
         if hasattr(socket, name):  # on Linux
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _finish() -> None:
+    """Waits until the devices of this process have ended what was started on them.
+
+    The others need it: a program whose first result was read may still run on other devices, and
+    whoever is gone by then leaves its peers waiting in a collective. No client of JAX says when its
+    devices are idle; but each starts a program on all of them only after those before it.
+    """
+    if _jax.mesh.backends_started():
+        devices = jax.local_devices()
+        mesh = jax.sharding.Mesh(np.array(devices), ("device",))
+        placed = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("device"))
+        ones = jax.jit(lambda: jnp.ones(len(devices)), out_shardings=placed)
+        with contextlib.suppress(jax.errors.JaxRuntimeError), jax.set_mesh(mesh):
+            ones().block_until_ready()
 
 
 def _say(text: str) -> None:

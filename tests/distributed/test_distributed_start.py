@@ -311,6 +311,38 @@ def test_twice_and_shutdown(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("end", ["d.shutdown()", ""])
+def test_what_was_started_is_ended_first(tmp_path, end):
+    """A result was read on one device; another one still runs, and its peer has to be there."""
+    run = launch(
+        tmp_path,
+        """
+        import atexit
+
+        @atexit.register
+        def at_exit():  # registered before `initialize`, so run after what that registers
+            say([s.data.is_ready() for s in y.addressable_shards], y.addressable_data(3).tolist())
+
+        d.initialize()
+        mesh = spmd.make_mesh({"process": 2, "device": 4})
+
+        def step(x):
+            is_late = (lax.axis_index("process") == 0) & (lax.axis_index("device") == 3)
+            x = lax.fori_loop(0, jnp.where(is_late, 1500, 0), lambda i, x: x @ x / 500, x)
+            return lax.psum(x[0, :1], "process")
+
+        split = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P("device"), check_vma=False)
+        y = jax.jit(split)(np.ones((500, 500), "float32"))
+        say(y.addressable_data(0).tolist())
+        """
+        + end,
+        head=HEAD,
+    )
+    assert run.code == 0, run.err
+    assert run.said == ["[2.0]\n[True, True, True, True] [2.0]"] * 2
+
+
+@pytest.mark.slow
 def test_stock_start_up(tmp_path):
     """Where `jax.distributed` was started without us, everything but the watch works."""
     run = launch(
