@@ -37,6 +37,8 @@ _LOOKED_AT = 24
 """Layouts that the second tier looks at, of all meshes together."""
 _OF_EACH = 3
 """Of each mesh at least so many."""
+_AFTER_THOSE = 12
+"""So many more, where they seem better than the best of those."""
 _NEAR = 1.2
 """Up to so many times the best prediction, what is unlike comes before what is alike."""
 _AS_MUCH = 1.01
@@ -293,6 +295,12 @@ class _Looking:
             count += 1
             self.tell(Progress(self.tried, self.best, ""))
             self.choices[i] = self._previewed(one)
+        for _ in range(_AFTER_THOSE):
+            fitting = [i for i in ranked if self.choices[i].fits(self.rules.budget)]
+            at = min(fitting, key=lambda i: self.choices[i].predicted, default=None)
+            if at is None or self.choices[at].told is not None or self._is_late():
+                return
+            self.choices[at] = self._previewed(self.choices[at])
 
     def _previewed(self, one: Choice) -> Choice:
         ins = [one.ins[i] for i in one.kept]
@@ -405,7 +413,7 @@ class _Looking:
     def _unlike(self, ranked: Sequence[int]) -> list[int]:
         """The same choices: those that are not much slower than the first and unlike all before.
 
-        After them come those that place large arguments as one before them does.
+        After them come those that place large arguments, or have figures, as one before them.
         """
         seen: set[Any] = set()
         first: list[int] = []
@@ -413,8 +421,10 @@ class _Looking:
             one = self.choices[i]
             if one.predicted > _NEAR * self.choices[ranked[0]].predicted:
                 break
-            if (key := _places_of_large(one)) not in seen:
-                seen.add(key)
+            sizes = tuple(size for size in one.mesh.shape.values() if size > 1)
+            keys = {(sizes, _places_of_large(one)), (sizes, one.estimate, one.exchange)}
+            if keys.isdisjoint(seen):
+                seen |= keys
                 first.append(i)
         return [*first, *(i for i in ranked if i not in {*first})]
 
@@ -450,13 +460,12 @@ class _Looking:
 
 
 def _places_of_large(one: Choice) -> Any:
-    """The parts of a mesh, and where arguments lie of which each is a hundredth of all bytes."""
+    """Where arguments lie of which each is a hundredth of all bytes."""
     arguments = [tensor for tensor in one.graph.tensors if tensor.kind == "argument"]
     least = sum(tensor.nbytes for tensor in arguments) / 100
     own = arguments[len(arguments) - len(one.kept) :]
     places = zip(own, (one.ins[i] for i in one.kept), strict=True)
-    sizes = tuple(size for size in one.mesh.shape.values() if size > 1)
-    return sizes, tuple(place for tensor, place in places if tensor.nbytes >= least)
+    return tuple(place for tensor, place in places if tensor.nbytes >= least)
 
 
 def _is_same(one: Choice, other: Choice) -> bool:

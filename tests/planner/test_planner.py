@@ -441,6 +441,50 @@ def test_what_shardy_was_not_asked_of_is_compiled_later(monkeypatch):
     assert [one.report is not None for one in looking.choices] == [False, True]
 
 
+@pytest.mark.parametrize(
+    ("more", "asked"),
+    [
+        (12, [True, True, True, False]),  # the last one is slower than the first with all it sends
+        (1, [True, True, False, False]),
+        (0, [True, False, False, False]),
+    ],
+)
+def test_shardy_is_asked_of_what_seems_better(monkeypatch, more, asked):
+    """The first one takes 2 s with its exchanges; others that may take less are timed, too."""
+    monkeypatch.setattr(choosing, "_LOOKED_AT", 1)
+    monkeypatch.setattr(choosing, "_OF_EACH", 1)
+    monkeypatch.setattr(choosing, "_AFTER_THOSE", more)
+    looking = looking_at(spmd.make_mesh({"data": 4, "model": 2}), 1, "b", "f")
+    one = looking.choices[0]
+    looking.choices = [
+        dataclasses.replace(one, estimate=dataclasses.replace(one.estimate, compute=seconds))
+        for seconds in (1.0, 1.2, 1.4, 2.1)
+    ]
+    monkeypatch.setattr(
+        looking, "_previewed", lambda one: dataclasses.replace(one, exchange=1.0, told=())
+    )
+    looking.preview()
+    assert [one.told is not None for one in looking.choices] == asked
+
+
+def test_equal_figures_are_compiled_later(monkeypatch):
+    """Rows over one axis or the other are one program; over both they are not, though slower."""
+    looking = looking_at(spmd.make_mesh({"data": 2, "model": 2}), 2, "b", "")
+    for orders, seconds in (("", "b"), 1.0), (("b", "b"), 1.1):
+        (one,) = looking_at(spmd.make_mesh({"data": 2, "model": 2}), 2, *orders).choices
+        estimate = dataclasses.replace(one.estimate, compute=seconds)
+        looking.choices.append(dataclasses.replace(one, estimate=estimate))
+    seen = []
+
+    def report(one, *_):
+        seen.append(one.estimate.seconds)
+        return dataclasses.replace(one, report=types.SimpleNamespace(time=None, memory=None))
+
+    monkeypatch.setattr(choosing, "_compiled", report)
+    looking.compile()
+    assert seen == [1.0, 1.1]
+
+
 BIG = Program(
     function=step, args=({"down": f32(8192, 2048), "up": f32(2048, 8192)}, f32(512, 2048))
 )

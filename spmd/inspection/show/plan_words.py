@@ -107,9 +107,16 @@ def slower(one: Candidate, plan: Plan) -> str:
     a, b = (one.seconds, plan.seconds) if both else (one.predicted, plan.predicted)
     change = a / b - 1 if b else 0.0
     how = "" if is_compiled(one) or not is_compiled(plan.chosen) else "predicted "
-    if abs(change) < 0.005:
-        return f"{how}as fast"
-    return f"{how}{abs(change):.0%} {'slower' if change > 0 else 'faster'}"
+    # The exchanges that Shardy was not asked for only add to a prediction.
+    is_bound = one.told is None and plan.chosen.told is not None and not is_compiled(one)
+    most = " at most" if is_bound and change < _SMALL else ""
+    if abs(change) < _SMALL:
+        return f"{how}as fast{most}"
+    return f"{how}{abs(change):.0%} {'slower' if change > 0 else 'faster'}{most}"
+
+
+_SMALL = 0.005
+"""A share of the time that is no difference."""
 
 
 def exposed(one: Candidate) -> dict[tuple[str, ...], float] | None:

@@ -10,6 +10,7 @@ from plans import (
     DEVIATIONS,
     GIB,
     GPT,
+    MIB,
     MODEL,
     UP,
     candidate,
@@ -111,6 +112,23 @@ def test_verdicts(one, verdict):
         one = dataclasses.replace(one, predicted=0.183)
     assert said.verdict(one, GPT) == verdict
     assert said.verdict(GPT.chosen, GPT) == "chosen"
+
+
+@pytest.mark.parametrize(
+    ("one", "verdict"),
+    [
+        (candidate("x", predicted=0.0976), "predicted 20% faster at most"),
+        (candidate("x", predicted=0.1221), "predicted as fast at most"),
+        (candidate("x", predicted=0.1464), "predicted 20% slower"),
+        (candidate("x", predicted=0.0976, told=MIB), "predicted 20% faster"),
+        (compiled("x", 0.08, GIB), "20% faster"),
+    ],
+)
+def test_what_shardy_was_not_asked_of_is_a_bound(one, verdict):
+    """Its exchanges can only add to a prediction, and are part of that of the chosen one."""
+    assert GPT.chosen.predicted == 0.122
+    assert said.verdict(one, changed(GPT, told=MIB)) == verdict
+    assert said.verdict(one, changed(GPT, told=None)) == verdict.removesuffix(" at most")
 
 
 def test_waits_by_axes():
