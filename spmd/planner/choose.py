@@ -6,6 +6,7 @@ Shardy's own exchanges for the best of all meshes, and the compiler for the best
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import math
@@ -37,6 +38,8 @@ _LOOKED_AT = 24
 """Layouts that the second tier looks at, of all meshes together."""
 _OF_EACH = 3
 """Of each mesh at least so many."""
+_EQUAL = 6
+"""Of layouts with the same figures at most so many."""
 _AFTER_THOSE = 12
 """So many more, where they seem better than the best of those."""
 _NEAR = 1.2
@@ -252,7 +255,11 @@ class _Looking:
     ) -> Iterator[Choice]:
         """The best candidates that place arrays otherwise than those before, and all experts."""
         seen: set[Any] = set()
+        alike: collections.Counter[Estimate] = collections.Counter()
         for one in found:
+            alike[one.cost] += 1
+            if alike[one.cost] > _EQUAL:
+                continue
             choice = self._choice(FOUND, one, graph, mesh)
             if choice.pins + choice.ins not in seen:
                 seen.add(choice.pins + choice.ins)
