@@ -438,6 +438,7 @@ COLLECTIVES = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_collectives_over_the_mapped_axis(name, mesh):
     """A collective over the vmapped `axis_name` in a call is that of the examples."""

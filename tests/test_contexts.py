@@ -75,6 +75,7 @@ def outcome(context, wrap, constraint, x):
     return "applied" if len(sharding.device_set) == 8 and sharding.spec == P("data") else "no-op"
 
 
+@pytest.mark.few(4)
 @pytest.mark.filterwarnings("ignore:.*mesh:DeprecationWarning")
 @pytest.mark.parametrize("name", CONSTRAINTS)
 @pytest.mark.parametrize("wrap", [jax.jit, spmd.pjit], ids=["jit", "pjit"])

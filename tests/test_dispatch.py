@@ -410,6 +410,7 @@ def test_equal_function_spec_and_mesh_trace_and_compile_once():
     assert totals == [once, NOTHING, once, NOTHING]
 
 
+@pytest.mark.slow
 def test_a_first_call_seldom_changes_files():
     """A first call goes from file to file about as often as `docs/design/house.md` says."""
     first_call((16,))
@@ -641,6 +642,7 @@ def interrupted_after(step):
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("way", ["call", "pmap", "grad", "vmap", "compiled"])
 def test_after_an_interrupt_all_is_cached_again(mesh, way, step, monkeypatch):

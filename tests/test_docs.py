@@ -122,9 +122,9 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
 
 
 def _to_run(notebook):
-    """Compilers for a TPU take minutes: on an older JAX that notebook is for `.ci/nightly`."""
-    is_long = notebook.stem == "plan_gpt2" and jax.__version_info__ < (0, 12)
-    return pytest.param(notebook, id=notebook.stem, marks=pytest.mark.soak if is_long else ())
+    """Compilers for a TPU take minutes: that notebook is for `.ci/nightly`."""
+    marks = pytest.mark.soak if notebook.stem == "plan_gpt2" else ()
+    return pytest.param(notebook, id=notebook.stem, marks=marks)
 
 
 @pytest.mark.slow

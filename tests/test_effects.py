@@ -112,6 +112,7 @@ DEAD = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("case", DEAD)
 def test_dead_code_does_not_reach_the_program(case, mesh):
     """What nobody uses is neither computed nor an input; one function that is used once counts."""
@@ -285,6 +286,7 @@ KINDS = {
 ORDERED, ONE_DEVICE = ("ordered_io", "ordered_debug"), ("ordered_debug",)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(
     ("kind", "use"), [(kind, use) for kind, uses in KINDS.items() for use in uses]
 )

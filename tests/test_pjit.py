@@ -107,6 +107,7 @@ def test_sampled_program_compiled_ahead(case):
 # Inside jax.jit
 
 
+@pytest.mark.few(3)
 @sampled
 def test_sampled_inside_jit(case):
     """Inside `jax.jit` values are right, on all devices, for host and placed arguments."""
@@ -418,6 +419,7 @@ def test_donated_argument_that_is_no_residual(mesh):
 # Batching
 
 
+@pytest.mark.few(3)
 @sampled
 def test_sampled_vmap(case):
     """Mapping over a new leading or trailing dimension gives the stacked results."""

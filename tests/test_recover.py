@@ -140,6 +140,7 @@ def test_round_trip_on_the_big_mesh(data):
         assert parse_op_sharding(form, mesh).partitions == canonical(spec, BIG)
 
 
+@pytest.mark.slow
 @many
 @given(meshes_and_specs())
 def test_round_trip_of_named_shardings(mesh_and_spec):

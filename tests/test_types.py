@@ -523,6 +523,7 @@ def test_none_leaves(mesh):
     close(prefix([X, None]), [X, None])
 
 
+@pytest.mark.slow
 def test_empty_trees(mesh):
     """Nothing in, nothing out and nothing in between, under every transformation."""
     f = pjit(lambda tree, x: ({}, (), [None], x * 2, tree), (P(), P("data")), P(), mesh=mesh)
@@ -645,6 +646,7 @@ FUNCTIONS = {
 FUNCTIONS["custom_jvp"].defjvp(lambda p, t: (3.0 * p[0] ** 2, 6.0 * p[0] * t[0]))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name, mesh):
     """Every kind of function, eagerly, under jit, grad and vmap."""

@@ -108,6 +108,7 @@ def _equations(jaxpr, name):
     return [equation for equation in jaxpr.eqns if equation.primitive.name == name]
 
 
+@pytest.mark.slow
 def test_blocks_are_scanned_and_constrained(params, mesh):
     """The forward pass is one scan of 4 iterations with a sharding constraint in its body."""
     with mesh:

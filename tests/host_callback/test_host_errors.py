@@ -121,6 +121,7 @@ MISMATCHES = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("host", MISMATCHES, ids=lambda h: h.__name__)
 def test_a_result_of_the_wrong_kind(host, way, row):

@@ -78,6 +78,7 @@ VALUES = {
 }
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("way", [*WAYS, "inline"])
 @pytest.mark.parametrize("name", VALUES)
 def test_values(name, way):

@@ -286,6 +286,7 @@ def test_batched_steps():
     np.testing.assert_array_equal(got, np.arange(4) + np.asarray(starts)[:, None])
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("per_device", [False, True])
 @pytest.mark.parametrize("by", ["jit", "pjit", "shard_map", "unrolled", "pmap", "spmd.pmap"])
 def test_devices(mesh, by, per_device):

@@ -251,6 +251,7 @@ def custom(tap):
     return lambda x: second(first(x))
 
 
+@pytest.mark.few(8)
 @mainly_jit
 @pytest.mark.parametrize("case", VMAPPED)
 def test_vmap(case, way):

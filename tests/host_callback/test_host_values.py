@@ -75,6 +75,7 @@ TREES = {
 }
 
 
+@pytest.mark.few(14)
 @all_ways
 @pytest.mark.parametrize("name", TREES)
 def test_trees(name, way):
@@ -89,6 +90,7 @@ def test_trees(name, way):
         assert [*sent] == [*tree] or type(tree) is dict  # JAX sorts the keys of plain ones
 
 
+@pytest.mark.few(14)
 @all_ways
 @pytest.mark.parametrize("name", TREES)
 def test_trees_through_calls(name, way):
@@ -167,6 +169,7 @@ def roundtrip(way, value, log):
     return jax.block_until_ready(WAYS[way](fun)(value))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("way", mainly(WAYS))
 @pytest.mark.parametrize("name", PLAIN + SMALL)
 def test_dtypes(name, way):

@@ -265,6 +265,7 @@ def test_what_a_program_does_not_use(mesh):
         np.testing.assert_allclose(got[name], expected[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_function_without_auto_is_planned_for_its_own_mesh(args, mesh):
     """`plan` of any function takes its arguments as a call does, and the mesh that it has."""
     w, x = args
@@ -273,6 +274,7 @@ def test_a_function_without_auto_is_planned_for_its_own_mesh(args, mesh):
     assert plain.plan(x=x, w=w).axes == {"data": 4, "model": 2}
 
 
+@pytest.mark.slow
 def test_the_code_of_auto_is_that_of_the_plan(args, mesh):
     """It is worked out from the function, as that of `spmd.plan` is, and not from its jaxpr."""
     fixed = {"x": P("data"), "w['up']": P(None, "model"), "w['down']": P("data")}

@@ -127,6 +127,7 @@ def test_a_case_is_lowered_and_says_nothing_of_layouts(name):
     assert "sharding_constraint" in compiled.lowered(case, case.experts[-1], mesh).as_text()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_layouts_divide(name):
     """Each array of a case, as large as it is, is divided by each expert on each mesh."""

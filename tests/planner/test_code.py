@@ -222,6 +222,7 @@ def test_one_constraint_is_not_none(tmp_path):
     assert preview(made, pasted(SOURCE, found, tmp_path, "one")) == ledger(made.lowered.preview())
 
 
+@pytest.mark.slow
 def test_a_constraint_says_where_it_stands():
     """A record has the file, the lines, the columns and the text of its expression."""
     made = plan(coded.attention_step, ARGS["attention_step"], (["w['q']:1", "x:0"], ["w['q']:2"]))
@@ -326,6 +327,7 @@ def imported(path, text):
     return module
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "change", [("tanh", "sinh"), ("def step", "\n\ndef step"), ("@", "@ ("), ("jnp", "")]
 )

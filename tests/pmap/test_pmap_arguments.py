@@ -30,6 +30,7 @@ def along(x, axis_name="a", devices=None):
     return jax.device_put(x, NamedSharding(mesh, P(axis_name)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["self", "call", "line"])
 def test_a_keyword_argument_may_have_any_name(name):
     """Names of our own parameters are free for those of a user's function."""

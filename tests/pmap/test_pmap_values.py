@@ -34,6 +34,7 @@ def looped(fun, args, in_axes, out_axes):
     return [c[0] if a is None else np.stack(c, a) for c, a in zip(columns, out_axes, strict=True)]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     ("in_axes", "out_axes"),

@@ -303,6 +303,7 @@ def test_boxes_of_gpus(name, hbm, big):
     assert "(predicted)" in str(spmd.report(f, *args, chip=name))
 
 
+@pytest.mark.slow
 def test_every_chip_has_a_time(step, compiled):
     """Every chip of the table gives a time of parts that add up, compiled and predicted."""
     for name in CHIPS:

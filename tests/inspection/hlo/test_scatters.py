@@ -362,6 +362,7 @@ def gradients(one):
     ]  # fmt: skip
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("axes", [{"data": 4}, {"data": 4, "model": 2}, {"model": 2, "data": 4}])
 def test_gradients_of_sharded_weights(reported, axes):
     """With weights split over the batch's axis each device keeps its part of every gradient."""

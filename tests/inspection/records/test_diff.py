@@ -212,6 +212,7 @@ def test_every_collective_is_somewhere(a, b):
     assert len(found.unchanged) >= (Counter(a) & Counter(b)).total()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(st.lists(collectives, max_size=6), st.randoms(use_true_random=False))
 def test_order_does_not_matter(found, random):

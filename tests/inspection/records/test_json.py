@@ -91,6 +91,7 @@ def test_round_trip(one):
     assert json.dumps(back.to_json()) == text
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=20)
 @given(reports | timed_reports)
 def test_round_trip_of_a_file(tmp_path_factory, one):
