@@ -212,7 +212,7 @@ def plan_program(
     avals = open_avals(traced)
     specs, meshes = asked.fixed_specs(wish.fixed, leaves, avals, on.meshes, subject)
     named = {axis for spec in specs.values() for axis in spec.axes}
-    named |= {pair[1] for pair in wish.never if len(pair) == 2}
+    named |= {pair[1] for pair in wish.never if len(pair) == 2} | program.names(meshes[0])
     on = dataclasses.replace(on, meshes=asked.different(meshes, named))
     lowered = program.lowered(meshes[0])
     module = module_of(lowered, subject=subject)
@@ -251,6 +251,7 @@ def plan_program(
         name=name,
         versions=versions(),
         program=fingerprint(module),
+        passed_over=program.passed_over,
     )
     if not plan.chosen.fits(on.budget):
         raise explain(subject, [nothing_fits(plan, on, found.choices)])

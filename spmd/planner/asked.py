@@ -142,7 +142,7 @@ def factorisations(count: int, parts: int) -> Iterator[tuple[int, ...]]:
 def different(meshes: Sequence[Any], named: Iterable[str]) -> tuple[Any, ...]:
     """The meshes, but one of those that differ only in which of their axes have size 1.
 
-    The axes that are `named` in what a user asks for tell meshes apart.
+    The axes that are `named` in the program, or in what its user asks for, tell meshes apart.
     """
     found: dict[Any, Any] = {}
     kept = {*named}

@@ -39,12 +39,14 @@ class Program:
         args: its arguments, or structs of their shapes.
         options: of `pjit`, such as ``donate_argnums``.
         trace: gives the trace for a mesh, where that is not of such a function.
+        passed_over: what the function raised, by the meshes that it was found not to be for.
     """
 
     function: Any = None
     args: tuple[Any, ...] = ()
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     trace: Callable[[Any], stages.Traced] | None = None
+    passed_over: dict[str, str] = dataclasses.field(default_factory=dict, init=False)
     _known: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False)
     _graphs: dict[str, Graph] = dataclasses.field(default_factory=dict, init=False)
 
@@ -61,13 +63,22 @@ class Program:
         try:
             self.traced(mesh)
         except Exception as error:  # whatever the user's code does
-            logger.info("plan: not for %s", dict(mesh.shape), exc_info=error)
+            name = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+            logger.info("plan: not for %s", name, exc_info=error)
+            self.passed_over[name] = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(
+                ":"
+            )
             return False
         return True
 
     def graph(self, mesh: Any) -> Graph:
         """The classes of its dimensions, and what ties them."""
         return self._once("graph", self._graph, mesh)
+
+    def names(self, mesh: Any) -> frozenset[str]:
+        """The mesh axes that the program itself names, in a `shard_map` for instance."""
+        text = _MESH.sub("", self.lowered(mesh).as_text())
+        return frozenset(axis for axis in mesh.shape if f'"{axis}"' in text)
 
     def kept(self, mesh: Any) -> tuple[int, ...]:
         """Which leaves of the arguments the program has: those that it uses."""

@@ -237,5 +237,6 @@ def plans(draw):
         compiled=draw(seconds), complete=draw(st.booleans()), program=draw(names),
         versions=draw(st.dictionaries(st.sampled_from(["spmd", "jax"]), names)),
         deviations=tuple(draw(st.lists(deviations, max_size=2))),
+        passed_over=draw(st.dictionaries(names, names, max_size=2)),
         inside=draw(st.none() | insides.map(known)),
     )  # fmt: skip

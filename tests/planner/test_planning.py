@@ -100,6 +100,7 @@ def test_factorisations_are_all_there():
         assert {*found} == brute
 
 
+@pytest.mark.slow
 def test_a_second_start_searches_nothing(mesh, tmp_path, monkeypatch):
     """A plan is found again by program and hardware; another budget or program is another plan."""
     monkeypatch.setenv("SPMD_PLAN_CACHE", str(tmp_path / "plans"))
@@ -196,6 +197,7 @@ def test_what_does_not_divide_is_no_fixed_place():
                   top=0, cache=False, progress=False)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_nothing_fits(mesh):
     """The nearest plan, what it is over, the largest arrays, and the chips that would do."""
     with pytest.raises(spmd.PlanMemoryError, match="finds no layout that fits") as caught:
@@ -215,6 +217,7 @@ def test_scalars_have_nothing_to_split(mesh):
         spmd.plan(3, mesh=mesh)
 
 
+@pytest.mark.slow
 def test_options_of_pjit_are_taken_over(mesh):
     """A function of pjit is planned with its own donation and static arguments."""
 
@@ -286,9 +289,14 @@ def test_a_mesh_that_a_function_is_not_for_is_passed_over():
     options = {"topology": "v5e:2x4", "top": 0, "cache": False, "progress": False}
     found = spmd.plan(*by_heads(6), **options)
     assert {one.axes["model"] for one in found.candidates} == {1, 2}
+    assert {*found.passed_over} == {"data=2, model=4", "data=1, model=8"}
+    assert found.passed_over["data=2, model=4"].startswith("ValueError: shard_map applied to")
+    assert "\npassed over: data=2, model=4; data=1, model=8, for which function" in str(found)
     # The first one that it is for, too, may come later.
     found = spmd.plan(*by_heads(6), axes=("model", "data"), **options)
     assert {one.axes["model"] for one in found.candidates} == {1, 2}
+    assert {*found.passed_over} == {"model=8, data=1", "model=4, data=2"}
+    assert spmd.plan(*by_heads(8), **options).passed_over == {}
 
 
 def test_what_a_function_raises_for_every_mesh_is_said():
@@ -303,6 +311,7 @@ def test_what_a_function_raises_for_every_mesh_is_said():
         spmd.plan(never, BATCH["x"], **options)
 
 
+@pytest.mark.slow
 def test_a_plan_is_found_by_all_that_it_says(mesh, tmp_path, monkeypatch):
     """Equal programs with other names of arguments, or other compiler options, are others."""
     monkeypatch.setenv("SPMD_PLAN_CACHE", str(tmp_path))

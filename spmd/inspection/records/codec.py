@@ -246,7 +246,11 @@ def _defaults(record: type) -> frozenset[str]:
     if not dataclasses.is_dataclass(record):
         return frozenset()
     missing = dataclasses.MISSING
-    return frozenset(f.name for f in dataclasses.fields(record) if f.default is not missing)
+    return frozenset(
+        f.name
+        for f in dataclasses.fields(record)
+        if f.default is not missing or f.default_factory is not missing
+    )
 
 
 class Reader:

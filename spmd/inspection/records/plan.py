@@ -238,6 +238,8 @@ class Plan(Paged):
         versions: of JAX, jaxlib and spmd.
         deviations: where the compiled program sends other bytes than predicted, as far as that is
             more than 2% of all that is sent; the largest difference first.
+        passed_over: meshes that the function cannot be traced for, such as ``data=16, model=1``,
+            with what it raised.
         inside: the constraints that a person writes; None where that is not known.
     """
 
@@ -259,6 +261,7 @@ class Plan(Paged):
     program: str
     versions: Mapping[str, str]
     deviations: tuple[Deviation, ...] = ()
+    passed_over: Mapping[str, str] = dataclasses.field(default_factory=dict)
     inside: Later[Inside] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property

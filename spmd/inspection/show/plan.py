@@ -43,7 +43,8 @@ def render_plan(plan: Plan) -> RenderableType:
         (said.TITLES["deviations"], _deviations(plan)),
     ]
     search = Flow(*(Text(clean(text), "dim") for text in said.search_said(plan)))
-    return Indented(Group(sections(_head(plan), bodies), Text(), search), by=0)
+    left = (Flow(Text(clean(text), "dim")) for text in said.passed_over_said(plan))
+    return Indented(Group(sections(_head(plan), bodies), Text(), search, *left), by=0)
 
 
 def _head(plan: Plan) -> RenderableType:

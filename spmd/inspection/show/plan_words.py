@@ -70,6 +70,13 @@ def search_said(plan: Plan) -> Iterator[str]:
         yield f"{compiled:,} compiled in {show_seconds(plan.compiled)}"
 
 
+def passed_over_said(plan: Plan) -> Iterator[str]:
+    """The meshes that were not planned for, those for the same reason together."""
+    for why in dict.fromkeys(plan.passed_over.values()):
+        meshes = "; ".join(name for name, said in plan.passed_over.items() if said == why)
+        yield f"passed over: {meshes}, for which {plan.name} raises {why}"
+
+
 def is_compiled(one: Candidate) -> bool:
     """Whether a compiler saw a candidate, and be it to refuse it."""
     return one.peak is not None or bool(one.verified or one.failure)

@@ -131,6 +131,19 @@ def test_what_shardy_was_not_asked_of_is_a_bound(one, verdict):
     assert said.verdict(one, changed(GPT, told=None)) == verdict.removesuffix(" at most")
 
 
+def test_meshes_that_were_passed_over():
+    """Below all, those for one reason together; nothing where there are none."""
+    assert "passed over" not in str(GPT)
+    left = {"data=8, model=1": "ValueError: x", "data=1, model=8": "TypeError: y\x1b[0m"}
+    left |= {"data=2, model=4": "ValueError: x"}
+    text = drawn(dataclasses.replace(GPT, passed_over=left), 200)
+    name = GPT.name
+    assert text.rstrip().splitlines()[-2:] == [
+        f"passed over: data=8, model=1; data=2, model=4, for which {name} raises ValueError: x",
+        f"passed over: data=1, model=8, for which {name} raises TypeError: y\\x1b[0m",
+    ]
+
+
 def test_waits_by_axes():
     """Of a compiled candidate waits are told by axis, in full where there is room."""
     row = next(line for line in drawn(GPT, 140).splitlines() if line.startswith("  found"))

@@ -67,6 +67,7 @@ def _head(plan: Plan) -> Iterator[tuple[str, bool]]:
         yield said.verified_said(plan), True
     if not plan.complete:
         yield said.ENDED, True
+    yield from ((text, False) for text in said.passed_over_said(plan))
 
 
 def _figures(plan: Plan) -> Iterator[tuple[str, str, str]]:
