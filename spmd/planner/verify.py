@@ -65,9 +65,8 @@ class Program:
         except Exception as error:  # whatever the user's code does
             name = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
             logger.info("plan: not for %s", name, exc_info=error)
-            self.passed_over[name] = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(
-                ":"
-            )
+            line = str(error).partition("\n")[0].rstrip(":")
+            self.passed_over[name] = f"{type(error).__name__}: {line}"
             return False
         return True
 
