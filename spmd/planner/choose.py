@@ -144,6 +144,7 @@ class Chosen:
         tried: layouts that were estimated.
         searched: seconds without compilers.
         compiled: seconds that compilers took.
+        compiles: how many programs they were asked for.
         complete: whether neither a time limit nor an interrupt ended it.
     """
 
@@ -151,6 +152,7 @@ class Chosen:
     tried: int
     searched: float
     compiled: float
+    compiles: int
     complete: bool
 
     @property
@@ -217,7 +219,7 @@ class _Looking:
         self.program, self.chip, self.rules = program, chip, rules
         self.top, self.seeds, self.seed, self.tell = top, seeds, seed, tell
         self.choices: list[Choice] = []
-        self.tried, self.compiled, self.complete = 0, 0.0, True
+        self.tried, self.compiled, self.compiles, self.complete = 0, 0.0, 0, True
         self.best: float | None = None
         self.start = time.monotonic()
 
@@ -409,6 +411,7 @@ class _Looking:
             return True
         if one.told is None:
             one = self._previewed(one)
+        self.compiles += 1
         start = time.monotonic()
         lowered = one.written or planned(self.program, one.mesh, one.ins, one.outs, one.pins)
         try:
@@ -462,6 +465,7 @@ class _Looking:
             tried=self.tried,
             searched=took - self.compiled,
             compiled=self.compiled,
+            compiles=self.compiles,
             complete=self.complete,
         )
 

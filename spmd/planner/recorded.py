@@ -59,6 +59,7 @@ def recorded(
         tried=found.tried,
         searched=found.searched,
         compiled=found.compiled,
+        compiles=found.compiles,
         complete=found.complete,
         deviations=_deviations(best),
         **known,

@@ -240,6 +240,7 @@ class Plan(Paged):
             more than 2% of all that is sent; the largest difference first.
         passed_over: meshes that the function cannot be traced for, such as ``data=16, model=1``,
             with what it raised.
+        compiles: how many programs compilers were asked for.
         inside: the constraints that a person writes; None where that is not known.
     """
 
@@ -262,6 +263,7 @@ class Plan(Paged):
     versions: Mapping[str, str]
     deviations: tuple[Deviation, ...] = ()
     passed_over: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    compiles: int = 0
     inside: Later[Inside] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property

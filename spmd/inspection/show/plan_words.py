@@ -64,10 +64,10 @@ def off(one: Candidate) -> str:
 
 
 def search_said(plan: Plan) -> Iterator[str]:
-    """What the search looked at, how long it took, and how many compiles there were."""
+    """What the search looked at, how many compiles there were, and how long both took."""
     yield f"{words.plural(plan.tried, 'plan')} tried in {show_seconds(plan.searched)}"
-    if compiled := sum(is_compiled(one) for one in plan.candidates):
-        yield f"{compiled:,} compiled in {show_seconds(plan.compiled)}"
+    if plan.compiles:
+        yield f"{plan.compiles:,} compiled in {show_seconds(plan.compiled)}"
 
 
 def passed_over_said(plan: Plan) -> Iterator[str]:

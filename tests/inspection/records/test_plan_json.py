@@ -113,6 +113,7 @@ def test_by_hand():
     assert (found.inside, found.constraints) == (None, ())
     # Fields that came later.
     assert (found.deviations, one.told) == ((), None)
+    assert (found.passed_over, found.compiles) == ({}, 0)
 
 
 def test_a_line_for_each_array_candidate_and_collective(tmp_path):

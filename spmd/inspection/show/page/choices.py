@@ -72,7 +72,7 @@ def _head(plan: Plan) -> Iterator[tuple[str, bool]]:
 
 def _figures(plan: Plan) -> Iterator[tuple[str, str, str]]:
     """Label, figure and what it is of."""
-    chosen, compiled = plan.chosen, sum(map(said.is_compiled, plan.candidates))
+    chosen = plan.chosen
     if chosen.verified == "time" and chosen.time:
         used = ", ".join(f"{name} {share}" for name, share in chosen.time.utilization.items())
         note = f"{used}; bound by {chosen.time.bound}"
@@ -82,8 +82,8 @@ def _figures(plan: Plan) -> Iterator[tuple[str, str, str]]:
     yield "Memory", show_bytes(plan.memory), of
     yield "On the wire", show_bytes(chosen.sent), "sent by each device in a call"
     yield "Plans tried", f"{plan.tried:,}", f"in {show_seconds(plan.searched)}"
-    if compiled:
-        yield "Compiled", f"{compiled:,}", f"in {show_seconds(plan.compiled)}"
+    if plan.compiles:
+        yield "Compiled", f"{plan.compiles:,}", f"in {show_seconds(plan.compiled)}"
 
 
 # Candidates
