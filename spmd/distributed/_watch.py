@@ -30,7 +30,8 @@ from spmd import _jax
 from spmd.errors import DistributedError, Failure, explain
 
 _FAILED = 1
-_LATE = 1.0  # seconds
+_SOON = 0.01  # seconds
+_LATE = 1.0
 _LONG = 3600.0
 _KILLED = "its connection has closed without a word: it was killed, or its machine is gone"
 
@@ -78,9 +79,10 @@ class Watch:
 
     def leave(self) -> None:
         """Ends what this process has started, and tells the others that it ends as it should."""
+        if not self._left:
+            self._finish()
         with self._leaving:
             if not self._left:
-                _finish()
                 self._left = True
                 self._tell({"ended": self.process})
 
@@ -170,8 +172,24 @@ class Watch:
             _end("")
         self.leave()
 
+    def _finish(self) -> None:
+        """Waits until the devices of this process have ended what was started on them.
+
+        The others need it: a program whose result was read on one device may still run on another,
+        and who is gone by then leaves its peers waiting in a collective. Where all others have
+        ended, what still waits for them is given up after a while.
+        """
+        left, alone = _started(), 0.0
+        while left := [array for array in left if not _is_ready(array)]:
+            if alone > self._grace:
+                _say("this process ends; a program of it waits for others, which have ended")
+                return
+            time.sleep(_SOON)
+            alone += _SOON * (len(self.ended) == self.processes - 1)
+
     def _after_fork(self) -> None:
         # A child that outlives this process would keep its connections open.
+        self._left = True
         for connection in self._connections.values():
             connection.close()
         atexit.unregister(self._exit)
@@ -190,20 +208,31 @@ def _keep_alive(connection: socket.socket, seconds: float) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _finish() -> None:
-    """Waits until the devices of this process have ended what was started on them.
+def _started() -> list[Any]:
+    """Arrays that are ready when the devices of this process have ended what was started on them.
 
-    The others need it: a program whose first result was read may still run on other devices, and
-    whoever is gone by then leaves its peers waiting in a collective. No client of JAX says when its
-    devices are idle; but each starts a program on all of them only after those before it.
+    No client of JAX says that. A device starts a program of its own after those before it, and all
+    of them start one of theirs after those of several; what other threads started has arrays.
     """
-    if _jax.mesh.backends_started():
+    found: list[Any] = []
+    if not _jax.mesh.backends_started():
+        return found
+    with contextlib.suppress(Exception):  # such as that of a program that has failed
+        found += jax.live_arrays()
         devices = jax.local_devices()
-        mesh = jax.sharding.Mesh(np.array(devices), ("device",))
-        placed = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("device"))
-        ones = jax.jit(lambda: jnp.ones(len(devices)), out_shardings=placed)
-        with contextlib.suppress(jax.errors.JaxRuntimeError), jax.set_mesh(mesh):
-            ones().block_until_ready()
+        for own in (*([one] for one in devices), devices):
+            mesh = jax.sharding.Mesh(np.array(own), ("device",))
+            whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+            with jax.set_mesh(mesh):
+                found.append(jax.jit(lambda: jnp.zeros(()), out_shardings=whole)())
+    return found
+
+
+def _is_ready(array: Any) -> bool:
+    """Whether nothing computes an array any more; one that was deleted or has failed is ready."""
+    with contextlib.suppress(Exception):
+        return array.is_ready()
+    return True
 
 
 def _say(text: str) -> None:

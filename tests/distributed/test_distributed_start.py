@@ -312,34 +312,88 @@ def test_twice_and_shutdown(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["d.shutdown()", ""])
-def test_what_was_started_is_ended_first(tmp_path, end):
-    """A result was read on one device; another one still runs, and its peer has to be there."""
+@pytest.mark.parametrize(("local", "used"), [(4, 4), (4, 1), (1, 1)])
+def test_what_was_started_is_ended_first(tmp_path, local, used, end):
+    """Of two processes one is late on the last of the devices in use, and the other has to wait.
+
+    What the first device has may have been read; with one device in use there is nothing to read.
+    """
     run = launch(
         tmp_path,
-        """
+        f"""
         import atexit
 
         @atexit.register
         def at_exit():  # registered before `initialize`, so run after what that registers
-            say([s.data.is_ready() for s in y.addressable_shards], y.addressable_data(3).tolist())
+            shards = [s.data for s in y.addressable_shards]
+            say([x.is_ready() for x in shards], [x.tolist() for x in shards])
 
         d.initialize()
-        mesh = spmd.make_mesh({"process": 2, "device": 4})
+        devices = np.array(jax.devices()).reshape(2, {local})[:, :{used}]
+        mesh = jax.sharding.Mesh(devices, ("process", "device"))
 
         def step(x):
-            is_late = (lax.axis_index("process") == 0) & (lax.axis_index("device") == 3)
-            x = lax.fori_loop(0, jnp.where(is_late, 1500, 0), lambda i, x: x @ x / 500, x)
+            is_late = (lax.axis_index("process") == 0) & (lax.axis_index("device") == {used - 1})
+            x = lax.fori_loop(0, jnp.where(is_late, 500, 0), lambda i, x: x @ x / 500, x)
             return lax.psum(x[0, :1], "process")
 
         split = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P("device"), check_vma=False)
         y = jax.jit(split)(np.ones((500, 500), "float32"))
-        say(y.addressable_data(0).tolist())
-        """
-        + end,
+        if {used} > 1:
+            assert y.addressable_data(0).tolist() == [2.0]
+        {end}
+        """,
+        devices=local,
         head=HEAD,
     )
     assert run.code == 0, run.err
-    assert run.said == ["[2.0]\n[True, True, True, True] [2.0]"] * 2
+    assert run.said == [f"{[True] * used} {[[2.0]] * used}"] * 2
+
+
+@pytest.mark.slow
+def test_a_program_that_the_others_never_start_is_given_up(tmp_path):
+    """One process starts a sum over both, the other one ends: so does the first, and says why."""
+    run = launch(
+        tmp_path,
+        """
+        d.initialize(lost_timeout=3)
+        mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+        total = jax.shard_map(lambda x: lax.psum(x, "x"), mesh=mesh, in_specs=P(), out_specs=P())
+        if jax.process_index() == 0:
+            y = jax.jit(total)(np.ones(1, "float32"))
+        """,
+        devices=2,
+        head=HEAD,
+    )
+    assert "[0] spmd: this process ends; a program of it waits for others, which" in run.err
+
+
+@pytest.mark.slow
+def test_a_signal_handler_may_shut_down(tmp_path):
+    """It runs in the thread that waits for the work of the devices."""
+    run = launch(
+        tmp_path,
+        """
+        import signal, threading
+
+        d.initialize()
+        signal.signal(signal.SIGUSR1, lambda *_: (say("signal"), d.shutdown()))
+        mesh = jax.sharding.Mesh(np.array(jax.devices()), ("device",))
+
+        def step(x):
+            return lax.psum(lax.fori_loop(0, 400, lambda i, x: x @ x / 500, x)[0, :1], "device")
+
+        split = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+        y = jax.jit(split)(np.ones((500, 500), "float32"))
+        threading.Timer(0.2, signal.raise_signal, [signal.SIGUSR1]).start()
+        d.shutdown()
+        say(y.addressable_data(0).tolist())
+        """,
+        devices=1,
+        head=HEAD,
+    )
+    assert run.code == 0, run.err
+    assert run.said == ["signal\n[2.0]"] * 2
 
 
 @pytest.mark.slow
