@@ -211,8 +211,9 @@ def plan_program(
         raise explain(subject, [asked.nothing_to_split(names)])
     avals = open_avals(traced)
     specs, meshes = asked.fixed_specs(wish.fixed, leaves, avals, on.meshes, subject)
+    meshes = _from_first(program, meshes)
     named = {axis for spec in specs.values() for axis in spec.axes}
-    named |= {pair[1] for pair in wish.never if len(pair) == 2} | program.names(meshes[0])
+    named |= {pair[1] for pair in wish.never if len(pair) == 2} | program.named_axes(meshes)
     on = dataclasses.replace(on, meshes=asked.different(meshes, named))
     lowered = program.lowered(meshes[0])
     module = module_of(lowered, subject=subject)
@@ -251,7 +252,7 @@ def plan_program(
         name=name,
         versions=versions(),
         program=fingerprint(module),
-        passed_over=program.passed_over,
+        passed_over=dict(program.passed_over),
     )
     if not plan.chosen.fits(on.budget):
         raise explain(subject, [nothing_fits(plan, on, found.choices)])

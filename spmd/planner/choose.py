@@ -38,8 +38,8 @@ _LOOKED_AT = 24
 """Layouts that the second tier looks at, of all meshes together."""
 _OF_EACH = 3
 """Of each mesh at least so many."""
-_EQUAL = 6
-"""Of layouts with the same figures at most so many."""
+_OF_EQUAL = 6
+"""Of layouts of a mesh with the same figures at most so many, or as many as are compiled."""
 _AFTER_THOSE = 12
 """So many more, where they seem better than the best of those."""
 _NEAR = 1.2
@@ -259,12 +259,12 @@ class _Looking:
         seen: set[Any] = set()
         alike: collections.Counter[Estimate] = collections.Counter()
         for one in found:
-            alike[one.cost] += 1
-            if alike[one.cost] > _EQUAL:
+            if alike[one.cost] == max(_OF_EQUAL, self.top):
                 continue
             choice = self._choice(FOUND, one, graph, mesh)
             if choice.pins + choice.ins not in seen:
                 seen.add(choice.pins + choice.ins)
+                alike[one.cost] += 1
                 yield choice
             if len(seen) == _LOOKED_AT:
                 break
@@ -309,6 +309,7 @@ class _Looking:
             at = min(fitting, key=lambda i: self.choices[i].predicted, default=None)
             if at is None or self.choices[at].told is not None or self._is_late():
                 return
+            self.tell(Progress(self.tried, self.best, ""))
             self.choices[at] = self._previewed(self.choices[at])
 
     def _previewed(self, one: Choice) -> Choice:

@@ -27,6 +27,8 @@ from spmd.planner.structure import Graph
 
 logger = logging.getLogger(__name__)
 
+_LONGEST = 300
+"""Characters of what a function raises for a mesh."""
 _MESH = re.compile(r"^ *sdy\.mesh .*$", re.MULTILINE)
 
 
@@ -65,8 +67,8 @@ class Program:
         except Exception as error:  # whatever the user's code does
             name = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
             logger.info("plan: not for %s", name, exc_info=error)
-            line = str(error).partition("\n")[0].rstrip(":")
-            self.passed_over[name] = f"{type(error).__name__}: {line}"
+            line = str(error).strip().partition("\n")[0][:_LONGEST]
+            self.passed_over[name] = f"{type(error).__name__}: {line}".rstrip(": ")
             return False
         return True
 
@@ -74,8 +76,14 @@ class Program:
         """The classes of its dimensions, and what ties them."""
         return self._once("graph", self._graph, mesh)
 
-    def names(self, mesh: Any) -> frozenset[str]:
-        """The mesh axes that the program itself names, in a `shard_map` for instance."""
+    def named_axes(self, meshes: Sequence[Any]) -> frozenset[str]:
+        """The mesh axes that the function itself names, in a `shard_map` for instance.
+
+        That is asked of one of the meshes whose axes are all above 1, if the function is for one:
+        JAX may leave out the others.
+        """
+        wide = (mesh for mesh in meshes if min(mesh.shape.values(), default=0) > 1)
+        mesh = next(filter(self.is_for, wide), meshes[0])
         text = _MESH.sub("", self.lowered(mesh).as_text())
         return frozenset(axis for axis in mesh.shape if f'"{axis}"' in text)
 

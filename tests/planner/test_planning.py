@@ -299,6 +299,41 @@ def test_a_mesh_that_a_function_is_not_for_is_passed_over():
     assert spmd.plan(*by_heads(8), **options).passed_over == {}
 
 
+@pytest.mark.parametrize("axes", [None, {"model"}], ids=["whole", "partial"])
+def test_axes_that_a_function_names_tell_meshes_apart(axes):
+    """A `shard_map` over model is another program on 8x1 than on 1x8; lowered on 8x1 it is gone."""
+    require_libtpu()
+
+    def function(x):
+        rows = P(None, "model") if axes else P("data", "model")
+        return jax.shard_map(
+            jnp.tanh, in_specs=rows, out_specs=rows, mesh=spmd.current_mesh(),
+            **({"axis_names": axes} if axes else {}),
+        )(x)  # fmt: skip
+
+    options = {"topology": "v5e:2x4", "top": 0, "cache": False, "progress": False}
+    named = spmd.plan(function, BATCH["x"], **options)
+    bare = spmd.plan(jnp.tanh, BATCH["x"], **options)
+    assert {one.axes["model"] for one in named.candidates} == {1, 2, 4, 8}
+    assert {one.axes["model"] for one in bare.candidates} == {1, 2, 4}
+
+
+def test_a_mesh_that_fixed_places_leave_may_be_passed_over():
+    """Four rows over data leave 4x2, for which the function raises, and two others."""
+    require_libtpu()
+
+    def function(x):
+        if spmd.current_mesh().shape["data"] == 4:
+            raise ValueError("\n four \n rows")
+        return x + 1
+
+    options = {"topology": "v5e:2x4", "top": 0, "cache": False, "progress": False}
+    rows = jax.ShapeDtypeStruct((4, 64), jnp.float32)
+    found = spmd.plan(function, rows, fixed={"x": P("data")}, **options)
+    assert found.passed_over == {"data=4, model=2": "ValueError: four"}
+    assert {one.axes["data"] for one in found.candidates} <= {1, 2}
+
+
 def test_what_a_function_raises_for_every_mesh_is_said():
     """That of the first mesh."""
     require_libtpu()

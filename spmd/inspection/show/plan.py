@@ -43,8 +43,8 @@ def render_plan(plan: Plan) -> RenderableType:
         (said.TITLES["deviations"], _deviations(plan)),
     ]
     search = Flow(*(Text(clean(text), "dim") for text in said.search_said(plan)))
-    left = (Flow(Text(clean(text), "dim")) for text in said.passed_over_said(plan))
-    return Indented(Group(sections(_head(plan), bodies), Text(), search, *left), by=0)
+    passed_over = (Flow(Text(clean(text), "dim")) for text in said.passed_over_said(plan))
+    return Indented(Group(sections(_head(plan), bodies), Text(), search, *passed_over), by=0)
 
 
 def _head(plan: Plan) -> RenderableType:

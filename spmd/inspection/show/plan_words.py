@@ -23,6 +23,8 @@ BY_BYTES = "verified by bytes: CPU devices stand in for the hardware"
 UNVERIFIED = "not verified: no compiler has seen this plan"
 ENDED = "the search was ended early: there may be a better plan"
 REPLICATED = "replicated"
+_SMALL = 0.005
+"""A share of the time that is no difference."""
 
 
 # The whole
@@ -115,15 +117,11 @@ def slower(one: Candidate, plan: Plan) -> str:
     change = a / b - 1 if b else 0.0
     how = "" if is_compiled(one) or not is_compiled(plan.chosen) else "predicted "
     # The exchanges that Shardy was not asked for only add to a prediction.
-    is_bound = one.told is None and plan.chosen.told is not None and not is_compiled(one)
-    most = " at most" if is_bound and change < _SMALL else ""
+    untold = one.told is None and plan.chosen.told is not None and not is_compiled(one)
+    most = " at most" if untold and change < _SMALL else ""
     if abs(change) < _SMALL:
         return f"{how}as fast{most}"
     return f"{how}{abs(change):.0%} {'slower' if change > 0 else 'faster'}{most}"
-
-
-_SMALL = 0.005
-"""A share of the time that is no difference."""
 
 
 def exposed(one: Candidate) -> dict[tuple[str, ...], float] | None:
