@@ -233,7 +233,7 @@ def _size_failure(axes: Mapping[str, int], pool: Sequence[Any], *, chosen: bool)
         )
     return Failure(
         what="cannot be built",
-        given=", ".join(f"{n}={s}" for n, s in axes.items()),
+        given=show_axes(axes),
         expected=f"sizes whose product {fits} the number of devices",
         got=f"{product} on {available} device{'s' * (available != 1)}",
         fix=fix,
@@ -273,7 +273,12 @@ def show_mesh(mesh: Any) -> str:
     """Returns ``mesh data=4, model=2``."""
     if mesh is None or not mesh.axis_names:
         return "an empty mesh"
-    return "mesh " + ", ".join(f"{n}={s}" for n, s in mesh.shape.items())
+    return f"mesh {show_axes(mesh.shape)}"
+
+
+def show_axes(axes: Mapping[str, int]) -> str:
+    """Returns ``data=4, model=2``."""
+    return ", ".join(f"{name}={size}" for name, size in axes.items())
 
 
 def show_devices(devices: Sequence[Any]) -> str:

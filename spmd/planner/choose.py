@@ -16,6 +16,7 @@ import warnings
 
 import spmd
 from spmd import stages
+from spmd._mesh import show_axes
 from spmd.inspection.compile.preview import previewed
 from spmd.inspection.compile.timed import Asked, links_of
 from spmd.inspection.hlo.oom import out_of_memory
@@ -404,8 +405,8 @@ class _Looking:
         if self._is_late():
             return False
         one = self.choices[i]
-        axes = ", ".join(f"{axis}={size}" for axis, size in one.mesh.shape.items())
-        self.tell(Progress(self.tried, self.best, f"{one.name} on {axes}"))
+        doing = f"{one.name} on {show_axes(one.mesh.shape)}"
+        self.tell(Progress(self.tried, self.best, doing))
         same = next((c for c in self.choices if c.report and _is_same(c, one)), None)
         if same:
             self.choices[i] = dataclasses.replace(one, told=same.told, report=same.report)

@@ -8,6 +8,7 @@ import math
 import textwrap
 from typing import Any
 
+from spmd._mesh import show_axes
 from spmd.inspection.records.names import short_path
 from spmd.inspection.records.plan import SourceConstraint
 from spmd.planner.folded import HELPER, Folded, Names, Text, lines_of, literal, spec_text
@@ -75,7 +76,7 @@ def _imports(ins: Folded, outs: Folded) -> Iterator[str]:
 
 
 def _mesh(axes: Mapping[str, int], topology: str | None) -> Iterator[str]:
-    sizes = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+    sizes = show_axes(axes)
     devices = f"{math.prod(axes.values())} devices" + (f", {topology}" if topology else "")
     yield f"# mesh: {sizes} ({devices})"
     shape = ", ".join(f"{literal(axis)}: {size}" for axis, size in axes.items())

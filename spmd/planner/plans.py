@@ -33,7 +33,7 @@ def mesh_of(plan: Plan) -> Any:
     if count != there:
         failure = Failure(
             what="has no devices to run on",
-            given=f"a plan for {_show(plan.axes)}",
+            given=f"a plan for {_mesh.show_axes(plan.axes)}",
             expected=f"{count} devices",
             got=f"{there} of kind {jax.devices()[0].device_kind!r}",
             fix="enter a mesh of the devices that it is for, or plan again for those that are here",
@@ -41,10 +41,6 @@ def mesh_of(plan: Plan) -> Any:
         )
         raise explain(subject_of(plan), [failure])
     return _mesh.make_mesh(dict(plan.axes))
-
-
-def _show(axes: Mapping[str, int]) -> str:
-    return ", ".join(f"{name}={size}" for name, size in axes.items())
 
 
 def placed(plan: Plan, args: Sequence[Any]) -> Any:
@@ -95,8 +91,8 @@ def other_mesh(plan: Plan, mesh: Any) -> Failure | None:
         return None
     return Failure(
         what="is for another mesh",
-        expected=f"axes {_show(plan.axes)}",
-        got=f"axes {_show(mesh.shape)}",
+        expected=f"axes {_mesh.show_axes(plan.axes)}",
+        got=f"axes {_mesh.show_axes(mesh.shape)}",
         fix="enter a mesh of these axes, or plan again for this one",
         error=PlanError,
     )

@@ -8,6 +8,7 @@ import itertools
 import math
 from typing import Any
 
+from spmd._mesh import show_axes
 from spmd.errors import Failure, PlanMemoryError
 from spmd.inspection.compile.timed import links_of
 from spmd.inspection.records.plan import Candidate, Deviation, Entries, Placed, Plan
@@ -165,17 +166,13 @@ def nothing_fits(plan: Plan, on: Hardware, choices: Sequence[Choice]) -> Failure
         what="finds no layout that fits",
         given=f"memory={show_bytes(budget)} on each device",
         expected="a peak within it",
-        got=f"{show_bytes(nearest.needed)} with {nearest.name} on {_show(nearest.axes)}, which is "
-        f"nearest: {show_bytes(nearest.needed - budget)} too much;\n"
+        got=f"{show_bytes(nearest.needed)} with {nearest.name} on {show_axes(nearest.axes)}, which "
+        f"is nearest: {show_bytes(nearest.needed - budget)} too much;\n"
         f"largest on a device: {', '.join(held)}",
         fix=(f"take {enough}, by the estimate; or " if enough else "")
         + "take a smaller batch, donate what is returned, or recompute with jax.checkpoint",
         error=PlanMemoryError,
     )
-
-
-def _show(axes: Mapping[str, int]) -> str:
-    return ", ".join(f"{axis}={size}" for axis, size in axes.items())
 
 
 def _local_bytes(one: Placed, axes: Mapping[str, int]) -> int:
@@ -199,7 +196,7 @@ def _enough(choices: Sequence[Choice], on: Hardware) -> str:
                 sizes = {**one.mesh.shape, axis: size * times}
                 links, _ = links_of(on.chip, [], sizes)
                 if links and _peak(one, Machine(on.chip, links, sizes)) <= budget:
-                    return f"{math.prod(sizes.values())} devices ({_show(sizes)})"
+                    return f"{math.prod(sizes.values())} devices ({show_axes(sizes)})"
         times *= 2
     return ""
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 import spmd
 from spmd import P, _jax, stages
+from spmd._mesh import show_axes
 from spmd._resolve import trimmed
 from spmd._spec import UNSPECIFIED, ParsedPartitionSpec, spec_of
 from spmd.inspection.records.plan import Entries, Pin, Placed
@@ -65,7 +66,7 @@ class Program:
         try:
             self.traced(mesh)
         except Exception as error:  # whatever the user's code does
-            name = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+            name = show_axes(mesh.shape)
             logger.info("plan: not for %s", name, exc_info=error)
             line = str(error).strip().partition("\n")[0][:_LONGEST]
             self.passed_over[name] = f"{type(error).__name__}: {line}".rstrip(": ")
