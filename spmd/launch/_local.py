@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 from dataclasses import dataclass
-import functools
 import os
 import signal
 import socket
@@ -65,22 +64,22 @@ def run(launch: Launch) -> int:
     it.
     """
     port = launch.port or free_port()
-    with stoppable(), contextlib.ExitStack() as stack:
-        words = program(launch.command, os.getpid())
-        running = [
-            started(words, environment(launch, i, port, os.environ))
-            for i in range(launch.processes)
-        ]
-        stack.callback(_kill, running)
-        relays = [
-            relay for i, p in enumerate(running) for relay in relays_of(p, _prefixed(i, launch))
-        ]
-        ended = functools.partial(
-            wait,
+    words = program(launch.command, os.getpid())
+    running: list[subprocess.Popen[bytes]] = []
+    relays: list[threading.Thread] = []
+
+    def ended() -> int:
+        for i in range(launch.processes):
+            running.append(started(words, environment(launch, i, port, os.environ)))
+            relays.extend(relays_of(running[i], _prefixed(i, launch)))
+        return wait(
             lambda: [p.poll() for p in running],
             lambda: stop(running, signal.SIGTERM),
             launch.grace,
         )
+
+    with stoppable(), contextlib.ExitStack() as stack:
+        stack.callback(_kill, running)
         code = unless_stopped(ended, lambda number: stop(running, number))
         _kill(running)
         for relay in relays:
@@ -112,7 +111,10 @@ def stoppable() -> Iterator[None]:
 
 
 def unless_stopped(code: Callable[[], int], stop: Callable[[signal.Signals], None]) -> int:
-    """The exit code of a run; when this process is stopped, it stops the run with that signal."""
+    """The exit code of a run; when this process is stopped, it stops the run with that signal.
+
+    A signal may come while the processes start, so `code` starts them.
+    """
     try:
         return code()
     except Stopped as stopped:

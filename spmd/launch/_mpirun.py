@@ -7,6 +7,8 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
+import threading
 
 from spmd.cli.options import CommandError
 from spmd.launch import _local
@@ -24,10 +26,17 @@ def run(launch: Launch) -> int:
     mpirun = shutil.which("mpirun")
     if mpirun is None:
         raise CommandError("--on mpirun needs Open MPI, and there is no mpirun on the path.")
+    words = command(launch, mpirun, os.geteuid() == 0)
+    running: list[subprocess.Popen[bytes]] = []
+    relays: list[threading.Thread] = []
+
+    def ended() -> int:
+        running.append(_local.started(words))
+        relays.extend(_local.relays_of(running[0], untagged(launch.prefix)))
+        return running[0].wait()
+
     with _local.stoppable():
-        running = _local.started(command(launch, mpirun, os.geteuid() == 0))
-        relays = _local.relays_of(running, untagged(launch.prefix))
-        code = _local.unless_stopped(running.wait, lambda number: _local.stop([running], number))
+        code = _local.unless_stopped(ended, lambda number: _local.stop(running, number))
         for thread in relays:
             thread.join()
     return _local.exit_code(code)

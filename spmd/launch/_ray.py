@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 import contextlib
-import functools
 import importlib
 import logging
 import os
@@ -30,15 +29,19 @@ def run(launch: Launch) -> int:
     options = _options(launch.engine_options)
     _connect(ray, options.pop("address", os.environ.get("RAY_ADDRESS")), launch, options)
     actor = ray.remote(**options)(Process)
-    with _local.stoppable(), contextlib.ExitStack() as stack:
-        stack.callback(ray.shutdown)
-        actors = [actor.remote() for _ in range(launch.processes)]
-        tasks = _Tasks(ray, actors)
-        stack.callback(tasks.kill)
-        address = ray.get(actors[0].address.remote())
-        for i in range(launch.processes):
-            tasks.start(i, launch, address)
-        ended = functools.partial(_local.wait, tasks.codes, tasks.kill, launch.grace)
+
+    def ended() -> int:
+        with contextlib.ExitStack() as stack:
+            stack.callback(ray.shutdown)
+            actors = [actor.remote() for _ in range(launch.processes)]
+            tasks = _Tasks(ray, actors)
+            stack.callback(tasks.kill)
+            address = ray.get(actors[0].address.remote())
+            for i in range(launch.processes):
+                tasks.start(i, launch, address)
+            return _local.wait(tasks.codes, tasks.kill, launch.grace)
+
+    with _local.stoppable():
         return _local.unless_stopped(ended, lambda _: None)  # they are killed in any case
 
 

@@ -218,6 +218,33 @@ def test_nothing_is_left_running(script, number, code):
                     os.kill(pid, signal.SIGKILL)
 
 
+EARLY = """
+import signal, sys
+from spmd.launch import _local
+
+relays_of = _local.relays_of
+
+def stopped(*args):
+    found = relays_of(*args)
+    signal.raise_signal(signal.SIGTERM)
+    return found
+
+_local.relays_of = stopped
+command = "-c", "import time; time.sleep(600)"
+launch = dict(command=command, processes=2, devices=None, port=0, grace=1.0, prefix=True)
+sys.exit(_local.run(_local.Launch(**launch)))
+"""
+
+
+def test_a_signal_while_processes_start():
+    """The first process is there, and the second one not yet."""
+    done = subprocess.run(
+        [sys.executable, "-c", EARLY], capture_output=True, text=True, timeout=60, check=False
+    )
+    said = "spmd: stopped by SIGTERM, and so are the processes\n"
+    assert (done.returncode, done.stderr) == (143, said)
+
+
 def alive(pid):
     """Whether a process is there and no zombie."""
     try:
