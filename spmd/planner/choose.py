@@ -441,8 +441,13 @@ class _Looking:
         return [*first, *(i for i in ranked if i not in {*first})]
 
     def _rank(self, one: Choice) -> tuple[bool, bool, float]:
-        """What Shardy's exchanges are not known of seems faster than it is, and comes later."""
-        return not one.fits(self.rules.budget), one.told is None, one.seconds
+        """What Shardy's exchanges are not known of seems faster than it is, and comes later.
+
+        Of what does not fit, what needs less is better too: a compiler that makes room for it
+        computes again.
+        """
+        fits = one.fits(self.rules.budget)
+        return not fits, one.told is None, one.seconds * (1.0 if fits else one.peak)
 
     def _is_late(self) -> bool:
         late = self.rules.deadline is not None and time.monotonic() > self.rules.deadline

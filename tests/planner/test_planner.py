@@ -485,6 +485,19 @@ def test_equal_figures_are_compiled_later(monkeypatch):
     assert seen == [1.0, 1.1]
 
 
+@pytest.mark.parametrize(("budget", "first"), [(1.0, 1.1), (3.0, 1.0), (None, 1.0)])
+def test_of_what_does_not_fit_less_comes_first(monkeypatch, budget, first):
+    """The slower one of two, which needs half as much, where the budget is too small for both."""
+    looking = looking_at(spmd.make_mesh({"data": 2, "model": 2}), 1, "b", "f")
+    (other,) = looking_at(spmd.make_mesh({"data": 2, "model": 2}), 1, "b", "b").choices
+    for one, seconds, peak in ((looking.choices.pop(), 1.0, 3.0), (other, 1.1, 1.5)):
+        estimate = dataclasses.replace(one.estimate, compute=seconds, peak=peak)
+        looking.choices.append(dataclasses.replace(one, estimate=estimate))
+    looking.rules = Rules(budget=budget)
+    looking.preview()
+    assert min(looking.choices, key=looking._rank).estimate.compute == first
+
+
 BIG = Program(
     function=step, args=({"down": f32(8192, 2048), "up": f32(2048, 8192)}, f32(512, 2048))
 )
