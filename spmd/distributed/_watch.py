@@ -79,7 +79,7 @@ class Watch:
 
     def leave(self) -> None:
         """Ends what this process has started, and tells the others that it ends as it should."""
-        if not self._left:
+        if self._connections and not self._left:
             self._finish()
         with self._leaving:
             if not self._left:
@@ -177,12 +177,12 @@ class Watch:
 
         The others need it: a program whose result was read on one device may still run on another,
         and who is gone by then leaves its peers waiting in a collective. Where all others have
-        ended, what still waits for them is given up after a while.
+        ended, it may wait for them itself, and is given up after a while.
         """
         left, alone = _started(), 0.0
         while left := [array for array in left if not _is_ready(array)]:
             if alone > self._grace:
-                _say("this process ends; a program of it waits for others, which have ended")
+                _say("all other processes have ended, and a program that may wait for them is left")
                 return
             time.sleep(_SOON)
             alone += _SOON * (len(self.ended) == self.processes - 1)

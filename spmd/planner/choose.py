@@ -446,8 +446,7 @@ class _Looking:
         Of what does not fit, what needs less is better too: a compiler that makes room for it
         computes again.
         """
-        fits = one.fits(self.rules.budget)
-        return not fits, one.told is None, one.seconds * (1.0 if fits else one.peak)
+        return not one.fits(self.rules.budget), one.told is None, self.rules.score(one)
 
     def _is_late(self) -> bool:
         late = self.rules.deadline is not None and time.monotonic() > self.rules.deadline

@@ -76,9 +76,8 @@ def _imports(ins: Folded, outs: Folded) -> Iterator[str]:
 
 
 def _mesh(axes: Mapping[str, int], topology: str | None) -> Iterator[str]:
-    sizes = show_axes(axes)
     devices = f"{math.prod(axes.values())} devices" + (f", {topology}" if topology else "")
-    yield f"# mesh: {sizes} ({devices})"
+    yield f"# mesh: {show_axes(axes)} ({devices})"
     shape = ", ".join(f"{literal(axis)}: {size}" for axis, size in axes.items())
     yield f"mesh = spmd.make_mesh({{{shape}}})"
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import dataclasses
 import random
 import time
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from spmd.planner.estimate import Estimate, Estimator, Machine
 from spmd.planner.layout import Fixed, Layout
@@ -29,6 +29,20 @@ _STARTS = 8
 _AGAIN = 6
 """Searches from what a few moves at random make of the best layout."""
 _SHAKEN = 3
+
+
+class Cost(Protocol):
+    """What is known of a layout."""
+
+    @property
+    def seconds(self) -> float:
+        """Of a call."""
+        ...
+
+    @property
+    def peak(self) -> float:
+        """Bytes of a device at the worst moment."""
+        ...
 
 
 class Candidate(NamedTuple):
@@ -60,11 +74,11 @@ class Rules:
         orders = (*layout.orders, *layout.state)
         return not any((c, axis) in self.never for axis, order in orders for c in order)
 
-    def fits(self, cost: Estimate) -> bool:
+    def fits(self, cost: Cost) -> bool:
         """Whether a layout keeps to the budget."""
         return self.budget is None or cost.peak <= self.budget
 
-    def score(self, cost: Estimate) -> float:
+    def score(self, cost: Cost) -> float:
         """What is to be as small as possible: seconds, and what is over the budget."""
         if self.budget is None or self.fits(cost):
             return cost.seconds

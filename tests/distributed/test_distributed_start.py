@@ -365,7 +365,7 @@ def test_a_program_that_the_others_never_start_is_given_up(tmp_path):
         devices=2,
         head=HEAD,
     )
-    assert "[0] spmd: this process ends; a program of it waits for others, which" in run.err
+    assert "[0] spmd: all other processes have ended, and a program that may wait" in run.err
 
 
 @pytest.mark.slow
