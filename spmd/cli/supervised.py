@@ -7,21 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 
 from spmd.cli.options import USAGE
 
-_PIPE, _ASKED = "SPMD_PARENT_PIPE", "SPMD_COMPILER_ENDED"
+_SOCKET, _ASKED = "SPMD_PARENT_SOCKET", "SPMD_COMPILER_ENDED"
+
+#: Seconds that another process has to write out the last words of a child.
+_LAST_WORDS = 5
 
 _asked = False
 
 
 def is_child() -> bool:
     """Whether this process is such a child already."""
-    return _PIPE in os.environ
+    return _SOCKET in os.environ
 
 
 def asked_for_lines() -> bool:
@@ -43,21 +48,24 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _wait(argv: Sequence[str], **more: str) -> int:
-    read, write = os.pipe()
-    try:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "spmd", *argv],
-            env={**os.environ, _PIPE: str(read), **more},
-            pass_fds=[read],
-        )
+    # Each side is told of the other's end by the end of its socket.
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "spmd", *argv],
+                env={**os.environ, _SOCKET: str(theirs.fileno()), **more},
+                pass_fds=[theirs.fileno()],
+            )
         before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
         try:
-            return _ended(child)
+            code = _ended(child)
         finally:
             signal.signal(signal.SIGTERM, before)
-    finally:
-        os.close(read)
-        os.close(write)
+        if code < 0:
+            # The process that writes out what the compiler said last has the child's socket too.
+            select.select([ours], [], [], _LAST_WORDS)
+        return code
 
 
 def _ended(child: subprocess.Popen) -> int:
@@ -71,11 +79,11 @@ def _ended(child: subprocess.Popen) -> int:
 def follow_parent() -> None:
     """Ends this process when its parent is no more, however that was ended."""
     global _asked
-    # A command that the user's code starts here has neither this pipe nor what was asked.
-    pipe, _asked = int(os.environ.pop(_PIPE)), os.environ.pop(_ASKED, None) is not None
+    # A command that the user's code starts here has neither this socket nor what was asked.
+    parent, _asked = int(os.environ.pop(_SOCKET)), os.environ.pop(_ASKED, None) is not None
 
     def wait() -> None:
-        os.read(pipe, 1)  # nothing is ever written: it returns when the other end is closed
+        os.read(parent, 1)  # nothing is ever written: it returns when the other end is closed
         os._exit(USAGE)
 
     threading.Thread(target=wait, name="spmd-parent", daemon=True).start()
