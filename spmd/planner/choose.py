@@ -7,7 +7,7 @@ Shardy's own exchanges for the best of all meshes, and the compiler for the best
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
 import math
 import time
@@ -35,9 +35,11 @@ from spmd.planner.verify import Program, annotated, entries_of, places_of_compil
 FOUND = "found"
 WRITTEN = "as written"
 
-_LOOKED_AT = 24
-"""Layouts that the second tier looks at, of all meshes together."""
-_OF_EACH = 3
+_KEPT = 24
+"""Layouts of a mesh that the first tier leaves."""
+_LOOKED_AT = 12
+"""Those that the second tier looks at, of all meshes together."""
+_OF_EACH = 2
 """Of each mesh at least so many."""
 _OF_EQUAL = 6
 """Of layouts of a mesh with the same figures at most so many, or as many as are compiled."""
@@ -239,13 +241,14 @@ class _Looking:
             known = experts(graph, sizes) if self.seeds else {}
             known = {name: one for name, one in known.items() if self.rules.allow(one)}
             machine = Machine(self.chip, links, sizes)
-            found = search(
-                graph, machine, self.rules, starts=known.values(), seed=self.seed, saw=self._saw
-            )
             estimate = Estimator(graph, machine, self.rules.fixed)
-            costs = {name: estimate(layout) for name, layout in known.items()}
-            named = {name: Candidate(known[name], cost, 0.0) for name, cost in costs.items()}
-            self.choices += self._kept(found, named, graph, mesh)
+            found = search(
+                estimate, self.rules, starts=known.values(), seed=self.seed, saw=self._saw
+            )
+            self.choices += self._kept(found, estimate, mesh)
+            for name, layout in known.items():
+                named = Candidate(layout, estimate(layout), 0.0)
+                self.choices.append(self._choice(name, named, graph, mesh))
 
     def _saw(self, one: Candidate) -> None:
         self.tried += 1
@@ -253,24 +256,21 @@ class _Looking:
             self.best = one.cost.seconds
         self.tell(Progress(self.tried, self.best, ""))
 
-    def _kept(
-        self, found: Sequence[Candidate], known: Mapping[str, Candidate], graph: Graph, mesh: Any
-    ) -> Iterator[Choice]:
-        """The best candidates that place arrays otherwise than those before, and all experts."""
+    def _kept(self, found: Sequence[Candidate], estimate: Estimator, mesh: Any) -> Iterator[Choice]:
+        """The best candidates that place arrays otherwise than those before."""
         seen: set[Any] = set()
         alike: collections.Counter[Estimate] = collections.Counter()
         for one in found:
-            if alike[one.cost] == max(_OF_EQUAL, self.top):
+            said = estimate.said(one.layout)
+            if said in seen or alike[one.cost] == max(_OF_EQUAL, self.top):
                 continue
-            choice = self._choice(FOUND, one, graph, mesh)
+            choice = self._choice(FOUND, one, estimate.graph, mesh)
             if choice.pins + choice.ins not in seen:
-                seen.add(choice.pins + choice.ins)
                 alike[one.cost] += 1
                 yield choice
-            if len(seen) == _LOOKED_AT:
+            seen |= {said, choice.pins + choice.ins}
+            if alike.total() == _KEPT:
                 break
-        for name, one in known.items():
-            yield self._choice(name, one, graph, mesh)
 
     def _choice(self, name: str, one: Candidate, graph: Graph, mesh: Any) -> Choice:
         ins, outs = entries_of(graph, one.layout, mesh.shape, self.rules.fixed)

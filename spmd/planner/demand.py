@@ -111,8 +111,10 @@ class Demand:
         for n, names in enumerate(self.one.factors):
             if self.one.manual and not any(names):
                 continue  # what each device has for itself
-            find = self._before if n < self.one.operands else self._after
-            yield from find(n, names)
+            if n >= self.one.operands:
+                yield from self._after(n, names)
+            elif self.places[n]:
+                yield from self._before(n, names)
 
     def _before(self, n: int, names: Sequence[str | None]) -> Iterator[Exchanged]:
         own = self.one.tensors[n]
@@ -128,7 +130,7 @@ class Demand:
         if whole:
             nbytes = self.nbytes[n] * self.times(whole)
             yield Exchanged("all-gather", tuple(whole), nbytes, own)
-        if inner := self._inside(n, whole):
+        if whole and (inner := self._inside(n, whole)):
             axes = tuple(axis for axis in self.sizes if axis in (*whole, *inner))
             yield Exchanged("collective-permute", axes, self.nbytes[n], own)
 

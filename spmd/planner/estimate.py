@@ -7,7 +7,7 @@ of them go on beside work.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 import dataclasses
 import math
 from typing import Any, NamedTuple, TypeAlias
@@ -20,7 +20,7 @@ from spmd.planner.layout import Fixed, Layout
 from spmd.planner.lives import Lives
 from spmd.planner.machine import Machine
 from spmd.planner.product import Product, Sending
-from spmd.planner.saying import Group, Pattern, Sayings
+from spmd.planner.saying import Group, Pattern, Said, Sayings, grouped, regrouped, said_by
 from spmd.planner.structure import Graph, Operation
 
 _SLICES = ("dynamic_slice", "slice")
@@ -105,8 +105,9 @@ class Estimator:
     """
 
     def __init__(self, graph: Graph, machine: Machine, fixed: Fixed | None = None):
-        self.machine, self.sizes = machine, machine.sizes
-        kept = {**dict(_left_by_manual(graph)), **(dict(fixed.places) if fixed else {})}
+        self.graph, self.machine, self.sizes = graph, machine, machine.sizes
+        self.fixed = fixed or Fixed()
+        kept = {**dict(_left_by_manual(graph)), **dict(self.fixed.places)}
         kinds: dict[Kind, int] = {}
         self.kind_of = [
             kinds.setdefault(
@@ -117,9 +118,8 @@ class Estimator:
         self.kinds = [*kinds]
         self.nbytes = [one.nbytes for one in graph.tensors]
         self.sizes_of_kinds = np.array([kind.nbytes for kind in self.kinds])
-        self._places = _grouped(
-            enumerate(self.kinds), lambda pair: frozenset((self._pattern(pair[1]),))
-        )
+        own = ((one, frozenset((self._pattern(one[1]),))) for one in enumerate(self.kinds))
+        self._places = Sayings(grouped(own))
         lives = Lives(graph, self.kind_of, len(kinds))
         fusion = Fusion(graph, self.kind_of, len(kinds))
         self.last = last(graph)
@@ -133,7 +133,8 @@ class Estimator:
         self.lasting = self.early | {i for i, count in users.items() if count > 1}
         self.given = [one.kind == "argument" for one in graph.tensors]
         self.alike = {i: i for i in range(len(graph.tensors))}
-        self._work = _grouped(self._parts(graph, fusion), self._patterns)
+        work = ((part, self._patterns(part)) for part in self._parts(graph, fusion))
+        self._work = Sayings(regrouped(grouped(work)))
         self.totals = {self.alike[i]: self.alike[j] for i, j in totals(graph).items()}
 
     def _parts(self, graph: Graph, fusion: Fusion) -> Iterator[_Part]:
@@ -205,21 +206,24 @@ class Estimator:
 
     def __call__(self, layout: Layout) -> Estimate:
         """What a layout costs."""
-        places, parts = self._placed(layout)
+        said = said_by(layout)
+        places, parts = self._placed(layout, said)
+        shares = np.array(parts)
         compute = exchange = beside = ahead = 0.0
-        memory = self.machine.moving(float(self.moved @ parts))
+        memory = self.machine.moving(float(self.moved @ shares))
         shared: dict[Exchanged, Sending] = {}
         joined: set[_Joined] = set()
-        for group, key in zip(self._work.groups, self._work.keys(layout), strict=True):
+        for group, key in zip(self._work.groups, self._work.keys(said), strict=True):
             costs = group.known.get(key)
             if costs is None:
-                costs = self._costs(group, layout, places, parts)
-                group.known[key] = costs
+                found = [self._of_alike(one, layout, said, places, parts) for one in group.members]
+                costs = group.known[key] = _together(found)
             compute += costs.compute
             memory += costs.memory
             exchange += costs.exchange
             beside += costs.beside
-            joined |= costs.joined
+            if costs.joined:
+                joined |= costs.joined
             if costs.shared:
                 _add(shared, costs.shared)
         exchange += sum(runs * self.machine.delay("all-reduce", axes) for axes, runs, _ in joined)
@@ -238,8 +242,13 @@ class Estimator:
             exchange=float(exchange),
             hidden=float(beside + self.machine.hidden(ahead, compute + memory)),
             # What comes next is gathered while the one before is in use.
-            peak=self._peak(parts, gathered) + sorted(buffers)[-2],
+            peak=self._peak(shares, gathered) + sorted(buffers)[-2],
         )
+
+    def said(self, layout: Layout) -> Hashable:
+        """All that a layout says of the program: layouts that say the same are one."""
+        said = said_by(layout)
+        return (*self._places.keys(said), *self._work.keys(said))
 
     def _peak(self, parts: np.ndarray, gathered: np.ndarray) -> float:
         """Bytes of arguments and outputs, and of what is beside them at the worst moment."""
@@ -249,11 +258,11 @@ class Estimator:
         beside = np.maximum(lives.short @ (parts * near) - self.machine.room, 0.0)
         return float(lives.ends @ parts + (far + beside).max(initial=0.0))
 
-    def _placed(self, layout: Layout) -> tuple[list[dict[str, int]], np.ndarray]:
+    def _placed(self, layout: Layout, said: Said) -> tuple[list[dict[str, int]], list[float]]:
         """By kind, the dimension that each axis splits, and the share that a device has."""
         places: list[dict[str, int]] = [{}] * len(self.kinds)
-        parts = np.ones(len(self.kinds))
-        for group, key in zip(self._places.groups, self._places.keys(layout), strict=True):
+        parts = [1.0] * len(self.kinds)
+        for group, key in zip(self._places.groups, self._places.keys(said), strict=True):
             found = group.known.get(key)
             if found is None:
                 found = [self._place(k, kind, layout) for k, kind in group.members]
@@ -268,24 +277,24 @@ class Estimator:
         found = layout.places(kind, self.sizes) if fixed is None else dict(fixed)
         return k, found, 1 / math.prod(self.sizes[axis] for axis in found)
 
-    def _costs(
-        self, group: Group, layout: Layout, places: list[dict[str, int]], parts: np.ndarray
+    def _of_alike(
+        self,
+        group: Group,
+        layout: Layout,
+        said: Said,
+        places: list[dict[str, int]],
+        parts: list[float],
     ) -> _Costs:
-        compute = memory = exchange = beside = 0.0
-        shared: dict[Exchanged, Sending] = {}
-        joined: frozenset[_Joined] = frozenset()
-        for part in group.members:
-            own = self._cost(part, layout, places, parts)
-            compute += own.compute
-            memory += own.memory
-            exchange += own.exchange
-            beside += own.beside
-            joined |= own.joined
-            _add(shared, own.shared)
-        return _Costs(compute, memory, exchange, beside, shared, joined)
+        """What operations of the same patterns cost."""
+        key = group.key(said)
+        costs = group.known.get(key)
+        if costs is None:
+            found = [self._cost(part, layout, places, parts) for part in group.members]
+            costs = group.known[key] = _together(found)
+        return costs
 
     def _cost(
-        self, part: _Part, layout: Layout, places: list[dict[str, int]], parts: np.ndarray
+        self, part: _Part, layout: Layout, places: list[dict[str, int]], parts: list[float]
     ) -> _Costs:
         one = part.one
         kinds = [self.kind_of[i] for i in one.tensors]
@@ -327,6 +336,23 @@ def _left_by_manual(graph: Graph) -> Iterator[tuple[int, tuple[tuple[str, int], 
             yield one.tensors[-1], tuple(at)
 
 
+def _together(found: Sequence[_Costs]) -> _Costs:
+    """What several cost."""
+    if len(found) == 1:
+        return found[0]
+    shared: dict[Exchanged, Sending] = {}
+    for one in found:
+        _add(shared, one.shared)
+    return _Costs(
+        compute=sum(one.compute for one in found),
+        memory=sum(one.memory for one in found),
+        exchange=sum(one.exchange for one in found),
+        beside=sum(one.beside for one in found),
+        shared=shared,
+        joined=frozenset().union(*(one.joined for one in found)),
+    )
+
+
 def _add(shared: dict[Exchanged, Sending], more: Mapping[Exchanged, Sending]) -> None:
     """Adds exchanges; of those that are one, the one that takes longest counts."""
     for sent, sending in more.items():
@@ -344,16 +370,3 @@ def _traffic(one: Operation, nbytes: list[float]) -> float:
     if one.name in _UPDATES:
         return 2 * min(nbytes[1:2], default=0.0)
     return sum(nbytes)
-
-
-def _grouped(members: Iterable[Any], of: Callable[[Any], frozenset[Pattern]]) -> Sayings:
-    """Members by their classes."""
-    found: dict[tuple[frozenset[int], bool], Group] = {}
-    for one in members:
-        patterns = of(one)
-        classes = frozenset[int]().union(*(each.classes for each in patterns))
-        is_state = any(each.is_state for each in patterns)
-        if (classes, is_state) not in found:
-            found[classes, is_state] = Group(classes, is_state=is_state)
-        found[classes, is_state].add(one, patterns)
-    return Sayings([*found.values()])

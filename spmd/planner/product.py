@@ -125,15 +125,11 @@ class Product:
         return left
 
     def _sides(self, left: dict[str, int]) -> Sides:
-        factors = self.demand.one.factors
-        a, b, made = ({n for n in one if n is not None} for one in (*factors[:2], factors[-1]))
-
-        def size(names: set[str]) -> float:
-            return math.prod(left[name] for name in names)
-
-        return Sides(
-            size((a & made) - b), size((b & made) - a), size((a & b) - made), size(a & b & made)
-        )
+        sizes = [1.0, 1.0, 1.0, 1.0]
+        for n, names in enumerate(_names_of_sides(self.demand.one.factors)):
+            for name in names:
+                sizes[n] *= left[name]
+        return Sides(*sizes)
 
     # Exchanges
 
@@ -186,3 +182,10 @@ class Product:
         n = self._index(sent)
         d = self.demand.places[n].get(axis)
         return None if d is None else one.factors[n][d]
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_of_sides(factors: tuple[tuple[str | None, ...], ...]) -> tuple[set[str], ...]:
+    """The factors of a product that are its rows, columns, what is summed over, and the batch."""
+    a, b, made = ({n for n in one if n is not None} for one in (*factors[:2], factors[-1]))
+    return (a & made) - b, (b & made) - a, (a & b) - made, a & b & made

@@ -7,9 +7,22 @@ order says nothing of the value, unless the axis may pass over the class.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from spmd.planner.layout import Layout
+
+Said: TypeAlias = tuple[tuple[tuple[int, ...], tuple[int, ...], frozenset[int]], ...]
+"""By axis, its order, that of the optimizer's values, and the classes of which it splits the last
+dimension."""
+
+
+def said_by(layout: Layout) -> Said:
+    """What a layout says of each axis."""
+    state = dict(layout.state)
+    return tuple(
+        (order, state.get(axis, ()), frozenset([c for name, c in layout.last if name == axis]))
+        for axis, order in layout.orders
+    )
 
 
 class Pattern(NamedTuple):
@@ -32,36 +45,34 @@ class Group:
     """Things of the same classes, with what was found out of them by what a layout says.
 
     Attributes:
+        patterns: of the things.
+        classes: that they have.
+        is_state: whether one of them is the optimizer's.
         members: the things.
         known: by what a layout says, what was found.
-
-    Args:
-        classes: that the things have.
-        is_state: whether one of them is the optimizer's.
     """
 
-    def __init__(self, classes: frozenset[int], *, is_state: bool):
-        self.members: list[Any] = []
+    def __init__(self, patterns: Iterable[Pattern], members: list[Any]):
+        self.patterns = frozenset(patterns)
+        self.classes = frozenset[int]().union(*(one.classes for one in self.patterns))
+        self.is_state = any(one.is_state for one in self.patterns)
+        self.members = members
         self.known: dict[tuple[int, ...], Any] = {}
-        self._classes, self._is_state = classes, is_state
-        self._plain: set[Pattern] = set()
-        self._state: set[Pattern] = set()
-        self._turning: frozenset[int] = frozenset()
+        self._plain = [one for one in self.patterns if not one.is_state]
+        self._state = [one for one in self.patterns if one.is_state]
+        self._turning = frozenset[int]().union(*(one.turning for one in self.patterns))
         self._numbers: dict[Hashable, int] = {}
         self._said: dict[Hashable, int] = {}
 
-    def add(self, member: Any, patterns: Iterable[Pattern]) -> None:
-        """Adds a thing that has patterns."""
-        self.members.append(member)
-        for one in patterns:
-            (self._state if one.is_state else self._plain).add(one)
-            self._turning |= one.turning
+    def key(self, said: Said) -> tuple[int, ...]:
+        """Equal for layouts that say the same."""
+        return tuple([self.number(*one) for one in said])
 
     def number(self, order: tuple[int, ...], state: tuple[int, ...], last: frozenset[int]) -> int:
         """One for all orders of an axis that say the same."""
-        own = self._classes
+        own = self.classes
         order = tuple([c for c in order if c in own])
-        state = tuple([c for c in state if c in own]) if self._is_state and state else ()
+        state = tuple([c for c in state if c in own]) if self.is_state and state else ()
         last &= self._turning
         key = order, state, last
         found = self._numbers.get(key)
@@ -92,18 +103,31 @@ class Sayings:
         groups: that are asked about.
     """
 
-    def __init__(self, groups: list[Group]):
-        self.groups = groups
+    def __init__(self, groups: Iterable[Group]):
+        self.groups = [*groups]
         self._known: dict[Hashable, list[int]] = {}
 
-    def keys(self, layout: Layout) -> Iterable[tuple[int, ...]]:
-        """By group, what a layout says of it; equal for layouts that say the same."""
-        state = dict(layout.state)
+    def keys(self, said: Said) -> Iterable[tuple[int, ...]]:
+        """By group, its key."""
         columns = []
-        for axis, order in layout.orders:
-            last = frozenset(c for name, c in layout.last if name == axis)
-            said = (order, state.get(axis, ()), last)
-            if said not in self._known:
-                self._known[said] = [group.number(*said) for group in self.groups]
-            columns.append(self._known[said])
+        for one in said:
+            if one not in self._known:
+                self._known[one] = [group.number(*one) for group in self.groups]
+            columns.append(self._known[one])
         return zip(*columns, strict=True) if columns else ((),) * len(self.groups)
+
+
+def grouped(members: Iterable[tuple[Any, frozenset[Pattern]]]) -> list[Group]:
+    """Things that have the same patterns."""
+    found: dict[frozenset[Pattern], list[Any]] = {}
+    for one, patterns in members:
+        found.setdefault(patterns, []).append(one)
+    return [Group(patterns, own) for patterns, own in found.items()]
+
+
+def regrouped(groups: Iterable[Group]) -> list[Group]:
+    """Groups of the same classes as members of one."""
+    found: dict[tuple[frozenset[int], bool], list[Group]] = {}
+    for one in groups:
+        found.setdefault((one.classes, one.is_state), []).append(one)
+    return [Group(frozenset().union(*(g.patterns for g in own)), own) for own in found.values()]

@@ -14,10 +14,9 @@ import random
 import time
 from typing import NamedTuple, Protocol
 
-from spmd.planner.estimate import Estimate, Estimator, Machine
+from spmd.planner.estimate import Estimate, Estimator
 from spmd.planner.layout import Fixed, Layout
 from spmd.planner.moves import Space
-from spmd.planner.structure import Graph
 
 # Over a budget, a layout counts as this many times slower for each part that is too much: it is
 # never as good as one that fits, and of two that do not fit the smaller one is better.
@@ -26,7 +25,7 @@ _FEW = 5000
 """Layouts that are all looked at, if there are no more."""
 _STARTS = 8
 """Starts from which moves are tried, of those that are given and of others."""
-_AGAIN = 6
+_AGAIN = 3
 """Searches from what a few moves at random make of the best layout."""
 _SHAKEN = 3
 
@@ -86,8 +85,7 @@ class Rules:
 
 
 def search(
-    graph: Graph,
-    machine: Machine,
+    estimate: Estimator,
     rules: Rules,
     *,
     starts: Iterable[Layout] = (),
@@ -99,14 +97,13 @@ def search(
     Layouts that differ in nothing but the names of two axes that are alike are one.
 
     Args:
-        graph: the program.
-        machine: what it is for.
+        estimate: of the program on a machine.
         rules: what a layout may do.
         starts: to begin from, beside those that split one class on each axis.
         seed: of what is tried at random.
         saw: is told each one.
     """
-    found = _Search(graph, machine, rules, saw)
+    found = _Search(estimate, rules, saw)
     with found:
         found.look(Layout.of(dict.fromkeys(found.space.allowed, ())))
         found.descend_from(starts, found.space.starts())
@@ -122,12 +119,9 @@ class _LateError(Exception):
 class _Search:
     """What was seen of the layouts of a program; ends quietly at the deadline."""
 
-    def __init__(
-        self, graph: Graph, machine: Machine, rules: Rules, saw: Callable[[Candidate], None]
-    ):
-        self.rules, self.saw = rules, saw
-        self.estimate = Estimator(graph, machine, rules.fixed)
-        self.space = Space(graph, machine, rules.never, rules.fixed or Fixed())
+    def __init__(self, estimate: Estimator, rules: Rules, saw: Callable[[Candidate], None]):
+        self.estimate, self.rules, self.saw = estimate, rules, saw
+        self.space = Space(estimate.graph, estimate.machine, rules.never, estimate.fixed)
         self.seen: dict[Layout, Candidate] = {}
         self.ended: set[Layout] = set()
 

@@ -12,6 +12,7 @@ import spmd
 from spmd.inspection.compile.timed import links_of
 from spmd.inspection.shardy.passes import module_of
 from spmd.inspection.timing.chips import CHIPS
+from spmd.planner.estimate import Estimator
 from spmd.planner.experts import experts
 from spmd.planner.graph import graph_of
 from spmd.planner.machine import Machine
@@ -114,7 +115,7 @@ def best(program, mesh):
     found = graph_of(module_of(program.lowered(mesh), subject="plan"), subject="plan")
     chip = CHIPS["v5e"]
     on = Machine(chip, links_of(chip, [*mesh.devices.flat], SIZES)[0], SIZES)
-    seen = search(found, on, Rules(), starts=experts(found, SIZES).values())
+    seen = search(Estimator(found, on), Rules(), starts=experts(found, SIZES).values())
     return found, seen[0].layout
 
 

@@ -215,7 +215,7 @@ def test_the_search_finds_the_best_of_all(mlp, mesh):
         cost(Layout.of({"data": a, "model": b})).seconds
         for a, b in itertools.product(orders, repeat=2)
     )
-    found = search(mlp, on, Rules())
+    found = search(Estimator(mlp, on), Rules())
     assert found[0].cost.seconds == pytest.approx(best)
     assert [one.score for one in found] == sorted(one.score for one in found)
 
@@ -223,13 +223,13 @@ def test_the_search_finds_the_best_of_all(mlp, mesh):
 def test_a_budget_and_what_is_never_wanted_bind(mlp, mesh):
     """Under a tight budget more is split, and a pair that is barred is left alone."""
     on = machine(mesh)
-    seen = search(mlp, on, Rules())
+    seen = search(Estimator(mlp, on), Rules())
     free = seen[0]
     budget = (free.cost.peak + min(one.cost.peak for one in seen)) / 2
-    tight = search(mlp, on, Rules(budget=budget))[0]
+    tight = search(Estimator(mlp, on), Rules(budget=budget))[0]
     assert tight.cost.peak <= budget < free.cost.peak
     batch = classes(mlp)["x:0"]
-    barred = search(mlp, on, Rules(never=frozenset({(batch, "data"), (batch, "model")})))
+    barred = search(Estimator(mlp, on), Rules(never=frozenset({(batch, "data"), (batch, "model")})))
     assert not any(batch in order for one in barred for _, order in one.layout.orders)
 
 

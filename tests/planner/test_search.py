@@ -104,7 +104,7 @@ def test_nothing_is_wrong_and_nothing_is_missing(few, monkeypatch):
             cost = Estimator(found, on)
             if len(found.classes) <= 4:
                 best = min(cost(layout).seconds for layout in every(found, sizes))
-            seen = search(found, on, Rules())
+            seen = search(Estimator(found, on), Rules())
             wrong += [
                 (name, sizes, one) for one in seen[:3] if not is_valid(found, one.layout, sizes)
             ]
@@ -129,7 +129,7 @@ def test_products_of_any_sizes(rows, inner, hidden, columns, sizes):
     found = read(Program(function=f, args=args))
     on = machine(sizes)
     cost = Estimator(found, on)
-    seen = search(found, on, Rules())
+    seen = search(Estimator(found, on), Rules())
     assert all(is_valid(found, one.layout, sizes) for one in seen[:3])
     if len(found.classes) <= 3:
         best = min(cost(layout).seconds for layout in every(found, sizes))
@@ -142,7 +142,7 @@ def test_the_search_is_at_least_as_good_as_its_starts():
         found, on = graph_named(name), machine(MESHES[0])
         known = experts(found, MESHES[0])
         cost = Estimator(found, on)
-        seen = search(found, on, Rules(), starts=known.values())
+        seen = search(Estimator(found, on), Rules(), starts=known.values())
         assert seen[0].cost.seconds <= min(cost(one).seconds for one in known.values())
         assert {*known.values()} <= {one.layout for one in seen}
 
@@ -150,22 +150,22 @@ def test_the_search_is_at_least_as_good_as_its_starts():
 def test_a_seed_gives_one_answer():
     """The same seed sees the same layouts in the same order."""
     found, on = graph_named("moe"), machine(MESHES[0])
-    first, second = (search(found, on, Rules(), seed=7) for _ in range(2))
+    first, second = (search(Estimator(found, on), Rules(), seed=7) for _ in range(2))
     assert [one.layout for one in first] == [one.layout for one in second]
     told = []
-    third = search(found, on, Rules(), seed=7, saw=told.append)
+    third = search(Estimator(found, on), Rules(), seed=7, saw=told.append)
     assert {one.layout for one in told} <= {one.layout for one in third}
 
 
 def test_a_deadline_ends_the_search_with_what_was_seen():
     """One that is over already leaves a layout; a later one ends in between."""
     found, on = graph_named("gpt"), machine(MESHES[0])
-    assert len(search(found, on, Rules(deadline=time.monotonic() - 1))) == 1
+    assert len(search(Estimator(found, on), Rules(deadline=time.monotonic() - 1))) == 1
     told = []
     clock = iter(itertools.chain([0.0] * 50, itertools.repeat(2.0)))
     monotonic, time.monotonic = time.monotonic, lambda: next(clock)
     try:
-        seen = search(found, on, Rules(deadline=1.0), saw=told.append)
+        seen = search(Estimator(found, on), Rules(deadline=1.0), saw=told.append)
     finally:
         time.monotonic = monotonic
     assert 10 < len(told) < 60
