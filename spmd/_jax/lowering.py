@@ -163,7 +163,7 @@ def _nested_region(names: Sequence[Any]) -> bool:
     at: Any = ir.InsertionPoint.current
     region = at.block.owner
     return region.name == "sdy.manual_computation" and any(
-        f'"{n}"' not in str(region.attributes["manual_axes"]) for n in names
+        str(ir.StringAttr.get(str(n))) not in str(region.attributes["manual_axes"]) for n in names
     )
 
 

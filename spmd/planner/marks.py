@@ -183,4 +183,4 @@ def _sharding(one: Mark, entries: Entries) -> Any:
 
 def _dimension(axes: tuple[str, ...] | None) -> str:
     """An entry; of a dimension that was added and that no axis splits, an open one."""
-    return "{?}" if axes == () else "{" + ", ".join(f'"{axis}"' for axis in axes or ()) + "}"
+    return "{?}" if axes == () else "{" + ", ".join(map(passes.quoted, axes or ())) + "}"

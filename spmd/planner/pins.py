@@ -225,7 +225,7 @@ def _check(one: Pin, found: Sequence[Any]) -> None:
 
 def sharding_text(entries: Entries, mesh: str) -> str:
     """A sharding as Shardy writes it, all of whose dimensions are closed."""
-    dimensions = ("{" + ", ".join(f'"{axis}"' for axis in axes) + "}" for axes in entries)
+    dimensions = ("{" + ", ".join(map(passes.quoted, axes)) + "}" for axes in entries)
     return f"#sdy.sharding<@{mesh}, [{', '.join(dimensions)}]>"
 
 

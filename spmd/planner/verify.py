@@ -20,7 +20,7 @@ from spmd._mesh import show_axes
 from spmd._resolve import trimmed
 from spmd._spec import UNSPECIFIED, ParsedPartitionSpec, spec_of
 from spmd.inspection.records.plan import Entries, Pin, Placed
-from spmd.inspection.shardy.passes import module_of
+from spmd.inspection.shardy.passes import module_of, quoted
 from spmd.planner.graph import graph_of
 from spmd.planner.layout import Fixed, Layout, places_of, spec_entries
 from spmd.planner.pins import annotate, pin
@@ -86,7 +86,7 @@ class Program:
         wide = (mesh for mesh in meshes if min(mesh.shape.values(), default=0) > 1)
         mesh = next(filter(self.is_for, wide), meshes[0])
         text = _MESH.sub("", self.lowered(mesh).as_text())
-        return frozenset(axis for axis in mesh.shape if f'"{axis}"' in text)
+        return frozenset(axis for axis in mesh.shape if quoted(axis) in text)
 
     def kept(self, mesh: Any) -> tuple[int, ...]:
         """Which leaves of the arguments the program has: those that it uses."""

@@ -299,23 +299,25 @@ def test_a_mesh_that_a_function_is_not_for_is_passed_over():
     assert spmd.plan(*by_heads(8), **options).passed_over == {}
 
 
-@pytest.mark.parametrize("axes", [None, {"model"}], ids=["whole", "partial"])
-def test_axes_that_a_function_names_tell_meshes_apart(axes):
+@pytest.mark.parametrize("model", ["model", 'é"\\'])
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "partial"])
+def test_axes_that_a_function_names_tell_meshes_apart(whole, model):
     """A `shard_map` over model is another program on 8x1 than on 1x8; lowered on 8x1 it is gone."""
     require_libtpu()
 
     def function(x):
-        rows = P(None, "model") if axes else P("data", "model")
+        rows = P("data", model) if whole else P(None, model)
         return jax.shard_map(
             jnp.tanh, in_specs=rows, out_specs=rows, mesh=spmd.current_mesh(),
-            **({"axis_names": axes} if axes else {}),
+            **({} if whole else {"axis_names": {model}}),
         )(x)  # fmt: skip
 
     options = {"topology": "v5e:2x4", "top": 0, "cache": False, "progress": False}
+    options["axes"] = ("data", model)
     named = spmd.plan(function, BATCH["x"], **options)
     bare = spmd.plan(jnp.tanh, BATCH["x"], **options)
-    assert {one.axes["model"] for one in named.candidates} == {1, 2, 4, 8}
-    assert {one.axes["model"] for one in bare.candidates} == {1, 2, 4}
+    assert {one.axes[model] for one in named.candidates} == {1, 2, 4, 8}
+    assert {one.axes[model] for one in bare.candidates} == {1, 2, 4}
 
 
 def test_a_mesh_that_fixed_places_leave_may_be_passed_over():

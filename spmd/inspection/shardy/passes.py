@@ -401,6 +401,13 @@ def _unquoted(name: str) -> str:
     return raw.decode("utf-8", "replace")
 
 
+def quoted(name: str) -> str:
+    """A name as MLIR writes it."""
+    plain = name.replace("\\", "\\\\").encode()
+    shown = (chr(b) if 32 <= b < 127 and b != 34 else f"\\{b:02X}" for b in plain)
+    return f'"{"".join(shown)}"'
+
+
 def axes_in(text: str) -> tuple[str, ...]:
     """The axes that a text names; a part of one as ``data:(1)2``."""
     return tuple(_unquoted(name) + part for name, part in _AXIS.findall(text))

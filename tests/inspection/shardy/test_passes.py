@@ -1,5 +1,7 @@
 """Shardy's passes, as they are run on a copy of a program."""
 
+from hypothesis import example, given, strategies as st
+from jax.extend.mlir import ir
 import programs
 import pytest
 
@@ -24,3 +26,14 @@ def test_without_loops_a_second_round_changes_nothing(name):
     twice = passes.run(module, [*before, propagate, propagate], subject="test")
     assert not any(one.name == passes.LOOP for one in passes.operations_in(once))
     assert str(once) == str(twice)
+
+
+@given(st.text(min_size=1))
+@example('a"b')
+@example("\\")
+@example("é\n")
+def test_names_as_mlir_writes_them(name):
+    """What we write is what MLIR writes, and is read again."""
+    with ir.Context():
+        assert passes.quoted(name) == str(ir.StringAttr.get(name))
+    assert passes.axes_in(passes.quoted(name)) == (name,)
