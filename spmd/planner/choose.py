@@ -381,8 +381,7 @@ class _Looking:
                 return
             other = way._replace(**change)
             pins = self._pins(best, other)
-            # What products gather ahead of their use they would not without pins.
-            if pins == best.pins or (other.free and self._gathers_ahead(best, way)):
+            if pins == best.pins:
                 continue
             one = self._previewed(dataclasses.replace(best, pins=pins, report=None))
             if other.free and (one.exchange or 0.0) > (best.exchange or 0.0) * _AS_MUCH:
@@ -396,9 +395,6 @@ class _Looking:
     def _pins(self, one: Choice, way: Way) -> tuple[Pin, ...]:
         assert one.layout is not None
         return pins_of(one.graph, one.layout, dict(one.mesh.shape), self.rules.fixed, way)
-
-    def _gathers_ahead(self, one: Choice, way: Way) -> bool:
-        return self._pins(one, way._replace(ahead=False)) != one.pins
 
     def _compile(self, i: int) -> bool:
         """Compiles one; False where the time is up."""

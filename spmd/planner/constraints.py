@@ -315,7 +315,8 @@ def _unread(case: _Case, missing: Collection[Span]) -> list[SourceConstraint]:
     with case.module.context:
         for one, operation in case.operations():
             span = next(iter(users_spans(operation.location)), None)
-            if span is not None and span in missing:
+            spec = one.specs[-1]
+            if spec is not None and span is not None and span in missing:
                 name = one.name.removeprefix("stablehlo.")
                 said = SourceConstraint(
                     file=span.file,
@@ -325,7 +326,7 @@ def _unread(case: _Case, missing: Collection[Span]) -> list[SourceConstraint]:
                     end_column=None,
                     function=span.function,
                     expression=f"the result of {name} at line {span.line}",
-                    spec=tuple(axes or () for axes in marks.trimmed(one.specs[-1])),
+                    spec=tuple(axes or () for axes in marks.trimmed(spec)),
                 )
                 found.setdefault((span, name), said)
     return [*found.values()]

@@ -31,7 +31,8 @@ class Way(NamedTuple):
             multiplies by one after the other.
         whole: whether a sum is made before each device takes its part of it. Else the parts of it
             go around likewise.
-        free: whether nothing is pinned: places of arguments and results say all.
+        free: whether nothing is pinned but what is put where a product wants it: propagation says
+            the rest.
     """
 
     ahead: bool = True
@@ -48,24 +49,27 @@ def pins_of(
 ) -> tuple[Pin, ...]:
     """What a layout says of each operation that is pinned; arguments may have fixed places."""
     way = way or Way()
-    if way.free:
-        return ()
     places = places_of(graph.tensors, layout, sizes, fixed)
     ahead = graph.early if way.ahead else ()
-    known: dict[Any, tuple[Entries, ...]] = {}
+    known: dict[Any, tuple[Entries | None, ...]] = {}
 
-    def specs_of(one: Operation) -> tuple[Entries, ...]:
-        own = [places[i] for i in one.tensors]
+    def specs_of(one: Operation) -> tuple[Entries | None, ...]:
+        lie = [places[i] for i in one.tensors]
+        own = lie
         if one.flops:
-            wanted = _wanted(one, layout, sizes, own, graph)
+            wanted = _wanted(one, layout, sizes, lie, graph)
             own = [
                 (want if i in ahead or _is_mixed(want, at) else at)
                 if n < one.operands
                 else _made(want, at, way)
-                for n, (i, want, at) in enumerate(zip(one.tensors, wanted, own, strict=True))
+                for n, (i, want, at) in enumerate(zip(one.tensors, wanted, lie, strict=True))
             ]
-        ranks = [len(graph.tensors[i].shape) for i in one.tensors]
-        return tuple(tuple(spec_entries(at, n)) for at, n in zip(own, ranks, strict=True))
+        found: list[Entries | None] = []
+        for n, (i, at) in enumerate(zip(one.tensors, own, strict=True)):
+            is_moved = n < one.operands and i in ahead and at != lie[n]
+            is_open = way.free and not is_moved
+            found.append(None if is_open else (*spec_entries(at, len(graph.tensors[i].shape)),))
+        return tuple(found)
 
     def pin_of(number: int, one: Operation) -> Pin:
         key = _kind(one, graph, places, ahead)  # layers that are written out have the same
@@ -73,7 +77,8 @@ def pins_of(
             known[key] = specs_of(one)
         return Pin(number, f"stablehlo.{one.name}", known[key])
 
-    return tuple(pin_of(number, one) for number, one in pinned(graph))
+    pins = [pin_of(number, one) for number, one in pinned(graph)]
+    return tuple(one for one in pins if any(spec is not None for spec in one.specs))
 
 
 def _kind(
@@ -212,7 +217,7 @@ def _check(one: Pin, found: Sequence[Any]) -> None:
     values = (value for each in found for side in (each.operands, each.results) for value in side)
     ranks = [len(passes.dims_of(value.type)[0]) for value in values]
     names = [each.name for each in found]
-    if names != [one.name] or ranks != [*map(len, one.specs)]:
+    if names != [one.name] or not _has_ranks(one, ranks):
         raise MisfitError(
             Failure(
                 what="is of another program",
@@ -221,6 +226,13 @@ def _check(one: Pin, found: Sequence[Any]) -> None:
                 error=ArgumentError,
             )
         )
+
+
+def _has_ranks(one: Pin, ranks: Sequence[int]) -> bool:
+    if len(one.specs) != len(ranks):
+        return False
+    pairs = zip(one.specs, ranks, strict=True)
+    return all(spec is None or len(spec) == rank for spec, rank in pairs)
 
 
 def sharding_text(entries: Entries, mesh: str) -> str:

@@ -82,12 +82,12 @@ class Pin(NamedTuple):
     Attributes:
         number: of the operation, among those that plans pin.
         name: of it in the module.
-        specs: of its operands, then of its results.
+        specs: of its operands, then of its results; None for one that is left to propagation.
     """
 
     number: int
     name: str
-    specs: tuple[Entries, ...]
+    specs: tuple[Entries | None, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
