@@ -376,15 +376,18 @@ class _Looking:
         ]
         at = min(fitting, key=lambda i: self.choices[i].seconds, default=None)
         way = Way()
-        for change in ({"whole": True}, {"ahead": False}, {"free": True}):
+        for change in ({"whole": True}, {"ahead": False}, {"loose": True}, {"free": True}):
             if at is None or (best := self.choices[at]).is_stand_in or best.layout is None:
                 return
             other = way._replace(**change)
             pins = self._pins(best, other)
-            if pins == best.pins:
+            # What products gather ahead of their use they would not without pins.
+            if pins == best.pins or (other.free and self._gathers_ahead(best, way)):
                 continue
             one = self._previewed(dataclasses.replace(best, pins=pins, report=None))
-            if other.free and (one.exchange or 0.0) > (best.exchange or 0.0) * _AS_MUCH:
+            if (other.loose or other.free) and (one.exchange or 0.0) > (
+                best.exchange or 0.0
+            ) * _AS_MUCH:
                 continue
             self.choices.append(one)
             self._compile(len(self.choices) - 1)
@@ -395,6 +398,9 @@ class _Looking:
     def _pins(self, one: Choice, way: Way) -> tuple[Pin, ...]:
         assert one.layout is not None
         return pins_of(one.graph, one.layout, dict(one.mesh.shape), self.rules.fixed, way)
+
+    def _gathers_ahead(self, one: Choice, way: Way) -> bool:
+        return self._pins(one, way._replace(ahead=False)) != one.pins
 
     def _compile(self, i: int) -> bool:
         """Compiles one; False where the time is up."""

@@ -31,12 +31,13 @@ class Way(NamedTuple):
             multiplies by one after the other.
         whole: whether a sum is made before each device takes its part of it. Else the parts of it
             go around likewise.
-        free: whether nothing is pinned but what is put where a product wants it: propagation says
-            the rest.
+        loose: whether results of products are left to propagation.
+        free: whether nothing is pinned: places of arguments and results say all.
     """
 
     ahead: bool = True
     whole: bool = False
+    loose: bool = False
     free: bool = False
 
 
@@ -49,27 +50,26 @@ def pins_of(
 ) -> tuple[Pin, ...]:
     """What a layout says of each operation that is pinned; arguments may have fixed places."""
     way = way or Way()
+    if way.free:
+        return ()
     places = places_of(graph.tensors, layout, sizes, fixed)
     ahead = graph.early if way.ahead else ()
     known: dict[Any, tuple[Entries | None, ...]] = {}
 
     def specs_of(one: Operation) -> tuple[Entries | None, ...]:
-        lie = [places[i] for i in one.tensors]
-        own = lie
+        own = [places[i] for i in one.tensors]
         if one.flops:
-            wanted = _wanted(one, layout, sizes, lie, graph)
+            wanted = _wanted(one, layout, sizes, own, graph)
             own = [
                 (want if i in ahead or _is_mixed(want, at) else at)
                 if n < one.operands
                 else _made(want, at, way)
-                for n, (i, want, at) in enumerate(zip(one.tensors, wanted, lie, strict=True))
+                for n, (i, want, at) in enumerate(zip(one.tensors, wanted, own, strict=True))
             ]
-        found: list[Entries | None] = []
-        for n, (i, at) in enumerate(zip(one.tensors, own, strict=True)):
-            is_moved = n < one.operands and i in ahead and at != lie[n]
-            is_open = way.free and not is_moved
-            found.append(None if is_open else (*spec_entries(at, len(graph.tensors[i].shape)),))
-        return tuple(found)
+        kept = one.operands if one.flops and way.loose else len(own)
+        ranks = [len(graph.tensors[i].shape) for i in one.tensors[:kept]]
+        specs = (tuple(spec_entries(at, n)) for at, n in zip(own, ranks, strict=False))
+        return (*specs, *(None for _ in own[kept:]))
 
     def pin_of(number: int, one: Operation) -> Pin:
         key = _kind(one, graph, places, ahead)  # layers that are written out have the same
@@ -77,8 +77,7 @@ def pins_of(
             known[key] = specs_of(one)
         return Pin(number, f"stablehlo.{one.name}", known[key])
 
-    pins = [pin_of(number, one) for number, one in pinned(graph)]
-    return tuple(one for one in pins if any(spec is not None for spec in one.specs))
+    return tuple(pin_of(number, one) for number, one in pinned(graph))
 
 
 def _kind(
