@@ -116,7 +116,10 @@ GPT = Plan(
         placed("batch", (64, 512), (DATA,), dtype="s32", is_fixed=True),
     ),
     results=(*tree("result[0]"), placed("result[1]", (), ())),
-    pins=(Pin(0, "stablehlo.dot_general", ((DATA, NONE, NONE), (DATA, MODEL), (NONE, MODEL))),),
+    pins=(
+        Pin(0, "stablehlo.dot_general", ((DATA, NONE, NONE), (DATA, MODEL), (NONE, MODEL))),
+        Pin(1, "stablehlo.dot_general", ((DATA, MODEL), (MODEL, NONE), None)),
+    ),
     candidates=(
         candidate(
             "found", time=TIME, peak=3 * GIB, verified="time", predicted=0.122, told=320 * MIB
@@ -229,7 +232,8 @@ def plans(draw):
     axes = draw(meshes)
     some = st.lists(arrays(axes), max_size=4).map(tuple)
     entries = st.lists(st.sampled_from([(), DATA, BOTH]), max_size=2).map(tuple)
-    pins = st.builds(Pin, st.integers(0, 99), names, st.lists(entries, max_size=3).map(tuple))
+    specs = st.lists(st.none() | entries, max_size=3).map(tuple)
+    pins = st.builds(Pin, st.integers(0, 99), names, specs)
     return Plan(
         name=draw(names), axes=axes, topology=draw(names), device_kind=draw(names),
         chip=draw(names), budget=draw(st.none() | ints), arguments=draw(some), results=draw(some),
