@@ -19,6 +19,7 @@ from spmd import stages
 from spmd._mesh import show_axes
 from spmd.inspection.compile.preview import previewed
 from spmd.inspection.compile.timed import Asked, links_of
+from spmd.inspection.findings.rematerialization import compile_and_catch
 from spmd.inspection.hlo.oom import out_of_memory
 from spmd.inspection.records.plan import Entries, Pin
 from spmd.inspection.records.report import Collective, Report
@@ -500,7 +501,7 @@ def _is_same(one: Choice, other: Choice) -> bool:
 def _compiled(one: Choice, lowered: stages.Lowered, chip: Chip) -> Choice:
     try:
         with warnings.catch_warnings(action="ignore"):  # of layouts that nobody asked for
-            compiled = lowered.compile()
+            compiled = compile_and_catch(lowered)
     except Exception as e:
         verdict = out_of_memory(e)
         text = str(e).strip().partition("\n")[0]

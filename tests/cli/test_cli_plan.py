@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import pty
 import subprocess
 import sys
 
@@ -253,6 +254,17 @@ def test_a_bar_in_a_terminal(monkeypatch):
     assert "planning step" in text
     assert "2,842 plans tried; best so far 4.30 ms; compiling FSDP" in text
     assert text.endswith("\x1b[2K")
+
+
+def test_a_terminal_stays_one_while_warnings_are_caught(monkeypatch):
+    """The descriptor of the standard error then leads to a file; the bar has to go on moving."""
+    ours, theirs = pty.openpty()
+    with open(ours, "rb"), open(theirs, "w") as terminal, open(os.devnull) as elsewhere:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        console = progress._console()
+        os.dup2(elsewhere.fileno(), theirs)
+        assert not terminal.isatty()
+        assert console.is_terminal
 
 
 def test_words_of_progress():

@@ -89,6 +89,19 @@ def test_stand_ins_verify_bytes(mesh):
     assert found.chip == "v5e"
 
 
+def test_what_the_partitioner_warns_of_is_a_finding(capfd):
+    """The plan's report has it; the standard error is the user's."""
+
+    def split_anew(x):
+        x = spmd.with_sharding_constraint(x, P("z"))
+        return spmd.with_sharding_constraint(jnp.sin(x), P(None, ("z", "y")))
+
+    cube = spmd.make_mesh({"x": 2, "y": 2, "z": 2})
+    found = spmd.plan(split_anew, BATCH["x"], mesh=cube, top=1, cache=False, progress=False)
+    assert "full-rematerialization" in {one.kind for one in found.report.findings}
+    assert "rematerialization" not in capfd.readouterr().err
+
+
 def test_factorisations_are_all_there():
     """Every way to write a count as an ordered product, once."""
     assert [*factorisations(8, 2)] == [(8, 1), (4, 2), (2, 4), (1, 8)]

@@ -24,7 +24,7 @@ def showing(what: str, *, lines: bool = False) -> Iterator[Callable[[str], None]
     A terminal has one line that moves and is gone in the end. Elsewhere there is a line each time
     with `lines`, else nothing.
     """
-    console = Console(stderr=True, highlight=False, emoji=False)
+    console = _console()
     start = time.monotonic()
     if console.is_terminal and not console.is_jupyter:
         with console.status(what) as status:
@@ -43,7 +43,7 @@ def planning(what: str, *, lines: bool = False) -> Iterator[Callable[[Any], None
     A terminal has a bar that is gone in the end. Elsewhere there is a line for each compile with
     `lines`, else nothing.
     """
-    console = Console(stderr=True, highlight=False, emoji=False)
+    console = _console()
     if console.is_terminal and not console.is_jupyter:
         columns = TextColumn("{task.description}"), BarColumn(16), TextColumn("{task.fields[said]}")
         with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
@@ -60,6 +60,13 @@ def planning(what: str, *, lines: bool = False) -> Iterator[Callable[[Any], None
             last = one.compiling
 
         yield tell
+
+
+def _console() -> Console:
+    """Of the standard error; a terminal stays one while a report catches what is written there."""
+    console = Console(stderr=True, highlight=False, emoji=False)
+    is_terminal = console.is_terminal or None
+    return Console(stderr=True, highlight=False, emoji=False, force_terminal=is_terminal)
 
 
 def _seldom(tell: Callable[[Any], None]) -> Callable[[Any], None]:
