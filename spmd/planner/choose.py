@@ -371,11 +371,12 @@ class _Looking:
             self._pin_otherwise()
 
     def _pin_otherwise(self) -> None:
-        """The best one again, whose products gather and add up in other ways, or as they will."""
-        fitting = [
-            i for i, one in enumerate(self.choices) if one.report and one.fits(self.rules.budget)
-        ]
-        at = min(fitting, key=lambda i: self.choices[i].seconds, default=None)
+        """The best one again, whose products gather and add up in other ways, or as they will.
+
+        Where none keeps to the memory, that is the smallest one.
+        """
+        asked = [i for i, one in enumerate(self.choices) if one.report or one.needed is not None]
+        at = min(asked, key=lambda i: self._standing(self.choices[i]), default=None)
         way = Way()
         for change in ({"whole": True}, {"ahead": False}, {"loose": True}, {"free": True}):
             if at is None or (best := self.choices[at]).is_stand_in or best.layout is None:
@@ -385,16 +386,22 @@ class _Looking:
             # What products gather ahead of their use they would not without pins.
             if pins == best.pins or (other.free and self._gathers_ahead(best, way)):
                 continue
-            one = self._previewed(dataclasses.replace(best, pins=pins, report=None))
-            if (other.loose or other.free) and (one.exchange or 0.0) > (
-                best.exchange or 0.0
-            ) * _AS_MUCH:
+            one = dataclasses.replace(best, pins=pins, report=None, failure="", needed=None)
+            one = self._previewed(one)
+            sends_more = (one.exchange or 0.0) > (best.exchange or 0.0) * _AS_MUCH
+            if sends_more and (other.loose or other.free):
                 continue
             self.choices.append(one)
             self._compile(len(self.choices) - 1)
             found = self.choices.pop()
-            if found.report and found.fits(self.rules.budget) and found.seconds < best.seconds:
+            is_known = found.report or found.needed is not None
+            if is_known and self._standing(found) < self._standing(best):
                 self.choices[at], way = found, other
+
+    def _standing(self, one: Choice) -> tuple[bool, float]:
+        """Of two that were compiled, the faster one is better, or the smaller one if none fits."""
+        fits = one.fits(self.rules.budget)
+        return not fits, one.seconds if fits else one.peak
 
     def _pins(self, one: Choice, way: Way) -> tuple[Pin, ...]:
         assert one.layout is not None

@@ -407,6 +407,27 @@ def test_the_best_one_is_pinned_in_other_ways(monkeypatch, seconds, compiled, be
     assert [way_of(one) for one in looking.choices] == [best]
 
 
+def test_what_does_not_fit_is_pinned_in_other_ways(monkeypatch):
+    """Sums that are made at once may take less memory than those whose parts go around."""
+    pytest.importorskip("libtpu", reason=WITHOUT_LIBTPU)
+    pod = spmd.topology("v5e:2x2", {"data": 2, "model": 2})
+    looking = looking_at(pod, 2, "bd", "f")
+    looking.rules = Rules(budget=2.0)
+    (one,) = looking.choices
+    whole = looking._pins(one, Way(whole=True))
+
+    def compiled(one, lowered, chip):
+        peak, seconds = (1.0, 5.0) if one.pins == whole else (3.0, 1.0)
+        memory, time = types.SimpleNamespace(peak=peak), types.SimpleNamespace(seconds=seconds)
+        return dataclasses.replace(one, report=types.SimpleNamespace(time=time, memory=memory))
+
+    monkeypatch.setattr(choosing, "_compiled", compiled)
+    looking.compile()
+    (found,) = looking.chosen().choices
+    assert (found.pins, found.peak) == (whole, 1.0)
+    assert found.fits(2.0)
+
+
 @pytest.mark.parametrize(
     ("data", "model", "slower", "left"),
     [("b", "f", [], 0), ("bd", "f", [], 10), ("fd", "df", [], 10), ("b", "f", [0, 10], 15)],
