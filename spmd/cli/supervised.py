@@ -6,6 +6,7 @@ Nothing here imports JAX. What the compiler says last is on the standard error, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+import contextlib
 import os
 import select
 import signal
@@ -64,7 +65,8 @@ def _wait(argv: Sequence[str], **more: str) -> int:
             signal.signal(signal.SIGTERM, before)
         if code < 0:
             # The process that writes out what the compiler said last has the child's socket too.
-            select.select([ours], [], [], _LAST_WORDS)
+            with contextlib.suppress(KeyboardInterrupt):
+                select.select([ours], [], [], _LAST_WORDS)
         return code
 
 

@@ -508,7 +508,7 @@ def _is_same(one: Choice, other: Choice) -> bool:
 def _compiled(one: Choice, lowered: stages.Lowered, chip: Chip) -> Choice:
     try:
         with warnings.catch_warnings(action="ignore"):  # of layouts that nobody asked for
-            compiled = compile_and_catch(lowered)
+            compiled = compile_and_catch(lowered, by_lines=False)
     except Exception as e:
         verdict = out_of_memory(e)
         text = str(e).strip().partition("\n")[0]

@@ -18,6 +18,7 @@ import jax
 
 import spmd
 from spmd import _jax, stages
+from spmd.inspection.findings.rematerialization import compile_and_catch
 from spmd.inspection.records.names import short_path
 from spmd.inspection.records.plan import SourceConstraint
 from spmd.inspection.records.report import Report
@@ -238,7 +239,8 @@ class _Trials:
 
     def _compiled(self, kept: frozenset[int]) -> Outcome:
         """What the compiler makes of it."""
-        return outcome_of_exchanges(spmd.report(self.pasted(kept).compile()).collectives)
+        compiled = compile_and_catch(self.pasted(kept), by_lines=False)
+        return outcome_of_exchanges(spmd.report(compiled).collectives)
 
 
 def _specs(lowered: stages.Lowered, pins: Sequence[Pin]) -> dict[int, Entries]:

@@ -107,7 +107,8 @@ class Estimator:
     def __init__(self, graph: Graph, machine: Machine, fixed: Fixed | None = None):
         self.graph, self.machine, self.sizes = graph, machine, machine.sizes
         self.fixed = fixed or Fixed()
-        kept = {**dict(_left_by_manual(graph)), **dict(self.fixed.places)}
+        left = dict(_left_by_manual(graph))
+        kept = {**left, **dict(self.fixed.places)}
         kinds: dict[Kind, int] = {}
         self.kind_of = [
             kinds.setdefault(
@@ -120,6 +121,9 @@ class Estimator:
         self.sizes_of_kinds = np.array([kind.nbytes for kind in self.kinds])
         own = ((one, frozenset((self._pattern(one[1]),))) for one in enumerate(self.kinds))
         self._places = Sayings(grouped(own))
+        # What a `shard_map` leaves is pinned as a layout says.
+        free = {self.kinds[self.kind_of[i]]._replace(fixed=None) for i in left}
+        self._pinned = Sayings(grouped((one, frozenset((self._pattern(one),))) for one in free))
         lives = Lives(graph, self.kind_of, len(kinds))
         fusion = Fusion(graph, self.kind_of, len(kinds))
         self.last = last(graph)
@@ -246,9 +250,10 @@ class Estimator:
         )
 
     def said(self, layout: Layout) -> Hashable:
-        """All that a layout says of the program: layouts that say the same are one."""
+        """All that a layout says of the program: layouts that say the same have the same pins."""
         said = said_by(layout)
-        return (*self._places.keys(said), *self._work.keys(said))
+        sayings = self._places, self._work, self._pinned
+        return tuple(key for one in sayings for key in one.keys(said))
 
     def _peak(self, parts: np.ndarray, gathered: np.ndarray) -> float:
         """Bytes of arguments and outputs, and of what is beside them at the worst moment."""

@@ -60,7 +60,7 @@ class Rules:
         budget: bytes on a device; None for no limit.
         never: pairs of a class and an axis.
         deadline: by `time.monotonic`, after which nothing more is looked at; None for no limit.
-        fixed: places that arguments and outputs keep.
+        fixed: places that arguments and outputs keep; a search has them from its estimate.
     """
 
     budget: float | None = None

@@ -1,6 +1,8 @@
 """What a layout is thought to cost, against sums by hand."""
 
+import collections
 import dataclasses
+import random
 
 import jax
 import jax.numpy as jnp
@@ -152,6 +154,25 @@ def test_a_shard_map_takes_its_values_where_it_says():
     # Rows over the other axis: each device needs all of its kernel's rows, and gives them back.
     other = Layout.of({"data": [], "model": [of["x:0"]]})
     assert cost(other).exchange > 0
+
+
+@pytest.mark.parametrize("inside", [_inside, jnp.tanh], ids=["shard_map", "plain"])
+def test_layouts_that_say_the_same_are_pinned_alike(inside):
+    """All places of arguments, results and pins, of layouts at random."""
+    args = (f32(64, 32), f32(32, 128), f32(128, 16))
+    program = Program(function=lambda x, w, v: (inside(x) @ w) @ v, args=args)
+    with spmd.make_mesh(MESH):
+        found = read(program)
+    estimate = Estimator(found, sending(**MESH))
+    draw = random.Random(0)
+    same = collections.defaultdict(set)
+    for _ in range(400):
+        orders = {axis: draw.sample([*found.sizes], draw.randint(0, 3)) for axis in MESH}
+        layout = Layout.of(orders)
+        pins, places = pins_of(found, layout, MESH), entries_of(found, layout, MESH)
+        same[estimate.said(layout)].add((pins, places))
+    assert 10 < len(same) < 300
+    assert {*map(len, same.values())} == {1}
 
 
 def _by_blocks(x, w):

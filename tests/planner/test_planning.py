@@ -1,6 +1,8 @@
 """spmd.plan: what it is asked, what it answers, and what it refuses."""
 
 import json
+import subprocess
+import sys
 
 from hardware import require_libtpu
 import jax
@@ -100,6 +102,30 @@ def test_what_the_partitioner_warns_of_is_a_finding(capfd):
     found = spmd.plan(split_anew, BATCH["x"], mesh=cube, top=1, cache=False, progress=False)
     assert "full-rematerialization" in {one.kind for one in found.report.findings}
     assert "rematerialization" not in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_planned_program_is_compiled_once_where_jax_keeps_programs(mesh, tmp_path):
+    """The planner's compile is there for who runs the plan."""
+    script = f"""
+import jax, jax.numpy as jnp, spmd
+jax.config.update("jax_compilation_cache_dir", {str(tmp_path)!r})
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+told = []
+jax.monitoring.register_event_listener(lambda name, **_: told.append(name.rpartition("/")[2]))
+f = lambda x, w: jnp.tanh(x @ w)
+args = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2
+mesh = spmd.make_mesh({{"data": 4, "model": 2}})
+found = spmd.plan(f, *args, mesh=mesh, top=1, cache=False, progress=False)
+told.clear()
+spmd.pjit(f, plan=found).lower(*args).compile()
+print(sorted(one for one in told if one in ("cache_hits", "cache_misses")))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=180, check=True
+    )
+    assert done.stdout == "['cache_hits']\n"
 
 
 def test_factorisations_are_all_there():

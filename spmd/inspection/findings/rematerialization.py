@@ -130,7 +130,7 @@ def _opened_twice(stack: contextlib.ExitStack) -> tuple[int, int]:
 
 #: Waits for a line, which comes where all went well. If the end comes first, this process is no
 #: more: it writes out what is left of the file.
-_GUARD = "read -r _ || cat <&3 >&2"
+_GUARD = "read -r _ || cat <&9 >&2"
 
 
 @contextlib.contextmanager
@@ -142,7 +142,7 @@ def _last_words(rest: int) -> Iterator[Callable[[], object]]:
     tells it that all is well; its end takes a while, so it is told early.
     """
     read, write = os.pipe()
-    actions = [(os.POSIX_SPAWN_DUP2, read, 0), (os.POSIX_SPAWN_DUP2, rest, 3)]
+    actions = [(os.POSIX_SPAWN_DUP2, read, 0), (os.POSIX_SPAWN_DUP2, rest, 9)]
     guard = None
     try:
         with contextlib.suppress(OSError):  # no shell, or no processes allowed
@@ -239,9 +239,17 @@ def _write(descriptor: int, data: bytes) -> None:
 _lines_of: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
-def compile_and_catch(lowered: Any) -> Any:
-    """Compiles, and remembers what the partitioner warns of for `warnings_of`."""
-    with caught() as lines, _jax.lowering.lines_in_cache_key():
+def compile_and_catch(lowered: Any, *, by_lines: bool = True) -> Any:
+    """Compiles, and remembers what the partitioner warns of for `warnings_of`.
+
+    Args:
+        lowered: the program.
+        by_lines: whether JAX's persistent cache tells programs apart by their source lines. If so,
+            the lines of a report are those of its program; else what is compiled is there for all
+            who compile it.
+    """
+    key = _jax.lowering.lines_in_cache_key() if by_lines else contextlib.nullcontext()
+    with caught() as lines, key:
         compiled = lowered.compile()
     if lines:
         _lines_of.setdefault(_jax.lowering.executable_of(compiled), tuple(lines))
