@@ -129,7 +129,8 @@ def _opened_twice(stack: contextlib.ExitStack) -> tuple[int, int]:
 
 
 #: Waits for a line, which comes where all went well. If the end comes first, this process is no
-#: more: it writes out what is left of the file.
+#: more: it writes out what is left of the file. What a process is given by its parent, such as the
+#: socket of `spmd.cli.supervised`, has lower numbers than 9, and a shell knows no higher ones.
 _GUARD = "read -r _ || cat <&9 >&2"
 
 
