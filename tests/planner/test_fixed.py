@@ -93,7 +93,7 @@ def test_a_fixed_dimension_may_have_no_class():
 
     found = read(Program(function=f, args=(f32(64, 16), f32(64))))
     fixed = Fixed.of({index(found, "scale"): {"data": 0, "model": 0}})
-    best = search(Estimator(found, sending(**MESH), fixed), Rules(fixed=fixed))[0]
+    best = search(Estimator(found, sending(**MESH), fixed), Rules())[0]
     assert best.cost.seconds >= 0
     assert places_of(found.tensors, best.layout, MESH, fixed)[1] == {"data": 0, "model": 0}
 
@@ -104,7 +104,7 @@ def test_the_search_follows_what_is_fixed():
     found = graph_named("gpt")
     words = index(found, "batch[0]")
     fixed = Fixed.of({words: {"model": 0}})
-    best = search(Estimator(found, sending(data=2, model=4), fixed), Rules(fixed=fixed))[0]
+    best = search(Estimator(found, sending(data=2, model=4), fixed), Rules())[0]
     free = search(Estimator(found, sending(data=2, model=4)), Rules())[0]
     assert best.cost.seconds >= free.cost.seconds - 1e-9
 
@@ -114,7 +114,7 @@ def test_a_fixed_weight_makes_a_layout_of_its_own():
     found = graph_named("gpt")
     table = index(found, "state['p']['embed']")
     fixed = Fixed.of({table: {"model": 0}})
-    seen = search(Estimator(found, sending(**MESH), fixed), Rules(fixed=fixed))
+    seen = search(Estimator(found, sending(**MESH), fixed), Rules())
     number = classes(found)["state['p']['embed']:0"]
     starts = [one for one in seen if dict(one.layout.orders)["model"][:1] == (number,)]
     assert starts
