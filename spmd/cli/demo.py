@@ -25,6 +25,7 @@ examples:
   spmd demo --mesh data=2,model=8 --devices 16
   spmd demo --verify                 compare with the same training unsharded
   spmd demo --steps 50 --json r.json --html r.html
+  spmd demo --real                   on the GPUs or TPUs of this machine
 """
 
 
@@ -37,7 +38,13 @@ def add_command(commands: Any) -> None:
         metavar="AXES",
         help="sizes of the axes data and model, such as data=8 (default: data=4,model=2)",
     )
-    options.add_devices(parser, f"virtual CPU devices (default: {DEVICES})", default=DEVICES)
+    which = parser.add_mutually_exclusive_group()
+    options.add_devices(which, f"virtual CPU devices (default: {DEVICES})")
+    which.add_argument(
+        "--real",
+        action="store_true",
+        help="train on the devices that JAX finds here, such as GPUs, instead of virtual ones",
+    )
     parser.add_argument("--steps", type=int, default=400, metavar="N", help="default: 400")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     parser.add_argument(
@@ -57,7 +64,8 @@ def _demo(args: argparse.Namespace) -> int:
     asked = options_from(args)
     if importlib.util.find_spec("optax") is None:
         raise CommandError("the demo needs optax: pip install 'spmd[demo]'")
-    options.set_device_count(asked.devices)
+    if not asked.real:
+        options.set_device_count(asked.devices)
     from rich.console import Console
 
     from spmd.demo.run import run
@@ -69,23 +77,31 @@ def _demo(args: argparse.Namespace) -> int:
 
 def options_from(args: argparse.Namespace) -> Options:
     """Checks parsed arguments."""
-    options.at_least("--devices", args.devices)
+    devices = _real_devices() if args.real else DEVICES if args.devices is None else args.devices
+    options.at_least("--devices", devices)
     options.at_least("--steps", args.steps)
     if not 0 <= args.seed < 2**31:
         raise CommandError(f"--seed {args.seed} is not between 0 and 2147483647.")
-    mesh = _mesh_of(args.mesh, args.devices)
-    _check_mesh(mesh, args.devices)
+    mesh = _mesh_of(args.mesh, devices)
+    _check_mesh(mesh, devices, real=args.real)
     if args.json is not None:
         options.in_a_folder(args.json, "--json")
     return Options(
         mesh=mesh,
-        devices=args.devices,
+        devices=devices,
+        real=args.real,
         steps=args.steps,
         seed=args.seed,
         verify=args.verify,
         json=args.json,
         html=_page(args.html),
     )
+
+
+def _real_devices() -> int:
+    import jax
+
+    return len(jax.devices())
 
 
 def _page(given: Path | None) -> Path | None:
@@ -117,14 +133,14 @@ def _mesh_of(text: str | None, devices: int) -> dict[str, int]:
     return mesh | {name: 1 for name in AXES if name not in mesh}
 
 
-def _check_mesh(mesh: dict[str, int], devices: int) -> None:
+def _check_mesh(mesh: dict[str, int], devices: int, *, real: bool) -> None:
     """Sees that the model fits a mesh of so many devices."""
     shown = ",".join(f"{name}={size}" for name, size in mesh.items() if size > 1) or "data=1"
     needed = math.prod(mesh.values())
     if needed > devices:
         raise CommandError(
             f"--mesh {shown} needs {needed} devices, but there are {devices}: "
-            f"add --devices {needed} or make the mesh smaller."
+            f"{'' if real else f'add --devices {needed} or '}make the mesh smaller."
         )
     for axis, count, what in (("data", BATCH, "sequences of a batch"), ("model", HEADS, "heads")):
         if count % mesh[axis]:

@@ -259,7 +259,7 @@ def colocated_cpu_devices(devices_or_mesh: Any) -> Any:
         As many CPU devices in the same order, or a mesh of them with the same shape and axes.
 
     Raises:
-        MeshError: A process has fewer CPU devices than accelerators.
+        MeshError: A process has fewer CPU devices than accelerators, or JAX started without them.
     """
     if not isinstance(devices_or_mesh, Mesh):
         return tuple(_colocated([*devices_or_mesh]))
@@ -277,7 +277,7 @@ def _colocated(devices: list[Any]) -> list[Any]:
     counts = defaultdict(itertools.count)
     places = {d: next(counts[d.client, d.process_index]) for d in accelerators}
     cpus = defaultdict(list)
-    for device in jax.devices("cpu"):
+    for device in _cpu_devices():
         cpus[device.process_index].append(device)
 
     def stand_in(device: Any) -> Any:
@@ -296,3 +296,20 @@ def _colocated(devices: list[Any]) -> list[Any]:
         raise explain("colocated_cpu_devices", [failure])
 
     return [stand_in(d) for d in devices]
+
+
+def _cpu_devices() -> Sequence[Any]:
+    try:
+        return jax.devices("cpu")
+    except RuntimeError as e:
+        platforms = jax.config.jax_platforms
+        if not platforms:
+            raise
+        failure = Failure(
+            what="finds no CPU devices",
+            expected="JAX to start the CPU beside the accelerators",
+            got=f"JAX_PLATFORMS={platforms}",
+            fix=f"set JAX_PLATFORMS={platforms},cpu before JAX starts, or leave it out",
+            error=MeshError,
+        )
+        raise explain("colocated_cpu_devices", [failure]) from e

@@ -1,6 +1,6 @@
 """The main job: a character transformer trained with `spmd.pjit`, and what that cost.
 
-Nothing here imports JAX before the number of devices is set; `spmd.demo.run` does.
+Nothing here imports JAX before the number of virtual devices is set; `spmd.demo.run` does.
 """
 
 import dataclasses
@@ -18,7 +18,8 @@ class Options:
 
     Attributes:
         mesh: Sizes of the mesh axes, in the order given; both of `AXES` are there.
-        devices: Number of virtual CPU devices.
+        devices: How many there are.
+        real: Whether they are those that JAX finds, instead of virtual CPU devices.
         steps: Optimizer steps.
         seed: Of the initial parameters and of the batches.
         verify: Whether to train the same steps unsharded, and compare.
@@ -29,6 +30,7 @@ class Options:
 
     mesh: dict[str, int]
     devices: int = DEVICES
+    real: bool = False
     steps: int = 400
     seed: int = 0
     verify: bool = False

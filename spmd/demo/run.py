@@ -28,12 +28,15 @@ def run(options: Options, console: Console) -> records.DemoReport:
     config = train.config_of(text)
     versions = f"[bold]spmd {spmd.__version__} on JAX {jax.__version__}[/]"
     mesh = ", ".join(f"{name}={size}" for name, size in options.mesh.items())
-    console.print(f"{versions}: mesh {mesh} of {options.devices} virtual CPU devices")
+    console.print(f"{versions}: mesh {mesh} of {_devices(options)}")
     console.print(
         f"{config.layers} layers, {train.model.count_parameters(config):,} parameters; "
         f"{len(text.numbers):,} characters of text, {config.vocab} kinds"
     )
-    report = _train(options, text, console)
+    # Of two runs that are compared each product is one of f32, which GPUs and TPUs round otherwise.
+    precision = "highest" if options.verify else jax.config.jax_default_matmul_precision
+    with jax.default_matmul_precision(precision):
+        report = _train(options, text, console)
     render.print_report(console, report)
     if options.json:
         _write(options.json, "--json", json.dumps(report.to_json(), indent=1) + "\n")
@@ -47,6 +50,12 @@ def run(options: Options, console: Console) -> records.DemoReport:
                 # Without a break in the path, so that a terminal makes a link of it.
                 console.print(f"page of {what}: {path.absolute()}", soft_wrap=True)
     return report
+
+
+def _devices(options: Options) -> str:
+    if not options.real:
+        return f"{options.devices} virtual CPU devices"
+    return f"{options.devices} {jax.devices()[0].device_kind}"
 
 
 def _mesh(options: Options) -> spmd.Mesh:

@@ -30,7 +30,7 @@ PARTS = (
     *("taps", "pmap", "colocated", "bundle", "page", "fits"),
 )
 #: Parts that run only where they are named, since they take long.
-LONG = ("models", "time", "plan")
+LONG = ("models", "time", "plan", "steps")
 
 
 def main() -> int:
@@ -42,7 +42,9 @@ def main() -> int:
         "--topology",
         help="16 devices for the part `models` (v5e:4x4); for `plan`, instead of its own",
     )
-    parser.add_argument("--case", action="append", default=[], help="of the part `plan`; all else")
+    parser.add_argument(
+        "--case", action="append", default=[], help="of the parts `plan` and `steps`; all else"
+    )
     parser.add_argument(
         "--quick", action="store_true", help="the part `plan` with fewer compiles, and no seeds"
     )
@@ -87,6 +89,7 @@ def _lines(part: str, options: argparse.Namespace) -> tuple[str | None, Iterable
         paging,
         planning,
         previewing,
+        stepping,
         tapping,
     )
     from .paired import HEADER
@@ -108,6 +111,7 @@ def _lines(part: str, options: argparse.Namespace) -> tuple[str | None, Iterable
         "page": lambda: (paging.HEADER, paging.run(max(1, turns // 10))),
         "fits": lambda: (fitting.HEADER, fitting.run()),
         "time": lambda: (clocking.HEADER, clocking.run()),
+        "steps": lambda: (stepping.HEADER, stepping.run(options.case)),
         "plan": lambda: (
             planning.HEADER,
             planning.run(options.case, where, quick=options.quick),

@@ -71,3 +71,24 @@ def test_too_few_cpu_devices(accelerators, monkeypatch):
         "  got       devices 0 (cpu) in process 0\n"
         "  fix       set jax_num_cpu_devices to the number of accelerators before JAX starts"
     )
+
+
+def test_jax_without_the_cpu(accelerators, monkeypatch):
+    """A process that starts only its accelerators is told how it starts the CPU too."""
+
+    def refuse(kind):
+        raise RuntimeError(f"Unknown backend {kind}")
+
+    monkeypatch.setattr(_api.jax, "devices", refuse)
+    monkeypatch.setattr(_api.jax, "config", SimpleNamespace(jax_platforms="cuda"))
+    with pytest.raises(MeshError) as caught:
+        colocated_cpu_devices(accelerators)
+    assert str(caught.value) == (
+        "colocated_cpu_devices finds no CPU devices.\n"
+        "  expected  JAX to start the CPU beside the accelerators\n"
+        "  got       JAX_PLATFORMS=cuda\n"
+        "  fix       set JAX_PLATFORMS=cuda,cpu before JAX starts, or leave it out"
+    )
+    monkeypatch.setattr(_api.jax, "config", SimpleNamespace(jax_platforms=None))
+    with pytest.raises(RuntimeError, match="Unknown backend cpu"):
+        colocated_cpu_devices(accelerators)

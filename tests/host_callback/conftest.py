@@ -18,5 +18,5 @@ def _clear():
 
 @pytest.fixture
 def row():
-    """Eight devices in a row."""
-    return mesh_of({"x": 8})
+    """Eight devices in a row; of GPUs as many as there are."""
+    return mesh_of({"x": jax.device_count()})

@@ -19,6 +19,8 @@ from spmd.inspection.timing.chips import Chip, chip_of
 from spmd.inspection.timing.clock import REACHED
 
 _TURNS = 7
+#: Seconds that a turn of runs that are queued takes at least, and their number at most.
+_TURN, _MOST_CALLS = 0.02, 64
 #: Seconds that all runs of one size may take: a larger product is not tried.
 _BUDGET = 2.0
 _SMALLEST, _LARGEST = 256, 16_384
@@ -81,16 +83,33 @@ def calibrate(devices: Any = None, *, say: Callable[[str], None] | None = None) 
     )  # fmt: skip
 
 
-def _seconds(run: Callable[[], Any]) -> float:
-    """The median of several runs, after one that compiles."""
+def _seconds(run: Callable[[], Any], *, queued: bool) -> float:
+    """The median of several turns, after one run that compiles.
+
+    Args:
+        run: begins what is timed.
+        queued: whether a turn begins so many runs that it takes long. What the host does for one
+            of them then goes on while the device does another. Virtual CPU devices share the
+            host's cores, so they have one run in flight.
+    """
     jax.block_until_ready(run())
-    taken = []
-    for _ in range(_TURNS):
+    calls, taken = 1, []
+    while len(taken) < _TURNS:
         start = time.perf_counter()
-        jax.block_until_ready(run())
-        taken.append(time.perf_counter() - start)
+        for _ in range(calls):  # a device runs them in order, and forgets all but the last
+            last = run()
+        jax.block_until_ready(last)
+        turn = time.perf_counter() - start
+        if queued and not taken and turn < _TURN and calls < _MOST_CALLS:
+            calls *= 2
+            continue
+        taken.append(turn / calls)
     # A clock has steps; nothing takes no time.
     return max(statistics.median(taken), 1e-9)
+
+
+def _is_queued(devices: Sequence[Any]) -> bool:
+    return devices[0].platform != "cpu"
 
 
 def _product_speed(devices: Sequence[Any]) -> float:
@@ -99,8 +118,10 @@ def _product_speed(devices: Sequence[Any]) -> float:
     multiply = jax.jit(jnp.matmul)
     size, best = _SMALLEST, 0.0
     while True:
-        xs = [jax.device_put(np.ones((size, size), dtype), device) for device in devices]
-        taken = _seconds(lambda xs=xs: [multiply(x, x) for x in xs])
+        # Numbers that differ: a device that is fed the same ones needs less power, and is faster.
+        x = jax.random.uniform(jax.random.key(0), (size, size), dtype, -1, 1)
+        xs = [jax.device_put(x, device) for device in devices]
+        taken = _seconds(lambda xs=xs: [multiply(x, x) for x in xs], queued=_is_queued(devices))
         best = max(best, 2 * size**3 / taken)
         # Twice the size takes eight times as long.
         if 8 * taken * (_TURNS + 1) > _BUDGET or size >= _LARGEST:
@@ -119,7 +140,7 @@ def _copy_speed(devices: Sequence[Any]) -> float:
     """Bytes in a second of one device that an addition to each element reads and writes."""
     add = jax.jit(lambda x: x + 1)
     xs = [jax.device_put(np.zeros(_large(devices), np.float32), device) for device in devices]
-    return 2 * xs[0].nbytes / _seconds(lambda: [add(x) for x in xs])
+    return 2 * xs[0].nbytes / _seconds(lambda: [add(x) for x in xs], queued=_is_queued(devices))
 
 
 def _exchange_speed(devices: Sequence[Any]) -> tuple[float, float]:
@@ -131,7 +152,7 @@ def _exchange_speed(devices: Sequence[Any]) -> tuple[float, float]:
     taken, received = [], []
     for size in (16, _large(devices) // count):
         x = jax.device_put(np.zeros(size * count, np.float32), split)
-        taken.append(_seconds(lambda x=x: gather(x)))
+        taken.append(_seconds(lambda x=x: gather(x), queued=_is_queued(devices)))
         received.append(x.nbytes * (1 - 1 / count))
     if taken[1] < 2 * taken[0]:  # what each message takes hides what the bytes take
         return received[1] / taken[1], 0.0

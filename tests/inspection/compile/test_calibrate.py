@@ -7,6 +7,7 @@ import math
 from hardware import needs_libtpu
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import spmd
@@ -31,7 +32,8 @@ def _sizes(monkeypatch):
     """The made-up machine, with the bytes of what each run made: all devices work at once."""
     sizes = []
 
-    def seconds(run):
+    def seconds(run, *, queued):
+        assert not queued  # these devices share the host's cores
         made = run()
         if isinstance(made, jax.Array):  # gathered: each device receives what it has not
             count = len(made.sharding.device_set)
@@ -42,7 +44,8 @@ def _sizes(monkeypatch):
         assert len({one.sharding for one in made}) == len(made)
         one = made[0]
         if one.ndim == 2:
-            assert float(one[0, 0]) == len(one)  # a product of ones
+            x = np.asarray(jax.random.uniform(jax.random.key(0), one.shape, one.dtype, -1, 1))
+            np.testing.assert_allclose(one, x @ x, rtol=1e-3, atol=1e-3)
             return 2 * len(one) ** 3 / FLOPS
         assert float(one[0]) == 1.0
         return 2 * one.nbytes / COPIED
@@ -105,10 +108,27 @@ def test_one_device_exchanges_nothing(sizes, in_mesh):
 
 def test_messages_that_hide_the_bytes(monkeypatch):
     """Where both sizes take as long, the speed is what was reached at least, and not endless."""
-    monkeypatch.setattr(module, "_seconds", lambda run: 1e-3)
+    monkeypatch.setattr(module, "_seconds", lambda run, **_: 1e-3)
     chip = calibrate(jax.devices()[:4])
     received = 2**20 / 4 * 3 / 4  # of an array that each of four devices has
     assert (chip.link, chip.hop) == (pytest.approx(received / 1e-3), 0.0)
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_what_the_host_does_beside_a_fast_device(monkeypatch, queued):
+    """A queue of runs hides that the host takes a millisecond to see that one has ended."""
+    now = [0.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(module.jax, "block_until_ready", lambda last: now.append(now.pop() + 1e-3))
+    begun = []
+
+    def run():
+        begun.append(now.pop() + 1e-4)
+        now.append(begun[-1])
+
+    found = module._seconds(run, queued=queued)
+    assert found == pytest.approx(1e-4 + 1e-3 / (64 if queued else 1))
+    assert len(begun) == (1 + 127 + 6 * 64 if queued else 8)
 
 
 def test_a_clock_with_steps(monkeypatch):
