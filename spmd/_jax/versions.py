@@ -23,7 +23,7 @@ FAST_PATH_CHECKS_DELETED = jax.__version_info__ >= (0, 12)
 EMPTY_RESULTS_ARE_WHOLE = jax.__version_info__ < (0, 12)
 
 #: XLA mistakes the body of a `shard_map` whose only operand is a token for one without operands.
-WRAPS_TOKEN_ONLY_BODIES = jax.__version_info__ >= (0, 12)
+WRAPS_TOKEN_ONLY_BODIES = jax.__version_info__ >= (0, 11)
 
 #: A token that leaves a `shard_map` over some axes aborts the process in XLA.
 CRASHES_ON_NESTED_TOKENS = jax.__version_info__ < (0, 12)

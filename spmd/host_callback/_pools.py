@@ -120,7 +120,7 @@ def prepare_xla(threads: int = 0) -> None:
 
     `threads` are some more for what suspends programs by itself.
 
-    In JAX 0.12 a pass of XLA for functions without operands takes the body of a `shard_map` for
+    From JAX 0.11 on a pass of XLA for functions without operands takes the body of a `shard_map` for
     one that has our token only, and copies its loops: each of their taps arrived 49 times.
     """
     global _prepared, _set_threads

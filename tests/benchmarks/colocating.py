@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 import numpy as np
 
 from spmd import P
-from spmd.colocated_python import barrier, colocated_python
+from spmd.colocated_python import barrier, colocated_cpu_devices, colocated_python
 
 from .paired import Result, compare
 
@@ -18,7 +18,8 @@ _AT_ONCE = 300e-6  # seconds
 
 
 def _put(values: np.ndarray, devices: int) -> jax.Array:
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("x",))
+    there = colocated_cpu_devices(jax.devices())
+    mesh = jax.sharding.Mesh(np.array(there[:devices]), ("x",))
     spec = P(None, "x") if values.ndim > 1 else P("x")
     return jax.device_put(values, NamedSharding(mesh, spec))
 
@@ -119,13 +120,12 @@ def _large(devices: int, turns: int) -> Result:
 
 def run(turns: int) -> Iterator[Result]:
     """Yields one result per comparison."""
-    for devices in (1, 8):
+    counts = sorted({1, min(8, jax.device_count())})
+    for devices in counts:
         x = _put(np.ones(8, np.float32), devices)
         yield _returns(f"a call that takes 10 ms returns, {devices} devices", _sleeper, x, turns)
         yield _returns(f"a call that does nothing returns, {devices} devices", _nothing, x, turns)
     few = max(5, turns // 5)
-    yield _end_to_end(1, few)
-    yield _end_to_end(8, few)
+    yield from (_end_to_end(devices, few) for devices in counts)
     yield _overlapped(3)
-    yield _large(1, few)
-    yield _large(8, few)
+    yield from (_large(devices, few) for devices in counts)

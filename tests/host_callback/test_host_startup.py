@@ -7,7 +7,7 @@ from own_process import HEAD, run_alone
 import pytest
 
 #: XLA copies the loops of some `shard_map` there, unless one of its passes is left out.
-COPIES = jax.__version_info__ >= (0, 12)
+COPIES = jax.__version_info__ >= (0, 11)
 DEVICES = "--xla_force_host_platform_device_count=8"
 PASS = "nullary-function-wrap-inliner"
 LATE = HEAD.replace(
@@ -63,7 +63,7 @@ def test_import_after_jax_has_started():
     assert state == f"{DEVICES} False"
     if COPIES:
         assert said == [
-            "spmd.host_callback was imported after JAX had started. In JAX 0.12, XLA then copies "
+            "spmd.host_callback was imported after JAX had started. From JAX 0.11 on, XLA then copies "
             "the loops of a shard_map whose operands nobody needs, and each tap in them arrives "
             "many times: import spmd.host_callback before the first array, or set "
             f"XLA_FLAGS=--xla_disable_hlo_passes={PASS}"

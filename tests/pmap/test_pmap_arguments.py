@@ -75,7 +75,8 @@ def test_donation_on_repeated_calls():
     for i in range(4):
         old, state = state, step(state, X)
         assert old.is_deleted()
-        np.testing.assert_array_equal(state, X * (i + 2))
+        # A copy: JAX 0.11 does not donate what NumPy looks at.
+        np.testing.assert_array_equal(state + 0, X * (i + 2))
     assert pointers(state) == before
 
 

@@ -816,7 +816,8 @@ def test_state_that_goes_round_stays_split():
     for i in range(2, 5):
         old, state = state, step(state)
         assert old.is_deleted()
-        np.testing.assert_allclose(state, X + i, rtol=1e-6)
+        # A copy: JAX 0.11 does not donate what NumPy looks at.
+        np.testing.assert_allclose(state + 0, X + i, rtol=1e-6)
     assert state.sharding.spec == P("i", "j")
     after = {s.device: s.data.unsafe_buffer_pointer() for s in state.addressable_shards}
     assert after == before

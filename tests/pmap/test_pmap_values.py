@@ -332,6 +332,8 @@ FLOAT0 = {
 @pytest.mark.parametrize("case", FLOAT0)
 def test_float0(case, how):
     """Tangents of integers go in and come out, at the first call and at repeated ones."""
+    if case == "empty" and how != "pjit" and (0, 11) <= jax.__version_info__ < (0, 12):
+        pytest.skip("XLA of JAX 0.11 crashes on an empty constant that a shard_map takes")
     fun, shape = FLOAT0[case]
     z = np.zeros((4, 3), F0)
     f = mapped = pmap(fun)
