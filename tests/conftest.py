@@ -24,7 +24,13 @@ import spmd.host_callback  # it asks for threads, which has to be before JAX sta
 
 
 def pytest_addoption(parser):
-    """Adds the sizes of two slow tests."""
+    """Adds the sizes of two slow tests, and which half of the cases of others runs."""
+    parser.addoption(
+        "--half",
+        choices=("first", "second"),
+        help="of the cases that the mark `few` makes slow every other one; the two ends of the "
+        "range of JAX take one half each in .ci/run, and both in .ci/nightly (default: all)",
+    )
     parser.addoption(
         "--transformation-cases",
         type=int,
@@ -40,8 +46,13 @@ def pytest_addoption(parser):
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
-def pytest_collection_modifyitems(items):
-    """Marks the cases of a test as slow that its mark `few` leaves out, spread evenly."""
+def pytest_collection_modifyitems(config, items):
+    """Marks the cases of a test as slow that its mark `few` leaves out, spread evenly.
+
+    Of these, ``--half`` keeps every other one.
+    """
+    half = config.getoption("--half")
+    others = set()
     cases = collections.defaultdict(list)
     for item in items:
         if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
@@ -49,9 +60,14 @@ def pytest_collection_modifyitems(items):
     for of_one in cases.values():
         (count,) = of_one[0].get_closest_marker("few").args
         kept = {i * len(of_one) // count for i in range(count)}
-        for i, item in enumerate(of_one):
-            if i not in kept:
-                item.add_marker("slow")
+        left_out = [item for i, item in enumerate(of_one) if i not in kept]
+        for item in left_out:
+            item.add_marker("slow")
+        if half:
+            others.update(left_out[half == "first" :: 2])
+    if others:
+        config.hook.pytest_deselected(items=[item for item in items if item in others])
+        items[:] = [item for item in items if item not in others]
 
 
 @pytest.fixture
