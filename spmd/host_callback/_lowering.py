@@ -23,9 +23,9 @@ from spmd.host_callback._registry import Entry, Site, carrier, placement, stacke
 from spmd.host_callback._running import Call, Tap
 
 _LATE = (
-    "spmd.host_callback was imported after JAX had started. From JAX 0.11 on, XLA then copies the loops "
-    "of a shard_map whose operands nobody needs, and each tap in them arrives many times: import "
-    "spmd.host_callback before the first array, or set "
+    "spmd.host_callback was imported after JAX had started. From JAX 0.11 on, XLA then copies the "
+    "loops of a shard_map whose operands nobody needs, and each tap in them arrives many times: "
+    "import spmd.host_callback before the first array, or set "
     "XLA_FLAGS=--xla_disable_hlo_passes=nullary-function-wrap-inliner"
 )
 

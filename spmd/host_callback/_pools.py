@@ -120,8 +120,8 @@ def prepare_xla(threads: int = 0) -> None:
 
     `threads` are some more for what suspends programs by itself.
 
-    From JAX 0.11 on a pass of XLA for functions without operands takes the body of a `shard_map` for
-    one that has our token only, and copies its loops: each of their taps arrived 49 times.
+    From JAX 0.11 on a pass of XLA takes the body of a `shard_map` that has our token only for a
+    function without operands, and copies its loops: each of their taps arrived 49 times.
     """
     global _prepared, _set_threads
     flags = os.environ.get("XLA_FLAGS", "")

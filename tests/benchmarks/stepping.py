@@ -24,8 +24,8 @@ from spmd.inspection.timing.chips import chip_of
 from .plans.cases import CASES, built
 
 HEADER = (
-    f"{'one call, one device':30} {'measured':>9} {'roofline':>9} {'':>6} {'calibrated':>10} {'':>6}"
-    f" {'MFU':>6} {'peak GiB':>8} {'report':>7} {'compile':>8}"
+    f"{'ms a call on one device':30} {'measured':>9} {'roofline':>9} {'':>6} {'calibrated':>10}"
+    f" {'':>6} {'MFU':>6} {'peak GiB':>8} {'report':>7} {'compile':>8}"
 )
 #: Those that one chip of 80 GB holds, and whose kernels are not those of a TPU.
 FITTING = (
@@ -39,6 +39,9 @@ _SECONDS = 3.0
 
 def run(chosen: Sequence[str]) -> Iterator[str]:
     """A line for each program as it is known, and what the errors of all are."""
+    if unknown := {*chosen} - {*CASES}:
+        yield f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}"
+        return
     chip = calibrate()
     yield f"{chip.name}: {chip.flops / 1e12:.0f} TFLOP/s, {chip.hbm / 1e9:.0f} GB/s, calibrated"
     errors: dict[str, list[float]] = {"roofline": [], "calibrated": []}

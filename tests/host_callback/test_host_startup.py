@@ -63,9 +63,9 @@ def test_import_after_jax_has_started():
     assert state == f"{DEVICES} False"
     if COPIES:
         assert said == [
-            "spmd.host_callback was imported after JAX had started. From JAX 0.11 on, XLA then copies "
-            "the loops of a shard_map whose operands nobody needs, and each tap in them arrives "
-            "many times: import spmd.host_callback before the first array, or set "
+            "spmd.host_callback was imported after JAX had started. From JAX 0.11 on, XLA then "
+            "copies the loops of a shard_map whose operands nobody needs, and each tap in them "
+            "arrives many times: import spmd.host_callback before the first array, or set "
             f"XLA_FLAGS=--xla_disable_hlo_passes={PASS}"
         ]
     else:

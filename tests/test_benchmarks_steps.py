@@ -1,0 +1,25 @@
+"""The benchmark of steps on one device: what it finds, of programs that are small."""
+
+from benchmarks import stepping
+import pytest
+
+from spmd.inspection import CHIPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["MLP", "decoding"])
+def test_a_step(name):
+    """A case runs, and hands on what it donates; its report has a time and a peak."""
+    found = stepping.step(name, CHIPS["cpu"], small=True)
+    assert found["measured"] > 0
+    assert found["calibrated"] > 0
+    assert found["roofline"] is None  # no chip of its own: a CPU
+    assert found["peak"] > 0
+    line = stepping._line(name, found)
+    assert line.split()[: len(name.split()) + 3][-2:] == ["-", f"{1e3 * found['calibrated']:.2f}"]
+
+
+def test_an_unknown_case():
+    """It is said, and nothing is measured."""
+    (line,) = stepping.run(["MPL"])
+    assert line.startswith("no such case: MPL; there are MLP, demo, ")
