@@ -42,7 +42,7 @@ def add_outputs(parser: argparse.ArgumentParser, **about: str) -> None:
         parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=text)
 
 
-def add_devices(parser: argparse.ArgumentParser, about: str, default: int | None = None) -> None:
+def add_devices(parser: argparse._ActionsContainer, about: str, default: int | None = None) -> None:
     """Adds ``--devices``, a number of virtual CPU devices."""
     parser.add_argument("--devices", type=int, default=default, metavar="N", help=about)
 

@@ -80,7 +80,7 @@ def test_jax_without_the_cpu(accelerators, monkeypatch):
         raise RuntimeError(f"Unknown backend {kind}")
 
     monkeypatch.setattr(_api.jax, "devices", refuse)
-    monkeypatch.setattr(_api.jax, "config", SimpleNamespace(jax_platforms="cuda"))
+    monkeypatch.setattr(_api.jax.config, "read", {"jax_platforms": "cuda"}.get)
     with pytest.raises(MeshError) as caught:
         colocated_cpu_devices(accelerators)
     assert str(caught.value) == (
@@ -89,6 +89,6 @@ def test_jax_without_the_cpu(accelerators, monkeypatch):
         "  got       JAX_PLATFORMS=cuda\n"
         "  fix       set JAX_PLATFORMS=cuda,cpu before JAX starts, or leave it out"
     )
-    monkeypatch.setattr(_api.jax, "config", SimpleNamespace(jax_platforms=None))
+    monkeypatch.setattr(_api.jax.config, "read", {"jax_platforms": None}.get)
     with pytest.raises(RuntimeError, match="Unknown backend cpu"):
         colocated_cpu_devices(accelerators)

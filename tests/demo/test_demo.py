@@ -10,6 +10,7 @@ from pathlib import Path
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from rich.console import Console
 
 import spmd
 from spmd import Report
+from spmd.cli import options
 from spmd.cli.demo import add_command, options_from
 from spmd.cli.options import CommandError
 from spmd.demo import Options, corpus, model, records, render, run, train
@@ -341,6 +343,31 @@ def test_a_page_that_nobody_asked_for_stops_nothing(tmp_path, monkeypatch):
     assert options_from(parser.parse_args(["demo"])).html is None
     with pytest.raises(CommandError, match=r"--html spmd-demo\.html cannot be written"):
         options_from(parser.parse_args(["demo", "--html", "spmd-demo.html"]))
+
+
+def test_the_devices_of_the_machine(monkeypatch, capsys):
+    """With `--real` the mesh is of what JAX finds, and nothing asks for virtual devices."""
+    parser = argparse.ArgumentParser()
+    add_command(parser.add_subparsers())
+    real = options_from(parser.parse_args(["demo", "--real"]))
+    assert (real.devices, real.mesh, real.real) == (8, {"data": 4, "model": 2}, True)
+    assert run._devices(real) == "8 cpu"
+    assert run._devices(options_from(parser.parse_args(["demo"]))) == "8 virtual CPU devices"
+    with pytest.raises(CommandError) as caught:
+        options_from(parser.parse_args(["demo", "--real", "--mesh", "data=16"]))
+    assert str(caught.value) == (
+        "--mesh data=16 needs 16 devices, but there are 8: make the mesh smaller."
+    )
+    with pytest.raises(SystemExit):
+        parser.parse_args(["demo", "--real", "--devices", "4"])
+    assert "argument --devices: not allowed with argument --real" in capsys.readouterr().err
+    asked = []
+    monkeypatch.setattr(options, "set_device_count", asked.append)
+    monkeypatch.setattr(run, "run", lambda *_: SimpleNamespace(verification=None))
+    for args in (["demo", "--real"], ["demo"]):
+        given = parser.parse_args(args)
+        assert given.command(given) == 0
+    assert asked == [8]
 
 
 def test_output_in_a_pipe_is_plain(report):

@@ -96,6 +96,7 @@ def _seconds(run: Callable[[], Any], *, queued: bool) -> float:
     calls, taken = 1, []
     while len(taken) < _TURNS:
         start = time.perf_counter()
+        last = None
         for _ in range(calls):  # a device runs them in order, and forgets all but the last
             last = run()
         jax.block_until_ready(last)
