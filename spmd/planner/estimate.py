@@ -62,7 +62,7 @@ class Kind(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """An operation that runs often, with its vector work by kind.
+    """An operation that runs often, with its vector work by kind: beside it, and after its sums.
 
     Its turn is the number of sums up to its own, where no product depends on it.
     """
@@ -70,6 +70,7 @@ class _Part(NamedTuple):
     one: Operation
     runs: int
     beside: Mapping[int, float]
+    after: Mapping[int, float]
     turn: int | None
 
 
@@ -150,9 +151,12 @@ class Estimator:
         for n, one in enumerate(graph.operations):
             if not is_fusible(one) or len({self.kind_of[i] for i in one.tensors}) > 1:
                 kinds = tuple(self.kind_of[i] for i in one.tensors)
-                beside = tuple(sorted(fusion.beside.get(n, {}).items()))
+                steps = (
+                    tuple(sorted(found.get(n, {}).items()))
+                    for found in (fusion.beside, fusion.after)
+                )
                 turn = self.last.get(one.tensors[-1])
-                keys[n] = one.name, one.factors, kinds, one.flops, one.runs, beside, turn
+                keys[n] = one.name, one.factors, kinds, one.flops, one.runs, *steps, turn
         self._find_alike(graph, keys)
         merged: dict[Any, list[int]] = defaultdict(list)
         for n, key in keys.items():
@@ -160,8 +164,12 @@ class Estimator:
         for (_, tensors), found in merged.items():
             first = graph.operations[found[0]]
             one = dataclasses.replace(first, tensors=tensors)
-            steps = {k: len(found) * n for k, n in fusion.beside.get(found[0], {}).items()}
-            yield _Part(one, len(found) * one.runs, steps, self.last.get(first.tensors[-1]))
+            beside, after = (
+                {k: len(found) * n for k, n in of_kinds.get(found[0], {}).items()}
+                for of_kinds in (fusion.beside, fusion.after)
+            )
+            turn = self.last.get(first.tensors[-1])
+            yield _Part(one, len(found) * one.runs, beside, after, turn)
 
     def _find_alike(self, graph: Graph, keys: Mapping[int, Any]) -> None:
         """Finds, for each value, the first one that has the same part in the same operations."""
@@ -178,7 +186,7 @@ class Estimator:
     def _patterns(self, part: _Part) -> frozenset[Pattern]:
         """What an operation and the values that it is about have."""
         one = part.one
-        kinds = {self.kind_of[i] for i in one.tensors} | {*part.beside}
+        kinds = {self.kind_of[i] for i in one.tensors} | {*part.beside, *part.after}
         found = {self._pattern(self.kinds[k]) for k in kinds}
         own = frozenset(one.by_class)
         sure = frozenset(
@@ -306,8 +314,12 @@ class Estimator:
         nbytes = [self.nbytes[i] * parts[k] for i, k in zip(one.tensors, kinds, strict=True)]
         total = self.totals.get(one.tensors[-1])
         demand = Demand(one, layout, self.sizes, [places[k] for k in kinds], nbytes, total)
-        steps = sum(steps * parts[k] for k, steps in part.beside.items()) / part.runs
-        product = Product(demand, self.machine, steps, self.lasting, is_last=part.turn is not None)
+        steps, after = (
+            sum(steps * parts[k] for k, steps in found.items()) / part.runs
+            for found in (part.beside, part.after)
+        )
+        is_last = part.turn is not None
+        product = Product(demand, self.machine, steps, self.lasting, is_last=is_last)
         exchange, beside, shared = 0.0, 0.0, {}
         joined: set[_Joined] = set()
         for sent in product.sent:
@@ -328,6 +340,9 @@ class Estimator:
         moving = self.machine.moving(_traffic(one, far))
         computing = product.seconds() if one.flops else 0.0
         compute, memory = (computing, 0.0) if computing >= moving else (0.0, moving)
+        if after and not product.is_large:
+            compute += self.machine.stepping(after)
+            memory += self.machine.moving(far[-1])  # the result is read once more
         seconds = part.runs * compute, part.runs * memory
         return _Costs(*seconds, exchange, beside, shared, frozenset(joined))
 

@@ -1,8 +1,8 @@
 """Which work a compiler puts into which product, and what it moves through memory apart from these.
 
 Elementwise operations become a part of the product whose result they change, or else of that which
-they prepare an operand for. The update of an optimizer is a part of neither: it is as long as its
-bytes take.
+they prepare an operand for. What needs a sum over that result, as a softmax does, goes over it once
+more. The update of an optimizer is a part of neither: it is as long as its bytes take.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Fusion:
     Attributes:
         beside: by the index of a product, the steps of vector units in all its runs, by the kind of
             value whose elements they are for.
+        after: likewise, those of what needs a sum over the product's result.
         alone: by kind, bytes that work by itself reads and writes, and those that elementwise work
             reads of arguments and writes of outputs.
 
@@ -46,12 +47,14 @@ class Fusion:
 
     def __init__(self, graph: Graph, kinds: Sequence[int], count: int):
         self.graph, self.kinds = graph, kinds
+        self.late: set[int] = set()
         self.homes = self._upwards()
         self._downwards()
         self.beside: dict[int, Counter[int]] = defaultdict(Counter)
+        self.after: dict[int, Counter[int]] = defaultdict(Counter)
         for n, one in enumerate(graph.operations):
             if is_fusible(one) and one.name not in _NO_WORK and n in self.homes:
-                self._count(self.homes[n], one)
+                self._count((self.after if n in self.late else self.beside)[self.homes[n]], one)
         self.alone = np.zeros(count)
         for i, runs in self._moved().items():
             self.alone[kinds[i]] += runs * graph.tensors[i].nbytes
@@ -59,18 +62,28 @@ class Fusion:
             self.alone[kinds[i]] += graph.tensors[i].nbytes
 
     def _upwards(self) -> dict[int, int]:
-        """By operation, the product whose result it changes."""
+        """By operation, the product whose result it changes; `late` has those after a sum of it."""
         owners: dict[int, int] = {}
         homes: dict[int, int] = {}
+        summed: set[int] = set()
         for n, one in enumerate(self.graph.operations):
+            operands = one.tensors[: one.operands]
             if one.flops:
                 homes[n] = n
             elif is_fusible(one) and not _ends(one):
-                found = [owners[i] for i in one.tensors[: one.operands] if i in owners]
+                found = [owners[i] for i in operands if i in owners]
                 if found:
                     homes[n] = max(found)
-            if n in homes:
-                owners.update((result, homes[n]) for result, _ in one.results)
+                    if any(i in summed and owners[i] == homes[n] for i in operands):
+                        self.late.add(n)
+            if n not in homes:
+                continue
+            for result, _ in one.results:
+                owners[result] = homes[n]
+                if n in self.late or one.name == "reduce":
+                    summed.add(result)
+                else:
+                    summed.discard(result)
         return homes
 
     def _downwards(self) -> None:
@@ -85,13 +98,13 @@ class Fusion:
             if n in self.homes and (one.flops or is_fusible(one)):
                 users.update((i, self.homes[n]) for i in one.tensors[: one.operands])
 
-    def _count(self, home: int, one: Operation) -> None:
+    def _count(self, found: Counter[int], one: Operation) -> None:
         tensors = self.graph.tensors
         largest = max(one.tensors, key=lambda i: tensors[i].nbytes)
         by_constant = one.name == "divide" and one.tensors[1] in self.graph.constants
         steps = _STEPS if one.name in _DEAR and not by_constant else 1
         elements = math.prod(tensors[largest].shape)
-        self.beside[home][self.kinds[largest]] += one.runs * steps * elements
+        found[self.kinds[largest]] += one.runs * steps * elements
 
     def _moved(self) -> dict[int, int]:
         """Values that go through memory between work by itself and all else, with their runs."""

@@ -10,8 +10,9 @@ from typing import NamedTuple
 from spmd.planner.demand import Demand, Exchanged
 from spmd.planner.machine import Machine
 
-# Products of smaller sizes take as long as the matrix units are busy with parts of them, and what
-# is fused into them comes on top: see `clock`.
+# Products of smaller sizes take as long as the matrix units are busy with parts of them, or as the
+# vector units are with what is fused into them: a `gelu` adds 16 of its 71 us to a compiled one,
+# and its gradient none of 98.
 _LARGE = 1024
 # A compiler for TPUs sends parts around a ring while it computes with others, where the product has
 # more than so many elements along what the parts lack: the rows that a gathered matrix is applied
@@ -61,7 +62,7 @@ class Product:
     Args:
         demand: the operation under a layout.
         machine: what it is for.
-        steps: of vector units in one run, for what is fused into it.
+        steps: of vector units in one run, for what is done beside it.
         lasting: values that are whole before the product: it is not given parts of these.
         is_last: whether no product depends on it: what it sums is sent with others.
     """
@@ -101,14 +102,17 @@ class Product:
         return self._seconds(self._sides(self._left), 1.0)
 
     def _seconds(self, sides: Sides, again: float) -> float:
-        one = self.demand.one
-        seconds = self.machine.computing(one.flops / self.demand.times([*self.demand.chosen]))
-        if sides.batch == 1 and min(sides[:3]) >= _LARGE:
+        one, machine = self.demand.one, self.machine
+        seconds = machine.computing(one.flops / self.demand.times([*self.demand.chosen]))
+        if _is_large(sides):
             return seconds
-        made = again * self.machine.popping(self._made)
-        is_convolution = one.name == "convolution"
-        seconds *= self.machine.filled(*sides[:3], is_convolution=is_convolution)
-        return max(seconds, made) + self.machine.stepping(self.steps)
+        seconds *= machine.filled(*sides[:3], is_convolution=one.name == "convolution")
+        return max(seconds, again * machine.popping(self._made), machine.stepping(self.steps))
+
+    @functools.cached_property
+    def is_large(self) -> bool:
+        """Whether the peak decides what it takes, with all that is fused into it: see `clock`."""
+        return _is_large(self._sides(self._left))
 
     @functools.cached_property
     def _made(self) -> float:
@@ -182,6 +186,10 @@ class Product:
         n = self._index(sent)
         d = self.demand.places[n].get(axis)
         return None if d is None else one.factors[n][d]
+
+
+def _is_large(sides: Sides) -> bool:
+    return sides.batch == 1 and min(sides[:3]) >= _LARGE
 
 
 @functools.lru_cache(maxsize=1024)

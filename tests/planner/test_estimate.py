@@ -267,6 +267,54 @@ def test_a_product_that_sums_over_little_takes_as_long_as_its_results():
     assert times[2048] == pytest.approx(2 * 2048**3 / CHIPS["v5e"].flops, rel=0.2)
 
 
+def _steps(count, elements):
+    """Seconds in which the vector unit of a v5e takes so many steps for each element."""
+    return count * elements / (1.5 * 1024 * CHIPS["v5e"].clock)
+
+
+def test_elementwise_work_goes_on_beside_its_product():
+    """Both together take as long as the longer of the two."""
+    on = tpu(hbm=1e18, vmem=1e18)
+    args = (f32(4096, 512), f32(512, 2048))
+    alone = priced(jnp.matmul, args, {}, on=on)[1].compute
+    assert priced(lambda a, b: jnp.abs(a @ b), args, {}, on=on)[1].compute == alone
+
+    def f(a, b):
+        y = a @ b
+        for _ in range(50):
+            y = jnp.tanh(y)
+        return y
+
+    assert priced(f, args, {}, on=on)[1].compute == pytest.approx(_steps(50 * 4, 4096 * 2048))
+    # What prepares an operand is a part of the product too.
+    before = priced(lambda a, b: jnp.abs(a) @ b, args, {}, on=on)[1].compute
+    assert before == alone
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_what_needs_a_sum_goes_over_the_result_once_more(is_large):
+    """It reads the result again and adds its steps; the time of a large product has room for it."""
+    args = (f32(4096, 1024 if is_large else 512), f32(1024 if is_large else 512, 2048))
+
+    def once(a, b):
+        return 2.0 * (a @ b)
+
+    def twice(a, b):
+        y = a @ b
+        return y * jnp.sum(y, axis=1, keepdims=True)
+
+    fast, slow = tpu(hbm=1e18, vmem=1e18), tpu(hbm=1e9)
+    more = [
+        priced(twice, args, {}, on=on)[1].compute - priced(once, args, {}, on=on)[1].compute
+        for on in (fast, slow)
+    ]
+    wanted = 0.0 if is_large else _steps(1, 4096 * 2048)
+    assert more == [pytest.approx(wanted, rel=0.01)] * 2
+    found = priced(twice, args, {}, on=slow)[1].memory - priced(once, args, {}, on=slow)[1].memory
+    wanted = 0.0 if is_large else 4096 * 2048 * F32 / (0.83 * 1e9)
+    assert found == pytest.approx(wanted, rel=0.01)
+
+
 def test_two_cores_have_two_vector_units():
     """Work on elements of a product takes half of the time on a chip that has them twice."""
 
