@@ -50,6 +50,8 @@ _NEAR = 1.2
 """Up to so many times the best prediction, what is unlike comes before what is alike."""
 _AS_MUCH = 1.01
 """Up to so many times the seconds, exchanges are thought to be the same."""
+_HARDLY = 1.01
+"""Up to so many times the seconds of the best, one on another mesh is pinned in other ways too."""
 
 
 class Progress(NamedTuple):
@@ -368,18 +370,33 @@ class _Looking:
             if not self._compile(i):
                 return
         if self.top > 1:
-            self._pin_otherwise()
+            for i in self._best():
+                self._pin_otherwise(i)
 
-    def _pin_otherwise(self) -> None:
-        """The best one again, whose products gather and add up in other ways, or as they will.
+    def _best(self) -> list[int]:
+        """The best one that was compiled, and the best of another mesh, if it is hardly slower.
 
-        Where none keeps to the memory, that is the smallest one.
+        Where none keeps to the memory, the smallest one.
         """
         asked = [i for i, one in enumerate(self.choices) if one.report or one.needed is not None]
-        at = min(asked, key=lambda i: self._standing(self.choices[i]), default=None)
+        asked.sort(key=lambda i: self._standing(self.choices[i]))
+        if not asked:
+            return []
+        first = self.choices[asked[0]]
+        for i in asked[1:]:
+            one = self.choices[i]
+            if not one.fits(self.rules.budget) or one.seconds > _HARDLY * first.seconds:
+                break
+            if one.mesh != first.mesh:
+                return [asked[0], i]
+        return asked[:1]
+
+    def _pin_otherwise(self, at: int) -> None:
+        """One again, whose products gather and add up in other ways, or as they will."""
         way = Way()
         for change in ({"whole": True}, {"ahead": False}, {"loose": True}, {"free": True}):
-            if at is None or (best := self.choices[at]).is_stand_in or best.layout is None:
+            best = self.choices[at]
+            if best.is_stand_in or best.layout is None:
                 return
             other = way._replace(**change)
             pins = self._pins(best, other)

@@ -407,6 +407,29 @@ def test_the_best_one_is_pinned_in_other_ways(monkeypatch, seconds, compiled, be
     assert [way_of(one) for one in looking.choices] == [best]
 
 
+@pytest.mark.parametrize(("behind", "answer"), [(1.005, "second"), (1.02, "first")])
+def test_a_second_mesh_that_is_hardly_slower_is_pinned_in_other_ways(monkeypatch, behind, answer):
+    """Which of two is better is known only when both are compiled as they are fastest."""
+    pytest.importorskip("libtpu", reason=WITHOUT_LIBTPU)
+    pods = [spmd.topology("v5e:2x2", axes) for axes in ({"data": 2, "model": 2}, {"data": 4})]
+    looking, other = looking_at(pods[0], 3, "bd", "f"), looking_at(pods[1], 3, "bd", "")
+    own = {pods[0]: looking.choices[0].pins, pods[1]: other.choices[0].pins}
+    looking.choices += other.choices
+
+    def report(one, lowered, chip):
+        first, plain = one.mesh == pods[0], one.pins == own[one.mesh]
+        seconds = (1.0 if first else behind) if plain else (0.9 if first else 0.5)
+        time = types.SimpleNamespace(seconds=seconds)
+        return dataclasses.replace(one, report=types.SimpleNamespace(time=time, memory=None))
+
+    monkeypatch.setattr(choosing, "_compiled", report)
+    monkeypatch.setattr(Choice, "fits", lambda one, budget: True)
+    looking.compile()
+    best = looking.chosen().choices[0]
+    wanted = {"first": (pods[0], 0.9), "second": (pods[1], 0.5)}
+    assert (best.mesh, best.seconds) == wanted[answer]
+
+
 def test_what_does_not_fit_is_pinned_in_other_ways(monkeypatch):
     """Sums that are made at once may take less memory than those whose parts go around."""
     pytest.importorskip("libtpu", reason=WITHOUT_LIBTPU)
