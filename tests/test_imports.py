@@ -9,6 +9,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -358,7 +359,7 @@ def test_marks_stand_at_their_tests():
         assert "pytest_collection_modifyitems" not in path.read_text(), path
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Item:
     """What the hook of `tests/conftest.py` sees of a case."""
 
@@ -373,20 +374,46 @@ class Item:
         self.marks[name] = None
 
 
-@pytest.mark.parametrize(
-    ("cases", "few", "kept"),
-    [(1, 1, [0]), (5, 1, [0]), (7, 3, [0, 2, 4]), (4, 2, [0, 2]), (3, 9, [0, 1, 2])],
-)
-def test_few_cases_of_a_test_run_by_default(request, cases, few, kept):
-    """Of each test with the mark `few` so many cases stay, spread evenly; other tests all stay."""
+def marked(request, items, half=None):
+    """What the hook leaves of these, and what it says that it takes out."""
     (conftest,) = (
         one
         for one in request.config.pluginmanager.get_plugins()
         if getattr(one, "__file__", "") == str(Path(__file__).parent / "conftest.py")
     )
-    marked = [Item("test_f", {"few": pytest.mark.few(few).mark}) for _ in range(cases)]
+    left, out = [*items], []
+    hook = types.SimpleNamespace(pytest_deselected=lambda items: out.extend(items))
+    config = types.SimpleNamespace(getoption={"--half": half}.get, hook=hook)
+    conftest.pytest_collection_modifyitems(config, left)
+    return left, out
+
+
+def cases_of(count, few):
+    """Cases of a test with the mark `few`, after a slow one and before others."""
+    cases = [Item("test_f", {"few": pytest.mark.few(few).mark}) for _ in range(count)]
     slow = Item("test_f", {"few": pytest.mark.few(few).mark, "slow": pytest.mark.slow.mark})
-    other = [Item("test_g", {}) for _ in range(3)]
-    conftest.pytest_collection_modifyitems([slow, *marked, *other])
-    assert [i for i, item in enumerate(marked) if "slow" not in item.marks] == kept
+    return slow, cases, [Item("test_g", {}) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("count", "few", "kept"),
+    [(1, 1, [0]), (5, 1, [0]), (7, 3, [0, 2, 4]), (4, 2, [0, 2]), (3, 9, [0, 1, 2])],
+)
+def test_few_cases_of_a_test_run_by_default(request, count, few, kept):
+    """Of each test with the mark `few` so many cases stay, spread evenly; other tests all stay."""
+    slow, cases, other = cases_of(count, few)
+    left, out = marked(request, [slow, *cases, *other])
+    assert (left, out) == ([slow, *cases, *other], [])
+    assert [i for i, item in enumerate(cases) if "slow" not in item.marks] == kept
     assert not any(item.marks for item in other)
+
+
+def test_halves_of_slow_cases(request):
+    """Each of the cases that the mark `few` leaves out is in one half; all else is in both."""
+    halves = []
+    for half in ("first", "second"):
+        slow, cases, other = cases_of(7, 3)
+        left, out = marked(request, [slow, *cases, *other], half)
+        assert [one for one in (slow, *cases, *other) if one not in out] == left
+        halves.append([i for i, item in enumerate(cases) if item in left])
+    assert halves == [[0, 1, 2, 4, 5], [0, 2, 3, 4, 6]]
