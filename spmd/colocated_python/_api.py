@@ -302,7 +302,7 @@ def _cpu_devices() -> Sequence[Any]:
     try:
         return jax.devices("cpu")
     except RuntimeError as e:
-        platforms = jax.config.read("jax_platforms")
+        platforms = jax.config.values["jax_platforms"]
         if not platforms:
             raise
         failure = Failure(

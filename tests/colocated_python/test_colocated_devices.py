@@ -80,15 +80,15 @@ def test_jax_without_the_cpu(accelerators, monkeypatch):
         raise RuntimeError(f"Unknown backend {kind}")
 
     monkeypatch.setattr(_api.jax, "devices", refuse)
-    monkeypatch.setattr(_api.jax.config, "read", {"jax_platforms": "cuda"}.get)
     with pytest.raises(MeshError) as caught:
         colocated_cpu_devices(accelerators)
     assert str(caught.value) == (
         "colocated_cpu_devices finds no CPU devices.\n"
         "  expected  JAX to start the CPU beside the accelerators\n"
-        "  got       JAX_PLATFORMS=cuda\n"
-        "  fix       set JAX_PLATFORMS=cuda,cpu before JAX starts, or leave it out"
+        "  got       JAX_PLATFORMS=cpu\n"  # what tests start with
+        "  fix       set JAX_PLATFORMS=cpu,cpu before JAX starts, or leave it out"
     )
-    monkeypatch.setattr(_api.jax.config, "read", {"jax_platforms": None}.get)
+    config = SimpleNamespace(values={"jax_platforms": None})
+    monkeypatch.setattr(_api.jax, "config", config)
     with pytest.raises(RuntimeError, match="Unknown backend cpu"):
         colocated_cpu_devices(accelerators)
