@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
 import copy
+import os
 from typing import Any
 
 import jax
 from jax._src import config, core, dispatch, effects, sharding_impls, util
 from jax._src.interpreters import mlir, pxla
-from jax._src.lib import xla_client
+from jax._src.lib import utils, xla_client
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import func as func_dialect, hlo
 import numpy as np
@@ -358,3 +360,26 @@ def shardings_of(compiled: Any) -> tuple[list[Any], list[Any]]:
     that writes to references gives their values besides what its function returns.
     """
     return [*compiled._input_shardings_flat()], [*compiled._executable._out_shardings]
+
+
+# XLA reads the variable when it is loaded, and JAX sets it to 1 where there is none.
+_LEVEL = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "")
+_LEVELS = {"DEBUG": 0, "INFO": 0, "WARNING": 1, "ERROR": 2, "CRITICAL": 3}
+
+
+@contextlib.contextmanager
+def warning_aloud() -> Iterator[str]:
+    """XLA warns within, also where `TF_CPP_MIN_LOG_LEVEL` or `jax_logging_level` say otherwise.
+
+    Yields the first letters of lines that it would not write else: W of warnings, E of errors.
+    """
+    own = int(_LEVEL) if _LEVEL.isdigit() else 0
+    level = _LEVELS.get(jax.config.values["jax_logging_level"] or "", own)
+    unwanted = "WE"[: max(0, level - 1)]
+    if unwanted:
+        utils.absl_set_min_log_level(1)
+    try:
+        yield unwanted
+    finally:
+        if unwanted:
+            utils.absl_set_min_log_level(level)

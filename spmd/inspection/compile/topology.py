@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-import contextlib
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import functools
 import importlib.util
@@ -27,6 +26,7 @@ from spmd.errors import (
     did_you_mean,
     explain,
 )
+from spmd.inspection.compile import libtpu
 
 #: Virtual CPU devices share this machine's cores and threads; more are no use to anyone.
 MOST_STAND_INS = 512
@@ -378,34 +378,11 @@ def _described(kind: str, sizes: tuple[int, ...]) -> list[Any]:
         # A part of a host, which older releases describe only when they are told so.
         options["chips_per_host_bounds"] = [min(2, size) for size in sizes[:2]] + [1]
     try:
-        with _quiet_libtpu():
+        with libtpu.quiet():
             found = topologies.get_topology_desc(f"{kind}:{_show(sizes)}", "tpu", **options)
     except jax.errors.JaxRuntimeError as e:
         raise _RefusedError(_refused(str(e), kind, sizes)) from None
     return list(found.devices)
-
-
-@contextlib.contextmanager
-def _quiet_libtpu() -> Iterator[None]:
-    """What libtpu asks its surroundings when it starts, answered where there is no TPU.
-
-    Without the answers it warns that it finds no host; without the last it allows one process on
-    the whole machine, which guards chips that are not there. Settings of the user stay.
-    """
-    answers = {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_LOG_DIR": "disabled",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }
-    own = {} if _jax.mesh.tpu_chips() else {k: v for k, v in answers.items() if k not in os.environ}
-    os.environ.update(own)
-    try:
-        yield
-    finally:
-        for key in own:
-            os.environ.pop(key, None)
 
 
 def _unknown_kind(kind: str) -> Failure:

@@ -1,7 +1,7 @@
 """What XLA's partitioner warns of while it compiles.
 
-Its C++ writes that to file descriptor 2. So a report catches what is written there meanwhile, takes
-these warnings out, and passes all else on.
+Its C++ writes that to file descriptor 2, and that of libtpu to a file. So a report catches what is
+written there meanwhile, takes these warnings out, and passes all else on.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from typing import Any
 import weakref
 
 from spmd import _jax
+from spmd.inspection.compile import libtpu
 from spmd.inspection.findings.rematerialization import PARTS
 
-_WARNING = re.compile(rb"(?:[IWEF]\d{4} [\d:.]+ +\d+ [\w./\-]+:\d+\] )?" + PARTS.encode() + rb"\n?")
+_HEAD = r"[%s]\d{4} [\d:.]+ +\d+ [\w./\-]+:\d+\] "
+_WARNING = rf"(?:{_HEAD % 'IWEF'})?{PARTS}\n?"
 
 #: Seconds between two times that what was written is passed on.
 _INTERVAL = 0.05
@@ -38,8 +40,10 @@ def caught() -> Iterator[list[str]]:
     The list holds them when the context is left. Everything else is passed on to where the
     descriptor leads: byte for byte, in order, and while it is written up to the last whole line.
     Only what another thread writes at the moment when the context is left may change places with
-    what it writes next. Where another thread catches already, or there is no such descriptor,
-    nothing is caught.
+    what it writes next. Where another thread catches already, nothing is caught, and where there is
+    no such descriptor, only what libtpu logs.
+
+    If the user wants no warnings to be written, XLA warns all the same, and none is passed on.
     """
     lines: list[str] = []
     if not _one_at_a_time.acquire(blocking=False):
@@ -55,9 +59,13 @@ def caught() -> Iterator[list[str]]:
                 # A file and no pipe: who writes never waits for us, whatever locks they hold.
                 file, rest = _opened_twice(stack)
                 dismiss = stack.enter_context(_last_words(rest))
-                passing = _Passing(file, rest, real, lines)
+                unwanted = stack.enter_context(_jax.lowering.warning_aloud())
+                passing = _Passing(file, rest, real, lines, unwanted)
                 stack.enter_context(_redirected(passing, file, real, dismiss))
-            yield lines
+            with libtpu.logged() as texts:
+                yield lines
+        logged = [found[0] for text in texts for found in re.finditer(_WARNING, text)]
+        lines += [line for line in logged if line not in lines]
     finally:
         _one_at_a_time.release()
 
@@ -140,12 +148,15 @@ def _redirected(
 class _Passing:
     """What was written to a file and is not yet passed on to the descriptor `real`.
 
-    The place of `rest` in the file is kept where that begins, and `lines` gets the warnings.
+    The place of `rest` in the file is kept where that begins, and `lines` gets the warnings. Lines
+    of XLA's that begin with one of the letters `unwanted` are not passed on.
     """
 
-    def __init__(self, file: int, rest: int, real: int, lines: list[str]):
+    def __init__(self, file: int, rest: int, real: int, lines: list[str], unwanted: str):
         self._file, self._at, self._real, self._lines = file, rest, real, lines
         self._place, self._rest = 0, b""
+        pattern = f"{_WARNING}|{_HEAD % unwanted}.*\n?" if unwanted else _WARNING
+        self._taken = re.compile(pattern.encode())
 
     def on(self, to_the_end: bool = False) -> None:
         """Passes on what is whole lines, or all there is; keeps the warnings."""
@@ -163,9 +174,10 @@ class _Passing:
 
     def _sort(self, text: bytes) -> None:
         place = 0
-        for found in _WARNING.finditer(text):
+        for found in self._taken.finditer(text):
             _write(self._real, text[place : found.start()])
-            self._lines.append(found[0].decode("utf-8", "replace"))
+            if found["operation"]:
+                self._lines.append(found[0].decode("utf-8", "replace"))
             place = found.end()
         _write(self._real, text[place:])
 

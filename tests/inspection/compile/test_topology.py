@@ -587,15 +587,15 @@ def test_processes_describe_at_once():
 def test_a_machine_with_tpus_keeps_its_settings(monkeypatch):
     """Where TPUs are, and where a user has set a variable, libtpu is not told anything else."""
     from spmd import _jax
-    from spmd.inspection.compile import topology as compile_topology
+    from spmd.inspection.compile import libtpu
 
     monkeypatch.setattr(_jax.mesh, "tpu_chips", lambda: 4)
     before = dict(os.environ)
-    with compile_topology._quiet_libtpu():
+    with libtpu.quiet():
         assert dict(os.environ) == before
     monkeypatch.setattr(_jax.mesh, "tpu_chips", lambda: 0)
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "mine")
-    with compile_topology._quiet_libtpu():
+    with libtpu.quiet():
         assert os.environ["TPU_WORKER_HOSTNAMES"] == "mine"
         assert os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] == "1"
     assert os.environ["TPU_WORKER_HOSTNAMES"] == "mine"

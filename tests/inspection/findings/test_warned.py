@@ -6,9 +6,16 @@ import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
+from hardware import needs_libtpu
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import spmd
+from spmd import Mesh, P, _jax, pjit, topology, with_sharding_constraint as constrain
 from spmd.inspection.findings import warned
 
 ONE = (
@@ -167,3 +174,103 @@ def test_nothing_stays_open():
         os.write(2, b"")
         assert what_is_there()[2] != before[2]
     assert what_is_there() == before
+
+
+@pytest.fixture(params=[2, 3])
+def silenced(request, monkeypatch):
+    """A user who has told XLA to write errors at most, or none of these either."""
+    monkeypatch.setattr(_jax.lowering, "_LEVEL", str(request.param))
+    _jax.lowering.utils.absl_set_min_log_level(request.param)
+    yield request.param
+    _jax.lowering.utils.absl_set_min_log_level(1)
+
+
+def moved():
+    """A program whose value goes from rows to columns over other axes."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("x", "y", "z"))
+
+    def step(a):
+        return constrain(jnp.sin(constrain(a, P("z"))), P(None, ("z", "y")))
+
+    return pjit(step, mesh=mesh).lower(jax.ShapeDtypeStruct((8, 8), jnp.float32))
+
+
+def test_where_warnings_are_silenced(silenced, capfdbinary):
+    """XLA warns for a report, and for nobody else; what its user does not want is not passed on."""
+    with warned.caught() as lines:
+        moved().compile()
+        for letter in b"IWE":
+            os.write(2, b"%c1126 08:00:00.000000   1 a/b-c.cc:1] text\n" % letter)
+        os.write(2, b"W 1126\n")
+    kept = [b"I1126", b"W 1126"] if silenced == 3 else [b"I1126", b"E1126", b"W 1126"]
+    assert [line[: len(one)] for line, one in zip(read(capfdbinary), kept, strict=True)] == kept
+    assert len(lines) == 1
+    moved().compile()
+    assert read(capfdbinary) == []
+
+
+def read(captured):
+    """Lines of the standard error since the last time."""
+    return captured.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("config", "variable", "unwanted"),
+    [
+        ("NOTSET", "", ""),
+        ("NOTSET", "1", ""),
+        ("NOTSET", "2", "W"),
+        ("NOTSET", "many", ""),
+        ("ERROR", "0", "W"),
+        ("CRITICAL", "", "WE"),
+        ("WARNING", "3", ""),
+        (None, "3", "WE"),
+    ],
+)
+def test_who_silences(config, variable, unwanted, monkeypatch):
+    """JAX's setting comes before the variable; what is written as ever is left alone."""
+    set_to = []
+    monkeypatch.setattr(_jax.lowering, "_LEVEL", variable)
+    monkeypatch.setattr(_jax.lowering.utils, "absl_set_min_log_level", set_to.append)
+    monkeypatch.setattr(
+        _jax.lowering.jax, "config", SimpleNamespace(values={"jax_logging_level": config})
+    )
+    with _jax.lowering.warning_aloud() as letters:
+        assert letters == unwanted
+    assert set_to == ([1, 1 + len(unwanted)] if unwanted else [])
+
+
+@needs_libtpu
+def test_described_tpus(capfd):
+    """Their compiler logs its warnings to a file, and they become findings all the same."""
+    mesh = topology("v5e:2x4", {"x": 2, "y": 2, "z": 2})
+
+    def step(a):
+        a = constrain(a, P("z"))
+        return constrain(jnp.sin(a), P(None, ("z", "y")))
+
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    kinds = [one.kind for one in spmd.report(pjit(step, mesh=mesh), x).findings]
+    assert kinds.count("full-rematerialization") == 1
+    kinds = [one.kind for one in spmd.report(pjit(jnp.sin, mesh=mesh), x).findings]
+    assert "full-rematerialization" not in kinds
+    assert capfd.readouterr().err == ""
+
+
+def test_logs_of_libtpu(monkeypatch, tmp_path):
+    """What is new in a file of this process is read, and what came on both ways is once there."""
+    monkeypatch.setenv("TPU_LOG_DIR", str(tmp_path))
+    own = tmp_path / f"tpu_driver.host.user.log.WARNING.20261126-080000.{os.getpid()}"
+    others = [own.with_suffix(".1"), tmp_path / own.name.replace("WARNING", "INFO")]
+    for path in (own, *others):
+        path.write_bytes(ONE)
+    with warned.caught() as lines:
+        for path in (own, *others):
+            with path.open("ab") as file:
+                file.write(b"W1126 other\n" + ONE + ONE.replace(b"f32[4,8]", b"f32[4,9]"))
+        os.write(2, ONE)
+    assert [line.count("f32[4,8]") for line in lines] == [1, 0]
+    monkeypatch.setenv("TPU_LOG_DIR", "disabled")
+    with warned.caught() as lines:
+        pass
+    assert lines == []

@@ -1,0 +1,80 @@
+"""What libtpu asks its surroundings when it starts, and what it logs."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterator
+import contextlib
+import functools
+import os
+from pathlib import Path
+import shutil
+import tempfile
+
+from spmd import _jax
+
+_USUAL = "/tmp/tpu_logs"
+"""Where libtpu logs, if nobody says otherwise."""
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Answers what libtpu asks when it starts, where there is no TPU.
+
+    Without the answers it warns that it finds no host; without the last it allows one process on
+    the whole machine, which guards chips that are not there. Settings of the user stay.
+    """
+    answers = {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_LOG_DIR": _folder(),
+        "TPU_MIN_LOG_LEVEL": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    own = {} if _jax.mesh.tpu_chips() else {k: v for k, v in answers.items() if k not in os.environ}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for key in own:
+            os.environ.pop(key, None)
+
+
+@functools.cache
+def _folder() -> str:
+    """Of this process, where libtpu logs warnings if `quiet` started it."""
+    folder = tempfile.mkdtemp(prefix="spmd-libtpu-")
+    owner = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # not in a copy of the process
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return folder
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """What libtpu warns of meanwhile, which it writes to files and not to descriptor 2.
+
+    The list holds it when the context is left: the texts that are new in each file.
+    """
+    texts: list[str] = []
+    before = {path: path.stat().st_size for path in _files()}
+    try:
+        yield texts
+    finally:
+        for path in _files():
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                file.seek(before.get(path, 0))
+                texts.append(file.read().decode("utf-8", "replace"))
+
+
+def _files() -> list[Path]:
+    folders = {os.environ.get("TPU_LOG_DIR") or _USUAL}
+    if _folder.cache_info().currsize:
+        folders.add(_folder())
+    found = (Path(one).glob(f"*.WARNING.*.{os.getpid()}") for one in folders)
+    return [path for paths in found for path in paths]
