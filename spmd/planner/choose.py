@@ -376,20 +376,18 @@ class _Looking:
     def _best(self) -> list[int]:
         """The best one that was compiled, and the best of another mesh, if it is hardly slower.
 
-        Where none keeps to the memory, the smallest one.
+        Where none keeps to the memory, the smallest of each mesh.
         """
         asked = [i for i, one in enumerate(self.choices) if one.report or one.needed is not None]
-        asked.sort(key=lambda i: self._standing(self.choices[i]))
-        if not asked:
-            return []
-        first = self.choices[asked[0]]
-        for i in asked[1:]:
-            one = self.choices[i]
-            if not one.fits(self.rules.budget) or one.seconds > _HARDLY * first.seconds:
-                break
-            if one.mesh != first.mesh:
-                return [asked[0], i]
-        return asked[:1]
+        of_mesh: dict[Any, int] = {}
+        for i in sorted(asked, key=lambda i: self._standing(self.choices[i])):
+            of_mesh.setdefault(self.choices[i].mesh, i)
+        best = [*of_mesh.values()]
+        fitting = [i for i in best if self.choices[i].fits(self.rules.budget)]
+        if not fitting:
+            return best[: self.top]
+        most = _HARDLY * self.choices[fitting[0]].seconds
+        return [i for i in fitting if self.choices[i].seconds <= most][:2]
 
     def _pin_otherwise(self, at: int) -> None:
         """One again, whose products gather and add up in other ways, or as they will."""

@@ -451,6 +451,27 @@ def test_what_does_not_fit_is_pinned_in_other_ways(monkeypatch):
     assert found.fits(2.0)
 
 
+def test_of_what_does_not_fit_one_of_each_mesh_is_pinned_in_other_ways(monkeypatch):
+    """Which of several needs less when its sums are made at once is not known before."""
+    pytest.importorskip("libtpu", reason=WITHOUT_LIBTPU)
+    pods = [spmd.topology("v5e:2x2", axes) for axes in ({"data": 2, "model": 2}, {"data": 4})]
+    looking, other = looking_at(pods[0], 3, "bd", "f"), looking_at(pods[1], 3, "bd", "")
+    looking.rules, looking.choices = Rules(budget=2.0), [*looking.choices, *other.choices]
+    whole = [looking._pins(one, Way(whole=True)) for one in looking.choices]
+
+    def compiled(one, lowered, chip):
+        at = pods.index(one.mesh)
+        peak = (2.5, 1.0)[at] if one.pins == whole[at] else (3.0, 4.0)[at]
+        memory, time = types.SimpleNamespace(peak=peak), types.SimpleNamespace(seconds=1.0)
+        return dataclasses.replace(one, report=types.SimpleNamespace(time=time, memory=memory))
+
+    monkeypatch.setattr(choosing, "_compiled", compiled)
+    looking.compile()
+    first, second = looking.chosen().choices
+    assert (first.mesh, first.pins, first.peak) == (pods[1], whole[1], 1.0)
+    assert (second.mesh, second.peak) == (pods[0], 2.5)
+
+
 @pytest.mark.parametrize(
     ("data", "model", "slower", "left"),
     [("b", "f", [], 0), ("bd", "f", [], 10), ("fd", "df", [], 10), ("b", "f", [0, 10], 15)],
