@@ -48,8 +48,8 @@ _AFTER_THOSE = 12
 """So many more, where they seem better than the best of those."""
 _NEAR = 1.2
 """Up to so many times the best prediction, what is unlike comes before what is alike."""
-_AS_MUCH = 1.01
-"""Up to so many times the seconds, exchanges are thought to be the same."""
+_AS_MUCH = 1.05
+"""Up to so many times the seconds of exchanges, fewer pins are worth a compile."""
 _HARDLY = 1.01
 """Up to so many times the seconds of the best, one on another mesh is pinned in other ways too."""
 

@@ -146,9 +146,16 @@ class Fixed:
 
 
 def places_of(
-    tensors: Sequence[Placed], layout: Layout, sizes: Mapping[str, int], fixed: Fixed | None = None
-) -> list[dict[str, int]]:
-    """By tensor, the dimension that each axis splits: as it is fixed, or else as a layout says."""
+    tensors: Sequence[Placed],
+    layout: Layout,
+    sizes: Mapping[str, int],
+    fixed: Fixed | None = None,
+    at: Iterable[int] | None = None,
+) -> dict[int, dict[str, int]]:
+    """The dimension that each axis splits, of all tensors or of those that stand at some places.
+
+    It is as it is fixed, or else as a layout says.
+    """
     kept = fixed.to_dict() if fixed else {}
     known: dict[object, dict[str, int]] = {}  # most values are of few kinds
 
@@ -158,7 +165,8 @@ def places_of(
             known[kind] = layout.places(one, sizes)
         return known[kind]
 
-    return [kept[i] if i in kept else place(one) for i, one in enumerate(tensors)]
+    wanted = range(len(tensors)) if at is None else at
+    return {i: kept[i] if i in kept else place(tensors[i]) for i in wanted}
 
 
 def spec_of(places: Mapping[str, int], rank: int) -> P:

@@ -52,7 +52,9 @@ def pins_of(
     way = way or Way()
     if way.free:
         return ()
-    places = places_of(graph.tensors, layout, sizes, fixed)
+    operations = [*pinned(graph)]
+    own = {i for _, one in operations for i in one.tensors}
+    places = places_of(graph.tensors, layout, sizes, fixed, own)
     ahead = graph.early if way.ahead else ()
     known: dict[Any, tuple[Entries | None, ...]] = {}
 
@@ -77,11 +79,11 @@ def pins_of(
             known[key] = specs_of(one)
         return Pin(number, f"stablehlo.{one.name}", known[key])
 
-    return tuple(pin_of(number, one) for number, one in pinned(graph))
+    return tuple(pin_of(number, one) for number, one in operations)
 
 
 def _kind(
-    one: Operation, graph: Graph, places: Sequence[Mapping[str, int]], ahead: Collection[int]
+    one: Operation, graph: Graph, places: Mapping[int, Mapping[str, int]], ahead: Collection[int]
 ) -> Any:
     """All that the pins of an operation depend on."""
     found = ((graph.tensors[i], places[i], i in ahead) for i in one.tensors)

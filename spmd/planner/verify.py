@@ -171,11 +171,12 @@ def entries_of(
     graph: Graph, layout: Layout, sizes: Mapping[str, int], fixed: Fixed | None = None
 ) -> tuple[tuple[Entries, ...], tuple[Entries, ...]]:
     """Where all arguments and all outputs lie."""
-    places = places_of(graph.tensors, layout, sizes, fixed)
+    tensors = graph.tensors
+    ends = [i for i, one in enumerate(tensors) if one.kind != "result"]
+    places = places_of(tensors, layout, sizes, fixed, ends)
     rows = [
-        (one.kind, tuple(spec_entries(found, len(one.shape))))
-        for one, found in zip(graph.tensors, places, strict=True)
-        if one.kind != "result"
+        (tensors[i].kind, tuple(spec_entries(found, len(tensors[i].shape))))
+        for i, found in places.items()
     ]
     ins, outs = (tuple(e for kind, e in rows if kind == k) for k in ("argument", "output"))
     return ins, outs

@@ -76,7 +76,7 @@ class Torus:
         largest = max(groups, key=len, default=())
         if kind == "recv" or len(largest) < 2:
             return Transfer(0.0, frozenset())
-        lines = self._lines(groups, largest)
+        lines = _lines(self, groups)
         lanes = frozenset((d, way) for d in lines for way in (1, -1))
         delay = self.hop * sum(line.hops for line in lines.values())
         if kind in ("all-to-all", "ragged-all-to-all"):
@@ -108,8 +108,9 @@ class Torus:
         far = [width(d) for d in lines if width(d) < 4 * slowest]
         return payload / sum(far)
 
-    def _lines(self, groups: Groups, group: Sequence[int]) -> dict[int, _Line]:
-        """By dimension that a group extends over."""
+    def lines(self, groups: Groups) -> dict[int, _Line]:
+        """By dimension that the largest of all groups extends over."""
+        group = max(groups, key=len)
         columns = [sorted({self.places[one][d] for one in group}) for d in range(len(self.sizes))]
         group_of = {one: number for number, each in enumerate(groups) for one in each}
         found: dict[int, _Line] = {}
@@ -182,6 +183,11 @@ class Torus:
             for _ in range(abs(distance)):
                 yield tuple(here), d, way
                 here[d] = (here[d] + way) % size
+
+
+@functools.lru_cache(maxsize=256)
+def _lines(torus: Torus, groups: Groups) -> dict[int, _Line]:
+    return torus.lines(groups)
 
 
 @functools.lru_cache(maxsize=8)
