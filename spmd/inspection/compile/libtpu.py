@@ -28,10 +28,10 @@ def quiet() -> Iterator[None]:
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": "v5litepod-4",
         "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_LOG_DIR": _folder(),
-        "TPU_MIN_LOG_LEVEL": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
+    if "TPU_LOG_DIR" not in os.environ:
+        answers |= {"TPU_LOG_DIR": _folder(), "TPU_MIN_LOG_LEVEL": "1"}
     own = {} if _jax.mesh.tpu_chips() else {k: v for k, v in answers.items() if k not in os.environ}
     os.environ.update(own)
     try:
@@ -44,7 +44,10 @@ def quiet() -> Iterator[None]:
 @functools.cache
 def _folder() -> str:
     """Of this process, where libtpu logs warnings if `quiet` started it."""
-    folder = tempfile.mkdtemp(prefix="spmd-libtpu-")
+    try:
+        folder = tempfile.mkdtemp(prefix="spmd-libtpu-")
+    except OSError:
+        return "disabled"
     owner = os.getpid()
 
     def remove() -> None:
@@ -62,19 +65,24 @@ def logged() -> Iterator[list[str]]:
     The list holds it when the context is left: the texts that are new in each file.
     """
     texts: list[str] = []
-    before = {path: path.stat().st_size for path in _files()}
+    before = _sizes()
     try:
         yield texts
     finally:
-        for path in _files():
+        for path in _sizes():
             with contextlib.suppress(OSError), path.open("rb") as file:
                 file.seek(before.get(path, 0))
                 texts.append(file.read().decode("utf-8", "replace"))
 
 
-def _files() -> list[Path]:
+def _sizes() -> dict[Path, int]:
+    """Bytes of the files of this process, in all folders that libtpu may log to."""
     folders = {os.environ.get("TPU_LOG_DIR") or _USUAL}
     if _folder.cache_info().currsize:
         folders.add(_folder())
-    found = (Path(one).glob(f"*.WARNING.*.{os.getpid()}") for one in folders)
-    return [path for paths in found for path in paths]
+    found: dict[Path, int] = {}
+    for folder in folders:
+        with contextlib.suppress(OSError):  # it may not be read, or a file goes meanwhile
+            for path in Path(folder).glob(f"*.WARNING.*.{os.getpid()}"):
+                found[path] = path.stat().st_size
+    return found

@@ -598,5 +598,10 @@ def test_a_machine_with_tpus_keeps_its_settings(monkeypatch):
     with libtpu.quiet():
         assert os.environ["TPU_WORKER_HOSTNAMES"] == "mine"
         assert os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] == "1"
+        assert Path(os.environ["TPU_LOG_DIR"]).is_dir()
     assert os.environ["TPU_WORKER_HOSTNAMES"] == "mine"
     assert "ALLOW_MULTIPLE_LIBTPU_LOAD" not in os.environ
+    monkeypatch.setenv("TPU_LOG_DIR", "mine")
+    with libtpu.quiet():  # all levels, as a user wants them who has named a folder
+        assert os.environ["TPU_LOG_DIR"] == "mine"
+        assert "TPU_MIN_LOG_LEVEL" not in os.environ
