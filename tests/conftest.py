@@ -49,7 +49,7 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """Marks the cases of a test as slow that its mark `few` leaves out, spread evenly.
 
-    Of these, ``--half`` keeps every other one.
+    Of these, ``--half`` keeps every other one, or all of a test that says ``halved=False``.
     """
     half = config.getoption("--half")
     others = set()
@@ -58,12 +58,13 @@ def pytest_collection_modifyitems(config, items):
         if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
             cases[item.parent, item.originalname].append(item)
     for of_one in cases.values():
-        (count,) = of_one[0].get_closest_marker("few").args
+        few = of_one[0].get_closest_marker("few")
+        (count,) = few.args
         kept = {i * len(of_one) // count for i in range(count)}
         left_out = [item for i, item in enumerate(of_one) if i not in kept]
         for item in left_out:
             item.add_marker("slow")
-        if half:
+        if half and few.kwargs.get("halved", True):
             others.update(left_out[half == "first" :: 2])
     if others:
         config.hook.pytest_deselected(items=[item for item in items if item in others])

@@ -388,10 +388,11 @@ def marked(request, items, half=None):
     return left, out
 
 
-def cases_of(count, few):
+def cases_of(count, few, **options):
     """Cases of a test with the mark `few`, after a slow one and before others."""
-    cases = [Item("test_f", {"few": pytest.mark.few(few).mark}) for _ in range(count)]
-    slow = Item("test_f", {"few": pytest.mark.few(few).mark, "slow": pytest.mark.slow.mark})
+    mark = pytest.mark.few(few, **options).mark
+    cases = [Item("test_f", {"few": mark}) for _ in range(count)]
+    slow = Item("test_f", {"few": mark, "slow": pytest.mark.slow.mark})
     return slow, cases, [Item("test_g", {}) for _ in range(3)]
 
 
@@ -417,3 +418,5 @@ def test_halves_of_slow_cases(request):
         assert [one for one in (slow, *cases, *other) if one not in out] == left
         halves.append([i for i, item in enumerate(cases) if item in left])
     assert halves == [[0, 1, 2, 4, 5], [0, 2, 3, 4, 6]]
+    slow, cases, other = cases_of(7, 3, halved=False)
+    assert marked(request, [slow, *cases, *other], "first") == ([slow, *cases, *other], [])

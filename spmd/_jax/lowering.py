@@ -362,24 +362,30 @@ def shardings_of(compiled: Any) -> tuple[list[Any], list[Any]]:
     return [*compiled._input_shardings_flat()], [*compiled._executable._out_shardings]
 
 
-# XLA reads the variable when it is loaded, and JAX sets it to 1 where there is none.
+# XLA reads the variable when it is loaded, where JAX sets it to 1 if there is none. Nothing tells
+# which level it has: one that was set and taken back again since is not known here.
 _LEVEL = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "")
 _LEVELS = {"DEBUG": 0, "INFO": 0, "WARNING": 1, "ERROR": 2, "CRITICAL": 3}
 
 
-@contextlib.contextmanager
-def warning_aloud() -> Iterator[str]:
-    """XLA warns within, also where `TF_CPP_MIN_LOG_LEVEL` or `jax_logging_level` say otherwise.
+def silenced() -> str:
+    """The first letters of messages that XLA is not to write: W of warnings, E of errors.
 
-    Yields the first letters of lines that it would not write else: W of warnings, E of errors.
+    `TF_CPP_MIN_LOG_LEVEL` says so, or `jax_logging_level`.
     """
     own = int(_LEVEL) if _LEVEL.isdigit() else 0
     level = _LEVELS.get(jax.config.values["jax_logging_level"] or "", own)
-    unwanted = "WE"[: max(0, level - 1)]
+    return "WE"[: max(0, level - 1)]
+
+
+@contextlib.contextmanager
+def warning_aloud() -> Iterator[None]:
+    """XLA writes warnings within, also where they are silenced."""
+    unwanted = silenced()
     if unwanted:
         utils.absl_set_min_log_level(1)
     try:
-        yield unwanted
+        yield
     finally:
         if unwanted:
-            utils.absl_set_min_log_level(level)
+            utils.absl_set_min_log_level(1 + len(unwanted))

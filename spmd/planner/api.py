@@ -96,7 +96,8 @@ def plan(
             tie to it is one class; `print` uses the name.
         top: how many layouts are compiled, beside the best experts. Above 1 the best of them is
             compiled in up to four other ways, where there is a compiler for the hardware, and so is
-            the best of another mesh, if it is at most 1 % slower.
+            the best of another mesh, if it is at most 1 % slower. Where none of them fits, so are
+            the smallest ones of as many meshes.
         timeout: seconds after which the best so far is the answer, compiled or not.
         seed: of ties; one seed gives one answer.
         seeds: whether experts (data parallel, FSDP, Megatron, ...) and the specs of `f` are

@@ -394,7 +394,7 @@ class _Looking:
         way = Way()
         for change in ({"whole": True}, {"ahead": False}, {"loose": True}, {"free": True}):
             best = self.choices[at]
-            if best.is_stand_in or best.layout is None:
+            if best.is_stand_in or best.layout is None or self._is_late():
                 return
             other = way._replace(**change)
             pins = self._pins(best, other)

@@ -451,6 +451,25 @@ def test_what_does_not_fit_is_pinned_in_other_ways(monkeypatch):
     assert found.fits(2.0)
 
 
+def test_nothing_is_pinned_in_other_ways_when_the_time_is_up(monkeypatch):
+    """Shardy is not asked of what will not be compiled, which may take seconds each time."""
+    pytest.importorskip("libtpu", reason=WITHOUT_LIBTPU)
+    looking = looking_at(spmd.topology("v5e:2x2", {"data": 2, "model": 2}), 2, "bd", "f")
+    seen = []
+
+    def compiled(one, lowered, chip):
+        looking.rules = Rules(deadline=0.0)
+        time = types.SimpleNamespace(seconds=1.0)
+        return dataclasses.replace(one, report=types.SimpleNamespace(time=time, memory=None))
+
+    real = looking._previewed
+    monkeypatch.setattr(looking, "_previewed", lambda one: seen.append(one) or real(one))
+    monkeypatch.setattr(choosing, "_compiled", compiled)
+    looking.compile()
+    assert len(seen) == 1
+    assert not looking.chosen().complete
+
+
 def test_of_what_does_not_fit_one_of_each_mesh_is_pinned_in_other_ways(monkeypatch):
     """Which of several needs less when its sums are made at once is not known before."""
     pytest.importorskip("libtpu", reason=WITHOUT_LIBTPU)

@@ -15,6 +15,8 @@ from spmd import _jax
 
 _USUAL = "/tmp/tpu_logs"
 """Where libtpu logs, if nobody says otherwise."""
+_PREFIX = "spmd-libtpu-"
+"""Of names of folders, before the number of a process."""
 
 
 @contextlib.contextmanager
@@ -24,6 +26,9 @@ def quiet() -> Iterator[None]:
     Without the answers it warns that it finds no host; without the last it allows one process on
     the whole machine, which guards chips that are not there. Settings of the user stay.
     """
+    if _jax.mesh.tpu_chips():
+        yield
+        return
     answers = {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -32,7 +37,7 @@ def quiet() -> Iterator[None]:
     }
     if "TPU_LOG_DIR" not in os.environ:
         answers |= {"TPU_LOG_DIR": _folder(), "TPU_MIN_LOG_LEVEL": "1"}
-    own = {} if _jax.mesh.tpu_chips() else {k: v for k, v in answers.items() if k not in os.environ}
+    own = {key: value for key, value in answers.items() if key not in os.environ}
     os.environ.update(own)
     try:
         yield
@@ -44,11 +49,12 @@ def quiet() -> Iterator[None]:
 @functools.cache
 def _folder() -> str:
     """Of this process, where libtpu logs warnings if `quiet` started it."""
+    _sweep()
+    owner = os.getpid()
     try:
-        folder = tempfile.mkdtemp(prefix="spmd-libtpu-")
+        folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{owner}-")
     except OSError:
         return "disabled"
-    owner = os.getpid()
 
     def remove() -> None:
         if os.getpid() == owner:  # not in a copy of the process
@@ -56,6 +62,18 @@ def _folder() -> str:
 
     atexit.register(remove)
     return folder
+
+
+def _sweep() -> None:
+    """Removes the folders of processes that could not, as they were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
+        owner = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        try:
+            os.kill(int(owner), 0)
+        except ProcessLookupError:
+            shutil.rmtree(folder, ignore_errors=True)
+        except (OSError, ValueError):
+            pass  # another user's
 
 
 @contextlib.contextmanager
@@ -82,7 +100,8 @@ def _sizes() -> dict[Path, int]:
         folders.add(_folder())
     found: dict[Path, int] = {}
     for folder in folders:
-        with contextlib.suppress(OSError):  # it may not be read, or a file goes meanwhile
+        with contextlib.suppress(OSError):  # it may not be read
             for path in Path(folder).glob(f"*.WARNING.*.{os.getpid()}"):
-                found[path] = path.stat().st_size
+                with contextlib.suppress(OSError):  # it may be gone
+                    found[path] = path.stat().st_size
     return found

@@ -21,8 +21,10 @@ from spmd import _jax
 from spmd.inspection.compile import libtpu
 from spmd.inspection.findings.rematerialization import PARTS
 
-_HEAD = r"[%s]\d{4} [\d:.]+ +\d+ [\w./\-]+:\d+\] "
+_HEAD = r"[%s]\d{4} [\d:.]+ +\d+ [\w./\-]+\.(?:cc|h):\d+\] "
 _WARNING = rf"(?:{_HEAD % 'IWEF'})?{PARTS}\n?"
+# A message, with all lines of the only one that has several; those of Python have another head.
+_MESSAGE = rf"^{_HEAD}(?:[^\n]* is taking > [\s\S]*?attach the results\.|[^\n]*)\n?"
 
 #: Seconds between two times that what was written is passed on.
 _INTERVAL = 0.05
@@ -59,9 +61,9 @@ def caught() -> Iterator[list[str]]:
                 # A file and no pipe: who writes never waits for us, whatever locks they hold.
                 file, rest = _opened_twice(stack)
                 dismiss = stack.enter_context(_last_words(rest))
-                unwanted = stack.enter_context(_jax.lowering.warning_aloud())
-                passing = _Passing(file, rest, real, lines, unwanted)
+                passing = _Passing(file, rest, real, lines, _jax.lowering.silenced())
                 stack.enter_context(_redirected(passing, file, real, dismiss))
+                stack.enter_context(_jax.lowering.warning_aloud())
             with libtpu.logged() as texts:
                 yield lines
         logged = [found[0] for text in texts for found in re.finditer(_WARNING, text)]
@@ -148,15 +150,15 @@ def _redirected(
 class _Passing:
     """What was written to a file and is not yet passed on to the descriptor `real`.
 
-    The place of `rest` in the file is kept where that begins, and `lines` gets the warnings. Lines
-    of XLA's that begin with one of the letters `unwanted` are not passed on.
+    The place of `rest` in the file is kept where that begins, and `lines` gets the warnings.
+    Messages of XLA's that begin with one of the letters `unwanted` are not passed on.
     """
 
     def __init__(self, file: int, rest: int, real: int, lines: list[str], unwanted: str):
         self._file, self._at, self._real, self._lines = file, rest, real, lines
         self._place, self._rest = 0, b""
-        pattern = f"{_WARNING}|{_HEAD % unwanted}.*\n?" if unwanted else _WARNING
-        self._taken = re.compile(pattern.encode())
+        pattern = f"{_WARNING}|{_MESSAGE % unwanted}" if unwanted else _WARNING
+        self._taken = re.compile(pattern.encode(), re.MULTILINE)
 
     def on(self, to_the_end: bool = False) -> None:
         """Passes on what is whole lines, or all there is; keeps the warnings."""

@@ -5,6 +5,7 @@ from pathlib import Path
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ import pytest
 
 import spmd
 from spmd import Mesh, P, _jax, pjit, topology, with_sharding_constraint as constrain
+from spmd.inspection.compile import libtpu
 from spmd.inspection.findings import warned
 
 ONE = (
@@ -81,6 +83,7 @@ def test_after_an_error(capfdbinary):
 
 ABORTING = """
 import os, time
+from spmd.inspection.compile import libtpu
 from spmd.inspection.findings import warned
 
 with warned.caught():
@@ -185,6 +188,16 @@ def silenced(request, monkeypatch):
     _jax.lowering.utils.absl_set_min_log_level(1)
 
 
+# What XLA says, in one write, of a constant that it takes long to fold.
+ALARM = (
+    b"E1126 08:00:00.000000   1 slow_operation_alarm.cc:74] Constant folding an instruction is "
+    b"taking > 1s:\n\n  %sum = f32[3]{0} reduce-window(%iota)\n\nThis isn't necessarily a bug.\n\n"
+    b"If you'd like to file a bug, run with envvar XLA_FLAGS=... and attach the results.\n"
+)
+# What others say, whom nobody has silenced.
+OTHERS = [b"W1126 08:00:00.000000   1 train.py:7] loss is NaN", b"W 1126", b"x W1126 a.cc:1] y"]
+
+
 def moved():
     """A program whose value goes from rows to columns over other axes."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("x", "y", "z"))
@@ -201,9 +214,13 @@ def test_where_warnings_are_silenced(silenced, capfdbinary):
         moved().compile()
         for letter in b"IWE":
             os.write(2, b"%c1126 08:00:00.000000   1 a/b-c.cc:1] text\n" % letter)
-        os.write(2, b"W 1126\n")
-    kept = [b"I1126", b"W 1126"] if silenced == 3 else [b"I1126", b"E1126", b"W 1126"]
-    assert [line[: len(one)] for line, one in zip(read(capfdbinary), kept, strict=True)] == kept
+        os.write(2, ALARM)
+        for text in OTHERS:
+            os.write(2, text + b"\n")
+    errors = [] if silenced == 3 else [b"E1126 08:00:00.000000   1 a/b-c.cc:1] text"]
+    alarm = [] if silenced == 3 else ALARM.splitlines()
+    info = b"I1126 08:00:00.000000   1 a/b-c.cc:1] text"
+    assert read(capfdbinary) == [info, *errors, *alarm, *OTHERS]
     assert len(lines) == 1
     moved().compile()
     assert read(capfdbinary) == []
@@ -235,8 +252,9 @@ def test_who_silences(config, variable, unwanted, monkeypatch):
     monkeypatch.setattr(
         _jax.lowering.jax, "config", SimpleNamespace(values={"jax_logging_level": config})
     )
-    with _jax.lowering.warning_aloud() as letters:
-        assert letters == unwanted
+    assert _jax.lowering.silenced() == unwanted
+    with _jax.lowering.warning_aloud():
+        assert set_to == [1] * bool(unwanted)
     assert set_to == ([1, 1 + len(unwanted)] if unwanted else [])
 
 
@@ -257,10 +275,24 @@ def test_described_tpus(capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_folders_of_processes_that_were_killed(monkeypatch, tmp_path):
+    """They are removed by the next process that needs one; those of others stay."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    for owner in (dead.pid, os.getpid(), "x"):
+        (tmp_path / f"spmd-libtpu-{owner}-abc" / "log").mkdir(parents=True)
+    libtpu._sweep()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        f"spmd-libtpu-{owner}-abc" for owner in (os.getpid(), "x")
+    )
+
+
 def test_logs_of_libtpu(monkeypatch, tmp_path):
     """What is new in a file of this process is read, and what came on both ways is once there."""
     monkeypatch.setenv("TPU_LOG_DIR", str(tmp_path))
     own = tmp_path / f"tpu_driver.host.user.log.WARNING.20261126-080000.{os.getpid()}"
+    (tmp_path / own.name.replace("host", "gone")).symlink_to("nowhere")
     others = [own.with_suffix(".1"), tmp_path / own.name.replace("WARNING", "INFO")]
     for path in (own, *others):
         path.write_bytes(ONE)
