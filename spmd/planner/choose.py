@@ -19,7 +19,7 @@ from spmd import stages
 from spmd._mesh import show_axes
 from spmd.inspection.compile.preview import previewed
 from spmd.inspection.compile.timed import Asked, links_of
-from spmd.inspection.findings.warned import compile_and_catch
+from spmd.inspection.compile.warned import compile_and_catch
 from spmd.inspection.hlo.oom import out_of_memory
 from spmd.inspection.records.plan import Entries, Pin
 from spmd.inspection.records.report import Collective, Report

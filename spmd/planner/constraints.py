@@ -18,7 +18,7 @@ import jax
 
 import spmd
 from spmd import _jax, stages
-from spmd.inspection.findings.warned import compile_and_catch
+from spmd.inspection.compile.warned import compile_and_catch
 from spmd.inspection.records.names import short_path
 from spmd.inspection.records.plan import SourceConstraint
 from spmd.inspection.records.report import Report

@@ -60,7 +60,8 @@ class _Pricing:
         tensors = self.one.graph.tensors
         if i in (kept := self.fixed.to_dict()):
             return tuple(kept[i].items())
-        return tuple(places_of(tensors[i : i + 1], self.one.layout, self.machine.sizes)[0].items())
+        places = places_of(tensors, self.one.layout, self.machine.sizes, at=[i])
+        return tuple(places[i].items())
 
     def prices(self, i: int, now: Estimate) -> Iterator[Price]:
         tensor, own = self.one.graph.tensors[i], dict(self._own(i))

@@ -5,6 +5,7 @@ In the order of reading:
 - `program`: from a function to a compiled program, its mesh and its text.
 - `libtpu`: what the TPU's compiler asks when it starts, and what it logs.
 - `topology`: hardware that is only described.
+- `warned`: what the partitioner warns of while it compiles.
 - `carrying`: arguments for other devices than those where they lie.
 - `arguments`: how arguments lie, as records.
 - `timed`: how long a program takes on its chips, or on others.

@@ -73,7 +73,7 @@ def _sweep() -> None:
         except ProcessLookupError:
             shutil.rmtree(folder, ignore_errors=True)
         except (OSError, ValueError):
-            pass  # another user's
+            pass  # that of another user is not ours to remove, nor one without a number
 
 
 @contextlib.contextmanager

@@ -30,9 +30,9 @@ from spmd.inspection.compile.timed import (
     with_model_flops,
     with_scatters,
 )
+from spmd.inspection.compile.warned import compile_and_catch, warnings_of
 from spmd.inspection.findings.rematerialization import rematerializations
 from spmd.inspection.findings.rules import Findings, Program, findings, ignored_constraints
-from spmd.inspection.findings.warned import compile_and_catch, warnings_of
 from spmd.inspection.hlo.calls import visits
 from spmd.inspection.hlo.cost import cost_of
 from spmd.inspection.hlo.ledger import ledger

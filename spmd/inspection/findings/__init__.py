@@ -6,6 +6,5 @@ In the order of reading:
 - `values`: arguments that are whole, and values between them and results.
 - `batch`: batches that are not split.
 - `work`: products that devices compute alike.
-- `warned`: what the partitioner warns of while it compiles, caught.
-- `rematerialization`: the same, read.
+- `rematerialization`: what the partitioner warns of.
 """

@@ -1,6 +1,7 @@
 """Reshards for which the partitioner gives every device the whole array.
 
-XLA says so nowhere but in a warning while it compiles, which `warned` catches. Here it is read.
+XLA says so nowhere but in a warning while it compiles. `compile.warned` catches it, and here it is
+read.
 """
 
 from __future__ import annotations

@@ -187,6 +187,7 @@ class Torus:
 
 @functools.lru_cache(maxsize=256)
 def _lines(torus: Torus, groups: Groups) -> dict[int, _Line]:
+    """`Torus.lines`, kept: many exchanges of a program have the same groups."""
     return torus.lines(groups)
 
 

@@ -13,7 +13,8 @@ import pytest
 import spmd
 from spmd import Mesh, P, pjit, with_sharding_constraint as constrain
 from spmd.inspection import parse_module
-from spmd.inspection.findings import rematerialization as remat, warned
+from spmd.inspection.compile import warned
+from spmd.inspection.findings import rematerialization as remat
 
 MESH = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("x", "y", "z"))
 SIZES = {"x": 2, "y": 2, "z": 2}

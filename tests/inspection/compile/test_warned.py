@@ -17,8 +17,7 @@ import pytest
 
 import spmd
 from spmd import Mesh, P, _jax, pjit, topology, with_sharding_constraint as constrain
-from spmd.inspection.compile import libtpu
-from spmd.inspection.findings import warned
+from spmd.inspection.compile import libtpu, warned
 
 ONE = (
     b"W1122 22:03:00.674385    8792 spmd_partitioner.cc:656] [SPMD] Involuntary full "
@@ -83,8 +82,7 @@ def test_after_an_error(capfdbinary):
 
 ABORTING = """
 import os, time
-from spmd.inspection.compile import libtpu
-from spmd.inspection.findings import warned
+from spmd.inspection.compile import warned
 
 with warned.caught():
     os.write(2, b"at once\\nnot yet ")
@@ -144,7 +142,7 @@ def test_threads(capfdbinary):
     go.set()
     while any(thread.is_alive() for thread in threads):
         with warned.caught():
-            pass
+            pass  # to begin and to end is what is tried
     rows = capfdbinary.readouterr().err.splitlines()
     assert sorted(rows) == sorted(b"%d %d" % (k, i) for k in range(3) for i in range(count))
 
@@ -155,7 +153,7 @@ def test_closed():
     os.close(2)
     try:
         with warned.caught() as lines:
-            pass
+            pass  # nothing can be written
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(2)
     finally:
@@ -296,13 +294,17 @@ def test_logs_of_libtpu(monkeypatch, tmp_path):
     others = [own.with_suffix(".1"), tmp_path / own.name.replace("WARNING", "INFO")]
     for path in (own, *others):
         path.write_bytes(ONE)
-    with warned.caught() as lines:
+
+    def grow():
         for path in (own, *others):
             with path.open("ab") as file:
                 file.write(b"W1126 other\n" + ONE + ONE.replace(b"f32[4,8]", b"f32[4,9]"))
+
+    with warned.caught() as lines:
+        grow()
         os.write(2, ONE)
     assert [line.count("f32[4,8]") for line in lines] == [1, 0]
     monkeypatch.setenv("TPU_LOG_DIR", "disabled")
     with warned.caught() as lines:
-        pass
+        grow()
     assert lines == []
