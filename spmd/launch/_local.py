@@ -20,6 +20,8 @@ from spmd.launch import ADDRESS, PROCESS, PROCESSES
 _POLL = 0.02  # seconds
 #: Seconds between what a process is asked with and what it is made to do.
 _KILL_AFTER = 5.0
+#: Seconds after a failure in which a process that was killed is taken for its cause.
+_SOON = 2.0
 _COLORS = (36, 33, 35, 32, 34, 31)
 
 # A process of its own session outlives who started it; the kernel ends it instead.
@@ -227,11 +229,12 @@ def wait(
     """Waits until all processes have ended; after a failure, no longer than `grace` seconds.
 
     `codes` gives the exit code of each that has ended, None for the others, which `stop_others`
-    stops. It returns 0, or the exit code of the first that failed.
+    stops. It returns 0, or the exit code of the first that failed. One that was killed is taken for
+    it, if others failed just before: they have lost it.
     """
     failed, deadline = None, float("inf")
     while time.monotonic() < deadline:
-        now = codes()
+        now, is_soon = codes(), time.monotonic() < deadline - grace + _SOON
         if failed is None and any(now):
             # Who was killed is why the others have failed, so soon after it.
             failed = min((i for i, c in enumerate(now) if c), key=lambda i: (now[i] or 0) > 0)
@@ -239,6 +242,10 @@ def wait(
             left = sum(c is None for c in now)
             others = f"; {left} other{'s have' if left > 1 else ' has'} {grace:g} s to end"
             say(f"process {failed} {_ended(now[failed])}{others * bool(left)}")
+        elif failed is not None and is_soon and -signal.SIGKILL in {*now} - {now[failed]}:
+            # What is killed takes some time to end, and its peers may have failed before.
+            failed = now.index(-signal.SIGKILL)
+            say(f"process {failed} {_ended(now[failed])}")
         if None not in now:
             break
         time.sleep(_POLL)

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from spmd import __main__ as cli
+from spmd.launch import _local
 from spmd.launch._local import Launch, environment
 
 COMMAND = [sys.executable, "-m", "spmd", "launch"]
@@ -258,3 +259,24 @@ def gone(pids):
     """Waits until none of the processes is there; the limit of the test ends it otherwise."""
     while any(map(alive, pids)):
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("ended", "soon", "code"),
+    [
+        ([[1, None], [1, -9]], 60.0, 137),
+        ([[1, None], [1, -9]], 0.0, 1),
+        ([[None, None], [1, -9]], 60.0, 137),
+        ([[None, -9], [1, -9]], 60.0, 137),
+        ([[1, None], [1, -6]], 60.0, 1),
+        ([[1, None], [1, 0]], 60.0, 1),
+    ],
+    ids=["killed before", "killed later", "at once", "killed first", "aborts", "ends well"],
+)
+def test_a_killed_process_is_why_others_failed(ended, soon, code, monkeypatch, capsys):
+    """Who loses it may end before it has; who is killed later, or ends otherwise, is no cause."""
+    monkeypatch.setattr(_local, "_SOON", soon)
+    states = [*ended, ended[-1]]
+    assert _local.wait(lambda: states.pop(0) if len(states) > 1 else states[0], list, 60.0) == code
+    said = capsys.readouterr().err
+    assert said.count("process 1 was ended by SIGKILL") == (code == 137)
