@@ -16,6 +16,7 @@ In the order of reading:
 - `demand`: what operations ask of the links under a layout.
 - `fusion`: which work becomes a part of which product, and what moves through memory apart.
 - `lives`: which values are in memory at the same time.
+- `prefetch`: the argument that is in vector memory first, and what finds no room beside it.
 - `product`: a product on a device, and what becomes of the exchanges around it.
 - `saying`: what a layout says of some classes, so that equal ones need one look.
 - `estimate`: what a layout costs, from all of these, in under a millisecond.

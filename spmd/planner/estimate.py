@@ -19,12 +19,12 @@ from spmd.planner.fusion import Fusion, is_fusible
 from spmd.planner.layout import Fixed, Layout
 from spmd.planner.lives import Lives
 from spmd.planner.machine import Machine
+from spmd.planner.prefetch import Prefetch
 from spmd.planner.product import Product, Sending
 from spmd.planner.saying import Group, Pattern, Said, Sayings, grouped, regrouped, said_by
-from spmd.planner.structure import Graph, Operation
+from spmd.planner.structure import UPDATES, Graph, Operation
 
 _SLICES = ("dynamic_slice", "slice")
-_UPDATES = ("dynamic_update_slice", "scatter")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,8 @@ _Joined: TypeAlias = tuple[tuple[str, ...], int, int]
 class _Costs(NamedTuple):
     """Seconds of a group; and exchanges of operands and sums, which others may ask for as well.
 
-    Of sums that are sent together it is told which: each of these is a delay.
+    Of sums that are sent together it is told which: each of these is a delay. Operands of products
+    that are done in parts, one for each device, are told as well.
     """
 
     compute: float
@@ -90,6 +91,7 @@ class _Costs(NamedTuple):
     beside: float
     shared: dict[Exchanged, Sending]
     joined: frozenset[_Joined]
+    in_parts: frozenset[int]
 
 
 class Estimator:
@@ -129,6 +131,7 @@ class Estimator:
         fusion = Fusion(graph, self.kind_of, len(kinds))
         self.last = last(graph)
         self.lives = lives
+        self.prefetch = Prefetch(graph, self.kind_of)
         self.moved = fusion.alone
         self.early = graph.early
         users = Counter(
@@ -225,6 +228,7 @@ class Estimator:
         memory = self.machine.moving(float(self.moved @ shares))
         shared: dict[Exchanged, Sending] = {}
         joined: set[_Joined] = set()
+        in_parts: set[int] = set()
         for group, key in zip(self._work.groups, self._work.keys(said), strict=True):
             costs = group.known.get(key)
             if costs is None:
@@ -236,9 +240,14 @@ class Estimator:
             beside += costs.beside
             if costs.joined:
                 joined |= costs.joined
+            if costs.in_parts:
+                in_parts |= costs.in_parts
             if costs.shared:
                 _add(shared, costs.shared)
         exchange += sum(runs * self.machine.delay("all-reduce", axes) for axes, runs, _ in joined)
+        if self.prefetch.slices:
+            elsewhere = {*in_parts, *(one.tensor for one in shared)}
+            memory += self.machine.moving(self.prefetch.spilled(parts, elsewhere, self.machine))
         gathered, buffers = np.zeros(len(self.kinds)), [0.0, 0.0]
         for sent, sending in shared.items():
             exchange += sending.seconds
@@ -331,8 +340,10 @@ class Estimator:
                 beside += part.runs * sending.beside
             else:
                 shared[sent] = sending.times(part.runs)
+        in_parts = frozenset(one.tensors if product.around else ())
+        sent = exchange, beside, shared, frozenset(joined), in_parts
         if is_fusible(one):
-            return _Costs(0.0, 0.0, exchange, beside, shared, frozenset(joined))
+            return _Costs(0.0, 0.0, *sent)
         far = [
             n if self.given[i] or n > self.machine.near else 0.0
             for i, n in zip(one.tensors, nbytes, strict=True)
@@ -343,8 +354,7 @@ class Estimator:
         if after and not product.is_large:
             compute += self.machine.stepping(after)
             memory += self.machine.moving(far[-1])  # the result is read once more
-        seconds = part.runs * compute, part.runs * memory
-        return _Costs(*seconds, exchange, beside, shared, frozenset(joined))
+        return _Costs(part.runs * compute, part.runs * memory, *sent)
 
 
 def _left_by_manual(graph: Graph) -> Iterator[tuple[int, tuple[tuple[str, int], ...]]]:
@@ -370,6 +380,7 @@ def _together(found: Sequence[_Costs]) -> _Costs:
         beside=sum(one.beside for one in found),
         shared=shared,
         joined=frozenset().union(*(one.joined for one in found)),
+        in_parts=frozenset().union(*(one.in_parts for one in found)),
     )
 
 
@@ -387,6 +398,6 @@ def _traffic(one: Operation, nbytes: list[float]) -> float:
         return 0.0  # what uses a slice reads it where it is
     if one.name == "gather":
         return sum(nbytes[one.operands :])
-    if one.name in _UPDATES:
+    if one.name in UPDATES:
         return 2 * min(nbytes[1:2], default=0.0)
     return sum(nbytes)

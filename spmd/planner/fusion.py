@@ -112,16 +112,16 @@ class Fusion:
         made: dict[int, bool] = {}
         constants = self.graph.constants
         for n, one in enumerate(self.graph.operations):
-            alone = n not in self.homes and is_fusible(one) and not _passes_on(one)
+            alone = n not in self.homes and is_fusible(one) and not passes_on(one)
             for i in one.tensors[: one.operands]:
                 # Arguments and outputs are counted by themselves; what a loop fills is made first.
                 begins = one.name == "while" and i in constants and i in made
-                if begins or (i in made and made[i] != alone and not _passes_on(one)):
+                if begins or (i in made and made[i] != alone and not passes_on(one)):
                     found[i] = max(one.runs, found.get(i, 0))
             for result, _ in one.results:
                 if result in constants and one.name == "while":
                     continue
-                made[result] = made.get(one.tensors[0], False) if _passes_on(one) else alone
+                made[result] = made.get(one.tensors[0], False) if passes_on(one) else alone
         return found
 
     def _ends(self) -> set[int]:
@@ -136,16 +136,16 @@ class Fusion:
                 found.add(one.tensors[-1])
             if one.name == "return":
                 continue
-            works = is_fusible(one) and not _passes_on(one)
+            works = is_fusible(one) and not passes_on(one)
             for i in one.tensors[: one.operands] if works and one.name not in _NO_WORK else ():
                 if self.graph.tensors[i].kind == "argument":
                     found.add(i)
             for result, _ in one.results:
-                made[result] = made.get(one.tensors[0], False) if _passes_on(one) else works
+                made[result] = made.get(one.tensors[0], False) if passes_on(one) else works
         return found
 
 
-def _passes_on(one: Operation) -> bool:
+def passes_on(one: Operation) -> bool:
     """Whether a result is the operand, in the same place."""
     return one.name in _IN_PLACE or one.name.startswith("call of")
 

@@ -14,10 +14,8 @@ import itertools
 import numpy as np
 
 from spmd.planner.optimizer import outputs_of
-from spmd.planner.structure import Graph, Operation
+from spmd.planner.structure import UPDATES, Graph, Operation
 
-# What writes into its first operand.
-_IN_PLACE = ("dynamic_update_slice", "scatter")
 # What is there for no more products than these is where it is used, if it is small.
 _SHORT = 8
 _NEAR, _FAR, _COPIES = range(3)
@@ -80,7 +78,7 @@ class Lives:
                 changed = one.name == "while" and one.tensors[1] != last
                 for i in one.tensors[changed and self._is_given(first) : -1]:
                     self.buffers.join(i, last)
-            elif one.name in _IN_PLACE and not self._is_given(first):
+            elif one.name in UPDATES and not self._is_given(first):
                 self.buffers.join(first, last)
         for output, i in outputs_of(self.graph).items():
             if i is not None and tensors[i].donated and tensors[i].nbytes == tensors[output].nbytes:

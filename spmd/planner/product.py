@@ -160,6 +160,10 @@ class Product:
         if sent.kind == "all-gather":
             if sent.tensor not in one.tensors[: one.operands] or sent.tensor in self.lasting:
                 return False
+            chosen = self.demand.chosen
+            taken = {chosen.get(axis) for axis in sent.axes}
+            if any(name in taken for axis, name in chosen.items() if axis not in sent.axes):
+                return False  # what takes its place is split over other axes as well
         elif any(
             name not in one.factors[-1]
             for axis, name in self.demand.chosen.items()

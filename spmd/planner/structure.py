@@ -12,6 +12,9 @@ import itertools
 _LARGE = 0.01
 _MOST_OTHERS = 12
 
+UPDATES = ("dynamic_update_slice", "scatter")
+"""Operations that write into their first operand."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:

@@ -1,0 +1,138 @@
+"""What finds no room in vector memory beside an argument that is fetched first, counted by hand."""
+
+from hardware import needs_libtpu
+import jax
+from jax import lax
+import jax.numpy as jnp
+from planned_programs import classes, read
+import pytest
+
+import spmd
+from spmd.inspection.compile.timed import links_of
+from spmd.inspection.timing.chips import CHIPS
+from spmd.planner.estimate import Estimator
+from spmd.planner.layout import Layout
+from spmd.planner.machine import Machine
+from spmd.planner.verify import Program
+
+MESH = {"data": 4, "model": 2}
+MIB = 2**20
+LAYERS, TEXTS, WIDTH = 3, 32, 1024
+#: Room for 64 MiB beside one of 32 MiB, as `Machine` has it for a v5e.
+KEYS = 64 * MIB // (WIDTH * 2)
+
+
+def decode(cache, x, words):
+    """A word is written into each layer of a cache, and all of the layer is read; then logits."""
+
+    def layer(carry, number):
+        x, cache = carry
+        cache = lax.dynamic_update_slice(cache, x[None, :1], (number, 0, 0))
+        scores = x @ lax.dynamic_index_in_dim(cache, number, keepdims=False).T
+        return (jnp.tanh(x + scores[:, :1]), cache), None
+
+    (x, cache), _ = lax.scan(layer, (x, cache), jnp.arange(LAYERS))
+    return cache, jnp.tanh(x) @ words
+
+
+def read_only(cache, x, words):
+    """The same of a cache in which nothing is written."""
+
+    def layer(x, keys):
+        return jnp.tanh(x + (x @ keys.T)[:, :1]), None
+
+    x, _ = lax.scan(layer, x, cache)
+    return cache, jnp.tanh(x) @ words
+
+
+def first(cache, x, words):
+    """The same where the argument is used before the loop."""
+    cache, _ = decode(cache, x + (x @ words)[:, :1], jnp.zeros((WIDTH, 1), x.dtype))
+    return cache
+
+
+def bf16(*dims):
+    """The description of an array."""
+    return jax.ShapeDtypeStruct(dims, jnp.bfloat16)
+
+
+def args(keys=KEYS, words=64):
+    """Of a cache of 64 MiB a layer, and of a matrix of so many MiB."""
+    return bf16(LAYERS, keys, WIDTH), bf16(TEXTS, WIDTH), bf16(WIDTH, words * MIB // (WIDTH * 2))
+
+
+def seconds_more(function, args, orders=None, chip="v5e"):
+    """Of main memory, by what finds no room in vector memory."""
+    graph = read(Program(function=function, args=args, options={"donate_argnums": 0}))
+    of = classes(graph)
+    layout = Layout.of({axis: [of[one] for one in (orders or {}).get(axis, ())] for axis in MESH})
+    links, _ = links_of(CHIPS[chip], [], MESH)
+    found, without = (Estimator(graph, Machine(CHIPS[chip], links, MESH)) for _ in range(2))
+    without.prefetch.slices = []
+    return found(layout).memory - without(layout).memory
+
+
+def twice(nbytes):
+    """Seconds in which layers of so many bytes are written and read again."""
+    return 2 * LAYERS * nbytes / (0.83 * CHIPS["v5e"].hbm)
+
+
+def test_a_layer_of_a_cache_beside_the_matrix_that_comes_after_it():
+    """64 MiB beside 64 find no room: the layer is written to main memory and read again."""
+    assert seconds_more(decode, args()) == pytest.approx(twice(64 * MIB))
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (decode, args(words=16)),  # both fit
+        (decode, args(words=256)),  # the matrix does not fit by itself, and is not fetched
+        (decode, args(keys=KEYS // 8, words=80)),  # small layers are in vector memory
+        (first, args()),  # the matrix is used before the loop
+        (read_only, args()),  # a product reads the layer in main memory
+    ],
+)  # fmt: skip
+def test_what_finds_room(function, args):
+    """It is where products read it, and nothing is added."""
+    assert seconds_more(function, args) == 0
+
+
+def test_a_layer_that_is_larger_than_vector_memory():
+    """No argument has to be there."""
+    assert seconds_more(decode, args(2 * KEYS, 256)) == pytest.approx(twice(128 * MIB))
+
+
+def test_shares_of_a_device_count():
+    """A matrix whose half is on a device is fetched; one that is gathered first is not."""
+    columns = {"model": ["words:1"]}
+    assert seconds_more(decode, args(words=256), columns) == 0
+    assert seconds_more(decode, args(words=128), columns) == pytest.approx(twice(64 * MIB))
+    gathered = {"data": ["x:0", "words:1"]}
+    assert seconds_more(decode, args(words=256), gathered) == 0
+
+
+def test_a_product_in_parts_reads_its_matrix_in_a_loop_of_its_own():
+    """Such a matrix is not fetched first. Words go around where they take the columns' place."""
+    around = {"data": ["words:1", "x:0"]}
+    assert seconds_more(decode, args(words=256), around) == 0
+    # The columns are split over both axes, the words over one: these are gathered.
+    both = {"data": ["words:1", "x:0"], "model": ["words:1"]}
+    assert seconds_more(decode, args(words=512), both) == pytest.approx(twice(64 * MIB))
+
+
+def test_a_chip_without_vector_memory():
+    """A GPU copies nothing there."""
+    assert seconds_more(decode, args(), chip="h100") == 0
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_as_the_compiler_does():
+    """Beside 16 MiB, and beside what it does not fetch, a layer is in vector memory."""
+    waits = []
+    for words in (16, 64, 256):
+        step = spmd.pjit(decode, mesh=spmd.topology("v5e:2x2"), donate_argnums=0)
+        time = spmd.report(step, *args(words=words)).time
+        waits.append(time.memory)
+    assert waits[0] == pytest.approx(waits[2], rel=0.05)
+    assert waits[1] > 1.5 * waits[0]
