@@ -21,8 +21,9 @@ from spmd.inspection.compile.preview import previewed
 from spmd.inspection.compile.timed import Asked, links_of
 from spmd.inspection.compile.warned import compile_and_catch
 from spmd.inspection.hlo.oom import out_of_memory
-from spmd.inspection.records.plan import Entries, Pin
+from spmd.inspection.records.plan import Entries, Pin, added_by_compiler
 from spmd.inspection.records.report import Collective, Report
+from spmd.inspection.records.sums import sum_of
 from spmd.inspection.timing.chips import Chip
 from spmd.planner.estimate import Estimate, Estimator
 from spmd.planner.experts import experts
@@ -119,9 +120,17 @@ class Choice:
 
     @property
     def seconds(self) -> float:
-        """Of a call: compiled for hardware that has a time, or else predicted."""
-        found = self.report.time if self.report and not self.is_stand_in else None
-        return found.seconds if found else self.predicted
+        """Of a call: compiled for hardware that has a time, or else predicted.
+
+        What a compiler for CPUs adds to the exchanges, others may add as well.
+        """
+        found = self.report and self.report.time
+        if self.report is None or not found:
+            return self.predicted
+        if not self.is_stand_in:
+            return found.seconds
+        told, sent = sum_of(self.told or ()).wire_bytes, self.report.total.wire_bytes
+        return self.predicted + added_by_compiler(told, sent, found.exchange)
 
     @property
     def is_stand_in(self) -> bool:

@@ -15,11 +15,8 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from spmd.inspection.records.diff import matched
-from spmd.inspection.records.plan import Deviation
+from spmd.inspection.records.plan import LEAST, Deviation
 from spmd.inspection.records.report import Collective, Shape, Shapes, Source
-
-LEAST = 0.02
-"""The share of all bytes above which a difference is told."""
 
 
 def deviations(

@@ -1,5 +1,6 @@
 """spmd.plan: what it is asked, what it answers, and what it refuses."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -11,7 +12,8 @@ import pytest
 
 import spmd
 from spmd import P
-from spmd.planner import api, cache
+from spmd.inspection.records.plan import added_by_compiler
+from spmd.planner import api, cache, choose
 from spmd.planner.asked import factorisations
 
 B, D, F = 64, 32, 128
@@ -89,6 +91,53 @@ def test_stand_ins_verify_bytes(mesh):
     assert found.verified == "bytes"
     assert found.chosen.sent == found.report.total.wire_bytes
     assert found.chip == "v5e"
+
+
+def test_what_a_compiler_adds_to_exchanges_counts(mesh, monkeypatch):
+    """Where it sends thrice the bytes, two thirds of its exchanges are not predicted."""
+    compiled = choose._compiled
+
+    def sending(one, lowered, chip):
+        one = compiled(one, lowered, chip)
+        times = 3 if one.name == "found" else 1
+        time = one.report.time
+        longer = dataclasses.replace(time, exchanges=time.exchanges * times)
+        return dataclasses.replace(
+            one,
+            report=dataclasses.replace(
+                one.report, collectives=one.report.collectives * times, time=longer
+            ),
+        )
+
+    def wide(*dims):
+        return jax.ShapeDtypeStruct(dims, f32)
+
+    weights = {"down": wide(4096, 1024), "up": wide(1024, 4096)}
+    batch = {"x": wide(16384, 1024), "y": wide(16384, 1024)}
+
+    def planned():
+        return spmd.plan(step, weights, batch, mesh=mesh, top=2, cache=False, progress=False)
+
+    plain = planned()
+    assert (plain.chosen.name, plain.chosen.added) == ("found", 0)
+    assert plain.seconds == plain.predicted
+    monkeypatch.setattr(choose, "_compiled", sending)
+    other = planned()
+    # The one of an expert is chosen, whose prediction is longer.
+    assert other.chosen.name != "found"
+    assert other.predicted > plain.predicted
+    found = max(other.candidates, key=lambda one: one.added)
+    assert found.told == plain.chosen.sent
+    assert found.added == pytest.approx(2 * plain.chosen.time.exchange)
+    assert found.seconds == pytest.approx(found.predicted + found.added)
+    assert "of exchanges that the compiler adds" in str(other)
+    assert "of exchanges that the compiler adds" not in str(plain)
+
+
+@pytest.mark.parametrize(("sent", "added"), [(100, 0), (101, 0), (90, 0), (200, 5), (0, 0)])
+def test_bytes_above_two_percent_are_added(sent, added):
+    """Their share of the exchanges; fewer bytes take nothing off."""
+    assert added_by_compiler(100, sent, 10.0) == added
 
 
 def test_what_the_partitioner_warns_of_is_a_finding(capfd):

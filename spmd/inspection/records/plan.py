@@ -133,6 +133,22 @@ class Inside:
     code: str = ""
 
 
+LEAST = 0.02
+"""The share of all bytes above which it is told that a compiled program sends others."""
+
+
+def added_by_compiler(told: int, sent: int, exchange: float) -> float:
+    """The part of the seconds of exchanges that was not predicted, by its share of the bytes.
+
+    Args:
+        told: bytes that a device was said to send.
+        sent: those that it sends in the compiled program.
+        exchange: seconds of the exchanges of that program.
+    """
+    more = 1 - told / sent if sent else 0.0
+    return exchange * more if more > LEAST else 0.0
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """A layout that was looked at, and what is known of it.
@@ -175,8 +191,20 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Of a call: of the compiled program, or else predicted."""
-        return self.time.seconds if self.time and self.verified == "time" else self.predicted
+        """Of a call: of the compiled program, or else predicted.
+
+        Where CPUs stand in for the hardware, with the exchanges that the compiler adds.
+        """
+        if self.time and self.verified == "time":
+            return self.time.seconds
+        return self.predicted + self.added
+
+    @property
+    def added(self) -> float:
+        """Seconds of exchanges that only the compiled program has, where CPUs stand in."""
+        if self.time is None or self.told is None or self.verified != "bytes":
+            return 0.0
+        return added_by_compiler(self.told, self.sent, self.time.exchange)
 
     @property
     def needed(self) -> int:

@@ -171,8 +171,15 @@ def _candidate_row(one: Candidate, plan: Plan, alike: bool) -> Row:
             _waits(one, plan.axes),
             cell(said.verdict(one, plan), style=_verdict_style(is_chosen, fits)),
         ),
-        notes=(Text(clean(one.failure), "red"),) if one.failure else (),
+        notes=tuple(_notes(one)),
     )
+
+
+def _notes(one: Candidate) -> Iterator[Text]:
+    if one.failure:
+        yield Text(clean(one.failure), "red")
+    if added := said.added_said(one):
+        yield Text(added)
 
 
 def _verdict_style(is_chosen: bool, fits: bool) -> str:

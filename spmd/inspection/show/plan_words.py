@@ -37,7 +37,8 @@ def headline(plan: Plan) -> str:
         return str(chosen.time)
     parts = dict(zip(("compute", "memory", "exchange"), predicted_parts(chosen), strict=True))
     bound = max(parts, key=parts.__getitem__)
-    took = f"{show_seconds(chosen.predicted)} a call on {plan.chip} (predicted)"
+    added = f", {said}" if (said := added_said(chosen)) else ""
+    took = f"{show_seconds(chosen.seconds)} a call on {plan.chip} (predicted{added})"
     return f"{took}; bound by {bound}" if parts[bound] else took
 
 
@@ -112,8 +113,8 @@ def verdict(one: Candidate, plan: Plan) -> str:
 
 def slower(one: Candidate, plan: Plan) -> str:
     """How much longer than the chosen one it takes: ``12% slower``; of predictions, compared so."""
-    both = one.verified == plan.verified == "time"
-    a, b = (one.seconds, plan.seconds) if both else (one.predicted, plan.predicted)
+    alike = one.verified == plan.verified
+    a, b = (one.seconds, plan.seconds) if alike else (one.predicted, plan.predicted)
     change = a / b - 1 if b else 0.0
     how = "" if is_compiled(one) or not is_compiled(plan.chosen) else "predicted "
     # The exchanges that Shardy was not asked for only add to a prediction.
@@ -130,8 +131,13 @@ def exposed(one: Candidate) -> dict[tuple[str, ...], float] | None:
 
 
 def predicted_parts(one: Candidate) -> tuple[float, float, float]:
-    """Seconds of products, of main memory and of exchanges, as they were predicted."""
-    return one.compute, one.memory, one.exchange
+    """Seconds of products, of main memory and of exchanges, with those that a compiler adds."""
+    return one.compute, one.memory, one.exchange + one.added
+
+
+def added_said(one: Candidate) -> str:
+    """What the compiler for a stand-in adds to a prediction; empty for nothing."""
+    return f"and {show_seconds(one.added)} of exchanges that the compiler adds" * bool(one.added)
 
 
 def splits(plan: Plan) -> list[tuple[str, int, str]]:

@@ -146,7 +146,8 @@ def _details(one: Candidate, plan: Plan) -> Iterator[tuple[str, str]]:
             (f"waits over {', '.join(axes) or 'no axis'}", show_seconds(seconds))
             for axes, seconds in waits.items()
         )
-    yield "predicted", f"{show_seconds(one.predicted)}{said.off(one)}"
+    added = f", {more}" if (more := said.added_said(one)) else ""
+    yield "predicted", f"{show_seconds(one.predicted)}{said.off(one)}{added}"
     share = f", {show_share(one.needed / plan.budget)} of the budget" if plan.budget else ""
     how = "" if one.peak is not None else ", estimated"
     yield "memory", f"{show_bytes(one.needed)}{share}{how}"
