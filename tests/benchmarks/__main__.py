@@ -30,7 +30,7 @@ PARTS = (
     *("taps", "pmap", "colocated", "bundle", "page", "fits"),
 )
 #: Parts that run only where they are named, since they take long.
-LONG = ("models", "time", "plan", "steps")
+LONG = ("models", "time", "operations", "plan", "steps")
 
 
 def main() -> int:
@@ -111,6 +111,7 @@ def _lines(part: str, options: argparse.Namespace) -> tuple[str | None, Iterable
         "page": lambda: (paging.HEADER, paging.run(max(1, turns // 10))),
         "fits": lambda: (fitting.HEADER, fitting.run()),
         "time": lambda: (clocking.HEADER, clocking.run()),
+        "operations": lambda: (clocking.OPERATIONS_HEADER, clocking.run_operations()),
         "steps": lambda: (stepping.HEADER, stepping.run(options.case)),
         "plan": lambda: (
             planning.HEADER,

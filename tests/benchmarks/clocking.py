@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from spmd.inspection import CHIPS
 
-from .published import runs
+from .published import operations, runs
 
 MEAN, LARGEST, ORDER = 0.10, 0.20, 0.85
 HEADER = (
@@ -54,6 +54,32 @@ def run() -> Iterator[str]:
     yield _against(f"Spearman of TFLOP/s {order:.3f}", order, ORDER, above=True)
     peaks = np.array([_peak(one) for one in every])
     yield f"Spearman of MFU {_spearman(published / peaks, ours / peaks):.2f}"
+
+
+OPERATIONS_HEADER = (
+    f"{'milliseconds of a device, and how far ours are off':52}"
+    f"{''.join(f'{chip:>9}      ' for chip in operations.SLICES)}"
+).rstrip()
+
+
+def run_operations() -> Iterator[str]:
+    """A line for each operation, measured and ours by chip; then errors by chip and kind."""
+    errors: dict[tuple[str, str], list[float]] = {}
+    for one in operations.read():
+        cells = []
+        for chip, measured in one.milliseconds.items():
+            ours = operations.seconds(one, chip) * 1e3
+            error = ours / measured - 1
+            errors.setdefault((chip, one.kind), []).append(error)
+            cells.append(f"{measured:9.3f} {error:+5.0%}")
+        sizes = " ".join("x".join(map(str, dims)) for dims in (one.x, one.w) if dims)
+        name = f"{one.kind}{f' over {one.axis}' * (not one.w)} {sizes}"
+        yield f"{name:52}{''.join(cells)}"
+    for (chip, kind), found in errors.items():
+        yield (
+            f"{chip}, {kind}: {len(found)}, median {statistics.median(found):+.0%}, "
+            f"mean error {_mean(found):.0%}, largest {max(found, key=abs):+.0%}"
+        )
 
 
 def _line(one: runs.Run, found: dict) -> str:

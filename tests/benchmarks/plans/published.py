@@ -54,7 +54,7 @@ def main(name: str, top: str, seeds: str) -> None:
     import spmd
 
     run = _run(name)
-    model = Model.scaled(**run.model) if "scale" in run.model else Model(**run.model)
+    model = Model.of(run.model)
     mesh = spmd.topology(run.topology, {"fsdp": -1, "tensor": run.tensor})
     step, arguments = training(model, mesh.shape)
     with mesh:

@@ -27,8 +27,10 @@ _KEPT = {
     "full": (),
     "minimal": (*_PROJECTIONS, "out_proj", "mlpwi_0", "mlpwi_1", "mlpwo"),
     "qkv_proj_offloaded": _PROJECTIONS,
-}
-_BLOCK = 512  # sa_block_q, sa_block_kv and the others of base.yml
+    "custom": (
+        "decoder_layer_input", "context", *_PROJECTIONS, "out_proj", "mlpwi_0", "mlpwo",
+    ),  # of OLMo's script
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,9 @@ class Model:
     """Sizes of a model, and how it is trained; names as in MaxText's configurations.
 
     `bare` leaves out what says where anything lies, but for the kernel: a planner gets it so.
+    `windows` are those of attention in layers that repeat, 0 for none. With `norms_after` what
+    attention and the MLP make is normed, and queries and keys, as OLMo 3 does (Team Olmo, 2025).
+    `halved` counts half of attention, as MaxText does since July 2025.
     """
 
     emb_dim: int
@@ -49,7 +54,19 @@ class Model:
     max_target_length: int = 2048
     fused: bool = False
     one_hot_embedding: bool = True
+    windows: tuple[int, ...] = (0,)
+    norms_after: bool = False
+    logits_dot_in_fp32: bool = False
+    sa_block: int = 512  # sa_block_q, sa_block_kv and the others of base.yml
+    sa_use_fused_bwd_kernel: bool = False
+    halved: bool = False
     bare: bool = False
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Model:
+        """That of a run in `runs.toml`."""
+        settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+        return cls.scaled(**settings) if "scale" in settings else cls(**settings)
 
     @classmethod
     def scaled(cls, scale: int, **settings: Any) -> Model:
@@ -67,13 +84,13 @@ class Model:
     def flops(self) -> int:
         """Floating-point operations of a step and device, as the published figures count them.
 
-        `calculate_tflops_training_per_device` as it was before July 2025: attention counts without
-        its mask.
+        `calculate_tflops_training_per_device`, which until July 2025 counted attention without its
+        mask.
         """
         tokens = self.per_device_batch_size * self.max_target_length
         heads = self.num_heads * self.head_dim
         layer = 2 * tokens * self.emb_dim * (3 * self.mlp_dim + 4 * heads)
-        attention = 4 * tokens * self.max_target_length * heads
+        attention = 4 * tokens * self.max_target_length * heads // (1 + self.halved)
         words = 2 * tokens * self.emb_dim * self.vocab_size
         return 3 * (self.num_layers * (layer + attention) + words)
 
@@ -123,6 +140,7 @@ def _parameters(model: Model) -> tuple[dict[str, Any], dict[str, Any]]:
         "out": ((h, n, d, e), P("tensor", None, None, "fsdp")),
         "wo": ((f, n, e), P("tensor", None, "fsdp")),
         "norm": ((e,), P("tensor")),
+        **({"q_norm": ((h * d, n), P()), "k_norm": ((h * d, n), P())} if model.norms_after else {}),
         "logits": ((e, v), P("fsdp", "tensor")),
     }
     if model.fused:
@@ -135,7 +153,10 @@ def _parameters(model: Model) -> tuple[dict[str, Any], dict[str, Any]]:
     return shapes, {name: spec for name, (_, spec) in both.items()}
 
 
-_STACKED = ("attention_norm", "mlp_norm", "out", "wo", "qkv", "wi", "q", "k", "v", "wi_0", "wi_1")
+_STACKED = (
+    "attention_norm", "mlp_norm", "out", "wo", "qkv", "wi", "q", "k", "v", "wi_0", "wi_1", "q_norm",
+    "k_norm",
+)  # fmt: skip
 
 _RESIDUAL = P("fsdp", None, "tensor")
 _BY_HEAD = P("fsdp", None, "tensor", None)
@@ -171,13 +192,22 @@ def _loss(model: Model, params: Any, batch: Any) -> Any:
         x = embedding[batch["inputs"]]
     x = _keep(model, x, _RESIDUAL)
     stacked = {name: jnp.moveaxis(params[name], 1, 0) for name in _STACKED if name in params}
+    if (cycle := len(model.windows)) > 1:
+        stacked = {
+            name: w.reshape(w.shape[0] // cycle, cycle, *w.shape[1:]) for name, w in stacked.items()
+        }
 
     def layer(x: Any, w: Any) -> tuple[Any, None]:
-        return _layer(model, w, x, batch), None
+        if cycle == 1:
+            return _layer(model, w, x, batch, model.windows[0]), None
+        for i, window in enumerate(model.windows):
+            x = _layer(model, {name: leaf[i] for name, leaf in w.items()}, x, batch, window)
+        return x, None
 
     x, _ = lax.scan(jax.checkpoint(layer, policy=_policy(model.remat_policy)), x, stacked)
     x = _rms_norm(model, x, params["norm"])
-    logits = x @ params["logits"].astype(jnp.bfloat16)
+    dtype = jnp.float32 if model.logits_dot_in_fp32 else jnp.bfloat16
+    logits = x.astype(dtype) @ params["logits"].astype(dtype)
     logits = _keep(model, logits, _RESIDUAL).astype(jnp.float32)
     right = jax.nn.one_hot(batch["targets"], model.vocab_size, dtype=jnp.float32)
     losses = jax.nn.logsumexp(logits, axis=-1) - jnp.sum(right * logits, axis=-1)
@@ -207,10 +237,15 @@ def _rms_norm(model: Model, x: Any, scale: Any) -> Any:
     return _keep(model, normed, _RESIDUAL)
 
 
-def _layer(model: Model, w: Any, x: Any, batch: Any) -> Any:
+def _layer(model: Model, w: Any, x: Any, batch: Any, window: int) -> Any:
     w = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), w)
     x = checkpoint_name(_keep(model, x, _RESIDUAL), "decoder_layer_input")
-    attended = _attention(model, w, _rms_norm(model, x, w["attention_norm"]), batch)
+    if model.norms_after:
+        attended = _keep(model, _attention(model, w, x, batch, window), _RESIDUAL)
+        x = x + _rms_norm(model, attended, w["attention_norm"])
+        hidden = _rms_norm(model, _keep(model, _gated(model, w, x), _RESIDUAL), w["mlp_norm"])
+        return _keep(model, x + hidden, _RESIDUAL)
+    attended = _attention(model, w, _rms_norm(model, x, w["attention_norm"]), batch, window)
     x = x + _keep(model, attended, _RESIDUAL)
     hidden = _gated(model, w, _rms_norm(model, x, w["mlp_norm"]))
     return _keep(model, x + _keep(model, hidden, _RESIDUAL), _RESIDUAL)
@@ -231,16 +266,21 @@ def _gated(model: Model, w: Any, x: Any) -> Any:
 _BY_PART = P("fsdp", None, None, "tensor")
 
 
-def _attention(model: Model, w: Any, x: Any, batch: Any) -> Any:
+def _attention(model: Model, w: Any, x: Any, batch: Any, window: int) -> Any:
     if model.fused:
         every = checkpoint_name(jnp.einsum("bte,enhd->btnhd", x, w["qkv"]), "qkv_proj")
         q, k, v = (every[:, :, i] for i in range(3))
     else:
         q, k, v = (jnp.einsum("bte,ehd->bthd", x, w[name]) for name in "qkv")
+    if model.norms_after:  # over all heads
+        q, k = (
+            _rms_norm(model, a.reshape(*a.shape[:2], -1), w[f"{n}_norm"]).reshape(a.shape)
+            for n, a in (("q", q), ("k", k))
+        )
     q, k = (_rotated(one, batch["positions"]) for one in (q, k))
     named = zip((q, k, v), _PROJECTIONS, strict=True)
     q, k, v = (checkpoint_name(_keep(model, a, _BY_HEAD), n) for a, n in named)
-    found = _splash(model, q / model.head_dim**0.5, k, v, batch["segments"])
+    found = _splash(model, q / model.head_dim**0.5, k, v, batch["segments"], window)
     found = _keep(model, found, _BY_HEAD)
     return checkpoint_name(jnp.einsum("bthd,hde->bte", found, w["out"]), "out_proj")
 
@@ -254,16 +294,19 @@ def _rotated(x: Any, positions: Any) -> Any:
     return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
 
 
-def _splash(model: Model, q: Any, k: Any, v: Any, segments: Any) -> Any:
+def _splash(model: Model, q: Any, k: Any, v: Any, segments: Any, window: int) -> Any:
     """Causal attention by JAX's Pallas kernel, on the heads and rows of each device."""
     mesh = spmd.current_mesh()
     length = model.max_target_length
-    mask = splash.CausalMask((length, length))
+    sides = length, length
+    mask = splash.LocalMask(sides, (window, 0), 0) if window else splash.CausalMask(sides)
     heads = model.num_heads // mesh.shape["tensor"]
-    sizes = {field.name: _BLOCK for field in dataclasses.fields(splash.BlockSizes)}
-    sizes |= {"use_fused_bwd_kernel": False} | {
+    sizes = {field.name: model.sa_block for field in dataclasses.fields(splash.BlockSizes)}
+    sizes |= {"use_fused_bwd_kernel": model.sa_use_fused_bwd_kernel} | {
         name: splash.QKVLayout.HEAD_DIM_MINOR for name in sizes if name.endswith("layout")
     }
+    if model.sa_use_fused_bwd_kernel:  # which makes the gradient of queries as well
+        sizes |= {"block_q_dq": None, "block_kv_dq": None}
 
     def local(q: Any, k: Any, v: Any, segments: Any) -> Any:
         kernel = splash.make_splash_mha(

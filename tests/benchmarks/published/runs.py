@@ -22,8 +22,8 @@ class Run:
 
     Attributes:
         name: model and slice.
-        script: in MaxText's ``configs/tpu``.
-        teraflops: that each chip reached in a second, as published.
+        script: in MaxText's ``configs/tpu``, or ``trainers/pre_train/scripts``.
+        teraflops: that each chip reached in a second, as published; a device of tpu7x is half one.
         topology: the slice.
         model: sizes, as `Model` takes them.
         tensor: devices along the axis ``tensor``; all others are along ``fsdp``.
@@ -76,7 +76,7 @@ def main(name: str) -> None:
     from .model import Model, training
 
     run = next(one for one in read() if one.name == name)
-    model = Model.scaled(**run.model) if "scale" in run.model else Model(**run.model)
+    model = Model.of(run.model)
     mesh = spmd.topology(run.topology, {"fsdp": -1, "tensor": run.tensor})
     step, arguments = training(model, mesh.shape)
     with mesh:
