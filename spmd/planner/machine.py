@@ -8,7 +8,7 @@ import math
 
 from spmd.inspection.hlo.groups import expand_replica_groups
 from spmd.inspection.timing.chips import Chip
-from spmd.inspection.timing.clock import PRODUCT_SHARE, REACHED, Links
+from spmd.inspection.timing.clock import REACHED, Links
 
 _PROBE = 2**30
 _SIDE = 128
@@ -75,7 +75,7 @@ class Machine:
 
     def computing(self, flops: float) -> float:
         """Seconds of products."""
-        return flops / (PRODUCT_SHARE * self.chip.kept)
+        return flops / (self.chip.product_share * self.chip.kept)
 
     def moving(self, nbytes: float) -> float:
         """Seconds in which main memory moves bytes."""

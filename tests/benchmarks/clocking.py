@@ -63,9 +63,12 @@ OPERATIONS_HEADER = (
 
 
 def run_operations() -> Iterator[str]:
-    """A line for each operation, measured and ours by chip; then errors by chip and kind."""
+    """What products reach by the times; a line for each operation; then errors by chip and kind."""
+    every = [*operations.read()]
+    for chip in operations.SLICES:
+        yield _share(chip, [one for one in every if one.kind == "cross_entropy"])
     errors: dict[tuple[str, str], list[float]] = {}
-    for one in operations.read():
+    for one in every:
         cells = []
         for chip, measured in one.milliseconds.items():
             ours = operations.seconds(one, chip) * 1e3
@@ -80,6 +83,30 @@ def run_operations() -> Iterator[str]:
             f"{chip}, {kind}: {len(found)}, median {statistics.median(found):+.0%}, "
             f"mean error {_mean(found):.0%}, largest {max(found, key=abs):+.0%}"
         )
+
+
+_HALF = 4096
+"""Words up to which cross-entropies set `Chip.product_share`; those of more were held out."""
+_LANES = 8 * 128
+
+
+def _share(name: str, every: Sequence[operations.Operation]) -> str:
+    """By least squares of relative errors: the product, and two passes over the logits.
+
+    Each pass takes the same cycles for an element, on all vector units of a device.
+    """
+    chip = CHIPS[name]
+    some = [one for one in every if one.x[0] <= _HALF]
+    measured = np.array([one.milliseconds[name] / 1e3 for one in some])
+    products = np.array([one.flops / chip.flops for one in some])
+    elements = np.array([2 * one.x[0] * one.w[1] for one in some])
+    cycles = elements / (chip.cores * _LANES * chip.clock)
+    table = np.stack([products, cycles], axis=1) / measured[:, None]
+    longer, each = np.linalg.lstsq(table, np.ones(len(some)), rcond=None)[0]
+    return (
+        f"{name}: by {len(some)} cross-entropies products reach {1 / longer:.2f} of the peak, and "
+        f"a pass takes {each:.1f} cycles an element; {chip.product_share} is set"
+    )
 
 
 def _line(one: runs.Run, found: dict) -> str:

@@ -73,7 +73,9 @@ def _wrong_figures(chip: Chip) -> str:
     if not isinstance(figures.pop("name"), str):
         return "a name that is text"
     for name, value in figures.items():
-        above = name in ("cores", "flops", "hbm", "link") or (name == "across" and bool(chip.box))
+        above = name in ("cores", "flops", "hbm", "link", "product_share") or (
+            name == "across" and bool(chip.box)
+        )
         whole = name in ("box", "cores", "multipliers")
         kind = numbers.Integral if whole else numbers.Real
         is_number = isinstance(value, kind) and not isinstance(value, bool)

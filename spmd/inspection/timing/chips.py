@@ -10,6 +10,9 @@ Sources, by the letter that stands beside a figure:
 - M: ``spmd calibrate --devices 8`` on two cores of an AMD EPYC with nothing beside it, 2026-11-24.
   The eight virtual devices share the cores. It varies twofold from run to run: an order of size.
 - R: the run "22B v4-128" of tests/benchmarks/published/runs.toml.
+- T: the cross-entropies of up to 4,096 words of tests/benchmarks/published/operations.toml: what
+  their products take of the peak, where a pass over the logits takes so many cycles an element.
+  (v5p would have 0.91 by them; 0.9 was set by runs, and is there for all others.)
 - N: NVIDIA's data sheets of H100 SXM and H200 SXM, and the DGX H100 user guide: dense bf16, memory,
   NVLink in one direction, and a network adapter of 400 Gb/s for each GPU of a box of eight.
 """
@@ -41,6 +44,7 @@ class Chip:
             others of it.
         hop: seconds that a message takes from a chip to the next.
         sustained: the share of its peak clock that a chip keeps in a long run.
+        product_share: of the peak, what a product of large matrices reaches with other work beside.
         multipliers: cells of all matrix units, each of which does a multiplication and an addition
             in a cycle; 0 where no compiler tells cycles.
         cores: each with a vector unit of its own.
@@ -57,6 +61,7 @@ class Chip:
     link: float
     hop: float = MICROSECOND
     sustained: float = 1.0
+    product_share: float = 0.9
     multipliers: int = 0
     cores: int = 1
     vmem: float = 0.0
@@ -99,6 +104,7 @@ def _tpu(
     host: float = _PCIE,
     on_chip: float = 0.0,
     sustained: float = 1.0,
+    product_share: float = 0.9,
 ) -> Chip:
     return Chip(
         name=name,
@@ -111,6 +117,7 @@ def _tpu(
         host=host,
         on_chip=on_chip,
         sustained=sustained,
+        product_share=product_share,
     )
 
 
@@ -121,7 +128,7 @@ def _box(name: str, *, hbm: float) -> Chip:
 # teraflops: C; multipliers and cores: S; hbm: C; link: S. A v4 or v5p chip has two cores of four
 # units each and is one device; a tpu7x chip is two devices of four units, which share its
 # 7.38 TB/s, and its 1.2 TB/s between chips are six links of two directions (C). sustained: R.
-# Boxes: N.
+# product_share: T. Boxes: N.
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -136,7 +143,15 @@ CHIPS = {
         ),
         _tpu("v5e", teraflops=197, multipliers=4 * _SMALL, hbm=8.19e11, link=4.5e10),
         _tpu("v5p", teraflops=459, multipliers=8 * _SMALL, cores=2, hbm=2.765e12, link=9e10),
-        _tpu("v6e", teraflops=918, multipliers=4 * _LARGE, hbm=1.64e12, link=9e10, host=2 * _PCIE),
+        _tpu(
+            "v6e",
+            teraflops=918,
+            multipliers=4 * _LARGE,
+            hbm=1.64e12,
+            link=9e10,
+            host=2 * _PCIE,
+            product_share=0.83,
+        ),
         _tpu(
             "tpu7x",
             teraflops=2307 / 2,
@@ -145,6 +160,7 @@ CHIPS = {
             link=1e11,
             host=0.0,
             on_chip=6e11,
+            product_share=0.73,
         ),
         _box("h100", hbm=3.35e12),
         _box("h200", hbm=4.8e12),
@@ -204,7 +220,7 @@ def _from_file(path: str, subject: str) -> Chip:
         chip = Chip(**{name: data[name] for name in names if name in data})
         figures = [getattr(chip, name) for name in names if name != "name"]
         right = all(isinstance(one, (int, float)) and math.isfinite(one) for one in figures)
-        speeds = chip.cores, chip.flops, chip.hbm, chip.link
+        speeds = chip.cores, chip.flops, chip.hbm, chip.link, chip.product_share
         if not (right and min(speeds) > 0 and min(figures) >= 0):
             raise ValueError("its figures have to be finite, and those of its speed above 0")
     except (OSError, ValueError, TypeError) as e:

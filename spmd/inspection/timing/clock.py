@@ -44,9 +44,8 @@ REACHED = 0.83
 _KERNEL = 0.5
 
 # The compiler's cycles hold for a product by itself. For one with other work fused into it they are
-# up to twice too many: one of large matrices takes this share of the peak, or what its bytes take.
-# Set by the runs that `tunes` marks in tests/benchmarks/published/runs.toml.
-PRODUCT_SHARE = 0.9
+# up to twice too many: one of large matrices takes a share of the peak (`Chip.product_share`), or
+# what its bytes take.
 _LARGE = 1024
 _PRODUCTS = ("dot", "convolution")
 _BESIDE_PRODUCTS = {*FREE, "fusion", "convert", "copy", "transpose", "reshape"}
@@ -437,7 +436,7 @@ class _Clock:
                 if moved < seconds:
                     seconds, spent = moved, "memory"
             elif found and self.is_large(one) and not self.is_bare(one):
-                alone = self.flops(one) / (PRODUCT_SHARE * self.chip.kept)
+                alone = self.flops(one) / (self.chip.product_share * self.chip.kept)
                 seconds, spent = self.slower(alone, self.moved(one, types))
         else:
             seconds, spent = self.slower(self.flops(one) / self.chip.kept, self.moved(one, types))

@@ -359,6 +359,7 @@ GOOD = Chip(name="mine", flops=1e12, hbm=1e11, link=1e9)
         ({"hbm": -1.0}, "hbm to be a finite number above 0"),
         ({"link": float("inf")}, "link to be a finite number above 0"),
         ({"link": None}, "link to be a finite number above 0"),
+        ({"product_share": 0}, "product_share to be a finite number above 0"),
         ({"hop": float("nan")}, "hop to be a finite number of at least 0"),
         ({"hop": True}, "hop to be a finite number of at least 0"),
         ({"host": -1}, "host to be a finite number of at least 0"),

@@ -295,25 +295,28 @@ def product(with_work, side=SIDE):
 
 
 @pytest.mark.parametrize(
-    ("with_work", "side", "sustained", "seconds"),
+    ("with_work", "side", "figures", "seconds"),
     [
         # The compiler's cycles, at 1 MHz, hold for a product by itself.
-        (False, SIDE, 1.0, 70e-3),
+        (False, SIDE, {}, 70e-3),
         # One with other work takes nine tenths of a peak of 2e12.
-        (True, SIDE, 1.0, 2 * SIDE**3 / 0.9 / 2e12),
+        (True, SIDE, {}, 2 * SIDE**3 / 0.9 / 2e12),
+        # Or another share, which those by themselves do not have.
+        (True, SIDE, {"product_share": 0.7}, 2 * SIDE**3 / 0.7 / 2e12),
+        (False, SIDE, {"product_share": 0.7}, 70e-3),
         # A small one takes its cycles all the same.
-        (True, 512, 1.0, 70e-3),
+        (True, 512, {}, 70e-3),
         # A clock that is not kept makes both longer.
-        (False, SIDE, 0.8, 70e-3 / 0.8),
-        (True, SIDE, 0.8, 2 * SIDE**3 / 0.9 / 2e12 / 0.8),
+        (False, SIDE, {"sustained": 0.8}, 70e-3 / 0.8),
+        (True, SIDE, {"sustained": 0.8}, 2 * SIDE**3 / 0.9 / 2e12 / 0.8),
     ],
 )
 def test_cycles_of_products_hold_where_nothing_is_fused_into_them(
-    with_work, side, sustained, seconds
+    with_work, side, figures, seconds
 ):
     """Other work in the fusion of a large product makes its cycles too many."""
     computations, body = product(with_work, side)
-    chip = dataclasses.replace(CHIP, flops=2e12, multipliers=10**6, sustained=sustained)
+    chip = dataclasses.replace(CHIP, flops=2e12, multipliers=10**6, **figures)
     assert timed(body, computations, chip).compute == pytest.approx(seconds)
 
 
