@@ -66,14 +66,15 @@ def run_operations() -> Iterator[str]:
     """What products reach by the times; a line for each operation; then errors by chip and kind."""
     every = [*operations.read()]
     for chip in operations.SLICES:
-        yield _share(chip, [one for one in every if one.kind == "cross_entropy"])
+        yield _share(chip, [*filter(_sets, every)])
     errors: dict[tuple[str, str], list[float]] = {}
     for one in every:
         cells = []
         for chip, measured in one.milliseconds.items():
             ours = operations.seconds(one, chip) * 1e3
             error = ours / measured - 1
-            errors.setdefault((chip, one.kind), []).append(error)
+            kind = f"{one.kind} of the fit" if _sets(one) else one.kind
+            errors.setdefault((chip, kind), []).append(error)
             cells.append(f"{measured:9.3f} {error:+5.0%}")
         sizes = " ".join("x".join(map(str, dims)) for dims in (one.x, one.w) if dims)
         name = f"{one.kind}{f' over {one.axis}' * (not one.w)} {sizes}"
@@ -86,17 +87,20 @@ def run_operations() -> Iterator[str]:
 
 
 _HALF = 4096
-"""Words up to which cross-entropies set `Chip.product_share`; those of more were held out."""
 _LANES = 8 * 128
 
 
-def _share(name: str, every: Sequence[operations.Operation]) -> str:
+def _sets(one: operations.Operation) -> bool:
+    """Whether `Chip.product_share` was set by an operation; all others were held out."""
+    return one.kind == "cross_entropy" and one.x[0] <= _HALF
+
+
+def _share(name: str, some: Sequence[operations.Operation]) -> str:
     """By least squares of relative errors: the product, and two passes over the logits.
 
     Each pass takes the same cycles for an element, on all vector units of a device.
     """
     chip = CHIPS[name]
-    some = [one for one in every if one.x[0] <= _HALF]
     measured = np.array([one.milliseconds[name] / 1e3 for one in some])
     products = np.array([one.flops / chip.flops for one in some])
     elements = np.array([2 * one.x[0] * one.w[1] for one in some])
