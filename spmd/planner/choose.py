@@ -124,13 +124,14 @@ class Choice:
 
         What a compiler for CPUs adds to the exchanges, others may add as well.
         """
-        found = self.report and self.report.time
-        if self.report is None or not found:
+        if self.report is None or self.report.time is None:
             return self.predicted
         if not self.is_stand_in:
-            return found.seconds
-        told, sent = sum_of(self.told or ()).wire_bytes, self.report.total.wire_bytes
-        return self.predicted + added_by_compiler(told, sent, found.exchange)
+            return self.report.time.seconds
+        if self.told is None:
+            return self.predicted
+        told, sent = sum_of(self.told).wire_bytes, self.report.total.wire_bytes
+        return self.predicted + added_by_compiler(told, sent, self.report.time.exchange)
 
     @property
     def is_stand_in(self) -> bool:

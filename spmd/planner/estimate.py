@@ -82,7 +82,7 @@ class _Costs(NamedTuple):
     """Seconds of a group; and exchanges of operands and sums, which others may ask for as well.
 
     Of sums that are sent together it is told which: each of these is a delay. Operands of products
-    that are done in parts, one for each device, are told as well.
+    that are done in parts, one for each device, are told as well, where it matters.
     """
 
     compute: float
@@ -340,7 +340,7 @@ class Estimator:
                 beside += part.runs * sending.beside
             else:
                 shared[sent] = sending.times(part.runs)
-        in_parts = frozenset(one.tensors if product.around else ())
+        in_parts = frozenset(one.tensors if product.around and self.prefetch.slices else ())
         sent = exchange, beside, shared, frozenset(joined), in_parts
         if is_fusible(one):
             return _Costs(0.0, 0.0, *sent)

@@ -59,7 +59,7 @@ class Prefetch:
             elsewhere: values that products read after an exchange, or in a loop of their own.
             machine: what the program is for.
         """
-        if not self.slices or not machine.room:
+        if not machine.room:
             return 0.0
         fitting = ((self._size(i, parts), i) for i in self.until if i not in elsewhere)
         taken, first = max((one for one in fitting if one[0] <= machine.room), default=(0.0, None))
