@@ -13,6 +13,7 @@ import pytest
 import spmd
 from spmd import P
 from spmd.inspection.records.plan import added_by_compiler
+from spmd.inspection.records.sizes import show_seconds
 from spmd.planner import api, cache, choose
 from spmd.planner.asked import factorisations
 
@@ -93,7 +94,7 @@ def test_stand_ins_verify_bytes(mesh):
     assert found.chip == "v5e"
 
 
-def test_what_a_compiler_adds_to_exchanges_counts(mesh, monkeypatch):
+def test_what_a_compiler_adds_to_exchanges_counts(mesh, monkeypatch, tmp_path):
     """Where it sends thrice the bytes, two thirds of its exchanges are not predicted."""
     compiled = choose._compiled
 
@@ -132,6 +133,9 @@ def test_what_a_compiler_adds_to_exchanges_counts(mesh, monkeypatch):
     assert found.seconds == pytest.approx(found.predicted + found.added)
     assert "of exchanges that the compiler adds" in str(other)
     assert "of exchanges that the compiler adds" not in str(plain)
+    other.save(tmp_path / "plan.html")
+    both = f"{show_seconds(found.predicted)} + {show_seconds(found.added)}"
+    assert both in (tmp_path / "plan.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("sent", "added"), [(100, 0), (101, 0), (90, 0), (200, 5), (0, 0)])

@@ -101,7 +101,8 @@ def _candidates(plan: Plan, mesh: Mapping[str, int]) -> Iterator[dict[str, Any]]
             "kind": scatter.kind_of(one),
             "chosen": one is plan.chosen,
             "compiled": show_seconds(one.seconds) if timed else "",
-            "predicted": show_seconds(one.predicted),
+            "predicted": show_seconds(one.predicted)
+            + (f" + {show_seconds(one.added)}" if one.added else ""),
             "parts": parts,
             "pale": not timed,
             "legend": [_key(part["class"], part["label"]) for part in parts],
