@@ -29,7 +29,7 @@ from spmd.planner.estimate import Estimate, Estimator
 from spmd.planner.experts import experts
 from spmd.planner.layout import Layout
 from spmd.planner.machine import Machine
-from spmd.planner.pins import Way, pins_of
+from spmd.planner.pins import Pinned, Way
 from spmd.planner.search import Candidate, Rules, search
 from spmd.planner.structure import Graph
 from spmd.planner.verify import Program, annotated, entries_of, places_of_compiled, planned
@@ -42,11 +42,13 @@ _KEPT = 24
 _LOOKED_AT = 12
 """Those that the second tier looks at, of all meshes together."""
 _OF_EACH = 2
-"""Of each mesh at least so many."""
+"""Of each mesh at least so many, if they are near."""
 _OF_EQUAL = 6
 """Of layouts of a mesh with the same figures at most so many, or as many as are compiled."""
 _AFTER_THOSE = 12
 """So many more, where they seem better than the best of those."""
+_FAR = 1.5
+"""More than so many times the best prediction is not near: exchanges can only add."""
 _NEAR = 1.2
 """Up to so many times the best prediction, what is unlike comes before what is alike."""
 _AS_MUCH = 1.05
@@ -238,11 +240,13 @@ class _Looking:
         self.tried, self.compiled, self.compiles, self.complete = 0, 0.0, 0, True
         self.best: float | None = None
         self.start = time.monotonic()
+        self._known: dict[int, Pinned] = {}
 
     # Tier one
 
     def estimate(self, meshes: Iterable[Any]) -> None:
         """The best layouts of each mesh, and its experts, by classes alone."""
+        estimate: Estimator | None = None
         for mesh in meshes:
             if self.choices and self._is_late():
                 return
@@ -254,7 +258,10 @@ class _Looking:
             known = experts(graph, sizes) if self.seeds else {}
             known = {name: one for name, one in known.items() if self.rules.allow(one)}
             machine = Machine(self.chip, links, sizes)
-            estimate = Estimator(graph, machine, self.rules.fixed)
+            if estimate and estimate.graph is graph and estimate.machine.count == machine.count:
+                estimate = estimate.on(machine)
+            else:
+                estimate = Estimator(graph, machine, self.rules.fixed)
             found = search(
                 estimate, self.rules, starts=known.values(), seed=self.seed, saw=self._saw
             )
@@ -296,7 +303,7 @@ class _Looking:
             kept=self.program.kept(mesh),
             ins=ins,
             outs=outs,
-            pins=pins_of(graph, one.layout, dict(mesh.shape), self.rules.fixed),
+            pins=self._pinned(graph).pins(one.layout, dict(mesh.shape), Way()),
             estimate=one.cost,
         )
 
@@ -306,12 +313,15 @@ class _Looking:
         """Shardy's own exchanges of the best of all meshes, and of the experts that are near."""
         ranked = sorted(range(len(self.choices)), key=lambda i: self._rank(self.choices[i]))
         ranked = self._unlike(ranked)
+        scores = [self.rules.score(one) for one in self.choices]
+        most = _FAR * min(scores, default=0.0)
         of_mesh: dict[Any, int] = {}
         count = 0
         for i in ranked:
             one = self.choices[i]
             of_mesh[one.mesh] = of_mesh.get(one.mesh, 0) + 1
-            if one.written or (count >= _LOOKED_AT and of_mesh[one.mesh] > _OF_EACH):
+            is_extra = of_mesh[one.mesh] <= _OF_EACH and scores[i] <= most
+            if one.written or (count >= _LOOKED_AT and not is_extra):
                 continue
             if self._is_late():
                 return
@@ -430,7 +440,12 @@ class _Looking:
 
     def _pins(self, one: Choice, way: Way) -> tuple[Pin, ...]:
         assert one.layout is not None
-        return pins_of(one.graph, one.layout, dict(one.mesh.shape), self.rules.fixed, way)
+        return self._pinned(one.graph).pins(one.layout, dict(one.mesh.shape), way)
+
+    def _pinned(self, graph: Graph) -> Pinned:
+        if id(graph) not in self._known:  # the program keeps its graphs
+            self._known[id(graph)] = Pinned(graph, self.rules.fixed)
+        return self._known[id(graph)]
 
     def _gathers_ahead(self, one: Choice, way: Way) -> bool:
         return self._pins(one, way._replace(ahead=False)) != one.pins

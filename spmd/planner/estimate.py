@@ -7,7 +7,8 @@ of them go on beside work.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
+import copy
 import dataclasses
 import math
 from typing import Any, NamedTuple, TypeAlias
@@ -52,13 +53,14 @@ class Estimate:
 
 
 class Kind(NamedTuple):
-    """What tensors that a layout places alike have in common."""
+    """What tensors that a layout places alike have in common; one that is `apart` is by itself."""
 
     shape: tuple[int, ...]
     classes: tuple[int | None, ...]
     is_state: bool
     nbytes: float
     fixed: tuple[tuple[str, int], ...] | None
+    apart: int | None = None
 
 
 class _Part(NamedTuple):
@@ -105,25 +107,31 @@ class Estimator:
         graph: the program.
         machine: what it is for.
         fixed: places that arguments and outputs keep.
+        apart: arguments and outputs that are each of a kind of its own, for `keeping`.
     """
 
-    def __init__(self, graph: Graph, machine: Machine, fixed: Fixed | None = None):
+    def __init__(
+        self,
+        graph: Graph,
+        machine: Machine,
+        fixed: Fixed | None = None,
+        apart: Container[int] = (),
+    ):
         self.graph, self.machine, self.sizes = graph, machine, machine.sizes
         self.fixed = fixed or Fixed()
         left = dict(_left_by_manual(graph))
         kept = {**left, **dict(self.fixed.places)}
         kinds: dict[Kind, int] = {}
-        self.kind_of = [
-            kinds.setdefault(
-                Kind(one.shape, one.classes, one.is_state, one.nbytes, kept.get(i)), len(kinds)
-            )
-            for i, one in enumerate(graph.tensors)
-        ]
+        self.kind_of = []
+        for i, one in enumerate(graph.tensors):
+            own = i if i in apart else None
+            kind = Kind(one.shape, one.classes, one.is_state, one.nbytes, kept.get(i), own)
+            self.kind_of.append(kinds.setdefault(kind, len(kinds)))
         self.kinds = [*kinds]
         self.nbytes = [one.nbytes for one in graph.tensors]
         self.sizes_of_kinds = np.array([kind.nbytes for kind in self.kinds])
-        own = ((one, frozenset((self._pattern(one[1]),))) for one in enumerate(self.kinds))
-        self._places = Sayings(grouped(own))
+        patterns = (frozenset((self._pattern(one),)) for one in self.kinds)
+        self._places = Sayings(grouped(enumerate(patterns)))
         # What a `shard_map` leaves is pinned as a layout says.
         free = {self.kinds[self.kind_of[i]]._replace(fixed=None) for i in left}
         self._pinned = Sayings(grouped((one, frozenset((self._pattern(one),))) for one in free))
@@ -144,6 +152,28 @@ class Estimator:
         work = ((part, self._patterns(part)) for part in self._parts(graph, fusion))
         self._work = Sayings(regrouped(grouped(work)))
         self.totals = {self.alike[i]: self.alike[j] for i, j in totals(graph).items()}
+
+    def on(self, machine: Machine) -> Estimator:
+        """The same program on another mesh of as many devices."""
+        assert machine.count == self.machine.count
+        found = self._anew()
+        found.machine, found.sizes = machine, machine.sizes
+        return found
+
+    def keeping(self, places: Mapping[int, Mapping[str, int]]) -> Estimator:
+        """The same program, of which more keeps its place: tensors that are `apart`."""
+        found = self._anew()
+        found.kinds = [*self.kinds]
+        for i, at in places.items():
+            k = self.kind_of[i]
+            found.kinds[k] = self.kinds[k]._replace(fixed=tuple(at.items()))
+        return found
+
+    def _anew(self) -> Estimator:
+        """The same, that remembers nothing of layouts."""
+        found = copy.copy(self)
+        found._places, found._work = self._places.anew(), self._work.anew()
+        return found
 
     def _parts(self, graph: Graph, fusion: Fusion) -> Iterator[_Part]:
         """The operations; those of the same kinds are one, about the first of alike values.
@@ -287,16 +317,16 @@ class Estimator:
         for group, key in zip(self._places.groups, self._places.keys(said), strict=True):
             found = group.known.get(key)
             if found is None:
-                found = [self._place(k, kind, layout) for k, kind in group.members]
+                found = [self._place(k, layout) for k in group.members]
                 group.known[key] = found
             for k, place, part in found:
                 places[k] = place
                 parts[k] = part
         return places, parts
 
-    def _place(self, k: int, kind: Kind, layout: Layout) -> tuple[int, dict[str, int], float]:
-        fixed = kind.fixed
-        found = layout.places(kind, self.sizes) if fixed is None else dict(fixed)
+    def _place(self, k: int, layout: Layout) -> tuple[int, dict[str, int], float]:
+        kind = self.kinds[k]
+        found = layout.places(kind, self.sizes) if kind.fixed is None else dict(kind.fixed)
         return k, found, 1 / math.prod(self.sizes[axis] for axis in found)
 
     def _of_alike(

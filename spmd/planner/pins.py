@@ -5,7 +5,7 @@ The module is a copy. JAX may share the one that it lowered with a function of i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import math
 from typing import Any, NamedTuple
 
@@ -49,19 +49,66 @@ def pins_of(
     way: Way | None = None,
 ) -> tuple[Pin, ...]:
     """What a layout says of each operation that is pinned; arguments may have fixed places."""
-    way = way or Way()
-    if way.free:
-        return ()
-    operations = [*pinned(graph)]
-    own = {i for _, one in operations for i in one.tensors}
-    places = places_of(graph.tensors, layout, sizes, fixed, own)
-    ahead = graph.early if way.ahead else ()
-    known: dict[Any, tuple[Entries | None, ...]] = {}
+    return Pinned(graph, fixed).pins(layout, sizes, way or Way())
 
-    def specs_of(one: Operation) -> tuple[Entries | None, ...]:
+
+class Pinned:
+    """The operations of a program that plans pin, and which of them all layouts pin alike.
+
+    Args:
+        graph: the program.
+        fixed: places that arguments and outputs keep.
+    """
+
+    def __init__(self, graph: Graph, fixed: Fixed | None = None):
+        self.graph, self.fixed = graph, fixed
+        self._kept = fixed.to_dict() if fixed else {}
+        self._alike: dict[Any, list[tuple[int, Operation]]] = {}
+        for number, one in pinned(graph):
+            self._alike.setdefault(self._kind(one), []).append((number, one))
+
+    def _kind(self, one: Operation) -> Any:
+        """All that the pins of an operation depend on, beside the layout."""
+        tensors = self.graph.tensors
+        found = ((tensors[i], self._kept.get(i), i in self.graph.early) for i in one.tensors)
+        return (
+            one.factors,
+            bool(one.flops),
+            one.operands,
+            one.is_state,
+            one.whole,
+            one.name,
+            *(
+                (t.shape, t.classes, t.is_state, t.nbytes, is_early, at and (*at.items(),))
+                for t, at, is_early in found
+            ),
+        )
+
+    def pins(self, layout: Layout, sizes: Mapping[str, int], way: Way) -> tuple[Pin, ...]:
+        """What a layout says of each operation, by its number."""
+        if way.free:
+            return ()
+        own = {i for ((_, one), *_) in self._alike.values() for i in one.tensors}
+        places = places_of(self.graph.tensors, layout, sizes, self.fixed, own)
+        found: list[Pin] = []
+        for alike in self._alike.values():
+            specs = self._specs(alike[0][1], layout, sizes, places, way)
+            found += [Pin(number, f"stablehlo.{one.name}", specs) for number, one in alike]
+        return tuple(sorted(found, key=lambda one: one.number))
+
+    def _specs(
+        self,
+        one: Operation,
+        layout: Layout,
+        sizes: Mapping[str, int],
+        places: Mapping[int, Mapping[str, int]],
+        way: Way,
+    ) -> tuple[Entries | None, ...]:
+        """Of its operands and results; None for what is left to propagation."""
         own = [places[i] for i in one.tensors]
         if one.flops:
-            wanted = _wanted(one, layout, sizes, own, graph)
+            ahead = self.graph.early if way.ahead else ()
+            wanted = _wanted(one, layout, sizes, own, self.graph)
             own = [
                 (want if i in ahead or _is_mixed(want, at) else at)
                 if n < one.operands
@@ -69,33 +116,9 @@ def pins_of(
                 for n, (i, want, at) in enumerate(zip(one.tensors, wanted, own, strict=True))
             ]
         kept = one.operands if one.flops and way.loose else len(own)
-        ranks = [len(graph.tensors[i].shape) for i in one.tensors[:kept]]
+        ranks = [len(self.graph.tensors[i].shape) for i in one.tensors[:kept]]
         specs = (tuple(spec_entries(at, n)) for at, n in zip(own, ranks, strict=False))
         return (*specs, *(None for _ in own[kept:]))
-
-    def pin_of(number: int, one: Operation) -> Pin:
-        key = _kind(one, graph, places, ahead)  # layers that are written out have the same
-        if key not in known:
-            known[key] = specs_of(one)
-        return Pin(number, f"stablehlo.{one.name}", known[key])
-
-    return tuple(pin_of(number, one) for number, one in operations)
-
-
-def _kind(
-    one: Operation, graph: Graph, places: Mapping[int, Mapping[str, int]], ahead: Collection[int]
-) -> Any:
-    """All that the pins of an operation depend on."""
-    found = ((graph.tensors[i], places[i], i in ahead) for i in one.tensors)
-    return (
-        one.factors,
-        bool(one.flops),
-        one.operands,
-        one.is_state,
-        one.whole,
-        one.name,
-        *((t.shape, t.classes, t.nbytes, *at.items(), is_ahead) for t, at, is_ahead in found),
-    )
 
 
 def _is_mixed(want: Mapping[str, int], at: Mapping[str, int]) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
+import itertools
 from typing import Any
 
 from spmd.inspection.records.plan import Entries, Price
 from spmd.planner.choose import Choice
-from spmd.planner.estimate import Estimate, Estimator
+from spmd.planner.estimate import Estimator
 from spmd.planner.layout import Fixed, places_of, spec_entries
 from spmd.planner.machine import Machine
 from spmd.planner.optimizer import outputs_of
@@ -30,15 +31,14 @@ def prices_of(one: Choice, machine: Machine, fixed: Fixed) -> dict[int, tuple[Pr
         return {}
     twins = [(o, i) for o, i in outputs_of(one.graph).items() if i is not None]
     pricing = _Pricing(one, machine, fixed, twins)
-    now = pricing.estimate({})
     arguments = [i for i, tensor in enumerate(one.graph.tensors) if tensor.kind == "argument"]
     arguments.sort(key=lambda i: -one.graph.tensors[i].nbytes)
-    known: dict[Any, tuple[Price, ...]] = {}
+    first: dict[Any, int] = {}
     for i in arguments:
-        key = pricing.kind(i)
-        if key not in known and len(known) < _MOST_KINDS:
-            found = pricing.prices(i, now)
-            known[key] = tuple(sorted(found, key=lambda price: price.seconds))
+        first.setdefault(pricing.kind(i), i)
+    priced = dict(itertools.islice(first.items(), _MOST_KINDS))
+    of_kind = pricing.all_of([*priced.values()])
+    known = dict(zip(priced, of_kind, strict=True))
     return {i: known.get(pricing.kind(i), ()) for i in arguments}
 
 
@@ -63,21 +63,20 @@ class _Pricing:
         places = places_of(tensors, self.one.layout, self.machine.sizes, at=[i])
         return tuple(places[i].items())
 
-    def prices(self, i: int, now: Estimate) -> Iterator[Price]:
-        tensor, own = self.one.graph.tensors[i], dict(self._own(i))
-        twins = [o for o, argument in self.twins if argument == i]
-        for places in _others(tensor, own, self.machine.sizes):
-            found = self.estimate(dict.fromkeys((i, *twins), places))
-            yield Price(
-                spec=_entries(places, tensor),
-                seconds=float(found.seconds - now.seconds),
-                nbytes=float(found.peak - now.peak),
-            )
-
-    def estimate(self, places: Mapping[int, _Places]) -> Estimate:
+    def all_of(self, arguments: Sequence[int]) -> Iterator[tuple[Price, ...]]:
+        """What other places of each argument cost, the cheapest first."""
         assert self.one.layout
-        fixed = Fixed.of({**self.fixed.to_dict(), **places})
-        return Estimator(self.one.graph, self.machine, fixed)(self.one.layout)
+        own = {i: [i, *(o for o, argument in self.twins if argument == i)] for i in arguments}
+        apart = {i for found in own.values() for i in found}
+        estimate = Estimator(self.one.graph, self.machine, self.fixed, apart)
+        now = estimate(self.one.layout)
+        for i, twins in own.items():
+            tensor, found = self.one.graph.tensors[i], []
+            for places in _others(tensor, dict(self._own(i)), self.machine.sizes):
+                other = estimate.keeping(dict.fromkeys(twins, places))(self.one.layout)
+                seconds, nbytes = other.seconds - now.seconds, other.peak - now.peak
+                found.append(Price(spec=_entries(places, tensor), seconds=seconds, nbytes=nbytes))
+            yield tuple(sorted(found, key=lambda price: price.seconds))
 
 
 def _entries(places: _Places, tensor: Tensor) -> Entries:

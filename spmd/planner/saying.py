@@ -7,6 +7,7 @@ order says nothing of the value, unless the axis may pass over the class.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+import copy
 from typing import Any, NamedTuple, TypeAlias
 
 from spmd.planner.layout import Layout
@@ -64,6 +65,13 @@ class Group:
         self._numbers: dict[Hashable, int] = {}
         self._said: dict[Hashable, int] = {}
 
+    def anew(self) -> Group:
+        """The same things, of which nothing was found out yet."""
+        found = copy.copy(self)
+        found.members = [one.anew() if isinstance(one, Group) else one for one in self.members]
+        found.known = {}
+        return found
+
     def key(self, said: Said) -> tuple[int, ...]:
         """Equal for layouts that say the same."""
         return tuple([self.number(*one) for one in said])
@@ -106,6 +114,12 @@ class Sayings:
     def __init__(self, groups: Iterable[Group]):
         self.groups = [*groups]
         self._known: dict[Hashable, list[int]] = {}
+
+    def anew(self) -> Sayings:
+        """The same groups, of which nothing was found out yet."""
+        found = copy.copy(self)
+        found.groups = [group.anew() for group in self.groups]
+        return found
 
     def keys(self, said: Said) -> Iterable[tuple[int, ...]]:
         """By group, its key."""

@@ -173,13 +173,14 @@ def entries_of(
     """Where all arguments and all outputs lie."""
     tensors = graph.tensors
     ends = [i for i, one in enumerate(tensors) if one.kind != "result"]
-    places = places_of(tensors, layout, sizes, fixed, ends)
-    rows = [
-        (tensors[i].kind, tuple(spec_entries(found, len(tensors[i].shape))))
-        for i, found in places.items()
-    ]
-    ins, outs = (tuple(e for kind, e in rows if kind == k) for k in ("argument", "output"))
-    return ins, outs
+    entries: dict[str, list[Entries]] = {"argument": [], "output": []}
+    known: dict[Any, Entries] = {}  # most of them have one of few places
+    for i, found in places_of(tensors, layout, sizes, fixed, ends).items():
+        key = *found.items(), len(tensors[i].shape)
+        if key not in known:
+            known[key] = tuple(spec_entries(found, len(tensors[i].shape)))
+        entries[tensors[i].kind].append(known[key])
+    return tuple(entries["argument"]), tuple(entries["output"])
 
 
 def planned(

@@ -50,6 +50,33 @@ def test_what_a_fixed_argument_costs(name):
     assert Estimator(found, sending(**MESH), fixed)(layout).exchange == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("name", KEPT)
+def test_what_another_place_costs_of_an_argument_that_is_apart(name):
+    """An estimate that was made without that place does not stand in its way."""
+    kept, order, expected = KEPT[name]
+    found = product()
+    estimate = Estimator(found, sending(**MESH), apart=[index(found, "a")])
+    layout = Layout.of({"data": [classes(found)[one] for one in order], "model": []})
+    assert estimate(layout).exchange == 0
+    other = estimate.keeping({index(found, "a"): kept})
+    assert other(layout).exchange == pytest.approx(expected)
+    assert estimate(layout).exchange == 0
+
+
+@pytest.mark.parametrize("name", ["gpt", "moe"])
+def test_what_is_apart_costs_no_less(name):
+    """Arguments of a kind of their own are estimated as those that share one are."""
+    found = graph_named(name)
+    arguments = [i for i, one in enumerate(found.tensors) if one.kind == "argument"]
+    plain = Estimator(found, sending(**MESH))
+    apart = Estimator(found, sending(**MESH), apart=arguments)
+    first, second, *_ = found.classes
+    for orders in ({"data": [], "model": []}, {"data": [first, second], "model": [second]}):
+        ours, own = plain(Layout.of(orders)), apart(Layout.of(orders))
+        assert (own.peak, own.compute) == pytest.approx((ours.peak, ours.compute))
+        assert own.exchange == pytest.approx(ours.exchange)
+
+
 def test_a_fixed_output_is_gathered():
     """The rows of a product that is wanted whole are sent to all."""
     found = product()

@@ -568,6 +568,23 @@ def test_shardy_is_asked_of_what_seems_better(monkeypatch, more, asked):
     assert [one.told is not None for one in looking.choices] == asked
 
 
+@pytest.mark.parametrize(("seconds", "asked"), [(1.4, True), (1.6, False)])
+def test_shardy_is_asked_of_another_mesh_that_is_near(monkeypatch, seconds, asked):
+    """Of each mesh some are timed, but where exchanges, which only add, would make up for none."""
+    monkeypatch.setattr(choosing, "_LOOKED_AT", 1)
+    first, second = ({"data": 4, "model": 2}, {"data": 2, "model": 4})
+    looking = looking_at(spmd.make_mesh(first), 1, "b", "f")
+    looking.choices *= 3
+    (one,) = looking_at(spmd.make_mesh(second), 1, "b", "f").choices
+    estimate = dataclasses.replace(one.estimate, compute=seconds)
+    looking.choices.append(dataclasses.replace(one, estimate=estimate))
+    monkeypatch.setattr(
+        looking, "_previewed", lambda one: dataclasses.replace(one, exchange=0.0, told=())
+    )
+    looking.preview()
+    assert [one.told is not None for one in looking.choices] == [True, True, False, asked]
+
+
 def test_equal_figures_are_compiled_later(monkeypatch):
     """Rows over one axis or the other are one program; over both they are not, though slower."""
     looking = looking_at(spmd.make_mesh({"data": 2, "model": 2}), 2, "b", "")

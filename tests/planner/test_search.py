@@ -252,3 +252,17 @@ def test_what_is_known_of_some_classes_holds_for_all_layouts(name):
             alone = Estimator(found, on)(layout)
             assert got.seconds == pytest.approx(alone.seconds)
             assert got.peak == pytest.approx(alone.peak)
+
+
+@pytest.mark.parametrize("name", ["mlp", "moe"])
+def test_an_estimate_goes_on_with_another_mesh(name):
+    """What was found for the first mesh is of that one alone."""
+    found = graph_named(name)
+    one, other = sending(data=4, model=2), sending(data=2, model=4)
+    first = Estimator(found, one)
+    layouts = [
+        Layout.of({"data": [a], "model": [b]}) for a, b in itertools.permutations(found.classes, 2)
+    ]
+    before = [first(layout) for layout in layouts]
+    assert [*map(first.on(other), layouts)] == [Estimator(found, other)(one) for one in layouts]
+    assert [*map(first, layouts)] == before
