@@ -176,11 +176,12 @@ def make_mesh(
     size = math.prod(sizes)
     if not 0 < size <= len(pool) or (-1 in axes.values() and size != len(pool)):
         raise explain("Mesh", [_size_failure(axes, pool, chosen=devices is not None)])
-    return Mesh(_grid(tuple(sizes), names, pool[:size]), names)
+    return Mesh(laid_out(tuple(sizes), pool[:size]), names)
 
 
-def _grid(sizes: tuple[int, ...], names: tuple[str, ...], pool: Sequence[Any]) -> Any:
+def laid_out(sizes: tuple[int, ...], pool: Sequence[Any]) -> Any:
     """Lays devices out as `jax.make_mesh` does, and also where that one gives up."""
+    names = tuple(f"axis{n}" for n in range(len(sizes)))
     types = (AxisType.Auto,) * len(names)
     try:
         return jax.make_mesh(sizes, names, axis_types=types, devices=pool).devices

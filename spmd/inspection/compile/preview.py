@@ -88,8 +88,18 @@ def preview(
     return previewed(lowered, wish, subject=subject)
 
 
-def previewed(lowered: Any, wish: Asked, *, subject: str, products: bool = True) -> Report:
-    """The prediction of a lowered function; without its products the time is of exchanges alone.
+def previewed(
+    lowered: Any, wish: Asked, *, subject: str, products: bool = True, timed_as: str = ""
+) -> Report:
+    """The prediction of a lowered function.
+
+    Args:
+        lowered: the function.
+        wish: what the user says of its time.
+        subject: the first words of a message.
+        products: whether the time is of its products too, and not of exchanges alone.
+        timed_as: the platform whose compiler is taken to make the exchanges that have a time, where
+            that is not the one of the function's devices.
 
     Raises:
         ReportError: as `preview` says.
@@ -112,6 +122,7 @@ def previewed(lowered: Any, wish: Asked, *, subject: str, products: bool = True)
             )
             raise explain(subject, [failure])
         found = read(done, platform)
+        timed = read(done, timed_as) if timed_as not in ("", platform) else found
         sizes = passes.axis_sizes(done)
         return Report(
             name=function_of(passes.name_of(module)),
@@ -126,7 +137,7 @@ def previewed(lowered: Any, wish: Asked, *, subject: str, products: bool = True)
             memory=None,
             predicted=True,
             prediction=target_of(platform).rules,
-            time=_time(lowered, found, sizes, devices, wish, products),
+            time=_time(lowered, timed, sizes, devices, wish, products),
             _origins=origins_later(lowered, found.collectives, subject=subject),
         )
 

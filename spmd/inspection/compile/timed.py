@@ -10,7 +10,7 @@ import numbers
 from typing import Any
 
 from spmd.errors import ArgumentError, Failure, ReportError, explain
-from spmd.inspection.compile.topology import rings_of
+from spmd.inspection.compile.topology import places_for, rings_of
 from spmd.inspection.hlo.calls import Modules
 from spmd.inspection.hlo.groups import expand_replica_groups
 from spmd.inspection.records.report import Collective
@@ -19,11 +19,12 @@ from spmd.inspection.shardy.exchanges import Exchanges
 from spmd.inspection.shardy.flops import Work, model_work
 from spmd.inspection.shardy.passes import module_of
 from spmd.inspection.timing.boxes import Boxes
-from spmd.inspection.timing.chips import Chip, chip_of, read_chip
+from spmd.inspection.timing.chips import Chip, chip_of, device_kind_of, read_chip
 from spmd.inspection.timing.clock import PREDICTED, Links, time_of
 from spmd.inspection.timing.torus import torus_of
 
 _RINGS = "the places of the chips are not known: each mesh axis is taken as a ring of its own"
+_SLICE = "the places of the chips are not known: taken as those that make_mesh gives on {}"
 _BESIDE = "no exchange is taken to run beside work, and main memory is left out"
 _NEIGHBOURS = "a permute is taken to send to the next device along its axes"
 _STAND_IN = "the CPU's compiler fuses, widens and orders otherwise than that of the chip"
@@ -251,13 +252,17 @@ def links_of(
         return None, ()
     coords = [getattr(device, "coords", None) or () for device in devices]
     known = all(coords) and bool(coords)
+    doubts: tuple[str, ...] = ()
     # Two devices of one place need a link on the chip, which another kind of chip may not have.
     if not known or (len({*map(tuple, coords)}) < len(coords) and not chip.on_chip):
         sizes = tuple(axis_sizes.values()) or (count,)
-        places = tuple(itertools.product(*map(range, sizes)))
-        rings = tuple(size > 2 for size in sizes)
-        return torus_of(sizes, rings, chip.link, 0.0, chip.hop, places), (_RINGS,)
-    places = [tuple(place) for place in coords]
+        name, devices = places_for(chip.name, device_kind_of(chip), sizes)
+        if not devices:
+            places = tuple(itertools.product(*map(range, sizes)))
+            rings = tuple(size > 2 for size in sizes)
+            return torus_of(sizes, rings, chip.link, 0.0, chip.hop, places), (_RINGS,)
+        doubts = (_SLICE.format(name),)
+    places = [tuple(device.coords) for device in devices]
     lowest = [min(column) for column in zip(*places, strict=True)]
     sizes = tuple(
         max(column) - low + 1 for column, low in zip(zip(*places, strict=True), lowest, strict=True)
@@ -269,4 +274,4 @@ def links_of(
         cores = [getattr(device, "core_on_chip", 0) for device in devices]
         places = [(*place, core) for place, core in zip(places, cores, strict=True)]
         sizes, rings = (*sizes, max(cores) + 1), (*rings, False)
-    return torus_of(sizes, rings, chip.link, chip.on_chip, chip.hop, tuple(places)), ()
+    return torus_of(sizes, rings, chip.link, chip.on_chip, chip.hop, tuple(places)), doubts

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from spmd import _jax
-from spmd._mesh import Mesh, make_mesh, show_mesh
+from spmd._mesh import Mesh, laid_out, make_mesh, show_mesh
 from spmd.errors import (
     ArgumentError,
     Failure,
@@ -222,6 +222,43 @@ def rings_of(kind: str, sizes: Sequence[int]) -> tuple[bool, ...]:
     return known.wrap(sizes) if known else (False,) * len(sizes)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where a device would be, as JAX's own devices tell it."""
+
+    id: int
+    coords: tuple[int, ...]
+    core_on_chip: int
+    device_kind: str
+    platform: str = "tpu"
+    process_index: int = 0
+    slice_index: int = 0
+
+
+@functools.lru_cache(maxsize=64)
+def places_for(kind: str, device_kind: str, sizes: tuple[int, ...]) -> tuple[str, Sequence[Place]]:
+    """The slice that a mesh of these sizes would be of, and its places in the order of the mesh.
+
+    It is the most compact one that hosts fill. Both are empty where there is none.
+
+    Args:
+        kind: of TPUs, such as ``v5e``.
+        device_kind: as JAX calls its devices.
+        sizes: of the mesh's axes.
+    """
+    known = _KINDS.get(kind)
+    chips, rest = divmod(math.prod(sizes), known.per_chip) if known else (0, 0)
+    shape = _compact(chips, known.dims) if known and chips and not rest else ()
+    if known is None or not shape:
+        return "", ()
+    three = (*shape, 1)[:3]
+    coords = (tuple(reversed(at)) for at in itertools.product(*map(range, reversed(three))))
+    at = itertools.product(coords, range(known.per_chip))
+    places = [Place(i, here, core, device_kind) for i, (here, core) in enumerate(at)]
+    grid = laid_out(sizes, places)
+    return f"{kind}:{_show(shape)}", tuple(grid.flat)
+
+
 def _devices_of(where: Any) -> Iterable[Any]:
     return np.asarray(getattr(where, "devices", where), dtype=object).flat
 
@@ -263,11 +300,11 @@ def _fix_of_type(kind: str, number: int) -> str:
     if known is None or not number or number % known.per_type or number > _MOST_CHIPS:
         return ""
     chips = number // known.per_type
-    shape = _compact(chips, known.dims)
+    shape = _show(_compact(chips, known.dims))
     return f"write {kind}:{shape}, which has {_count(chips, 'chip')}" if shape else ""
 
 
-def _compact(chips: int, dims: int) -> str:
+def _compact(chips: int, dims: int) -> tuple[int, ...]:
     """The most cube-like sizes of so many chips that hosts of 2x2 fill; empty if there are none."""
     divisors = [d for d in range(1, chips + 1) if chips % d == 0]
     rows = [
@@ -276,7 +313,7 @@ def _compact(chips: int, dims: int) -> str:
         if chips % math.prod(head) == 0
     ]
     fit = [row for row in rows if chips == 1 or all(size % 2 == 0 for size in row[:2])]
-    return _show(min(fit, key=lambda row: (sum(row), row))) if fit else ""
+    return min(fit, key=lambda row: (sum(row), row), default=())
 
 
 def _bad_sizes(kind: str, sizes: tuple[int, ...]) -> Failure | None:

@@ -190,6 +190,11 @@ def chip_of(device_kind: str) -> Chip | None:
     return CHIPS.get(_BY_DEVICE_KIND.get(device_kind, ""))
 
 
+def device_kind_of(chip: Chip) -> str:
+    """How JAX calls the devices of a chip; empty for one not known here."""
+    return next((kind for kind, name in _BY_DEVICE_KIND.items() if name == chip.name), "")
+
+
 def read_chip(given: Any, subject: str) -> Chip | None:
     """The chip that ``chip=`` means: a `Chip`, a name, or a file of ``spmd calibrate``.
 

@@ -8,13 +8,14 @@ from hardware import needs_libtpu
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 import numpy as np
 import pytest
 
 import spmd
 from spmd import PartitionSpec as P
 from spmd.inspection import CHIPS, Chip
+from spmd.inspection.compile.topology import places_for
 
 replace = dataclasses.replace
 
@@ -563,17 +564,64 @@ def test_a_preview_for_a_tpu():
 
 @needs_libtpu
 def test_a_preview_for_chips_of_two_devices():
-    """Two devices of a chip are in one place: a chip without a link on it has rings then."""
+    """Two devices of a chip are in one place: another kind of chip has places of its own."""
     mesh = spmd.topology("tpu7x:2x2x1", {"data": 4, "model": 2})
     f = spmd.pjit(lambda x, w: x @ w, (P("data", "model"), P("model")), P("data"), mesh=mesh)
     args = array(512, 1024), array(1024, 256)
     own = spmd.preview(f, *args).time
     assert (own.chip, own.source) == ("tpu7x", "predicted")
-    rings = "the places of the chips are not known: each mesh axis is taken as a ring of its own"
-    assert rings not in own.unknown
+    assert not any("places" in one for one in own.unknown)
     other = spmd.preview(f, *args, chip="v5e").time
-    assert rings in other.unknown
+    assert PLACES.format("v5e:2x4") in other.unknown
     assert other.exchange > 0
+
+
+# Places that are not known
+
+PLACES = "the places of the chips are not known: taken as those that make_mesh gives on {}"
+RINGS = "the places of the chips are not known: each mesh axis is taken as a ring of its own"
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    "name",
+    ["v5e:2x2", "v5e:2x4", "v5e:4x4", "v5e:16x16", "v6e:4x8", "v4:2x2x4", "v5p:2x2x1",
+     "v5p:4x4x4", "tpu7x:2x2x1", "tpu7x:2x2x4"],
+)  # fmt: skip
+def test_places_are_those_of_make_mesh(name):
+    """Devices that stand in are taken to lie as described ones do, whatever the axes."""
+    count = spmd.topology(name).size
+    for sizes in (count,), (2, count // 2), (count // 2, 2), (count // 4, 2, 2):
+        mesh = spmd.topology(name, dict(zip("abc", sizes, strict=False)))
+        found, places = places_for(name.partition(":")[0], mesh.devices.flat[0].device_kind, sizes)
+        assert found == name
+        own = [(tuple(one.coords), one.core_on_chip) for one in mesh.devices.flat]
+        assert [(one.coords, one.core_on_chip) for one in places] == own
+
+
+@needs_libtpu
+def test_stand_ins_have_the_links_of_a_slice():
+    """A sum takes as long on CPU devices, with the figures of a v5e, as on a slice of it."""
+    sizes = {"data": 4, "model": 2}
+    times = []
+    for mesh in spmd.make_mesh(sizes), spmd.topology("v5e:2x4", sizes):
+        f = spmd.pjit(lambda x, w: x @ w, (P(None, "data"), P("data")), P(), mesh=mesh)
+        args = array(512, 1024), array(1024, 256)
+        times.append(spmd.preview(f, *args, chip="v5e").time)
+    here, there = times
+    assert here.exchange == there.exchange > 0
+    assert [one for one in here.unknown if one not in there.unknown] == [PLACES.format("v5e:2x4")]
+
+
+@pytest.mark.parametrize(
+    ("chip", "count"),
+    [("v5e", 3), ("v5p", 2), ("tpu7x", 3), (replace(CHIPS["v5e"], name="mine"), 8)],
+)
+def test_without_a_slice_each_axis_is_a_ring(chip, count):
+    """No slice has three chips, and a chip that only its user knows has none."""
+    mesh = AbstractMesh((count,), ("x",))
+    f = spmd.pjit(jnp.sum, P("x"), P(), mesh=mesh)
+    assert RINGS in spmd.preview(f, array(24), chip=chip).time.unknown
 
 
 # Sums that are sent together
