@@ -339,14 +339,19 @@ class _Looking:
     def _previewed(self, one: Choice) -> Choice:
         ins = [one.ins[i] for i in one.kept]
         lowered = annotated(self.program.lowered(one.mesh), ins, one.outs, one.pins)
-        found = previewed(lowered, Asked(chip=self.chip), subject="plan", products=False)
+        found = self._preview(lowered, products=False)
         seconds = found.time.exchange if found.time else None
         return dataclasses.replace(one, exchange=seconds, told=found.collectives)
+
+    def _preview(self, lowered: stages.Lowered, *, products: bool) -> Report:
+        """What is sent, and the time of that as the chip's own compiler makes it."""
+        wish, timed_as = Asked(chip=self.chip), _platform_of(self.chip)
+        return previewed(lowered, wish, subject="plan", products=products, timed_as=timed_as)
 
     def add_written(self, written: Sequence[stages.Lowered]) -> None:
         """The program as its user wrote it."""
         for lowered in written if self.choices else ():
-            found = spmd.preview(lowered, chip=self.chip)
+            found = self._preview(lowered, products=True)
             if found.time:
                 estimate = Estimate(
                     compute=found.time.compute,
@@ -524,6 +529,11 @@ class _Looking:
             compiles=self.compiles,
             complete=self.complete,
         )
+
+
+def _platform_of(chip: Chip) -> str:
+    """What JAX calls the backend of a chip."""
+    return chip.name if chip.name == "cpu" else "gpu" if chip.box else "tpu"
 
 
 def _places_of_large(one: Choice) -> Any:

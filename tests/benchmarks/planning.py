@@ -1,7 +1,8 @@
 """The planner's answers beside those of experts, every figure against its target.
 
 Every line is printed as soon as it is known. Experts and plans are compiled for described hardware;
-on virtual CPU devices their programs have no time of their own, and that of a v5e stands in.
+what is planned on virtual CPU devices, whose programs have no time of their own, is compiled for
+the chips that they stand in for.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from spmd.inspection.records.sizes import parse_bytes
 
 from .plans import compiled, planned, published
 from .plans.cases import CASES, Case, built
-from .plans.compiled import Figures, is_fixed, place_of
+from .plans.compiled import Figures, hardware_of, is_fixed, place_of
 from .plans.outcome import Found, shape_of, table
 
 HEADER = f"{'':34} {'mesh':>6} {'ms':>9} {'GiB':>7}"
@@ -95,7 +96,7 @@ def _answer(case: Case, where: str, budget: str | None, seeds: bool, top: int) -
         seeds=seeds,
         top=top,
         axes=[*place.shape],
-        chip=compiled.STANDING_IN if fixed else None,
+        hardware=hardware_of(where) if fixed else None,
     )
 
 

@@ -344,7 +344,7 @@ def test_sums_that_no_product_waits_for_have_one_delay():
     assert found.exchange == pytest.approx(least, rel=0.01)
     # Each device has a part of what is summed over: the first sum comes before the second product.
     _, found = priced(lambda a, b, x: jnp.tanh(x @ a) @ b, args, {"data": ["x:1", "a:1"]}, on=on)
-    assert found.exchange >= 2 * delay
+    assert found.exchange > 1.5 * delay  # parts of the second sum may go around a ring
 
 
 def test_narrow_products_leave_units_empty():

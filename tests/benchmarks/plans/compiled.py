@@ -45,7 +45,9 @@ class Figures:
 
 
 STANDING_IN = "v5e"
-"""The chip whose figures are used for virtual CPU devices."""
+"""The chip that virtual CPU devices stand in for."""
+_SLICES = {4: "v5e:2x2", 8: "v5e:2x4", 16: "v5e:4x4"}
+"""By chips, their slice."""
 
 
 def is_fixed(where: str) -> bool:
@@ -62,6 +64,17 @@ def place_of(where: str, sizes: Mapping[str, int] | None = None) -> Any:
     names: list[str] = ["data", "model", "more"]
     axes = dict(zip(names, found, strict=False))
     return spmd.topology(f"cpu:{math.prod(found)}", axes)
+
+
+def hardware_of(where: str, sizes: Mapping[str, int] | None = None) -> Any:
+    """A mesh to compile for: of a topology its own, and of CPU devices that of what they stand for.
+
+    The chips have the axes that the CPU devices have.
+    """
+    if not is_fixed(where):
+        return place_of(where, sizes)
+    sizes = dict(place_of(where).shape)
+    return spmd.topology(_SLICES[math.prod(sizes.values())], sizes)
 
 
 def every_mesh(where: str) -> list[dict[str, int]]:
@@ -118,14 +131,14 @@ def compiled(case: Case, where: str, *, most: int = 0) -> Iterator[Figures]:
     """
     steps = list(itertools.chain(*(_steps(case, one, where, most) for one in case.experts)))
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        yield from threads.map(functools.partial(_figures, where=where), steps)
+        yield from threads.map(_figures, steps)
 
 
 def _steps(case: Case, expert: Expert, where: str, most: int) -> list[Any]:
     """The lowered steps of an expert that are worth compiling."""
     found = []
     for sizes in shapes(case, expert, where):
-        step = lowered(case, expert, place_of(where, sizes))
+        step = lowered(case, expert, hardware_of(where, sizes))
         found.append((expert, sizes, step))
     if 0 < most < len(found):
         found.sort(key=lambda one: _preview(one[2]))
@@ -137,7 +150,7 @@ def _preview(step: Any) -> float:
     return time.seconds if time else math.inf
 
 
-def _figures(of: tuple[Expert, Mapping[str, int], Any], *, where: str) -> Figures:
+def _figures(of: tuple[Expert, Mapping[str, int], Any]) -> Figures:
     expert, sizes, step = of
-    found = kept.figures(step, where, STANDING_IN if is_fixed(where) else None)
+    found = kept.figures(step)
     return Figures(expert=expert, sizes=sizes, **found)

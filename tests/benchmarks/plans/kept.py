@@ -23,13 +23,13 @@ _PACKAGES = "jax", "jaxlib", "libtpu"
 _SOURCES = "hlo", "timing"
 
 
-def figures(lowered: Any, where: str, chip: str | None) -> dict[str, Any]:
-    """Seconds, peak and wire bytes of a program on a place; empty where it does not fit."""
+def figures(lowered: Any) -> dict[str, Any]:
+    """Seconds, peak and wire bytes of a program; empty where it does not fit its hardware."""
     folder = os.environ.get(CACHE)
-    file = Path(folder, f"expert-{_key(lowered, where, chip)}.json") if folder else None
+    file = Path(folder, f"expert-{_key(lowered)}.json") if folder else None
     if file and file.exists():
         return json.loads(file.read_text())
-    found = _compiled(lowered, chip)
+    found = _compiled(lowered)
     if file:
         file.parent.mkdir(parents=True, exist_ok=True)
         whole = file.with_suffix(f".{os.getpid()}")
@@ -38,9 +38,9 @@ def figures(lowered: Any, where: str, chip: str | None) -> dict[str, Any]:
     return found
 
 
-def _compiled(lowered: Any, chip: str | None) -> dict[str, Any]:
+def _compiled(lowered: Any) -> dict[str, Any]:
     try:
-        report = spmd.report(lowered.compile(), chip=chip)
+        report = spmd.report(lowered.compile())
     except OutOfMemoryError:
         return {}
     return {
@@ -50,9 +50,10 @@ def _compiled(lowered: Any, chip: str | None) -> dict[str, Any]:
     }
 
 
-def _key(lowered: Any, where: str, chip: str | None) -> str:
+def _key(lowered: Any) -> str:
     found = hashlib.sha256(_reader())
-    for one in (lowered.as_text(), where, dict(lowered.mesh.shape), chip):
+    places = [(one.device_kind, one.coords) for one in lowered.mesh.devices.flat]
+    for one in (lowered.as_text(), places, dict(lowered.mesh.shape)):
         found.update(f"{one}\0".encode())
     return found.hexdigest()
 

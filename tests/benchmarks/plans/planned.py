@@ -8,6 +8,7 @@ from typing import Any
 
 import spmd
 
+from .compiled import STANDING_IN
 from .experts import BOTH
 
 
@@ -39,8 +40,8 @@ class Answer:
     Attributes:
         sizes: of the mesh that was chosen.
         predicted: seconds.
-        seconds: of the compiled program.
-        peak: bytes on a device, of the compiled program.
+        seconds: of the compiled program; where virtual CPU devices stand in, compiled for hardware.
+        peak: bytes on a device, of the same program.
         candidates: all that were looked at closely, the answer among them.
         searched: seconds of the search.
         tried: plans that it saw.
@@ -71,9 +72,11 @@ def answered(
     seeds: bool = True,
     top: int = 3,
     axes: Sequence[str] = BOTH,
-    chip: Any = None,
+    hardware: Any = None,
 ) -> Answer:
     """Plans a program.
+
+    What is planned on virtual CPU devices is compiled for the hardware that they stand in for, too.
 
     Args:
         function: that is planned.
@@ -84,23 +87,29 @@ def answered(
         seeds: whether experts are starts of the search.
         top: how many layouts are compiled.
         axes: names of the mesh axes.
-        chip: that virtual CPU devices stand in for.
+        hardware: the mesh that virtual CPU devices stand in for.
     """
+    chip = STANDING_IN if hardware is not None else None
     plan: Any = spmd.plan(
         function, *args, topology=where, axes=axes, memory=memory, top=top, seeds=seeds,
         chip=chip, progress=False, **options,
     )  # fmt: skip
-    if chip is not None:
-        return _standing_in(plan, spmd.pjit(function, plan=plan, **options).lower(*args), chip)
-    return _answer(plan, plan.seconds)
-
-
-def _standing_in(plan: Any, lowered: Any, chip: str) -> Answer:
-    """What a chip would take for the program of virtual CPU devices, as experts' times are."""
-    before, after = spmd.preview(lowered), spmd.report(lowered, chip=chip)
-    assert after.time is not None
-    found = _answer(plan, after.time.seconds)
-    return dataclasses.replace(found, wire=after.total.wire_bytes, told=before.total.wire_bytes)
+    if chip is None:
+        return _answer(plan, plan.seconds)
+    step = spmd.pjit(function, plan=plan, **options)
+    with where:
+        lowered = step.lower(*args)
+    before, after = spmd.preview(lowered), spmd.report(lowered)
+    with hardware:
+        found = spmd.report(step.lower(*args))
+    assert found.time
+    assert found.memory
+    return dataclasses.replace(
+        _answer(plan, found.time.seconds),
+        peak=found.memory.peak,
+        wire=after.total.wire_bytes,
+        told=before.total.wire_bytes,
+    )
 
 
 def _answer(plan: Any, seconds: float) -> Answer:
