@@ -295,6 +295,7 @@ def test_nothing_fits(capsys):
     assert err.startswith("spmd: plan of `step` finds no layout that fits.\n")
 
 
+@pytest.mark.slow
 def test_devices_of_this_machine(capsys, here):
     """With `--mesh` alone the devices that are here are planned for, and keep what is fixed."""
     fixed = ("--fix", "batch=P('data')", "--save", "plan.json")
@@ -329,6 +330,7 @@ def test_the_demo(here):
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @needs_libtpu
 def test_the_demo_on_a_slice(here):
     """For a described slice it is compiled, timed, and keeps to the memory that is given."""

@@ -153,7 +153,9 @@ def _objects():
     return len(gc.get_objects())
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [300, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.soak])]
+)
 def test_no_leak(count):
     """So many functions and objects, called and dropped, leave no more than a few do."""
 

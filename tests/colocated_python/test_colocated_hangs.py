@@ -51,7 +51,8 @@ def passes(case, **options):
     assert (out.splitlines()[-1], err) == ("passed", "")
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 8])
 def test_more_threads_than_room(devices):
     """Functions of 40 threads meet, though XLA has no thread for a program of each."""
     passes("more_threads_than_room", devices=devices)
@@ -85,7 +86,7 @@ def busy(loops=10):
 
 @pytest.mark.slow
 @pytest.mark.timeout(LONG + 120)  # ten busy loops beside it
-@pytest.mark.parametrize("devices", [8, 2])
+@pytest.mark.parametrize("devices", [8, pytest.param(2, marks=pytest.mark.soak)])
 def test_programs_with_consumers(devices):
     """Functions compute on all devices, while programs that need their results wait for them.
 

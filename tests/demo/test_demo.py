@@ -200,6 +200,7 @@ def test_parameters_are_reported_as_they_lie(report):
     assert (rows["embed"].bytes_total, rows["embed"].bytes_per_device) == (62 * 512, 62 * 512)
 
 
+@pytest.mark.slow
 def test_the_picture_says_which_device_holds_what(report):
     """Device 2i + j holds the columns of half j of block.up, whatever its row i."""
     ((name, picture),) = report[0].picture.pictures.items()
@@ -213,6 +214,7 @@ def test_the_picture_says_which_device_holds_what(report):
     assert [shard.devices for shard in picture.shards] == [(0, 2, 4, 6), (1, 3, 5, 7)]
 
 
+@pytest.mark.slow
 def test_collectives_equal_a_hand_count(report):
     """Gradients are summed over data, and four activations a layer over model, as in Megatron.
 
@@ -228,6 +230,7 @@ def test_collectives_equal_a_hand_count(report):
     assert totals["all-reduce", ("model",)].payload_bytes == 4 * 4 * 8 * 32 * 128 * 4 + 4 * 4
 
 
+@pytest.mark.slow
 def test_flops_equal_a_hand_count(report):
     """Three matrix products per weight, forward and backward, and those of the attention.
 
@@ -240,12 +243,14 @@ def test_flops_equal_a_hand_count(report):
     assert report[0].step.cost.flops == 3 * 2 * (tokens * weights + scores)
 
 
+@pytest.mark.slow
 def test_every_exchange_of_a_block_has_its_line(report):
     """What Megatron exchanges comes from the two lines that end in a product over the heads."""
     found = {one.source.function for one in report[0].step.collectives if one.in_loop}
     assert found == {"_attention", "_mlp"}
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_state_and_the_temporaries(report):
     """Arguments are parameters, two moments, two counters and a batch; outputs reuse the state."""
     memory = report[0].step.memory
@@ -255,6 +260,7 @@ def test_memory_is_that_of_the_state_and_the_temporaries(report):
     assert memory.peak == memory.arguments + memory.outputs - state + memory.temporaries
 
 
+@pytest.mark.slow
 def test_the_report_is_json(report):
     """The JSON form survives a round trip and says the losses and the totals."""
     data = json.loads(json.dumps(report[0].to_json()))
@@ -267,6 +273,7 @@ def test_the_report_is_json(report):
     assert data["peak_bytes_per_device"] == report[0].step.memory.peak
 
 
+@pytest.mark.slow
 def test_the_slip_is_found(report):
     """With a batch that nothing splits each of 4 devices computes all of it: the finding says so.
 
@@ -311,6 +318,7 @@ def test_the_fix_of_the_slip_repairs_it(trained, report):
     assert fixed.cost.flops == report[0].step.cost.flops
 
 
+@pytest.mark.slow
 def test_the_page_of_the_step_is_written(report):
     """The pages are those of the reports, and the last lines say where they are, unbroken."""
     report, out = report
@@ -370,6 +378,7 @@ def test_the_devices_of_the_machine(monkeypatch, capsys):
     assert asked == [8]
 
 
+@pytest.mark.slow
 def test_output_in_a_pipe_is_plain(report):
     """What is not a terminal gets no control characters, no long lines and no trailing blanks."""
     lines = report[1].split("\n")
@@ -548,7 +557,7 @@ def test_the_demo_learns_and_agrees_with_the_unsharded_run(tmp_path):
 @pytest.mark.parametrize(
     "args",
     [
-        ("--mesh", "model=2,data=2"),
+        pytest.param(("--mesh", "model=2,data=2"), marks=pytest.mark.soak),
         pytest.param(("--mesh", "data=8"), marks=pytest.mark.soak),
         pytest.param(("--mesh", "model=8"), marks=pytest.mark.soak),
         pytest.param(("--mesh", "data=2,model=8", "--devices", "16"), marks=pytest.mark.soak),

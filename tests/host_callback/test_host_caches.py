@@ -150,6 +150,7 @@ def test_each_process_runs_its_own_function(program, value, processes):
         assert found[program]["value"] == value.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["", ", later"])
 @pytest.mark.parametrize(
     "program", ["program", "called"] + ["shards"] * (jax.__version_info__ >= (0, 12))
@@ -498,6 +499,7 @@ def test_programs_that_die_while_the_main_thread_is_blocked():
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_300_programs():
     """Of 300 programs with a host function each, nothing is left."""
     assert left_of(_jitted, 300) == (0, 0, 0, 0)

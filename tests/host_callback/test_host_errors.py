@@ -655,12 +655,8 @@ def test_a_log_handler_that_raises():
 # The end of the process
 
 
-ASKED = ("at the result", "at the barrier", "nowhere")
-
-
-@pytest.mark.parametrize(
-    "asked", ["both", *(pytest.param(a, marks=pytest.mark.slow) for a in ASKED)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", ["both", "at the result", "at the barrier", "nowhere"])
 def test_exit_after_errors(asked):
     """After errors of every kind the process ends with code 0 and writes nothing more."""
     script = f"""

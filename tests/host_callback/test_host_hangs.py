@@ -48,7 +48,7 @@ def test_callbacks_on_eight_devices_never_hang(cores, layout, way, touch):
 @pytest.mark.slow
 @pytest.mark.parametrize("touch", ["touching", pytest.param("ignoring", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("layout", ["sharded", "replicated"])
+@pytest.mark.parametrize("layout", ["sharded", pytest.param("replicated", marks=pytest.mark.soak)])
 def test_table_of_hangs(layout, way, touch):
     """From 1 B to 256 MiB on 8 devices and two cores: all programs end, with all calls."""
     run_row(2, layout, way, touch, SIZES)

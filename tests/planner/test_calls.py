@@ -117,6 +117,7 @@ def test_pins_are_a_part_of_the_key(plan, args, mesh):
     assert "sharding_constraint" not in texts[1]
 
 
+@pytest.mark.slow
 def test_auto_beside_specs_keeps_them(args, mesh):
     """AUTO is a spec like any other: in a prefix, beside fixed ones, for arguments and results."""
     auto = pjit(
@@ -291,6 +292,7 @@ def test_the_code_of_auto_is_that_of_the_plan(args, mesh):
     ]
 
 
+@pytest.mark.slow
 def test_a_dropped_function_dies_with_its_plan(args, mesh):
     """Neither caches nor a plan that is kept hold a function with AUTO."""
 

@@ -344,6 +344,7 @@ def test_a_source_that_has_changed_is_not_believed(change, tmp_path):
     assert all(one.column is None for one in found.records)
 
 
+@pytest.mark.slow
 def test_other_programs_of_a_function(tmp_path):
     """Functions that are made anew, and methods, are marked where they stand in the source."""
     module = imported(
@@ -389,6 +390,7 @@ def test_code_that_does_not_bear_marks_is_left_alone():
     assert found.records == ()
 
 
+@pytest.mark.slow
 def test_a_time_limit():
     """After it no set is tried: all places of the plan are kept, and the note says so."""
     made = plan(coded.mlp_step, ARGS["mlp_step"], NEEDS_ONE)

@@ -115,6 +115,7 @@ def test_stand_ins_are_planned_as_hardware(sizes):
     )
 
 
+@pytest.mark.slow
 def test_what_a_compiler_adds_to_exchanges_counts(mesh, monkeypatch, tmp_path):
     """Where it sends thrice the bytes, two thirds of its exchanges are not predicted."""
     compiled = choose._compiled
@@ -396,6 +397,7 @@ def by_heads(count):
     return function, BATCH["x"], jax.ShapeDtypeStruct((D, count * 8), f32)
 
 
+@pytest.mark.slow
 def test_a_mesh_that_a_function_is_not_for_is_passed_over():
     """Six heads are for one, two or six devices; other meshes of eight are no answer."""
     require_libtpu()

@@ -197,6 +197,7 @@ def settled():
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_ten_thousand_rounds_do_not_grow():
     """10,000 functions, made, called and dropped, leave nothing behind."""
 

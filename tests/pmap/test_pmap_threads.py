@@ -99,10 +99,10 @@ def test_a_tap_calls_a_mapped_function():
     alone("from_taps")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "size"),
-    [("call", 1), pytest.param("call", 8, marks=pytest.mark.slow)]
-    + [pytest.param("io", size, marks=pytest.mark.slow) for size in (1, 8)],
+    [("call", 1), ("call", 8), ("io", 1), ("io", 8)],
 )
 def test_a_program_waits_for_a_mapped_function(way, size):
     """A host function that a program waits for runs mapped functions for their first time."""
@@ -147,7 +147,12 @@ def test_ten_thousand_rounds_in_threads():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("devices", "seconds"), [pytest.param(8, 60, marks=pytest.mark.soak), (2, 10), (1, 10)]
+    ("devices", "seconds"),
+    [
+        pytest.param(8, 60, marks=pytest.mark.soak),
+        (2, 10),
+        pytest.param(1, 10, marks=pytest.mark.soak),
+    ],
 )
 def test_stress(devices, seconds):
     """8 threads do everything at once: values are NumPy's, and at the end all counts are right."""

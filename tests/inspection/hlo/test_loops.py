@@ -35,6 +35,7 @@ def _simulate(first, limit, step, direction):
 SMALL = st.integers(-40, 40)
 
 
+@pytest.mark.slow
 @given(SMALL, SMALL, st.integers(-6, 6), st.sampled_from([*COMPARE]))
 @settings(max_examples=400, deadline=None)
 @example(0, 0, 0, "EQ")

@@ -28,6 +28,7 @@ def test_without_loops_a_second_round_changes_nothing(name):
     assert str(once) == str(twice)
 
 
+@pytest.mark.slow
 @given(st.text(min_size=1))
 @example('a"b')
 @example("\\")

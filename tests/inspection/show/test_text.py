@@ -310,6 +310,7 @@ def test_no_figure_is_cut(one, width):
         assert "unknown" in text if found.executions is None else f"{found.executions:,}" in text
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=15)
 @given(reports, st.integers(1, 59))
 def test_narrow_terminals(one, width):
