@@ -1503,6 +1503,7 @@ def test_loggers_are_named_after_their_modules(mesh, caplog):
             assert logger.name == name
 
 
+@pytest.mark.slow
 def test_profile_shows_the_call(mesh, tmp_path):
     """A profile has an event with the function's name around each call, fast or not."""
 

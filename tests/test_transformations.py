@@ -66,7 +66,7 @@ def draw(outer, count, part):
     run()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("outer", TRANSFORMATIONS)
 def test_two_transformations(outer):
     """`outer(inner(pjit(f)))` is `outer(inner(f))`, with all declared shardings, traced once."""

@@ -210,6 +210,7 @@ def _quick(monkeypatch):
     monkeypatch.setattr(calibrate, "_LARGEST", 256)
 
 
+@pytest.mark.slow
 def test_calibrate(quick, capsys, here):
     """It tells and writes the figures of this machine; the file is a chip for a report."""
     assert cli.main(["calibrate", "--json", "chip.json"]) == 0

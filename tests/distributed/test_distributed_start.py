@@ -75,6 +75,7 @@ def error(what, **rows):
     return "\n".join([f"DistributedError {SUBJECT} {what}.", *lines])
 
 
+@pytest.mark.slow
 def test_port_in_use():
     """Process 0 cannot listen where somebody else does."""
     with taken_port() as (port, _):

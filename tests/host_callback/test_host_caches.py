@@ -439,6 +439,7 @@ def test_host_functions_die_with_their_programs(make):
     assert left_of(make, 4) == (0, 0, 0, 0)
 
 
+@pytest.mark.slow
 def test_a_program_that_dies_in_a_thread_of_xla_needs_no_interpreter():
     """XLA drops what a program held without the GIL: at exit, to ask for it ends the process."""
     script = """

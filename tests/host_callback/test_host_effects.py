@@ -604,6 +604,7 @@ def test_import_changes_nothing(untouched):
     assert all(m.startswith("jax.") for m in untouched["before"]["hooks"])
 
 
+@pytest.mark.slow
 def test_programs_without_taps_keep_their_fast_path(untouched):
     """Also after taps have run, programs without them are the same and run no Python."""
     before, used = untouched["before"], untouched["used"]

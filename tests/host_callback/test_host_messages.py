@@ -623,6 +623,7 @@ def python(script, **environ):
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["TRUE"])
 def test_inline_by_environment(value):
     """SPMD_HOST_CALLBACK_INLINE makes eager calls inline, until `configure` says otherwise."""

@@ -117,7 +117,7 @@ def test_megatron_and_fsdp_are_what_their_papers_say():
     assert (found["up"], found["down"]) == (P(None, BOTH, None), P(None, None, BOTH))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_case_is_lowered_and_says_nothing_of_layouts(name):
     """What a planner gets has no constraint; with an expert's table there are some."""
@@ -127,7 +127,7 @@ def test_a_case_is_lowered_and_says_nothing_of_layouts(name):
     assert "sharding_constraint" in compiled.lowered(case, case.experts[-1], mesh).as_text()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_layouts_divide(name):
     """Each array of a case, as large as it is, is divided by each expert on each mesh."""

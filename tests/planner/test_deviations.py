@@ -240,6 +240,7 @@ def planned(mesh, function, args, **options):
     return spmd.plan(function, *args, mesh=mesh, **options)
 
 
+@pytest.mark.slow
 def test_an_mlp_with_adam_sends_what_was_predicted(mesh):
     """The plan of an MLP with Adam: the compiler's bytes are those of the preview, to 2%."""
     program = mlp(rows=16384, width=1024, hidden=4096)

@@ -264,6 +264,7 @@ TPU_EXCEPTIONS = {
 }
 
 
+@pytest.mark.slow
 def test_hand_counts_for_tpu():
     """For a described TPU the bytes by axis are the hand count's, and the backend is known."""
     require_libtpu()

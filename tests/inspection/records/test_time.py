@@ -363,6 +363,7 @@ def test_shares_are_written(share, text):
     assert show_share(share) == text
 
 
+@pytest.mark.slow
 def test_names_are_where_users_look():
     """Records, chips and `calibrate` are in `spmd.inspection`, without JAX until it is needed."""
     code = (

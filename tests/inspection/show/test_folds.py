@@ -86,6 +86,7 @@ def begins(path, with_this):
     return path[: len(with_this)] == with_this
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(st.dictionaries(paths, st.sampled_from([0, 1]), max_size=12))
 def test_rows_are_exact(given_paths):

@@ -205,6 +205,7 @@ def test_spellings_of_a_line():
     assert [text.plain for text in terminal.source_cell(None)] == ["no line"]
 
 
+@pytest.mark.slow
 def test_rich_is_loaded_when_something_is_drawn():
     """Records, JSON, traces and differences come without rich; drawing loads it."""
     code = (
@@ -296,6 +297,7 @@ def test_any_report_fits_any_width(one, width, all_frames):
         assert line.isprintable()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(reports, st.integers(60, 200))
 def test_no_figure_is_cut(one, width):
