@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from spmd.inspection.findings.batch import batch_finding, unsplit_batches
+from spmd.inspection.findings.recomputed import recomputations
 from spmd.inspection.findings.rematerialization import Rematerialization
 from spmd.inspection.findings.values import Place, name_of, value_findings, whole_arguments
 from spmd.inspection.findings.work import Made, Repeated, Work, made_by, work_finding
@@ -396,10 +397,15 @@ def _buffer_shapes(program: Program) -> set[Shape]:
     return {shape for text in types for shape in parse_shapes(text)}
 
 
+def _recomputations(program: Program) -> Iterator[Finding]:
+    return recomputations(program.modules)
+
+
 RULES = (
     _ignored_constraints,
     _moved_arguments,
     _unused_donations,
     _collectives_in_loops,
     _rematerializations,
+    _recomputations,
 )

@@ -360,6 +360,7 @@ FINDINGS = {
     "replicated-residual": "a value that the backward pass needs is whole on every device",
     "replicated-value": "a large value is whole on every device",
     "full-rematerialization": "a value is gathered whole, only to be split otherwise",
+    "recomputed": "the compiler makes values again to make room in memory",
     "collective-in-loop": "a loop exchanges the same values each time",
     "uneven-split": "a split needs padding",
     "unused-donation": "a donated argument is not used again",
@@ -382,7 +383,7 @@ class Finding:
         facts: what is known, a sentence each.
         fix: what to write instead.
         flops: that each device computes in one call though others compute the same, and would not
-            if the work were split.
+            if the work were split; or that it computes again.
     """
 
     kind: str
