@@ -249,8 +249,8 @@ def places_for(kind: str, device_kind: str, sizes: tuple[int, ...]) -> tuple[str
     known = _KINDS.get(kind)
     chips, rest = divmod(math.prod(sizes), known.per_chip) if known else (0, 0)
     shape = _compact(chips, known.dims) if known and chips and not rest else ()
-    if known is None or not shape:
-        return "", ()
+    if known is None or not shape or (known.ring and max(shape) > known.ring):
+        return "", ()  # a slice is no larger than a pod
     three = (*shape, 1)[:3]
     coords = (tuple(reversed(at)) for at in itertools.product(*map(range, reversed(three))))
     at = itertools.product(coords, range(known.per_chip))

@@ -615,13 +615,13 @@ def test_stand_ins_have_the_links_of_a_slice():
 
 @pytest.mark.parametrize(
     ("chip", "count"),
-    [("v5e", 3), ("v5p", 2), ("tpu7x", 3), (replace(CHIPS["v5e"], name="mine"), 8)],
+    [("v5e", 3), ("v5p", 2), ("tpu7x", 3), ("v5e", 512), (replace(CHIPS["v5e"], name="mine"), 8)],
 )
 def test_without_a_slice_each_axis_is_a_ring(chip, count):
-    """No slice has three chips, and a chip that only its user knows has none."""
+    """No slice has three chips, or 512 of a v5e; a chip that only its user knows has none."""
     mesh = AbstractMesh((count,), ("x",))
     f = spmd.pjit(jnp.sum, P("x"), P(), mesh=mesh)
-    assert RINGS in spmd.preview(f, array(24), chip=chip).time.unknown
+    assert RINGS in spmd.preview(f, array(24 * count), chip=chip).time.unknown
 
 
 # Sums that are sent together
