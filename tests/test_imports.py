@@ -398,7 +398,7 @@ def cases_of(count, few, **options):
 
 @pytest.mark.parametrize(
     ("count", "few", "kept"),
-    [(1, 1, [0]), (5, 1, [0]), (7, 3, [0, 2, 4]), (4, 2, [0, 2]), (3, 9, [0, 1, 2])],
+    [(1, 1, [0]), (5, 0, []), (5, 1, [0]), (7, 3, [0, 2, 4]), (4, 2, [0, 2]), (3, 9, [0, 1, 2])],
 )
 def test_few_cases_of_a_test_run_by_default(request, count, few, kept):
     """Of each test with the mark `few` so many cases stay, spread evenly; other tests all stay."""

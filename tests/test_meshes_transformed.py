@@ -90,7 +90,7 @@ MESHES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.few(0)
 @pytest.mark.parametrize("name", MESHES)
 def test_mesh(name):
     """On any part of the devices, in any order and shape, every transformation is right."""

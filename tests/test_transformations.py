@@ -162,7 +162,7 @@ def _rematerialized(x, w):
     return {"y": with_sharding_constraint(jnp.tanh(x * w), P("model")).sum(axis=0) ** 2}
 
 
-@pytest.mark.slow
+@pytest.mark.few(0)
 @pytest.mark.parametrize("fun", [_loss, _scanned, _branching, _rematerialized])
 def test_second_derivatives_by_finite_differences(fun, mesh):
     """First and second derivatives, forward and reverse, are limits of difference quotients."""

@@ -130,7 +130,7 @@ def test_pmap(tmp_path, processes, devices):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.few(0)
 @pytest.mark.parametrize(("processes", "devices"), RUNS)
 def test_many_in_flight(tmp_path, processes, devices):
     """A loop that waits for nothing ends, however it calls: 33 in flight at once never do."""
@@ -175,7 +175,7 @@ def test_many_in_flight(tmp_path, processes, devices):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.few(0)
 @pytest.mark.parametrize(("processes", "devices"), RUNS)
 def test_host_callbacks(tmp_path, processes, devices):
     """A process gets the taps of its own devices, in order; a call gets its own shards."""

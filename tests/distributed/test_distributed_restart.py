@@ -65,7 +65,7 @@ def curve():
     return losses
 
 
-@pytest.mark.slow
+@pytest.mark.few(0)
 @pytest.mark.parametrize(("processes", "devices", "mesh"), [(2, 4, "2x4"), (4, 2, "4x2")])
 def test_restart(tmp_path, processes, devices, mesh):
     """One of two processes is killed in training; the restart continues the same loss curve."""

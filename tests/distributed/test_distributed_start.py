@@ -311,7 +311,7 @@ def test_twice_and_shutdown(tmp_path):
     assert run.said == [f"{SUBJECT} was called before.\n  fix       call it once\n[0, 1]"] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.few(0)
 @pytest.mark.parametrize("end", ["d.shutdown()", ""])
 @pytest.mark.parametrize(("local", "used"), [(4, 4), (4, 1), (1, 1)])
 def test_what_was_started_is_ended_first(tmp_path, local, used, end):

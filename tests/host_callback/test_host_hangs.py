@@ -45,16 +45,16 @@ def test_callbacks_on_eight_devices_never_hang(cores, layout, way, touch):
     run_row(cores, layout, way, touch, SMALL)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("touch", ["touching", pytest.param("ignoring", marks=pytest.mark.soak)])
+@pytest.mark.few(0)
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("touch", ["touching", pytest.param("ignoring", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("layout", ["sharded", pytest.param("replicated", marks=pytest.mark.soak)])
 def test_table_of_hangs(layout, way, touch):
     """From 1 B to 256 MiB on 8 devices and two cores: all programs end, with all calls."""
     run_row(2, layout, way, touch, SIZES)
 
 
-@pytest.mark.slow
+@pytest.mark.few(0)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", ["sharded", pytest.param("replicated", marks=pytest.mark.soak)])
 def test_table_of_hangs_on_one_core(layout, way):

@@ -650,7 +650,7 @@ CHECKS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.few(0)
 @pytest.mark.parametrize("way", mainly(CHECKS))
 def test_random_programs(way):
     """A random program of taps, calls and control flow calls the host as Python runs it."""

@@ -342,7 +342,7 @@ def _brute_force(mesh, budget, sizes):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.few(0)
 @pytest.mark.parametrize(
     ("budget", "start"),
     [(3_000, 4), (3_000, 96), (9_000, 28), (700, 64)],
