@@ -54,7 +54,7 @@ def recomputations(modules: Modules) -> Iterator[Finding]:
 
 
 def _is_made_again(one: Instruction) -> bool:
-    return one.opcode not in _PARTS and _AGAIN.fullmatch(one.name) is not None
+    return ".remat" in one.name and one.opcode not in _PARTS and bool(_AGAIN.fullmatch(one.name))
 
 
 _PARTS = ("bitcast", "get-tuple-element", "tuple")
