@@ -6,5 +6,6 @@ In the order of reading:
 - `values`: arguments that are whole, and values between them and results.
 - `batch`: batches that are not split.
 - `work`: products that devices compute alike.
+- `recomputed`: what a compiler makes again for want of memory.
 - `rematerialization`: what the partitioner warns of.
 """
