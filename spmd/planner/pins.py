@@ -41,17 +41,6 @@ class Way(NamedTuple):
     free: bool = False
 
 
-def pins_of(
-    graph: Graph,
-    layout: Layout,
-    sizes: Mapping[str, int],
-    fixed: Fixed | None = None,
-    way: Way | None = None,
-) -> tuple[Pin, ...]:
-    """What a layout says of each operation that is pinned; arguments may have fixed places."""
-    return Pinned(graph, fixed).pins(layout, sizes, way or Way())
-
-
 class Pinned:
     """The operations of a program that plans pin, and which of them all layouts pin alike.
 

@@ -11,6 +11,7 @@ from spmd.inspection.timing.chips import CHIPS
 from spmd.inspection.timing.torus import Transfer
 from spmd.planner.estimate import Machine
 from spmd.planner.graph import graph_of
+from spmd.planner.pins import Pinned, Way
 from spmd.planner.verify import Program
 
 
@@ -51,6 +52,11 @@ def read(program, **sizes):
     """A program as a plan sees it."""
     mesh = spmd.make_mesh(sizes or {"data": 4, "model": 2})
     return graph_of(module_of(program.lowered(mesh), subject="plan"), subject="plan")
+
+
+def pins_of(found, layout, sizes, fixed=None, way=None):
+    """What a layout says of each operation that plans pin."""
+    return Pinned(found, fixed).pins(layout, sizes, way or Way())
 
 
 def classes(found):

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from planned_programs import f32, ints, mlp
+from planned_programs import f32, ints, mlp, pins_of
 import pytest
 
 import spmd
@@ -16,7 +16,6 @@ from spmd.planner.estimate import Estimator
 from spmd.planner.experts import experts
 from spmd.planner.graph import graph_of
 from spmd.planner.machine import Machine
-from spmd.planner.pins import pins_of
 from spmd.planner.search import Rules, search
 from spmd.planner.verify import Program, entries_of, planned
 

@@ -6,7 +6,7 @@ import random
 
 import jax
 import jax.numpy as jnp
-from planned_programs import classes, f32, ints, read, sending
+from planned_programs import classes, f32, ints, pins_of, read, sending
 import pytest
 
 import spmd
@@ -16,7 +16,6 @@ from spmd.inspection.timing.chips import CHIPS
 from spmd.planner.estimate import Estimator
 from spmd.planner.layout import Fixed, Layout
 from spmd.planner.machine import Machine
-from spmd.planner.pins import pins_of
 from spmd.planner.verify import Program, entries_of, planned
 
 MESH = {"data": 4, "model": 2}

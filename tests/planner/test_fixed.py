@@ -3,14 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from planned_programs import classes, f32, gpt, graph_named, mlp, read, sending
+from planned_programs import classes, f32, gpt, graph_named, mlp, pins_of, read, sending
 import pytest
 
 import spmd
 from spmd import P
 from spmd.planner.estimate import Estimator
 from spmd.planner.layout import Fixed, Layout, places_of, spec_of
-from spmd.planner.pins import pins_of
 from spmd.planner.search import Rules, search
 from spmd.planner.verify import Program, entries_of, planned
 

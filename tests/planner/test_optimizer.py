@@ -6,7 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-from planned_programs import classes, graph_named, mlp, read, sending
+from planned_programs import classes, graph_named, mlp, pins_of, read, sending
 import pytest
 
 import spmd
@@ -15,7 +15,6 @@ from spmd.planner.estimate import Estimator
 from spmd.planner.experts import experts
 from spmd.planner.layout import Layout
 from spmd.planner.optimizer import outputs_of
-from spmd.planner.pins import pins_of
 from spmd.planner.verify import Program, entries_of, planned
 
 MESH = {"data": 4, "model": 2}

@@ -8,6 +8,7 @@ from hardware import WITHOUT_LIBTPU
 import jax
 import jax.numpy as jnp
 import numpy as np
+from planned_programs import pins_of
 import pytest
 
 import spmd
@@ -21,7 +22,7 @@ from spmd.planner.choose import Choice, choose
 from spmd.planner.estimate import Estimate, Estimator, Machine
 from spmd.planner.graph import graph_of
 from spmd.planner.layout import Layout
-from spmd.planner.pins import MisfitError, Way, pins_of
+from spmd.planner.pins import MisfitError, Way
 from spmd.planner.search import Candidate, Rules, search
 from spmd.planner.verify import Program, entries_of, pinned, planned
 

@@ -4,14 +4,13 @@ from hardware import WITHOUT_LIBTPU
 import jax
 import jax.numpy as jnp
 import numpy as np
-from planned_programs import classes, f32
+from planned_programs import classes, f32, pins_of
 import pytest
 
 import spmd
 from spmd import P
 from spmd.inspection.shardy import passes
 from spmd.planner.layout import Layout
-from spmd.planner.pins import pins_of
 from spmd.planner.sums import regroup
 from spmd.planner.verify import Program, entries_of, planned
 

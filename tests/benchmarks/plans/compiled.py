@@ -14,6 +14,8 @@ from typing import Any
 import jax
 
 import spmd
+from spmd.inspection.compile.topology import places_for
+from spmd.inspection.timing.chips import CHIPS, device_kind_of
 
 from . import kept
 from .cases import Case
@@ -46,8 +48,6 @@ class Figures:
 
 STANDING_IN = "v5e"
 """The chip that virtual CPU devices stand in for."""
-_SLICES = {4: "v5e:2x2", 8: "v5e:2x4", 16: "v5e:4x4"}
-"""By chips, their slice."""
 
 
 def is_fixed(where: str) -> bool:
@@ -74,7 +74,9 @@ def hardware_of(where: str, sizes: Mapping[str, int] | None = None) -> Any:
     if not is_fixed(where):
         return place_of(where, sizes)
     sizes = dict(place_of(where).shape)
-    return spmd.topology(_SLICES[math.prod(sizes.values())], sizes)
+    kind = device_kind_of(CHIPS[STANDING_IN])
+    name, _ = places_for(STANDING_IN, kind, tuple(sizes.values()))
+    return spmd.topology(name, sizes)
 
 
 def every_mesh(where: str) -> list[dict[str, int]]:
