@@ -87,7 +87,8 @@ class Choice:
         estimate: of the first tier; for a program as it was written that of the preview, which
             knows no peak.
         exchange: seconds of exchanges, as Shardy makes them; None before it did.
-        told: the exchanges as Shardy makes them; None before it did.
+        told: the exchanges as Shardy makes them for the chip, or for the compiler that was asked;
+            None before it did.
         report: of the compiled program; None for one that was not compiled.
         failure: what the compiler said of a program that it refused.
         needed: bytes that a refused program needs, where the compiler says it.
@@ -339,19 +340,14 @@ class _Looking:
     def _previewed(self, one: Choice) -> Choice:
         ins = [one.ins[i] for i in one.kept]
         lowered = annotated(self.program.lowered(one.mesh), ins, one.outs, one.pins)
-        found = self._preview(lowered, products=False)
+        found = previewed(lowered, Asked(chip=self.chip), subject="plan", products=False)
         seconds = found.time.exchange if found.time else None
         return dataclasses.replace(one, exchange=seconds, told=found.collectives)
-
-    def _preview(self, lowered: stages.Lowered, *, products: bool) -> Report:
-        """What is sent, and the time of that as the chip's own compiler makes it."""
-        wish, timed_as = Asked(chip=self.chip), _platform_of(self.chip)
-        return previewed(lowered, wish, subject="plan", products=products, timed_as=timed_as)
 
     def add_written(self, written: Sequence[stages.Lowered]) -> None:
         """The program as its user wrote it."""
         for lowered in written if self.choices else ():
-            found = self._preview(lowered, products=True)
+            found = previewed(lowered, Asked(chip=self.chip), subject="plan")
             if found.time:
                 estimate = Estimate(
                     compute=found.time.compute,
@@ -469,8 +465,11 @@ class _Looking:
         if one.told is None:
             one = self._previewed(one)
         self.compiles += 1
-        start = time.monotonic()
         lowered = one.written or planned(self.program, one.mesh, one.ins, one.outs, one.pins)
+        if one.is_stand_in:  # its compiler is asked for bytes, which are others than the chip's
+            told = previewed(lowered, Asked(), subject="plan").collectives
+            one = dataclasses.replace(one, told=told)
+        start = time.monotonic()
         try:
             self.choices[i] = _compiled(one, lowered, self.chip)
         finally:
@@ -529,11 +528,6 @@ class _Looking:
             compiles=self.compiles,
             complete=self.complete,
         )
-
-
-def _platform_of(chip: Chip) -> str:
-    """What JAX calls the backend of a chip."""
-    return chip.name if chip.name == "cpu" else "gpu" if chip.box else "tpu"
 
 
 def _places_of_large(one: Choice) -> Any:

@@ -21,7 +21,7 @@ from spmd.inspection.shardy.flops import Work, device_work
 from spmd.inspection.shardy.propagation import propagate
 from spmd.inspection.shardy.targets import target_of
 from spmd.inspection.shardy.why import function_of, origins_later
-from spmd.inspection.timing.chips import chip_of
+from spmd.inspection.timing.chips import chip_of, platform_of
 
 PASSES = (
     passes.PROPAGATION,
@@ -43,15 +43,17 @@ def preview(
     """Predict the collectives of a function without compiling it.
 
     Shardy propagates the shardings and makes every exchange explicit that they demand. Those are
-    changed by the rules that are known of the compiler of the mesh's devices, for CPU and TPU:
-    `Report.prediction` says which. What else the compiler does is not in it: it combines and moves
+    changed by the rules that are known of the compiler of the mesh's devices, or of the chip that
+    is named, for CPU and TPU: `Report.prediction` says which. What else the compiler does is not in it: it combines and moves
     exchanges, and replaces some by others.
 
     Args:
         f: a function of `spmd.pjit` or `jax.jit`, or what one of them was traced or lowered to.
         *args: what the function is called with; none for a stage.
         mesh: the mesh to lower for; by default the current one or the function's own.
-        chip: whose figures `Report.time` is to use, as `report` takes it.
+        chip: that the program is to run on, where the mesh has other devices, such as CPUs: the
+            exchanges are those of its compiler, and `Report.time` uses its figures. As `report`
+            takes it.
         model_flops: of one call on all devices, for the MFU, as `report` takes it.
         **kwargs: keyword arguments of the call.
 
@@ -88,18 +90,14 @@ def preview(
     return previewed(lowered, wish, subject=subject)
 
 
-def previewed(
-    lowered: Any, wish: Asked, *, subject: str, products: bool = True, timed_as: str = ""
-) -> Report:
+def previewed(lowered: Any, wish: Asked, *, subject: str, products: bool = True) -> Report:
     """The prediction of a lowered function.
 
     Args:
         lowered: the function.
-        wish: what the user says of its time.
+        wish: what the user says of its chip and time.
         subject: the first words of a message.
         products: whether the time is of its products too, and not of exchanges alone.
-        timed_as: the platform whose compiler is taken to make the exchanges that have a time, where
-            that is not the one of the function's devices.
 
     Raises:
         ReportError: as `preview` says.
@@ -107,7 +105,8 @@ def previewed(
     module = passes.module_of(lowered, subject=subject)
     count = passes.count_devices(module)
     devices = _devices(lowered)
-    platform = devices[0].platform if devices else "any backend"
+    backend = devices[0].platform if devices else "any backend"
+    platform = platform_of(wish.chip) if wish.chip else backend
     kind = devices[0].device_kind if devices else ""
     done = passes.run(module, PASSES, subject=subject)
     with module.context:
@@ -122,11 +121,10 @@ def previewed(
             )
             raise explain(subject, [failure])
         found = read(done, platform)
-        timed = read(done, timed_as) if timed_as not in ("", platform) else found
         sizes = passes.axis_sizes(done)
         return Report(
             name=function_of(passes.name_of(module)),
-            backend=platform,
+            backend=backend,
             device_kind=kind,
             stand_in=False,
             mesh=sizes,
@@ -137,7 +135,7 @@ def previewed(
             memory=None,
             predicted=True,
             prediction=target_of(platform).rules,
-            time=_time(lowered, timed, sizes, devices, wish, products),
+            time=_time(lowered, found, sizes, devices, wish, products),
             _origins=origins_later(lowered, found.collectives, subject=subject),
         )
 

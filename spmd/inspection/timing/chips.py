@@ -195,6 +195,11 @@ def device_kind_of(chip: Chip) -> str:
     return next((kind for kind, name in _BY_DEVICE_KIND.items() if name == chip.name), "")
 
 
+def platform_of(chip: Chip) -> str:
+    """What JAX calls the backend of a chip; one that `calibrate` measured has its device's name."""
+    return chip.name if chip.name == "cpu" else "gpu" if chip.box else "tpu"
+
+
 def read_chip(given: Any, subject: str) -> Chip | None:
     """The chip that ``chip=`` means: a `Chip`, a name, or a file of ``spmd calibrate``.
 
