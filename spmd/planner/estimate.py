@@ -378,7 +378,8 @@ class Estimator:
             n if self.given[i] or n > self.machine.near else 0.0
             for i, n in zip(one.tensors, nbytes, strict=True)
         ]
-        moving = self.machine.moving(_traffic(one, far))
+        moved = self.machine.feeding if one.flops else self.machine.moving
+        moving = moved(_traffic(one, far))
         computing = product.seconds() if one.flops else 0.0
         compute, memory = (computing, 0.0) if computing >= moving else (0.0, moving)
         if after and not product.is_large:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 import functools
 import math
+from typing import NamedTuple
 
 from spmd.inspection.hlo.groups import expand_replica_groups
 from spmd.inspection.timing.chips import Chip
@@ -21,11 +22,36 @@ _AHEAD, _BESIDE = 0.9, 0.35
 for them: the schedules of libtpu for steps of transformers hide between a quarter and a half."""
 _LANES = 8 * 128
 """Of a vector unit."""
-_SLOTS = 1.5
-"""Steps that a lane takes in a cycle: it has four units (S), which are not always all busy."""
-_POPS = 10
-"""Cycles after which the matrix units give the next result for each lane: that many libtpu counts
-for a product that sums over little, such as scores of attention."""
+
+
+class _Counted(NamedTuple):
+    """What libtpu counts for a generation of chips, and does on it: found by compiling for each.
+
+    Attributes:
+        slots: steps that a lane takes in a cycle: it has four units (S), which are not always all
+            busy, and on some bf16 is two at a time.
+        pops: cycles after which the matrix units give the next result for each lane, of a product
+            that sums over little, such as scores of attention.
+        is_near: whether results of products stay in vector memory.
+        fed: the share of the bandwidth of main memory that products of few rows reach.
+        start: seconds before such a product begins.
+        hides: whether gathers start ahead of their use.
+    """
+
+    slots: float = 1.5
+    pops: float = 10.0
+    is_near: bool = True
+    fed: float = REACHED
+    start: float = 0.0
+    hides: bool = False
+
+
+_COUNTED = {
+    "v5e": _Counted(hides=True),
+    "v5p": _Counted(is_near=False, fed=0.62, start=1.7e-6),
+    "v6e": _Counted(slots=4.0, pops=2.3),
+    "tpu7x": _Counted(slots=2.5, pops=4.1, is_near=False, fed=0.8, start=0.9e-6),
+}
 
 
 class Machine:
@@ -45,7 +71,9 @@ class Machine:
         self.chip = chip
         self.sizes = dict(sizes)
         self.count = math.prod(sizes.values())
-        self.near, self.room = (_NEAR, _ROOM) if chip.vmem else (0, 0)
+        self._counted = _COUNTED.get(chip.name, _Counted())
+        is_near = chip.vmem and self._counted.is_near
+        self.near, self.room = (_NEAR, _ROOM) if is_near else (0, 0)
         self._links = links
         self._line = functools.cache(self._measured)
 
@@ -81,24 +109,26 @@ class Machine:
         """Seconds in which main memory moves bytes."""
         return nbytes / (REACHED * self.chip.hbm)
 
+    def feeding(self, nbytes: float) -> float:
+        """Seconds in which main memory moves what a product reads and writes there."""
+        counted = self._counted
+        return counted.start + nbytes / (counted.fed * self.chip.hbm) if nbytes else 0.0
+
     def stepping(self, steps: float) -> float:
         """Seconds in which the vector units take steps, each for one element."""
         if not self.chip.multipliers:
             return 0.0
-        return steps / (_SLOTS * self._lanes)
+        return steps / (self._counted.slots * self._lanes)
 
     def hidden(self, gathers: float, work: float) -> float:
-        """Seconds of gathers that go on beside work, where a compiler starts them ahead of it.
-
-        libtpu does so for v5e alone: found by compiling for v4, v5e, v5p and v6e.
-        """
-        return min(_AHEAD * gathers, _BESIDE * work) if self.chip.name == "v5e" else 0.0
+        """Seconds of gathers that go on beside work, where a compiler starts them ahead of it."""
+        return min(_AHEAD * gathers, _BESIDE * work) if self._counted.hides else 0.0
 
     def popping(self, elements: float) -> float:
         """Seconds in which matrix units give so many results, however little each of them sums."""
         if not self.chip.multipliers:
             return 0.0
-        return elements * _POPS / self._lanes
+        return elements * self._counted.pops / self._lanes
 
     @property
     def _lanes(self) -> float:

@@ -428,6 +428,31 @@ def test_small_values_are_in_vector_memory():
     assert priced(f, args, {})[1].peak > ends
 
 
+def test_products_of_a_v5p_are_fed_from_main_memory():
+    """What lies between them is in main memory, each has to begin, and its bytes take longer."""
+
+    def f(x, a, b):
+        return jnp.sum(x @ a @ b)
+
+    args = (f32(512, 512), f32(512, 512), f32(512, 512))
+    matrix = 512 * 512 * F32
+    slow = {"hbm": 1e9, "vmem": 1e12}
+    _, near = priced(f, args, {}, on=tpu(**slow))
+    _, far = priced(f, args, {}, on=tpu(name="v5p", **slow))
+    assert near.memory == pytest.approx(3 * matrix / (0.83 * 1e9), rel=1e-4)
+    assert far.memory == pytest.approx(2 * 1.7e-6 + 6 * matrix / (0.62 * 1e9), rel=1e-4)
+    assert near.peak == pytest.approx(3 * matrix, rel=1e-4)
+    assert far.peak == pytest.approx(5 * matrix, rel=1e-4)
+
+
+@pytest.mark.parametrize(("name", "pops"), [("v4", 10), ("v5p", 10), ("v6e", 2.3), ("tpu7x", 4.1)])
+def test_results_of_a_product_by_chip(name, pops):
+    """Matrix units of each chip give the results of a product that sums over little in a time."""
+    on = tpu(name=name, hbm=1e18, vmem=1e18)
+    found = priced(jnp.matmul, (f32(2048, 8), f32(8, 2048)), {}, on=on)[1].compute
+    assert found * CHIPS["v5e"].clock == pytest.approx(pops * 2048 * 2048 / 1024)
+
+
 def test_picked_elements_make_no_table():
     """A loss that picks one element of each row keeps no second array of all of them."""
 

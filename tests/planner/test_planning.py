@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 
-from hardware import require_libtpu
+from hardware import needs_libtpu, require_libtpu
 import jax
 import jax.numpy as jnp
 import pytest
@@ -477,3 +477,43 @@ def test_a_plan_is_found_by_all_that_it_says(mesh, tmp_path, monkeypatch):
     assert other.arguments[0].name == "weights['down']"
     plan(mesh, cache=True, compiler_options={"xla_embed_ir_in_executable": True})
     assert len([*tmp_path.glob("*.json")]) == 3
+
+
+# Against libtpu
+
+
+def _attending(weights, x):
+    """A step of a block with attention, in the form that a chip's compiler likes."""
+
+    def loss(weights):
+        q, k, v = (jnp.einsum("bte,ehd->bthd", x, weights[name]) for name in "qkv")
+        scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32)
+        mixed = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores).astype(x.dtype), v)
+        y = x + jnp.einsum("bthd,hde->bte", mixed, weights["o"])
+        y += jax.nn.gelu(y @ weights["up"]) @ weights["down"]
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    loss, grads = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: (w - 1e-3 * g).astype(w.dtype), weights, grads), loss
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "where",
+    ["v5p:2x2x1", "v6e:2x2"]
+    + [pytest.param(one, marks=pytest.mark.soak) for one in ("v4:2x2x1", "v5e:2x2", "tpu7x:2x2x1")],
+)
+def test_predictions_are_near_the_compiled_time_on_every_generation(where):
+    """Chips differ in where values lie, and in what products cost beside their FLOPs."""
+    shapes = dict.fromkeys("qkv", (768, 12, 64))
+    shapes |= {"o": (12, 64, 768), "up": (768, 3072), "down": (3072, 768)}
+    weights = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    sizes = {"data": spmd.topology(where).size // 2, "model": 2}
+    with jax.numpy_dtype_promotion("standard"):
+        plan = spmd.plan(
+            _attending, weights, jax.ShapeDtypeStruct((8, 1024, 768), jnp.bfloat16),
+            topology=where, mesh=sizes, top=1, seeds=False, cache=False, progress=False,
+            donate_argnums=0,
+        )  # fmt: skip
+    assert plan.predicted == pytest.approx(plan.seconds, rel=0.25)

@@ -296,6 +296,7 @@ class _Fused:
         self.used: dict[str, int] = {}
         self.computation = computation
         self.root = computation.root
+        self.inner: dict[str, _Fused | None] = {}
         # Most fusions use all that they get.
         if computation.opcodes.isdisjoint(_PARTIAL) and (
             self.root is None or self.root.opcode != "tuple"
@@ -313,7 +314,7 @@ class _Fused:
                 self.users.setdefault(name, []).append(one)
         # Users stand behind what they use.
         for one in reversed(computation.instructions):
-            if one.opcode in ("parameter", *_TURNS, *_UPDATES):
+            if one.opcode in ("parameter", *_TURNS, *_UPDATES) or self._turns(one):
                 size = _logical_size(one.type)
                 uses = (self._used_by(one, u, size) for u in self.users.get(one.name, ()))
                 self.used[one.name] = min(size, sum(uses))
@@ -340,7 +341,7 @@ class _Fused:
 
     def _used_by(self, one: hlo.Instruction, user: hlo.Instruction, size: int) -> int:
         """Bytes of a value that one of its users needs."""
-        if user.opcode == "fusion":
+        if user.opcode == "fusion" and not self._turns(user):
             return self._used_in_fusion(one, user, size)
         if user.opcode == "tuple" and user is self.root:
             return 0  # it is passed on
@@ -350,10 +351,21 @@ class _Fused:
             return _logical_size(user.type)
         if user.opcode in _UPDATES:
             return self._used_by_update(user, size)
-        if user.opcode in _TURNS and user is not self.root:
+        if (user.opcode in _TURNS or self._turns(user)) and user is not self.root:
             # Only those elements are turned or converted that are used then.
             return self.used.get(user.name, size) * size // max(1, _logical_size(user.type))
         return size
+
+    def _turns(self, one: hlo.Instruction) -> bool:
+        """Whether a fusion only turns or converts, as ``copy`` and its like do."""
+        fused = self.inner.get(one.name)
+        return fused is not None and fused.computation.opcodes <= {"parameter", *_TURNS}
+
+    def _renames(self, one: hlo.Instruction) -> bool:
+        """Whether a value is its operand; a tpu7x has fusions that only say how it is tiled."""
+        return one.opcode in _RENAMES or (
+            self._turns(one) and one.attribute("output_to_operand_aliasing") is not None
+        )
 
     def _used_by_update(self, user: hlo.Instruction, size: int) -> int:
         if user.name not in self.in_place:
@@ -376,7 +388,7 @@ class _Fused:
 
     def _updates(self, one: hlo.Instruction) -> list[hlo.Instruction]:
         """The updates that make a value of a parameter, in its place; none for one that is new."""
-        if one.opcode not in _IN_PLACE:
+        if one.opcode not in _IN_PLACE and not self._renames(one):
             return []
         found = []
         for _ in self.instructions:
@@ -385,7 +397,7 @@ class _Fused:
             is_scatter = one.opcode == "scatter" and len(one.operand_names) == 3
             if one.opcode == "dynamic-update-slice" or is_scatter:
                 found.append(one)
-            elif one.opcode not in _RENAMES:
+            elif not self._renames(one):
                 break
             operand = one.operand_names[:1]
             if not operand or operand[0] not in self.instructions:

@@ -507,6 +507,41 @@ def test_fusions_in_fusions():
     assert cost.hbm_bytes == 2 * 64
 
 
+TILED = (
+    "%tiled (q: f32[8,16]) -> f32[8,16] {\n  %q = f32[8,16]{1,0} parameter(0)\n"
+    "  ROOT %c = f32[8,16]{1,0} copy(%q)\n}\n\n"
+)
+"""A fusion as those in which a tpu7x says that a value is tiled otherwise inside of another one."""
+
+
+def test_a_slice_of_what_a_fusion_tiles_otherwise():
+    """Of an array that an inner fusion only turns, the slice is read that is taken then."""
+    more = TILED + (
+        "%outer (p: f32[8,16]) -> f32[1,16] {\n  %p = f32[8,16]{1,0} parameter(0)\n"
+        "  %t = f32[8,16]{1,0} fusion(%p), kind=kLoop, calls=%tiled\n"
+        "  %s = f32[1,16]{1,0} slice(%t)\n  ROOT %n = f32[1,16]{1,0} negate(%s)\n}\n\n"
+    )
+    cost = _entry("%f = f32[1,16]{1,0} fusion(%p0), kind=kLoop, calls=%outer", more=more)
+    assert cost.hbm_bytes == 2 * 64
+
+
+@pytest.mark.parametrize(
+    ("attribute", "nbytes"),
+    [(", output_to_operand_aliasing={{}: (0, {})}", 64), ("", BIG_BYTES + BIG_BYTES)],
+)
+def test_an_update_of_what_a_fusion_tiles_otherwise(attribute, nbytes):
+    """What is updated in its own place is not moved, and what was copied before is."""
+    more = TILED + (
+        "%outer (p: f32[8,16], u: f32[]) -> f32[8,16] {\n  %p = f32[8,16]{1,0} parameter(0)\n"
+        f"  %t = f32[8,16]{{1,0}} fusion(%p), kind=kLoop{attribute}, calls=%tiled\n"
+        "  %u = f32[] parameter(1)\n  %b = f32[1,16]{1,0} broadcast(%u)\n"
+        "  ROOT %d = f32[8,16]{1,0} dynamic-update-slice(%t, %b)\n}\n\n"
+    )
+    line = "%f = f32[8,16]{1,0} fusion(%p0, %p1), kind=kLoop, calls=%outer"
+    cost = _entry(line, more=more, parameters=("f32[8,16]{1,0}", "f32[]"))
+    assert cost.hbm_bytes == nbytes + 4
+
+
 def test_asynchronous_computations_count_once():
     """What is started apart is counted inside, and not at its start or end again."""
     more = (
