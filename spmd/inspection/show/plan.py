@@ -189,7 +189,7 @@ def _verdict_style(is_chosen: bool, fits: bool) -> str:
 def _waits(one: Candidate, axes: Iterable[str]) -> Cell:
     """Seconds in which a device only waits, by axes; of a prediction those of all exchanges."""
     found = said.exposed(one)
-    if found is None:
+    if found is None and one.exchange:
         return cell(f"{show_seconds(one.exchange)} at most", style="dim")
     if not found:
         return cell("none", style="dim")

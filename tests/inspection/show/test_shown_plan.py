@@ -150,6 +150,8 @@ def test_waits_by_axes():
     assert "data 30.0 ms; model 6.00 ms; no axis 4.00 ms" in row
     assert "data 30.0 ms + 2 " in row_of_line(drawn(GPT, 100), "  found")
     assert "56.0 ms at most" in drawn(GPT, 100)
+    alone = dataclasses.replace(GPT, candidates=(candidate("x", exchange=0.0),))
+    assert " none " in row_of_line(drawn(alone, 100), "  x ")
 
 
 def row_of_line(text, start):
