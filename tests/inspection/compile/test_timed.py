@@ -613,6 +613,33 @@ def test_stand_ins_have_the_links_of_a_slice():
     assert [one for one in here.unknown if one not in there.unknown] == [PLACES.format("v5e:2x4")]
 
 
+@pytest.mark.parametrize("abstract", [False, True])
+def test_exchanges_of_a_preview_are_those_of_the_chip_that_is_named(abstract):
+    """Of bf16 a TPU sends two bytes for each element, and a GPU is asked for what shardings ask.
+
+    Each device of a pair sends its 64 x 64 sums once, half of them twice; CPUs send them as f32.
+    """
+    sizes = {"data": 4, "model": 2}
+    mesh = AbstractMesh((4, 2), ("data", "model")) if abstract else spmd.make_mesh(sizes)
+    f = spmd.pjit(jnp.matmul, (P(None, "model"), P("model")), P(), mesh=mesh)
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 32), (32, 64))]
+    own = spmd.preview(f, *args)
+    assert own.time is None
+    assert own.collectives[0].dtype == ("bf16" if abstract else "f32")
+    chips = {
+        "v5e": ("bf16", 2, "for tpu"),
+        "h100": ("bf16", 2, "for any"),
+        "cpu": ("f32", 4, "for cpu"),
+    }
+    for chip, (dtype, width, prediction) in chips.items():
+        found = spmd.preview(f, *args, chip=chip)
+        (one,) = found.collectives
+        assert (one.dtype, one.wire_bytes) == (dtype, 64 * 64 * width)
+        assert found.prediction.startswith(prediction)
+        assert found.backend == own.backend
+        assert found.time.exchange > 0
+
+
 @pytest.mark.parametrize(
     ("chip", "count"),
     [("v5e", 3), ("v5p", 2), ("tpu7x", 3), ("v5e", 512), (replace(CHIPS["v5e"], name="mine"), 8)],
