@@ -32,7 +32,7 @@ class _Counted(NamedTuple):
             busy, and on some bf16 is two at a time.
         pops: cycles after which the matrix units give the next result for each lane, of a product
             that sums over little, such as scores of attention.
-        is_near: whether results of products stay in vector memory.
+        is_near: whether results of products stay in vector memory; else it has slices alone.
         fed: the share of the bandwidth of main memory that products of few rows reach.
         start: seconds before such a product begins.
         hides: whether gathers start ahead of their use.
@@ -72,8 +72,9 @@ class Machine:
         self.sizes = dict(sizes)
         self.count = math.prod(sizes.values())
         self._counted = _COUNTED.get(chip.name, _Counted())
-        is_near = chip.vmem and self._counted.is_near
-        self.near, self.room = (_NEAR, _ROOM) if is_near else (0, 0)
+        self.near, self.room = (_NEAR, _ROOM) if self._counted.is_near else (0, _NEAR)
+        if not chip.vmem:
+            self.near = self.room = 0
         self._links = links
         self._line = functools.cache(self._measured)
 

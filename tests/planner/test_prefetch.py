@@ -102,6 +102,15 @@ def test_a_layer_that_is_larger_than_vector_memory():
     assert seconds_more(decode, args(2 * KEYS, 256)) == pytest.approx(twice(128 * MIB))
 
 
+@pytest.mark.parametrize("chip", ["v5p", "tpu7x"])
+def test_chips_whose_vector_memory_has_small_slices_alone(chip):
+    """There the layer goes through main memory, whatever else is fetched first."""
+    taken = 2 * LAYERS * 64 * MIB / (0.83 * CHIPS[chip].hbm)
+    for words in 16, 256:
+        assert seconds_more(decode, args(words=words), chip=chip) == pytest.approx(taken)
+    assert seconds_more(decode, args(keys=KEYS // 8, words=80), chip=chip) == 0
+
+
 def test_shares_of_a_device_count():
     """A matrix whose half is on a device is fetched; one that is gathered first is not."""
     columns = {"model": ["words:1"]}
