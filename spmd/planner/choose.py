@@ -465,11 +465,11 @@ class _Looking:
         if one.told is None:
             one = self._previewed(one)
         self.compiles += 1
+        start = time.monotonic()
         lowered = one.written or planned(self.program, one.mesh, one.ins, one.outs, one.pins)
         if one.is_stand_in:  # its compiler is asked for bytes, which are others than the chip's
             told = previewed(lowered, Asked(), subject="plan").collectives
             one = dataclasses.replace(one, told=told)
-        start = time.monotonic()
         try:
             self.choices[i] = _compiled(one, lowered, self.chip)
         finally:

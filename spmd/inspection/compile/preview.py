@@ -44,8 +44,8 @@ def preview(
 
     Shardy propagates the shardings and makes every exchange explicit that they demand. Those are
     changed by the rules that are known of the compiler of the mesh's devices, or of the chip that
-    is named, for CPU and TPU: `Report.prediction` says which. What else the compiler does is not in it: it combines and moves
-    exchanges, and replaces some by others.
+    is named, for CPU and TPU: `Report.prediction` says which. What else the compiler does is not in
+    it: it combines and moves exchanges, and replaces some by others.
 
     Args:
         f: a function of `spmd.pjit` or `jax.jit`, or what one of them was traced or lowered to.
