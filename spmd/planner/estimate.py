@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from spmd.planner.demand import TABLES, Demand, Exchanged, last, totals
-from spmd.planner.fusion import Fusion, is_fusible
+from spmd.planner.fusion import Fusion, is_fusible, passes_on
 from spmd.planner.layout import Fixed, Layout
 from spmd.planner.lives import Lives
 from spmd.planner.machine import Machine
@@ -148,6 +148,7 @@ class Estimator:
         # What products find whole: what is gathered ahead, and once for several of them.
         self.lasting = self.early | {i for i, count in users.items() if count > 1}
         self.given = [one.kind == "argument" for one in graph.tensors]
+        self.sources = _sources(graph)
         self.alike = {i: i for i in range(len(graph.tensors))}
         work = ((part, self._patterns(part)) for part in self._parts(graph, fusion))
         self._work = Sayings(regrouped(grouped(work)))
@@ -219,7 +220,8 @@ class Estimator:
     def _patterns(self, part: _Part) -> frozenset[Pattern]:
         """What an operation and the values that it is about have."""
         one = part.one
-        kinds = {self.kind_of[i] for i in one.tensors} | {*part.beside, *part.after}
+        tensors = {*one.tensors, *(self.sources[i] for i in one.tensors if i in self.sources)}
+        kinds = {self.kind_of[i] for i in tensors} | {*part.beside, *part.after}
         found = {self._pattern(self.kinds[k]) for k in kinds}
         own = frozenset(one.by_class)
         sure = frozenset(
@@ -345,6 +347,11 @@ class Estimator:
             costs = group.known[key] = _together(found)
         return costs
 
+    def _source(self, tensor: int, parts: list[float]) -> float:
+        """Bytes on a device of what a value is a slice of; 0 for one that is none."""
+        i = self.sources.get(tensor)
+        return 0.0 if i is None else self.nbytes[i] * parts[self.kind_of[i]]
+
     def _cost(
         self, part: _Part, layout: Layout, places: list[dict[str, int]], parts: list[float]
     ) -> _Costs:
@@ -375,7 +382,7 @@ class Estimator:
         if is_fusible(one):
             return _Costs(0.0, 0.0, *sent)
         far = [
-            n if self.given[i] or n > self.machine.near else 0.0
+            n if self.given[i] or max(n, self._source(i, parts)) > self.machine.near else 0.0
             for i, n in zip(one.tensors, nbytes, strict=True)
         ]
         moved = self.machine.feeding if one.flops else self.machine.moving
@@ -386,6 +393,18 @@ class Estimator:
             compute += self.machine.stepping(after)
             memory += self.machine.moving(far[-1])  # the result is read once more
         return _Costs(part.runs * compute, part.runs * memory, *sent)
+
+
+def _sources(graph: Graph) -> dict[int, int]:
+    """What slices are taken of: they are read where that is."""
+    found: dict[int, int] = {}
+    for one in graph.operations:
+        first = one.tensors[0]
+        if one.name in _SLICES:
+            found[one.tensors[-1]] = found.get(first, first)
+        elif passes_on(one) and first in found:
+            found[one.tensors[-1]] = found[first]
+    return found
 
 
 def _left_by_manual(graph: Graph) -> Iterator[tuple[int, tuple[tuple[str, int], ...]]]:

@@ -428,6 +428,19 @@ def test_small_values_are_in_vector_memory():
     assert priced(f, args, {})[1].peak > ends
 
 
+def test_slices_of_what_is_in_main_memory_are_read_there():
+    """A loop reads a weight of each layer from the stack, however small the weight is."""
+
+    def f(x, stack):
+        return jax.lax.scan(lambda y, w: (y @ w, None), x, stack)[0].sum()
+
+    layers, width = 64, 512
+    args = (f32(8, width), f32(layers, width, width))
+    on = tpu(hbm=1e9, vmem=1e12)
+    weights = layers * width * width * F32 / (0.83 * 1e9)
+    assert priced(f, args, {}, on=on)[1].memory == pytest.approx(weights, rel=0.01)
+
+
 def test_products_of_a_v5p_are_fed_from_main_memory():
     """What lies between them is in main memory, each has to begin, and its bytes take longer."""
 
