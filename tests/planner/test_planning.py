@@ -483,7 +483,7 @@ def test_a_plan_is_found_by_all_that_it_says(mesh, tmp_path, monkeypatch):
 
 
 def _attending(weights, x):
-    """A step of a block with attention, in the form that a chip's compiler likes."""
+    """A step of a block with attention."""
 
     def loss(weights):
         q, k, v = (jnp.einsum("bte,ehd->bthd", x, weights[name]) for name in "qkv")

@@ -314,7 +314,7 @@ class _Fused:
                 self.users.setdefault(name, []).append(one)
         # Users stand behind what they use.
         for one in reversed(computation.instructions):
-            if one.opcode in ("parameter", *_TURNS, *_UPDATES) or self._turns(one):
+            if one.opcode in ("parameter", *_UPDATES) or self._turns(one):
                 size = _logical_size(one.type)
                 uses = (self._used_by(one, u, size) for u in self.users.get(one.name, ()))
                 self.used[one.name] = min(size, sum(uses))
@@ -351,15 +351,16 @@ class _Fused:
             return _logical_size(user.type)
         if user.opcode in _UPDATES:
             return self._used_by_update(user, size)
-        if (user.opcode in _TURNS or self._turns(user)) and user is not self.root:
+        if self._turns(user) and user is not self.root:
             # Only those elements are turned or converted that are used then.
             return self.used.get(user.name, size) * size // max(1, _logical_size(user.type))
         return size
 
     def _turns(self, one: hlo.Instruction) -> bool:
-        """Whether a fusion only turns or converts, as ``copy`` and its like do."""
+        """Whether a value is its operand, turned or converted; also by a fusion of nothing else."""
         fused = self.inner.get(one.name)
-        return fused is not None and fused.computation.opcodes <= {"parameter", *_TURNS}
+        inside = fused is not None and fused.computation.opcodes <= {"parameter", *_TURNS}
+        return one.opcode in _TURNS or inside
 
     def _renames(self, one: hlo.Instruction) -> bool:
         """Whether a value is its operand; a tpu7x has fusions that only say how it is tiled."""
