@@ -83,7 +83,8 @@ def plan(
         topology: the name of described hardware, such as ``"v5e:4x4"``: all meshes over `axes` are
             compared. Or a mesh.
         mesh: a mesh, or sizes by axis name, to plan for; by default that of `f`, else the active
-            one.
+            one. With the name of a topology, the shape of the mesh of its chips: so CPU devices
+            get a plan that is compiled for the chips that they stand in for.
         axes: names of mesh axes, where a topology leaves the sizes to the planner.
         memory: of one device, such as ``"14GB"``; by default what the hardware has.
         chip: whose figures to use, as `report` takes it; by default those of the devices, and of a

@@ -1,8 +1,9 @@
 """The planner's answers beside those of experts, every figure against its target.
 
-Every line is printed as soon as it is known. Experts and plans are compiled for described hardware;
-what is planned on virtual CPU devices, whose programs have no time of their own, is compiled for
-the chips that they stand in for.
+Every line is printed as soon as it is known. Experts and plans are compiled for described hardware.
+What is planned on virtual CPU devices, whose programs have no time of their own, is compiled for
+the chips that they stand in for. It is planned once more with those named, so that the planner has
+their compiler.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from spmd.inspection.records.sizes import parse_bytes
 
 from .plans import compiled, planned, published
 from .plans.cases import CASES, Case, built
-from .plans.compiled import Figures, hardware_of, is_fixed, place_of
+from .plans.compiled import Figures, hardware_of, is_fixed, place_of, slice_of
 from .plans.outcome import Found, shape_of, table
 
 HEADER = f"{'':34} {'mesh':>6} {'ms':>9} {'GiB':>7}"
@@ -65,18 +66,21 @@ def _case(case: Case, where: str, quick: bool) -> Iterator[str | Found]:
         experts.append(one)
         yield _expert_line(one)
     budgets = [None] if quick or is_fixed(where) or not case.budget else [None, case.budget]
-    for budget, seeds in itertools.product(budgets, [False] if quick else [True, False]):
+    slices = ["", slice_of(where)] if is_fixed(where) else [""]
+    wishes = itertools.product(budgets, slices, [False] if quick else [True, False])
+    for budget, there, seeds in wishes:
         limit = parse_bytes(budget) if budget else None
         fitting = [one for one in experts if one.seconds and one.fits(limit)]
         best = min(fitting, key=lambda one: one.seconds or math.inf, default=None)
         answer = None
         try:
-            answer = _answer(case, where, budget, seeds, 1 if quick else _TOP)
+            answer = _answer(case, where, there, budget, seeds, 1 if quick else _TOP)
         except Exception as e:  # the other cases are to be seen all the same
             yield f"  no plan: {type(e).__name__}: {str(e)[:500]}"
         yield Found(
             name=case.name,
             where=where,
+            there=there,
             is_unrolled=case.is_unrolled,
             budget=budget,
             seeds=seeds,
@@ -85,18 +89,21 @@ def _case(case: Case, where: str, quick: bool) -> Iterator[str | Found]:
         )
 
 
-def _answer(case: Case, where: str, budget: str | None, seeds: bool, top: int) -> Any:
+def _answer(case: Case, where: str, there: str, budget: str | None, seeds: bool, top: int) -> Any:
+    """The plan for a place, or for the slice `there` that it stands in for."""
     place, fixed = place_of(where), is_fixed(where)
+    alone = fixed and not there
     return planned.answered(
         case.step,
         case.args,
         case.options,
-        place if fixed else where,
+        place if alone else there or where,
         memory=budget,
         seeds=seeds,
         top=top,
         axes=[*place.shape],
-        hardware=hardware_of(where) if fixed else None,
+        mesh=place if there else None,
+        hardware=hardware_of(where) if alone else None,
     )
 
 

@@ -24,7 +24,9 @@ def candidate(predicted, seconds, estimated=1.0, peak=1.0):
     )
 
 
-def found(seconds, *, expert=10.0, peak=2**30, searched=5.0, candidates=(), specs=None, **rest):
+def found(
+    seconds, *, expert=10.0, peak=2**30, searched=5.0, candidates=(), specs=None, told=None, **rest
+):
     """A plan beside an expert of ten seconds."""
     answer = Answer(
         sizes={"data": 16, "model": 1},
@@ -35,6 +37,7 @@ def found(seconds, *, expert=10.0, peak=2**30, searched=5.0, candidates=(), spec
         searched=searched,
         tried=1,
         specs=specs or {},
+        told=told,
     )
     best = expert and Figures(expert=FSDP, sizes={"data": 16, "model": 1}, seconds=expert, peak=1)
     return Found(
@@ -62,6 +65,15 @@ def test_a_plan_is_held_against_the_best_expert():
     own = rows(found(10.0, is_published=True), found(11.0, name="b"))
     assert own["published runs, by their own layout's time"] == ("1 of 1, worst 1.00", "ok")
     assert own["compiled time by the best expert's, with seeds"][0] == "0 of 1, worst 1.10"
+
+
+def test_a_prediction_on_cpus_is_held_apart():
+    """What the planner did not compile for hardware is no case of those that it did."""
+    lines = rows(
+        found(10.4, where="cpu:4x2", told=100), found(9.9, where="cpu:4x2", there="v5e:2x4")
+    )
+    assert lines["compiled time by the best expert's, with seeds"] == ("1 of 1, worst 0.99", "ok")
+    assert lines["the same of a prediction on CPUs, with seeds"] == ("0 of 1, worst 1.04", "MISSED")
 
 
 def test_a_budget_is_held_as_compiled():

@@ -8,6 +8,7 @@ import sys
 from hardware import needs_libtpu, require_libtpu
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import spmd
@@ -113,6 +114,21 @@ def test_stand_ins_are_planned_as_hardware(sizes):
     assert [one.predicted for one in here.candidates] == pytest.approx(
         [one.predicted for one in there.candidates]
     )
+
+
+def test_a_plan_for_the_slice_of_stand_ins_runs_on_them(mesh):
+    """Compiled for the hardware that has the shape of the mesh, and run on the mesh."""
+    require_libtpu()
+    found = plan(mesh, topology="v5e:2x4", top=1)
+    assert found.verified == "time"
+    assert dict(found.axes) == dict(mesh.shape)
+    rng = np.random.default_rng(0)
+    given = jax.tree.map(lambda one: rng.standard_normal(one.shape, np.float32), (W, BATCH))
+    with mesh:
+        ours = spmd.pjit(step, plan=found)(*found.place(*given))
+    assert {*ours[1].devices()} <= {*mesh.devices.flat}
+    theirs = jax.jit(step)(*given)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), ours, theirs)
 
 
 @pytest.mark.slow

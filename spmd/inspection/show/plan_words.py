@@ -19,7 +19,9 @@ TITLES = {
 }
 """What stands above a section of a plan."""
 
-BY_BYTES = "verified by bytes: CPU devices stand in for the hardware"
+BY_BYTES = (
+    "verified by bytes: CPU devices stand in for the hardware; topology= asks its own compiler"
+)
 UNVERIFIED = "not verified: no compiler has seen this plan"
 ENDED = "the search was ended early: there may be a better plan"
 REPLICATED = "replicated"

@@ -73,10 +73,13 @@ def hardware_of(where: str, sizes: Mapping[str, int] | None = None) -> Any:
     """
     if not is_fixed(where):
         return place_of(where, sizes)
-    sizes = dict(place_of(where).shape)
-    kind = device_kind_of(CHIPS[STANDING_IN])
-    name, _ = places_for(STANDING_IN, kind, tuple(sizes.values()))
-    return spmd.topology(name, sizes)
+    return spmd.topology(slice_of(where), place_of(where).shape)
+
+
+def slice_of(where: str) -> str:
+    """The topology that virtual CPU devices stand in for."""
+    sizes = tuple(place_of(where).shape.values())
+    return places_for(STANDING_IN, device_kind_of(CHIPS[STANDING_IN]), sizes)[0]
 
 
 def every_mesh(where: str) -> list[dict[str, int]]:

@@ -30,6 +30,7 @@ class Found:
     Attributes:
         name: of the case.
         where: the topology.
+        there: the topology that virtual CPU devices stand in for, if the planner compiled for it.
         is_published: whether it is a run whose own layout is the expert.
         is_unrolled: whether it has many layers that are not in a loop.
         budget: bytes, as text.
@@ -40,6 +41,7 @@ class Found:
 
     name: str
     where: str
+    there: str = ""
     is_published: bool = False
     is_unrolled: bool = False
     budget: str | None = None
@@ -66,7 +68,8 @@ class Found:
         return self.answer is not None and self.answer.peak <= limit
 
     def __str__(self) -> str:
-        name = f"plan{', seeds' * self.seeds}{f', {self.budget}' if self.budget else ''}"
+        wishes = ["seeds"] * self.seeds + [one for one in (self.there, self.budget) if one]
+        name = ", ".join(["plan", *wishes])
         if self.answer is None:
             return f"  {name:32} none"
         plan = self.answer
@@ -124,11 +127,17 @@ def table(found: Sequence[Found]) -> Iterator[str]:
 
 def _ratios(found: Sequence[Found]) -> Iterator[Figure]:
     cases = [one for one in found if one.expert and not one.is_published]
-    for seeds, target in ((True, SEEDED), (False, BARE)):
-        ratios = [one.ratio for one in cases if one.seeds is seeds]
-        within = sum(ratio <= target for ratio in ratios)
-        name = "with seeds" if seeds else "search alone"
-        yield _all(f"compiled time by the best expert's, {name}", within, ratios, f"{target:.2f}")
+    foretold = [one for one in cases if one.answer and one.answer.told is not None]
+    cases = [one for one in cases if one not in foretold]
+    for of, what in (
+        (cases, "compiled time by the best expert's"),
+        (foretold, "the same of a prediction on CPUs"),
+    ):
+        for seeds, target in ((True, SEEDED), (False, BARE)):
+            ratios = [one.ratio for one in of if one.seeds is seeds]
+            within = sum(ratio <= target for ratio in ratios)
+            name = "with seeds" if seeds else "search alone"
+            yield _all(f"{what}, {name}", within, ratios, f"{target:.2f}")
     ratios = [one.ratio for one in cases if one.seeds]
     below = sum(ratio <= SHARE for ratio in ratios)
     yield Figure(
@@ -217,7 +226,7 @@ def _compiled(found: Iterable[Found]) -> dict[tuple[str, str], list[Candidate]]:
         for each in one.answer.candidates if one.answer else ():
             if each.seconds:
                 key = (*each.sizes.items(), each.predicted, each.seconds)
-                by_case.setdefault((one.name, one.where), {})[key] = each
+                by_case.setdefault((one.name, one.there or one.where), {})[key] = each
     return {key: [*candidates.values()] for key, candidates in by_case.items()}
 
 

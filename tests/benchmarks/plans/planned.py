@@ -72,6 +72,7 @@ def answered(
     seeds: bool = True,
     top: int = 3,
     axes: Sequence[str] = BOTH,
+    mesh: Any = None,
     hardware: Any = None,
 ) -> Answer:
     """Plans a program.
@@ -87,12 +88,13 @@ def answered(
         seeds: whether experts are starts of the search.
         top: how many layouts are compiled.
         axes: names of the mesh axes.
+        mesh: whose shape a topology has, if it is not free.
         hardware: the mesh that virtual CPU devices stand in for.
     """
     chip = STANDING_IN if hardware is not None else None
     plan: Any = spmd.plan(
-        function, *args, topology=where, axes=axes, memory=memory, top=top, seeds=seeds,
-        chip=chip, progress=False, **options,
+        function, *args, topology=where, mesh=mesh, axes=axes, memory=memory, top=top,
+        seeds=seeds, chip=chip, progress=False, **options,
     )  # fmt: skip
     if chip is None:
         return _answer(plan, plan.seconds)
