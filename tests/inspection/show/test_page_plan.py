@@ -81,7 +81,8 @@ def test_doubts_stand_in_the_head(browser, tmp_path):
     with opened(browser, saved(one, tmp_path)) as tab:
         assert tab.locator("header .note").all_inner_texts() == [
             "Over the budget: 6.0 GiB of 5.0 GiB a device, 120%.",
-            "Verified by bytes: CPU devices stand in for the hardware; topology= asks its own compiler.",
+            "Verified by bytes: CPU devices stand in for the hardware; topology= asks its own "
+            "compiler.",
         ]
         assert "110 ms" not in tab.inner_text(".headline")
         assert "122 ms a call on v5e (predicted)" in tab.inner_text(".headline")
