@@ -7,6 +7,7 @@ import statistics
 
 import numpy as np
 from numpy.typing import ArrayLike
+import scipy.stats
 
 from spmd.inspection import CHIPS
 
@@ -137,5 +138,4 @@ def _peak(one: runs.Run) -> float:
 
 
 def _spearman(a: ArrayLike, b: ArrayLike) -> float:
-    ranks = (np.argsort(np.argsort(column)) for column in (a, b))
-    return float(np.corrcoef(*ranks)[0, 1])
+    return float(scipy.stats.spearmanr(a, b).statistic)

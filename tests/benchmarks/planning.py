@@ -9,6 +9,7 @@ their compiler.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+import dataclasses
 import itertools
 import math
 from typing import Any
@@ -75,6 +76,9 @@ def _case(case: Case, where: str, quick: bool) -> Iterator[str | Found]:
         answer = None
         try:
             answer = _answer(case, where, there, budget, seeds, 1 if quick else _TOP)
+            if seeds and budget is None and not is_fixed(where):
+                others = planned.of_each_mesh(case, where)
+                answer = dataclasses.replace(answer, candidates=[*answer.candidates, *others])
         except Exception as e:  # the other cases are to be seen all the same
             yield f"  no plan: {type(e).__name__}: {str(e)[:500]}"
         yield Found(

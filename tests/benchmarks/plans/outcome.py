@@ -8,7 +8,7 @@ import itertools
 import math
 import statistics
 
-import numpy as np
+import scipy.stats
 
 from spmd.inspection.records.sizes import parse_bytes
 
@@ -19,7 +19,7 @@ from .planned import Answer, Candidate
 SEEDED, SHARE, BARE = 1.00, 0.95, 1.05
 PEAK, ORDER, TIME, BYTES = 0.15, 0.9, 0.15, 0.02
 SEARCH, SLOW = 10.0, 30.0
-_FEW, _SOME = 4, 16
+_FEW, _SOME = 6, 16
 _GIB = 2**30
 
 
@@ -231,9 +231,8 @@ def _compiled(found: Iterable[Found]) -> dict[tuple[str, str], list[Candidate]]:
 
 
 def _spearman(candidates: Sequence[Candidate]) -> float:
-    columns = ([one.predicted for one in candidates], [one.seconds or 0.0 for one in candidates])
-    a, b = (np.argsort(np.argsort(column)) for column in columns)
-    return float(np.corrcoef(a, b)[0, 1])
+    columns = [one.predicted for one in candidates], [one.seconds for one in candidates]
+    return float(scipy.stats.spearmanr(*columns).statistic)
 
 
 def _searches(found: Sequence[Found]) -> Iterator[Figure]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 from typing import Any
 
 import spmd
+from spmd.errors import SpmdError
 
-from .compiled import STANDING_IN
+from .cases import Case
+from .compiled import STANDING_IN, every_mesh
 from .experts import BOTH
 
 
@@ -112,6 +114,22 @@ def answered(
         wire=after.total.wire_bytes,
         told=before.total.wire_bytes,
     )
+
+
+def of_each_mesh(case: Case, where: str) -> Iterator[Candidate]:
+    """The best layout that is found and the best expert on each mesh of a topology, compiled.
+
+    They are spread over the predictions: the three best of all meshes differ in a few per cent.
+    """
+    for sizes in every_mesh(where):
+        try:
+            plan = spmd.plan(
+                case.step, *case.args, topology=where, mesh=sizes, top=1, progress=False,
+                **case.options,
+            )  # fmt: skip
+        except SpmdError:  # nothing fits it
+            continue
+        yield from (one for one in map(_candidate, plan.candidates) if one.seconds)
 
 
 def _answer(plan: Any, seconds: float) -> Answer:
