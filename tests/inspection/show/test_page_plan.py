@@ -86,6 +86,14 @@ def test_doubts_stand_in_the_head(browser, tmp_path):
         ]
         assert "110 ms" not in tab.inner_text(".headline")
         assert "122 ms a call on v5e (predicted)" in tab.inner_text(".headline")
+        legend = [one.strip() for one in tab.locator(".legend li").all_inner_texts()]
+        assert "Exchanges, as predicted" in legend
+    more = dataclasses.replace(stand_in, told=stand_in.sent // 2)
+    one = dataclasses.replace(one, candidates=(more, *GPT.candidates[1:]))
+    with opened(browser, saved(one, tmp_path)) as tab:
+        assert more.added > 0
+        legend = [one.strip() for one in tab.locator(".legend li").all_inner_texts()]
+        assert "Exchanges, as predicted, with those that the compiler adds" in legend
 
 
 # Candidates

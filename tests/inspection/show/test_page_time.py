@@ -9,7 +9,7 @@ import pytest
 from reports import SMALL, source
 from test_page import _CONTRAST, EVIL, column, order, saved
 from test_shown_times import swept
-from timed import MS, TIME, TIMED, permute, timed_reports
+from timed import MS, TIME, TIMED, exchange, permute, timed_reports
 
 import spmd
 from spmd.inspection import Sweep, SweepRow
@@ -61,6 +61,17 @@ def test_the_head_and_one_bar(browser, tmp_path):
         chip = "one => getComputedStyle(one).color"
         for i, axis in ((2, "axis-0"), (3, "axis-1")):
             assert colours[i] == tab.eval_on_selector(f".where .chip.{axis}", chip)
+
+
+def test_waits_over_several_axes_have_a_colour_of_their_own(browser, tmp_path):
+    """That of the axes, mixed: neither that of the first one nor of the last one."""
+    waits = ("data",), ("model",), ("data", "model")
+    exchanges = [exchange(f"{axes}", MS, MS, *axes) for axes in waits]
+    time = dataclasses.replace(TIME, exchanges=(*exchanges,))
+    with opened(browser, saved(dataclasses.replace(TIMED, time=time), tmp_path)) as tab:
+        pieces = tab.eval_on_selector_all("#time .stack rect", BOXES)
+        found = [one["fill"] for one in pieces if "exposed" in one["kind"]]
+        assert len({*found}) == len(found) == 3
 
 
 @pytest.mark.slow

@@ -91,6 +91,9 @@ def _figures(plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 def _candidates(plan: Plan, mesh: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     longest = max((one.seconds for one in plan.candidates), default=0.0)
+    sent = f"{_SENT}, as predicted"
+    if any(one.added for one in plan.candidates):
+        sent += ", with those that the compiler adds"
     for i, one in enumerate(plan.candidates):
         share = one.seconds / longest if longest else 0.0
         parts = [*_parts(one, mesh, share)]
@@ -105,7 +108,7 @@ def _candidates(plan: Plan, mesh: Mapping[str, int]) -> Iterator[dict[str, Any]]
             + (f" + {show_seconds(one.added)}" if one.added else ""),
             "parts": parts,
             "pale": not timed,
-            "legend": [_key(part["class"], part["label"]) for part in parts],
+            "legend": [_key(part["class"], part["label"], sent) for part in parts],
             "memory": show_bytes(one.needed) if one.needed else "",
             "fits": one.fits(plan.budget),
             "verdict": said.verdict(one, plan),
@@ -116,8 +119,8 @@ def _candidates(plan: Plan, mesh: Mapping[str, int]) -> Iterator[dict[str, Any]]
 _SENT = "Exchanges"
 
 
-def _key(look: str, label: str) -> tuple[str, str]:
-    return (f"{look} pale", f"{label}, as predicted") if label == _SENT else (look, label)
+def _key(look: str, label: str, sent: str) -> tuple[str, str]:
+    return (f"{look} pale", sent) if label == _SENT else (look, label)
 
 
 def _parts(one: Candidate, mesh: Mapping[str, int], share: float) -> Iterator[dict[str, Any]]:

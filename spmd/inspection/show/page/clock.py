@@ -58,7 +58,9 @@ def parts(time: Time, mesh: Iterable[str], whole: float = 1.0) -> Iterator[dict[
 
 
 def _axis(axes: Sequence[str], mesh: Iterable[str]) -> str:
-    return f"axis-{color(axes[0], mesh)}" if axes else "axis-none"
+    """The colour of an axis; of several, that of the first and the last one mixed."""
+    mixed = f" with-{color(axes[-1], mesh)}" if len(axes) > 1 else ""
+    return f"axis-{color(axes[0], mesh)}{mixed}" if axes else "axis-none"
 
 
 def _wait(one: times.Wait, longest: times.Wait, time: Time) -> dict[str, Any]:
