@@ -235,11 +235,6 @@ def _whole_bytes(count: float) -> str:
     return show_bytes(round(count))
 
 
-def place_said(spec: Entries) -> str:
-    """A place in words: what is not split at all is replicated."""
-    return show_spec(spec) if trimmed(spec) else REPLICATED
-
-
 # Two plans
 
 

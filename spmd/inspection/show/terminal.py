@@ -257,10 +257,6 @@ def render_totals(report: Report) -> RenderableType:
     return Indented(Group(Grid(_timed(_TOTALS, report), rows), Flow(*ways)), by=0)
 
 
-def _kind_and_axes(one: Collective) -> tuple[str, tuple[str, ...]]:
-    return one.kind, one.mesh_axes
-
-
 def _total_row(
     kind: Cell, axes: Cell, total: Total, most: int, *took: Cell, last: bool = False
 ) -> Row:
