@@ -220,13 +220,16 @@ def _median(what: str, errors: Sequence[float], target: float) -> Figure:
 
 
 def _compiled(found: Iterable[Found]) -> dict[tuple[str, str], list[Candidate]]:
-    """The different candidates of each case and topology that were compiled."""
-    by_case: dict[tuple[str, str], dict[tuple, Candidate]] = {}
+    """The different candidates of each case and topology that were compiled.
+
+    A layout on 8x2 may be one on 2x8, whose axes have each other's names: it counts once.
+    """
+    by_case: dict[tuple[str, str], dict[tuple[float, float], Candidate]] = {}
     for one in found:
         for each in one.answer.candidates if one.answer else ():
             if each.seconds:
-                key = (*each.sizes.items(), each.predicted, each.seconds)
-                by_case.setdefault((one.name, one.there or one.where), {})[key] = each
+                own = by_case.setdefault((one.name, one.there or one.where), {})
+                own[each.predicted, each.seconds] = each
     return {key: [*candidates.values()] for key, candidates in by_case.items()}
 
 
