@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 import itertools
+import math
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from spmd.planner.structure import UPDATES, Graph, Operation
 _SHORT = 8
 _NEAR, _FAR, _COPIES = range(3)
 _PARTS = 3
+# What changes no value of an array, beside its type.
+_SAME = ("convert", "reshape", "sharding_constraint", "transpose")
 # How far it is looked what a value is made of.
 _DEPTH = 6
 
@@ -167,9 +170,7 @@ class Lives:
                 continue
             first, last = self._life(members)
             is_long = products[last] - products[first] > _SHORT
-            yield (_FAR if is_long else _NEAR), largest, first, last
-        for i, first, last in self._widened():
-            yield _NEAR, i, first, last
+            yield (_FAR if is_long else _NEAR), self._written(largest), first, last
         for i, (first, last) in self._uses(kinds).items():
             yield _COPIES, i, first, last
 
@@ -187,17 +188,26 @@ class Lives:
                 found[i] = self.makers.get(i, n), self.end
         return found
 
-    def _widened(self) -> Iterator[tuple[int, int, int]]:
-        """Results of products in a wider type, from their product until they are last read."""
-        graph = self.graph
-        for n, one in enumerate(graph.operations):
-            i, made = one.tensors[0], one.tensors[-1]
-            maker = graph.operations[self.makers[i]] if i in self.makers else None
-            if one.name != "convert" or maker is None or not maker.flops:
-                continue
-            if self.users.get(made, 0) > 1 and graph.tensors[made].nbytes > graph.tensors[i].nbytes:
-                same = (k for k in self.readers[made] if graph.operations[k].loops == one.loops)
-                yield made, n, max(same, default=n)
+    def _written(self, i: int) -> int:
+        """What is kept in place of a value: of a wider type, if a product's result ends in one.
+
+        A compiler writes a product's result as the work leaves it that alone reads it, such as the
+        mask of scores in float32. What is made wider and nothing else is written as it is: logits
+        are made wider where they are read.
+        """
+        maker = self.makers.get(i)
+        if maker is None or not self.graph.operations[maker].flops:
+            return i
+        last, is_worked = i, False
+        while len(readers := self.readers.get(last, ())) == 1:
+            one = self.graph.operations[readers[0]]
+            if not one.is_fused or one.name in ("while", "return"):
+                break
+            last = one.tensors[-1]
+            is_worked |= one.name not in _SAME
+        made, own = self.graph.tensors[last], self.graph.tensors[i]
+        is_wider = made.nbytes > own.nbytes and math.prod(made.shape) == math.prod(own.shape)
+        return last if is_worked and is_wider else i
 
     def _kept(self) -> Iterator[int]:
         for i, one in enumerate(self.graph.tensors):

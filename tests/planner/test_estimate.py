@@ -478,3 +478,34 @@ def test_picked_elements_make_no_table():
     args = (f32(rows, 16), f32(16, words), ints(rows))
     _, cost = priced(jax.grad(loss, 1), args, {})
     assert cost.peak <= 1.2 * rows * words * F32 + 1e6
+
+
+def bf16(*dims):
+    """The shape of an array of bfloat16."""
+    return jax.ShapeDtypeStruct(dims, jnp.bfloat16)
+
+
+def test_logits_are_kept_as_their_product_makes_them():
+    """What reads them makes them wider on the way, and their gradient where it is used."""
+
+    def loss(x, w, y):
+        logits = (x @ w).astype(jnp.float32)
+        right = jax.nn.one_hot(y, words)
+        return jnp.mean(jax.nn.logsumexp(logits, 1) - jnp.sum(right * logits, 1))
+
+    rows, words = 4096, 8192
+    _, cost = priced(jax.grad(loss, (0, 1)), (bf16(rows, 16), bf16(16, words), ints(rows)), {})
+    assert cost.peak == pytest.approx(rows * words * 2, rel=0.05)
+
+
+def test_scores_are_kept_as_their_mask_leaves_them():
+    """A product, its wider type and its mask are one operation, which writes float32."""
+
+    def f(q, k, v):
+        scores = (q @ k.T).astype(jnp.float32)
+        scores = jnp.where(jnp.tri(length, dtype=bool), scores, -1e9)
+        return (jax.nn.softmax(scores) @ v.astype(jnp.float32)).sum()
+
+    length = 4096
+    _, cost = priced(f, (bf16(length, 16),) * 3, {})
+    assert cost.peak == pytest.approx(length * length * 4, rel=0.05)
