@@ -23,7 +23,7 @@ _DEAR = frozenset((
 ))  # fmt: skip
 _STEPS = 4
 _IN_PLACE = ("bitcast_convert", "optimization_barrier", "reshape", "transpose", "while")
-_NO_WORK = frozenset((
+NO_WORK = frozenset((
     "bitcast_convert", "broadcast_in_dim", "constant", "iota", "optimization_barrier", "pad",
     "reshape", "return", "sharding_constraint", "transpose", "while",
 ))  # fmt: skip
@@ -53,7 +53,7 @@ class Fusion:
         self.beside: dict[int, Counter[int]] = defaultdict(Counter)
         self.after: dict[int, Counter[int]] = defaultdict(Counter)
         for n, one in enumerate(graph.operations):
-            if is_fusible(one) and one.name not in _NO_WORK and n in self.homes:
+            if is_fusible(one) and one.name not in NO_WORK and n in self.homes:
                 self._count((self.after if n in self.late else self.beside)[self.homes[n]], one)
         self.alone = np.zeros(count)
         for i, runs in self._moved().items():
@@ -137,7 +137,7 @@ class Fusion:
             if one.name == "return":
                 continue
             works = is_fusible(one) and not passes_on(one)
-            for i in one.tensors[: one.operands] if works and one.name not in _NO_WORK else ():
+            for i in one.tensors[: one.operands] if works and one.name not in NO_WORK else ():
                 if self.graph.tensors[i].kind == "argument":
                     found.add(i)
             for result, _ in one.results:

@@ -14,6 +14,7 @@ import math
 
 import numpy as np
 
+from spmd.planner.fusion import NO_WORK
 from spmd.planner.optimizer import outputs_of
 from spmd.planner.structure import UPDATES, Graph, Operation
 
@@ -21,8 +22,6 @@ from spmd.planner.structure import UPDATES, Graph, Operation
 _SHORT = 8
 _NEAR, _FAR, _COPIES = range(3)
 _PARTS = 3
-# What changes no value of an array, beside its type.
-_SAME = ("convert", "reshape", "sharding_constraint", "transpose")
 # How far it is looked what a value is made of.
 _DEPTH = 6
 
@@ -124,7 +123,7 @@ class Lives:
         So it is if it has one user, which it is a part of; and if all that it is made of is there
         as long as it is, or comes from one value.
         """
-        if not one.is_fused or one.name in ("while", "return"):
+        if not _is_part(one):
             return False
         result = one.tensors[-1]
         if self.users.get(result) == 1:
@@ -201,10 +200,10 @@ class Lives:
         last, is_worked = i, False
         while len(readers := self.readers.get(last, ())) == 1:
             one = self.graph.operations[readers[0]]
-            if not one.is_fused or one.name in ("while", "return"):
+            if not _is_part(one):
                 break
             last = one.tensors[-1]
-            is_worked |= one.name not in _SAME
+            is_worked |= one.name not in NO_WORK and one.name != "convert"
         made, own = self.graph.tensors[last], self.graph.tensors[i]
         is_wider = made.nbytes > own.nbytes and math.prod(made.shape) == math.prod(own.shape)
         return last if is_worked and is_wider else i
@@ -223,6 +222,11 @@ class Lives:
         maker = self.makers.get(i, 0)
         one = self.graph.operations[maker]
         return self.spans[one.loops[-1]][0] if one.name == "while" else maker
+
+
+def _is_part(one: Operation) -> bool:
+    """Whether a compiler may make an operation a part of another one."""
+    return one.is_fused and one.name not in ("while", "return")
 
 
 def _undominated(rows: np.ndarray) -> np.ndarray:

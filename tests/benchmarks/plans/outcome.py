@@ -19,7 +19,7 @@ from .planned import Answer, Candidate
 SEEDED, SHARE, BARE = 1.00, 0.95, 1.05
 PEAK, ORDER, TIME, BYTES = 0.15, 0.9, 0.15, 0.02
 SEARCH, SLOW = 10.0, 30.0
-_FEW, _SOME = 6, 16
+_FEW, _SOME = 4, 16
 _GIB = 2**30
 
 
