@@ -21,7 +21,7 @@ from spmd.inspection.shardy.flops import Work, device_work
 from spmd.inspection.shardy.propagation import propagate
 from spmd.inspection.shardy.targets import target_of
 from spmd.inspection.shardy.why import function_of, origins_later
-from spmd.inspection.timing.chips import chip_of, platform_of
+from spmd.inspection.timing.chips import Chip, chip_of, platform_of
 
 PASSES = (
     passes.PROPAGATION,
@@ -108,6 +108,7 @@ def previewed(lowered: Any, wish: Asked, *, subject: str, products: bool = True)
     backend = devices[0].platform if devices else "any backend"
     platform = platform_of(wish.chip) if wish.chip else backend
     kind = devices[0].device_kind if devices else ""
+    chip = wish.chip or (chip_of(kind) if kind else None)
     done = passes.run(module, PASSES, subject=subject)
     with module.context:
         if names := passes.apart(done):
@@ -120,7 +121,7 @@ def previewed(lowered: Any, wish: Asked, *, subject: str, products: bool = True)
                 error=ReportError,
             )
             raise explain(subject, [failure])
-        found = read(done, platform)
+        found = read(done, platform, chip.name if chip else "")
         sizes = passes.axis_sizes(done)
         return Report(
             name=function_of(passes.name_of(module)),
@@ -135,7 +136,7 @@ def previewed(lowered: Any, wish: Asked, *, subject: str, products: bool = True)
             memory=None,
             predicted=True,
             prediction=target_of(platform).rules,
-            time=_time(lowered, found, sizes, devices, wish, products),
+            time=_time(lowered, found, sizes, devices, wish, chip, products),
             _origins=origins_later(lowered, found.collectives, subject=subject),
         )
 
@@ -146,9 +147,9 @@ def _time(
     sizes: Mapping[str, int],
     devices: Sequence[Any],
     wish: Asked,
+    chip: Chip | None,
     products: bool,
 ) -> Time | None:
-    chip = wish.chip or (chip_of(devices[0].device_kind) if devices else None)
     if chip is None:
         return None
     if not products:

@@ -47,9 +47,9 @@ class Exchanges(NamedTuple):
     together: tuple[int | None, ...]
 
 
-def read(module: Any, platform: str = "") -> Exchanges:
+def read(module: Any, platform: str = "", chip: str = "") -> Exchanges:
     """The collectives of a module, and which of them are sent as one."""
-    reader = _Reader(module, platform)
+    reader = _Reader(module, platform, chip)
     found = reader.function("main")
     return Exchanges(tuple(found.values()), tuple(map(reader.together.get, found)))
 
@@ -61,10 +61,10 @@ _Found = dict[Any, Collective]
 class _Reader:
     """Walks a module as it runs. Each function is read once, however often it is called."""
 
-    def __init__(self, module: Any, platform: str):
+    def __init__(self, module: Any, platform: str, chip: str):
         self.functions = passes.functions(module)
         self.sizes = passes.axis_sizes(module)
-        self.target = target_of(platform)(self.functions, self.sizes)
+        self.target = target_of(platform)(self.functions, self.sizes, chip)
         self.after: dict[Any, Any] = {}
         self.together: dict[Any, int] = {}
         self.numbers: dict[Any, int] = {}

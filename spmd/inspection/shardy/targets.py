@@ -57,8 +57,8 @@ class AnyTarget:
 
     rules = "for any backend: what the shardings ask for; the bytes of its compiler may differ"
 
-    def __init__(self, functions: Mapping[str, Any], sizes: Mapping[str, int]):
-        self.sizes = sizes
+    def __init__(self, functions: Mapping[str, Any], sizes: Mapping[str, int], chip: str = ""):
+        self.sizes, self.chip = sizes, chip
 
     def sent(self, operation: Any, asked: Exchange) -> Sequence[Exchange]:
         """What is sent in place of what an operation asks for."""
@@ -95,8 +95,8 @@ def local_shape(kind: Any, dimensions: Dimensions, sizes: Mapping[str, int]) -> 
 class _Partitioned(AnyTarget):
     """A backend of XLA, whose partitioner goes another way where that is cheaper."""
 
-    def __init__(self, functions: Mapping[str, Any], sizes: Mapping[str, int]):
-        super().__init__(functions, sizes)
+    def __init__(self, functions: Mapping[str, Any], sizes: Mapping[str, int], chip: str = ""):
+        super().__init__(functions, sizes, chip)
         self.flow = Flow(functions)
         self.turned: set[Any] = set()
 
@@ -258,6 +258,25 @@ def _contracted(maker: Any, operand: int = 0) -> Sequence[int]:
 _OVERLAPPED = 4096
 
 
+#: A register of a TPU has eight rows of so many lanes, and two rows of two bytes each are one.
+_LANES = 128
+_WITH_ODD_PARTS = ("tpu7x",)
+
+
+def has_odd_parts(size: int, itemsize: int, chip: str) -> bool:
+    """Whether a sum of which devices keep parts is made whole, for the parts are odd.
+
+    Found by compiling for v4, v5e, v5p, v6e and tpu7x, over 4 and 8 devices: of two bytes, parts
+    of 128, 384, 640, 896 and 1,152 along the last dimension, and none of 16 others from 16 on.
+
+    Args:
+        size: of a part along the last dimension.
+        itemsize: bytes of an element.
+        chip: the name of its generation; where it is unknown, one that does so.
+    """
+    return itemsize == 2 and size % (2 * _LANES) == _LANES and chip not in _WITH_ODD_PARTS
+
+
 _PRODUCTS = "stablehlo.dot_general", "stablehlo.convolution", "stablehlo.custom_call"
 
 
@@ -269,8 +288,8 @@ class Tpu(_Partitioned):
         "are mostly within 15%, those by kind may be far off"
     )
 
-    def __init__(self, functions: Mapping[str, Any], sizes: Mapping[str, int]):
-        super().__init__(functions, sizes)
+    def __init__(self, functions: Mapping[str, Any], sizes: Mapping[str, int], chip: str = ""):
+        super().__init__(functions, sizes, chip)
         self.merged = {op for one in functions.values() for op in _merged(one)}
 
     def sent(self, operation: Any, asked: Exchange) -> Sequence[Exchange]:
@@ -334,13 +353,22 @@ class Tpu(_Partitioned):
             return [_around(asked)]
         # Found by compiling: sums over all devices, and of batches, stay whole.
         whole = n == math.prod(self.sizes.values())
-        if whole or maker is None or _is_batched(maker):
+        if whole or maker is None or _is_batched(maker) or self._is_left_whole(operation):
             return [asked]
         part = _with_shapes(asked, lambda shape: _part(shape, n))
         shapes = Shapes(asked.shapes.operands, part.shapes.results)
         first = dataclasses.replace(asked, kind="reduce-scatter", shapes=shapes)
         first = _over(first, over, self.sizes)
         return [first, _over(part, rest, self.sizes)] if rest else [first]
+
+    def _is_left_whole(self, operation: Any) -> bool:
+        """Whether a sum stays whole for the size of the parts along its last dimension."""
+        user = _slice_after(operation, self.flow)
+        kept = axes_by_dimension(user, "slicing_axes")
+        part = self._local(user.results[0])
+        if not part.dims or len(part.dims) - 1 not in kept:
+            return False
+        return has_odd_parts(part.dims[-1], part.nbytes // max(1, math.prod(part.dims)), self.chip)
 
     def _added_up_by(self, operation: Any) -> Any:
         """The loop that does nothing with a sum but add it to a total; None where there is none."""

@@ -224,6 +224,55 @@ def test_products_take_narrow_gathers_on_tpu(grid, precision, dtype, size):
     assert sent == [("all-gather", ("data",), dtype, 5, 5 * 8 * 8 * size * 3 // 4)]
 
 
+def _partial_sums(mesh, dtype, part):
+    """A product whose sum over ``model`` each device keeps a part of."""
+    parts = mesh.shape["model"]
+    x, w = ((16, 256, 1024), (1024, parts * part))
+    kept = NamedSharding(mesh, P("data", None, "model"))
+
+    def f(x, w):
+        whole = jax.lax.with_sharding_constraint(x @ w, NamedSharding(mesh, P("data")))
+        return jax.lax.with_sharding_constraint(whole, kept)
+
+    given = kept, NamedSharding(mesh, P("model"))
+    shapes = (jax.ShapeDtypeStruct(dims, dtype) for dims in (x, w))
+    return jax.jit(f, in_shardings=given, out_shardings=kept).lower(*shapes)
+
+
+_PARTS = [
+    ("bfloat16", 128, "all-reduce"), ("bfloat16", 256, "reduce-scatter"),
+    ("bfloat16", 384, "all-reduce"), ("bfloat16", 64, "reduce-scatter"),
+    ("float32", 128, "reduce-scatter"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "part", "kind"), _PARTS)
+def test_odd_parts_of_bf16_leave_a_sum_whole_on_tpu(dtype, part, kind):
+    """Two rows of two bytes are one register's: parts of 128, 384, ... of the last dimension."""
+    mesh = spmd.make_mesh({"data": 4, "model": 2})
+    found = preview(_partial_sums(mesh, dtype, part), chip="v5e")
+    assert [one.kind for one in found.collectives] == [kind]
+
+
+def test_a_tpu7x_scatters_odd_parts():
+    """There they are no exception."""
+    mesh = spmd.make_mesh({"data": 4, "model": 2})
+    found = preview(_partial_sums(mesh, "bfloat16", 128), chip="tpu7x")
+    assert [one.kind for one in found.collectives] == ["reduce-scatter"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v4:2x2x2", "v5e:2x4", "v5p:2x2x2", "v6e:2x4"])
+def test_odd_parts_are_what_the_compiler_leaves_whole(topology):
+    """The prediction and libtpu agree on all of these."""
+    require_libtpu()
+    mesh = spmd.topology(topology, {"data": 4, "model": 2})
+    for dtype, part, kind in _PARTS:
+        lowered = _partial_sums(mesh, dtype, part)
+        assert [one.kind for one in preview(lowered).collectives] == [kind]
+        assert [one.kind for one in spmd.report(lowered).collectives] == [kind], (dtype, part)
+
+
 def test_what_is_computed_with_is_gathered_as_it_is_on_tpu(grid):
     """A gathered value that a sine reads as well keeps its width."""
 
