@@ -174,8 +174,9 @@ def pin(module: Any, pins: Sequence[Pin], mesh: str = "mesh") -> None:
                         operation, n, _sharding(entries, mesh), held
                     )
             for result, entries in _results(operation, one):
+                result, entries = _turned(result, entries)
                 users, asked = [*result.uses], _sharding(entries, mesh)
-                with ir.InsertionPoint.after(operation):
+                with ir.InsertionPoint.after(result.owner):
                     value = sdy.ShardingConstraintOp(result, asked).result
                 for use in users:
                     passes.operation_of(use.owner).operands[use.operand_number] = value
@@ -219,6 +220,20 @@ def _constrained(operation: Any, n: int, sharding: Any, held: dict[Any, Any]) ->
         with ir.InsertionPoint(operation):
             held[key] = sdy.ShardingConstraintOp(value, sharding).result
     return held[key]
+
+
+def _turned(result: Any, entries: Entries) -> tuple[Any, Entries]:
+    """The value to constrain in place of a result: what it is transposed to, if nothing else is.
+
+    So a compiler makes a product's result in that order. An exchange in between would end in
+    another one, and what it is added to, such as an optimizer's moments, would be copied to that.
+    """
+    uses = [*result.uses]
+    user = passes.operation_of(uses[0].owner) if len(uses) == 1 else None
+    if user is None or user.name != "stablehlo.transpose":
+        return result, entries
+    order = [*ir.DenseI64ArrayAttr(user.attributes["permutation"])]
+    return user.results[0], tuple(entries[d] for d in order)
 
 
 def _results(operation: Any, one: Pin) -> Iterator[tuple[Any, Entries]]:

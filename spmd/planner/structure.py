@@ -116,7 +116,8 @@ def with_weights(graph: Graph) -> Graph:
         if one.flops:
             weights.update(dict.fromkeys(one.by_class, one.flops * one.runs))
     numbers = [number for number, _ in weights.most_common()]
-    numbers += [number for number, _ in _of_arguments(graph, weights).most_common(_MOST_OTHERS)]
+    others = _of_arguments(graph, weights) + _of_tables(graph, weights)
+    numbers += [number for number, _ in others.most_common(_MOST_OTHERS)]
     names: dict[int, list[tuple[str, int]]] = {number: [] for number in numbers}
     sizes: dict[int, int] = {}
     for tensor in graph.tensors:
@@ -131,13 +132,30 @@ def with_weights(graph: Graph) -> Graph:
 
 def _of_arguments(graph: Graph, known: Container[int]) -> Counter[int]:
     """Classes of large arguments and outputs that have no class of these, by their bytes."""
-    ends = [one for one in graph.tensors if one.kind != "result"]
-    large = sum(one.nbytes for one in ends) * _LARGE
     found: Counter[int] = Counter()
-    for one in ends:
-        if one.nbytes >= large and not any(c in known for c in one.classes if c is not None):
+    for one in _large(graph):
+        if not any(c in known for c in one.classes if c is not None):
             found.update(dict.fromkeys((c for c in one.classes if c is not None), one.nbytes))
     return found
+
+
+def _of_tables(graph: Graph, known: Container[int]) -> Counter[int]:
+    """Classes of large tables that rows are looked up in, such as the words of an embedding."""
+    shapes = {one.shape for one in _large(graph)}
+    found: Counter[int] = Counter()
+    for one in graph.operations:
+        table = graph.tensors[one.tensors[0]]
+        if one.name == "gather" and table.shape in shapes:
+            own = {c: table.nbytes for c in table.classes if c is not None and c not in known}
+            found |= Counter({c: round(nbytes) for c, nbytes in own.items()})
+    return found
+
+
+def _large(graph: Graph) -> list[Tensor]:
+    """The arguments and outputs that are worth an exchange."""
+    ends = [one for one in graph.tensors if one.kind != "result"]
+    least = sum(one.nbytes for one in ends) * _LARGE
+    return [one for one in ends if one.nbytes >= least]
 
 
 def pinned(graph: Graph) -> Iterator[tuple[int, Operation]]:

@@ -8,12 +8,13 @@ from hardware import WITHOUT_LIBTPU
 import jax
 import jax.numpy as jnp
 import numpy as np
-from planned_programs import pins_of
+from planned_programs import ints, pins_of
 import pytest
 
 import spmd
 from spmd import P
 from spmd.inspection.compile.timed import links_of
+from spmd.inspection.shardy import passes
 from spmd.inspection.shardy.passes import module_of
 from spmd.inspection.timing.chips import CHIPS
 from spmd.inspection.timing.torus import Transfer
@@ -94,6 +95,23 @@ def test_dimensions_that_operations_tie_are_one_class(mlp):
     assert found["w['up']:1"] == found["w['down']:0"]
     assert len({found["x:0"], found["x:1"], found["w['up']:1"]}) == 3 == len(mlp.classes)
     assert [mlp.sizes[found[name]] for name in ("x:0", "x:1", "w['up']:1")] == [B, D, F]
+
+
+def test_rows_of_a_large_table_are_a_class(mesh):
+    """No product has the words of an embedding that is not tied; small tables are left out."""
+
+    def f(w, ids):
+        return jnp.tanh(w["words"][ids] + w["kinds"][ids % 4]) @ w["up"]
+
+    args = ({"words": f32(4096, D), "kinds": f32(4, D), "up": f32(D, F)}, ints(B))
+    found = graph(Program(function=f, args=args), mesh)
+    of = classes(found)
+    words = of["w['words']:0"]
+    assert "w['kinds']:0" not in of
+    assert len({words, of["ids:0"], of["w['up']:0"], of["w['up']:1"]}) == 4 == len(found.classes)
+    layout = Layout.of({"data": [of["ids:0"]], "model": [words]})
+    table = next(one for one in found.tensors if one.name == "w['words']")
+    assert layout.spec(table, mesh.shape) == P("model", None)
 
 
 def test_products_have_their_flops_and_runs(mesh):
@@ -262,6 +280,25 @@ def test_a_product_takes_whole_weights_under_fsdp(mlp, mesh):
     ]
     assert taken == [((), ())]
     assert layout.spec(mlp.tensors[up], mesh.shape) == P("data", None)
+
+
+def test_a_result_that_is_transposed_is_pinned_as_it_is_then(mesh):
+    """The partitioner's exchange comes after, so that the product is made in that order."""
+
+    def f(a, b):
+        return (a @ b).T
+
+    program = Program(function=f, args=(f32(B, D), f32(D, F)))
+    found = graph(program, mesh)
+    of = classes(found)
+    layout = Layout.of({"data": [of["a:0"]], "model": [of["b:1"]]})
+    module = module_of(lowered(program, mesh, found, layout), subject="test")
+    operations = {one.name: one for one in passes.operations_in(module.operation)}
+    made, turned = operations["stablehlo.dot_general"], operations["stablehlo.transpose"]
+    pinned = operations["sdy.sharding_constraint"]
+    assert turned.operands[0] == made.results[0]
+    assert pinned.operands[0] == turned.results[0]
+    assert '[{"model"}, {"data"}]' in str(pinned)
 
 
 def test_activations_are_taken_where_they_lie(mlp, mesh):
