@@ -190,7 +190,8 @@ class Estimator:
                     for found in (fusion.beside, fusion.after)
                 )
                 turn = self.last.get(one.tensors[-1])
-                keys[n] = one.name, one.factors, kinds, one.flops, one.runs, *steps, turn
+                brief = tuple(i in self.lives.brief for i in one.tensors)
+                keys[n] = one.name, one.factors, kinds, one.flops, one.runs, *steps, turn, brief
         self._find_alike(graph, keys)
         merged: dict[Any, list[int]] = defaultdict(list)
         for n, key in keys.items():
@@ -257,7 +258,7 @@ class Estimator:
         places, parts = self._placed(layout, said)
         shares = np.array(parts)
         compute = exchange = beside = ahead = 0.0
-        memory = self.machine.moving(float(self.moved @ shares))
+        memory = self.machine.passing(self.moved * shares, self.sizes_of_kinds * shares)
         shared: dict[Exchanged, Sending] = {}
         joined: set[_Joined] = set()
         in_parts: set[int] = set()
@@ -347,6 +348,12 @@ class Estimator:
             costs = group.known[key] = _together(found)
         return costs
 
+    def _is_far(self, tensor: int, nbytes: float, parts: list[float]) -> bool:
+        """Whether a value is in main memory: it is given, too large, or a slice of such a one."""
+        machine = self.machine
+        most = machine.brief if tensor in self.lives.brief else machine.near
+        return self.given[tensor] or nbytes > most or self._source(tensor, parts) > machine.near
+
     def _source(self, tensor: int, parts: list[float]) -> float:
         """Bytes on a device of what a value is a slice of; 0 for one that is none."""
         i = self.sources.get(tensor)
@@ -382,7 +389,7 @@ class Estimator:
         if is_fusible(one):
             return _Costs(0.0, 0.0, *sent)
         far = [
-            n if self.given[i] or max(n, self._source(i, parts)) > self.machine.near else 0.0
+            n if self._is_far(i, n, parts) else 0.0
             for i, n in zip(one.tensors, nbytes, strict=True)
         ]
         moved = self.machine.feeding if one.flops else self.machine.moving

@@ -20,6 +20,8 @@ from spmd.planner.structure import UPDATES, Graph, Operation
 
 # What is there for no more products than these is where it is used, if it is small.
 _SHORT = 8
+# What is needed for no more products than these is brief, however large.
+_BRIEF = 4
 _NEAR, _FAR, _COPIES = range(3)
 _PARTS = 3
 # How far it is looked what a value is made of.
@@ -33,6 +35,8 @@ class Lives:
         ends: by kind of value, bytes of arguments and outputs, which are there all the time.
         rows: moments at which memory may be fullest: by kind, the bytes of other values.
         short: likewise, of those that are there for a few products only.
+        brief: values that are made and needed no longer a few products later: compilers keep larger
+            ones of these in vector memory than of others.
         copies: at the same moments, by kind, the bytes of values that are in use as operands of
             products, or are outputs: if those are gathered, so much more is there.
 
@@ -59,6 +63,7 @@ class Lives:
         self.stored: set[int] = set()
         self.deaths: dict[int, int] = {}
         self._bury()
+        self.brief = frozenset(self._brief())
         self.ends = np.zeros(count)
         rows = self._rows(kinds, count)
         self.short, self.rows, self.copies = np.split(rows, _PARTS, axis=1)
@@ -141,6 +146,17 @@ class Lives:
             elif self.graph.tensors[i].nbytes >= size and i not in self.graph.constants:
                 yield i
 
+    def _brief(self) -> Iterator[int]:
+        products = self._products()
+        for i in self.makers:
+            first, last = self._birth(i), self.deaths.get(i, self.end)
+            if products[last] - products[first] <= _BRIEF:
+                yield i
+
+    def _products(self) -> list[int]:
+        """By operation, how many products are before it."""
+        return [0, *itertools.accumulate(bool(one.flops) for one in self.graph.operations), 0]
+
     # What is there at the same time
 
     def _rows(self, kinds: Sequence[int], count: int) -> np.ndarray:
@@ -161,7 +177,7 @@ class Lives:
     def _all(self, kinds: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
         """What is there beside arguments and outputs, with its first and its last moment."""
         tensors = self.graph.tensors
-        products = [0, *itertools.accumulate(bool(one.flops) for one in self.graph.operations), 0]
+        products = self._products()
         for members in self.buffers.groups(self._kept()):
             largest = max(members, key=lambda i: tensors[i].nbytes)
             if any(tensors[i].kind != "result" for i in members):

@@ -7,6 +7,8 @@ import functools
 import math
 from typing import NamedTuple
 
+import numpy as np
+
 from spmd.inspection.hlo.groups import expand_replica_groups
 from spmd.inspection.timing.chips import Chip
 from spmd.inspection.timing.clock import REACHED, Links
@@ -14,9 +16,9 @@ from spmd.inspection.timing.clock import REACHED, Links
 _PROBE = 2**30
 _SIDE = 128
 """Rows and columns of the smallest matrix unit."""
-_NEAR, _ROOM = 16 * 2**20, 96 * 2**20
-"""Bytes of a value that compilers put into vector memory, and of all such values at a time: it has
-about 128 MiB (S), a part of which is for what operations need."""
+_NEAR, _BRIEF, _ROOM = 16 * 2**20, 64 * 2**20, 96 * 2**20
+"""Bytes of a value that compilers put into vector memory, of one that is used at once, and of all
+such values at a time: it has about 128 MiB (S), a part of which is for what operations need."""
 _AHEAD, _BESIDE = 0.9, 0.35
 """How much of the gathers starts ahead of its use, and beside how much of the work there is room
 for them: the schedules of libtpu for steps of transformers hide between a quarter and a half."""
@@ -36,6 +38,8 @@ class _Counted(NamedTuple):
         fed: the share of the bandwidth of main memory that products of few rows reach.
         start: seconds before such a product begins.
         hides: whether gathers start ahead of their use.
+        copied: what is left of the time of elementwise work by itself, such as an optimizer's,
+            whose values fit in vector memory: they are copied there and back beside other work.
     """
 
     slots: float = 1.5
@@ -44,10 +48,11 @@ class _Counted(NamedTuple):
     fed: float = REACHED
     start: float = 0.0
     hides: bool = False
+    copied: float = 1.0
 
 
 _COUNTED = {
-    "v5e": _Counted(hides=True),
+    "v5e": _Counted(hides=True, copied=0.55),
     "v5p": _Counted(is_near=False, fed=0.62, start=1.7e-6),
     "v6e": _Counted(slots=4.0, pops=2.3),
     "tpu7x": _Counted(slots=2.5, pops=4.1, is_near=False, fed=0.8, start=0.9e-6),
@@ -59,6 +64,7 @@ class Machine:
 
     Attributes:
         near: bytes of a value up to which it is in vector memory.
+        brief: likewise, of one that is made and needed no longer a few products later.
         room: bytes that vector memory has for such values.
 
     Args:
@@ -72,9 +78,11 @@ class Machine:
         self.sizes = dict(sizes)
         self.count = math.prod(sizes.values())
         self._counted = _COUNTED.get(chip.name, _Counted())
-        self.near, self.room = (_NEAR, _ROOM) if self._counted.is_near else (0, _NEAR)
+        self.near, self.brief, self.room = 0, 0, _NEAR
+        if self._counted.is_near:
+            self.near, self.brief, self.room = _NEAR, _BRIEF, _ROOM
         if not chip.vmem:
-            self.near = self.room = 0
+            self.near = self.brief = self.room = 0
         self._links = links
         self._line = functools.cache(self._measured)
 
@@ -109,6 +117,11 @@ class Machine:
     def moving(self, nbytes: float) -> float:
         """Seconds in which main memory moves bytes."""
         return nbytes / (REACHED * self.chip.hbm)
+
+    def passing(self, nbytes: np.ndarray, sizes: np.ndarray) -> float:
+        """Seconds in which elementwise work by itself moves bytes of values of these sizes."""
+        hidden = (1 - self._counted.copied) * nbytes[sizes <= self.near].sum()
+        return self.moving(float(nbytes.sum() - hidden))
 
     def feeding(self, nbytes: float) -> float:
         """Seconds in which main memory moves what a product reads and writes there."""

@@ -7,6 +7,7 @@ import functools
 import math
 from typing import NamedTuple
 
+from spmd.inspection.shardy.targets import has_odd_parts
 from spmd.planner.demand import Demand, Exchanged
 from spmd.planner.machine import Machine
 
@@ -142,15 +143,31 @@ class Product:
         machine = self.machine
         if sent in self.around:
             return Sending(ring := self._ring(sent), beside=min(_BESIDE * ring, self.seconds()))
-        kind, n = sent.kind, self.demand.times(sent.axes)
-        if kind == "reduce-scatter" and n == machine.count and machine.chip.multipliers:
-            kind = "all-reduce"  # a sum over all devices stays whole
+        kind = sent.kind
+        if kind == "reduce-scatter" and machine.chip.multipliers and self._is_left_whole(sent):
+            kind = "all-reduce"
         seconds = machine.exchange(kind, sent.axes, sent.nbytes)
         if kind == "all-reduce" and self.is_last and machine.chip.multipliers:
             return Sending(seconds - machine.delay(kind, sent.axes), joined=sent.axes)
         if kind != "all-gather":
             return Sending(seconds)
         return Sending(seconds, ahead=seconds, nbytes=sent.nbytes)
+
+    def _is_left_whole(self, sent: Exchanged) -> bool:
+        """Whether a sum of which devices keep parts is made whole by compilers for TPUs.
+
+        So is one over all devices, and one whose parts along the last dimension are odd.
+        """
+        demand, names = self.demand, self.demand.one.factors[-1]
+        if demand.times(sent.axes) == self.machine.count:
+            return True
+        along = [axis for axis, d in demand.places[-1].items() if d == len(names) - 1]
+        if not {*along} & {*sent.axes}:
+            return False
+        shape = [demand.one.sizes[name] if name else 1 for name in names]
+        elements = math.prod(shape) / demand.times([*demand.places[-1]])
+        itemsize = round(demand.nbytes[-1] / max(1, elements))
+        return has_odd_parts(shape[-1] // demand.times(along), itemsize, self.machine.chip.name)
 
     def _goes_around(self, sent: Exchanged) -> bool:
         """Whether an exchange is done in parts, beside the product that needs or makes them."""

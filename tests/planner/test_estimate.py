@@ -201,6 +201,25 @@ def test_blocks_of_a_loop_are_gathered_before_it():
     assert made.preview().total.wire_bytes == cost.exchange
 
 
+@pytest.mark.parametrize(
+    ("chip", "dtype", "part", "is_whole"),
+    [
+        ("v5e", jnp.bfloat16, 128, True),
+        ("v5e", jnp.bfloat16, 256, False),
+        ("v5e", jnp.float32, 128, False),
+        ("tpu7x", jnp.bfloat16, 128, False),
+        ("h100", jnp.bfloat16, 128, False),
+    ],
+)
+def test_a_sum_of_odd_parts_is_made_whole_on_most_tpus(chip, dtype, part, is_whole):
+    """Of bf16, in parts of 128 columns: twice the bytes of a sum that is scattered."""
+    args = (jax.ShapeDtypeStruct((64, 512), dtype), jax.ShapeDtypeStruct((512, 2 * part), dtype))
+    on = Machine(CHIPS[chip], sending(**MESH)._links, MESH)
+    found = sent(jnp.matmul, args, {"model": ["a:1", "b:1"]}, on=on)
+    scattered = 64 * 2 * part * jnp.dtype(dtype).itemsize / 2
+    assert found == pytest.approx(scattered * (1 + is_whole))
+
+
 # Time
 
 
@@ -293,7 +312,7 @@ def test_elementwise_work_goes_on_beside_its_product():
 @pytest.mark.parametrize("is_large", [False, True])
 def test_what_needs_a_sum_goes_over_the_result_once_more(is_large):
     """It reads the result again and adds its steps; the time of a large product has room for it."""
-    args = (f32(4096, 1024 if is_large else 512), f32(1024 if is_large else 512, 2048))
+    args = (f32(16384, 1024 if is_large else 512), f32(1024 if is_large else 512, 2048))
 
     def once(a, b):
         return 2.0 * (a @ b)
@@ -307,10 +326,10 @@ def test_what_needs_a_sum_goes_over_the_result_once_more(is_large):
         priced(twice, args, {}, on=on)[1].compute - priced(once, args, {}, on=on)[1].compute
         for on in (fast, slow)
     ]
-    wanted = 0.0 if is_large else _steps(1, 4096 * 2048)
+    wanted = 0.0 if is_large else _steps(1, 16384 * 2048)
     assert more == [pytest.approx(wanted, rel=0.01)] * 2
     found = priced(twice, args, {}, on=slow)[1].memory - priced(once, args, {}, on=slow)[1].memory
-    wanted = 0.0 if is_large else 4096 * 2048 * F32 / (0.83 * 1e9)
+    wanted = 0.0 if is_large else 16384 * 2048 * F32 / (0.83 * 1e9)
     assert found == pytest.approx(wanted, rel=0.01)
 
 
@@ -364,10 +383,51 @@ def test_the_optimizer_takes_what_its_bytes_take():
         m = 0.9 * m + 0.1 * p
         return p - m * m, m
 
-    args = (f32(1024, 1024),) * 2
+    args = (f32(4096, 2048),) * 2
     _, cost = priced(f, args, {}, on=tpu(hbm=1e9))
-    nbytes = 4 * 1024 * 1024 * F32
+    nbytes = 4 * 4096 * 2048 * F32
     assert cost.memory == pytest.approx(nbytes / (0.83 * 1e9), rel=0.01)
+
+
+@pytest.mark.parametrize(("chip", "left"), [("v5e", 0.55), ("v5p", 1.0)])
+def test_small_moments_are_copied_beside_other_work(chip, left):
+    """On a v5e: they come to vector memory ahead of their update, and leave it behind that."""
+
+    def f(p, m):
+        return p - 0.1 * m
+
+    args = (f32(1024, 1024),) * 2
+    on = Machine(dataclasses.replace(CHIPS[chip], hbm=1e9), sending(**MESH)._links, MESH)
+    nbytes = 3 * 1024 * 1024 * F32
+    wanted = left * nbytes / (0.83 * 1e9)
+    assert priced(f, args, {}, on=on)[1].memory == pytest.approx(wanted, rel=0.01)
+
+
+def test_what_is_used_at_once_may_be_larger_in_vector_memory():
+    """Up to 64 MiB, where what is needed five products later has 16; no more than its room."""
+
+    def at_once(x, a):
+        return (jnp.tanh(x @ a) @ a).sum()
+
+    def later(x, a):
+        y = jnp.tanh(x @ a)
+        z = y[:8]
+        for _ in range(5):
+            z = jnp.tanh(z @ a)
+        return (y @ a).sum() + z.sum()
+
+    def moved(f, rows, products):
+        """Elements that go through main memory, without those of the arguments."""
+        args = (f32(rows, 2048), f32(2048, 2048))
+        found = priced(f, args, {}, on=tpu(hbm=1.0, multipliers=0))[1].memory
+        return 0.83 * found / F32 - rows * 2048 - products * 2048 * 2048
+
+    size = 6144 * 2048
+    assert moved(at_once, 6144, 2) == pytest.approx(0, abs=1e-3 * size)
+    # What is needed later is written and read.
+    assert moved(later, 6144, 7) == pytest.approx(2 * size, rel=1e-3)
+    # Both results are too large: they are written, and the first one is read.
+    assert moved(at_once, 12288, 2) == pytest.approx(3 * 2 * size, rel=1e-3)
 
 
 # Memory
