@@ -267,7 +267,8 @@ def has_odd_parts(size: int, itemsize: int, chip: str) -> bool:
     """Whether a sum of which devices keep parts is made whole, for the parts are odd.
 
     Found by compiling for v4, v5e, v5p, v6e and tpu7x, over 4 and 8 devices: of two bytes, parts
-    of 128, 384, 640, 896 and 1,152 along the last dimension, and none of 16 others from 16 on.
+    of 128, 384, 640, 896 and 1,152 along the last dimension, and not of 16, 32, 48, 64, 96, 160,
+    192, 256, 512 and 768. (Parts that are no multiple of 16 differ with the rank.)
 
     Args:
         size: of a part along the last dimension.
