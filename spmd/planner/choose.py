@@ -26,7 +26,7 @@ from spmd.inspection.records.report import Collective, Report
 from spmd.inspection.records.sums import sum_of
 from spmd.inspection.timing.chips import Chip
 from spmd.planner.estimate import Estimate, Estimator
-from spmd.planner.experts import experts
+from spmd.planner.experts import experts, roles_of
 from spmd.planner.layout import Layout
 from spmd.planner.machine import Machine
 from spmd.planner.pins import Pinned, Way
@@ -391,8 +391,14 @@ class _Looking:
             if not self._compile(i):
                 return
         if self.top > 1:
-            for i in self._best():
-                self._pin_otherwise(i)
+            self._vary()
+
+    def _vary(self) -> None:
+        """The best ones again: activations split otherwise, and products pinned otherwise."""
+        for i in self._best()[:1]:
+            self._split_width(i)
+        for i in self._best():
+            self._pin_otherwise(i)
 
     def _best(self) -> list[int]:
         """The best one that was compiled, and the best of another mesh, if it is hardly slower.
@@ -409,6 +415,33 @@ class _Looking:
             return best[: self.top]
         most = _HARDLY * self.choices[fitting[0]].seconds
         return [i for i in fitting if self.choices[i].seconds <= most][:2]
+
+    def _split_width(self, at: int) -> None:
+        """One again, whose activations are split by their width between products, if it is near.
+
+        So MaxText's rules have it (`base.yml`, ``activation_embed``). Sums are scattered then and
+        gathered again, in as many bytes as they are made whole. How much shorter the elementwise
+        work in between is only a compiler knows.
+        """
+        best = self.choices[at]
+        if best.is_stand_in or best.layout is None or self._is_late():
+            return
+        roles, layout = roles_of(best.graph), best.layout
+        for axis, order in best.layout.orders:
+            if {*order} & {*roles.hidden}:
+                width = (c for c in roles.stored[:1] if c not in order)
+                layout = layout.with_order(axis, (*order, *width))
+        if layout == best.layout or not self.rules.allow(layout):
+            return
+        sizes = dict(best.mesh.shape)
+        links, _ = links_of(self.chip, [*best.mesh.devices.flat], sizes)
+        assert links is not None  # or it would not be a choice
+        estimate = Estimator(best.graph, Machine(self.chip, links, sizes), self.rules.fixed)
+        found = Candidate(layout, estimate(layout), 0.0)
+        other = self._previewed(self._choice(FOUND, found, best.graph, best.mesh))
+        if other.predicted <= _NEAR * best.predicted:
+            self.choices.append(other)
+            self._compile(len(self.choices) - 1)
 
     def _pin_otherwise(self, at: int) -> None:
         """One again, whose products gather and add up in other ways, or as they will."""

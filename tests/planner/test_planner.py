@@ -392,8 +392,11 @@ def test_choices_of_several_meshes():
         np.testing.assert_allclose(got[name], value, rtol=1e-4, atol=1e-6)
 
 
-def looking_at(pod, top, data, model):
-    """A search whose only layout splits rows, widths and hidden widths, of which `top` compile."""
+def looking_at(pod, top, data, model, *, varied=False):
+    """A search whose only layout splits rows, widths and hidden widths, of which `top` compile.
+
+    No other layout is made of it, unless it is `varied`.
+    """
     found = MLP.graph(pod)
     of = classes(found)
     letters = {"b": of["x:0"], "d": of["x:1"], "f": of["w['up']:1"]}
@@ -401,7 +404,61 @@ def looking_at(pod, top, data, model):
     cost = Estimate(compute=1.0, memory=0.0, exchange=0.0, hidden=0.0, peak=1.0)
     looking = choosing._Looking(MLP, CHIPS["v5e"], Rules(), top, False, 0, lambda one: None)
     looking.choices = [looking._choice("found", Candidate(layout, cost, 1.0), found, pod)]
+    if not varied:
+        looking._split_width = lambda at: None
     return looking
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "wide"),
+    [("b", "f", "fd"), ("bd", "f", "fd"), ("b", "fd", None), ("bd", "", None)],
+    ids=["Megatron", "FSDP x TP", "split so already", "FSDP"],
+)
+def test_the_best_one_is_compiled_with_its_width_split_too(monkeypatch, data, model, wide):
+    """Where an axis splits hidden widths alone; the faster of both is the answer."""
+    pytest.importorskip("libtpu", reason=WITHOUT_LIBTPU)
+    looking = looking_at(
+        spmd.topology("v5e:2x2", {"data": 2, "model": 2}), 2, *(data, model), varied=True
+    )
+    of = classes(MLP.graph(looking.choices[0].mesh))
+    letters = {of["x:1"]: "d", of["w['up']:1"]: "f", of["x:0"]: "b"}
+    seen = []
+
+    def report(one, lowered, chip):
+        orders = {a: "".join(map(letters.get, order)) for a, order in one.layout.orders}
+        seen.append((orders["data"], orders["model"]))
+        time = types.SimpleNamespace(seconds=0.5 if orders["model"] == "fd" else 1.0)
+        return dataclasses.replace(one, report=types.SimpleNamespace(time=time, memory=None))
+
+    monkeypatch.setattr(choosing, "_compiled", report)
+    monkeypatch.setattr(Choice, "fits", lambda one, budget: True)
+    monkeypatch.setattr(looking, "_pin_otherwise", lambda at: None)
+    looking.compile()
+    assert seen == [(data, model)] + [(data, wide)] * bool(wide)
+    assert looking.chosen().choices[0].seconds == (0.5 if "fd" in (model, wide) else 1.0)
+
+
+def test_a_width_that_is_far_is_not_split(monkeypatch):
+    """What is predicted to be much slower is not worth a compile."""
+    pytest.importorskip("libtpu", reason=WITHOUT_LIBTPU)
+    looking = looking_at(
+        spmd.topology("v5e:2x2", {"data": 2, "model": 2}), 2, "b", "f", varied=True
+    )
+    (one,) = looking.choices
+    estimate = dataclasses.replace(one.estimate, compute=1e-9)
+    looking.choices = [dataclasses.replace(one, estimate=estimate, exchange=0.0, told=())]
+    seen = []
+
+    def report(one, lowered, chip):
+        seen.append(one)
+        time = types.SimpleNamespace(seconds=1.0)
+        return dataclasses.replace(one, report=types.SimpleNamespace(time=time, memory=None))
+
+    monkeypatch.setattr(choosing, "_compiled", report)
+    monkeypatch.setattr(Choice, "fits", lambda one, budget: True)
+    monkeypatch.setattr(looking, "_pin_otherwise", lambda at: None)
+    looking.compile()
+    assert len(seen) == 1 == len(looking.choices)
 
 
 @pytest.mark.parametrize(
