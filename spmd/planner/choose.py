@@ -251,14 +251,13 @@ class _Looking:
         for mesh in meshes:
             if self.choices and self._is_late():
                 return
-            sizes = dict(mesh.shape)
-            links, _ = links_of(self.chip, [*mesh.devices.flat], sizes)
-            if links is None or not self.program.is_for(mesh):
+            machine = self._machine(mesh)
+            if machine is None or not self.program.is_for(mesh):
                 continue
+            sizes = machine.sizes
             graph = self.program.graph(mesh)
             known = experts(graph, sizes) if self.seeds else {}
             known = {name: one for name, one in known.items() if self.rules.allow(one)}
-            machine = Machine(self.chip, links, sizes)
             if estimate and estimate.graph is graph and estimate.machine.count == machine.count:
                 estimate = estimate.on(machine)
             else:
@@ -270,6 +269,12 @@ class _Looking:
             for name, layout in known.items():
                 named = Candidate(layout, estimate(layout), 0.0)
                 self.choices.append(self._choice(name, named, graph, mesh))
+
+    def _machine(self, mesh: Any) -> Machine | None:
+        """What its devices can do; None where their links are not known."""
+        sizes = dict(mesh.shape)
+        links, _ = links_of(self.chip, [*mesh.devices.flat], sizes)
+        return None if links is None else Machine(self.chip, links, sizes)
 
     def _saw(self, one: Candidate) -> None:
         self.tried += 1
@@ -433,10 +438,9 @@ class _Looking:
                 layout = layout.with_order(axis, (*order, *width))
         if layout == best.layout or not self.rules.allow(layout):
             return
-        sizes = dict(best.mesh.shape)
-        links, _ = links_of(self.chip, [*best.mesh.devices.flat], sizes)
-        assert links is not None  # or it would not be a choice
-        estimate = Estimator(best.graph, Machine(self.chip, links, sizes), self.rules.fixed)
+        machine = self._machine(best.mesh)
+        assert machine is not None  # or it would not be a choice
+        estimate = Estimator(best.graph, machine, self.rules.fixed)
         found = Candidate(layout, estimate(layout), 0.0)
         other = self._previewed(self._choice(FOUND, found, best.graph, best.mesh))
         if other.predicted <= _NEAR * best.predicted:

@@ -142,12 +142,12 @@ def _of_arguments(graph: Graph, known: Container[int]) -> Counter[int]:
 def _of_tables(graph: Graph, known: Container[int]) -> Counter[int]:
     """Classes of large tables that rows are looked up in, such as the words of an embedding."""
     shapes = {one.shape for one in _large(graph)}
+    tables = (graph.tensors[one.tensors[0]] for one in graph.operations if one.name == "gather")
     found: Counter[int] = Counter()
-    for one in graph.operations:
-        table = graph.tensors[one.tensors[0]]
-        if one.name == "gather" and table.shape in shapes:
-            own = {c: table.nbytes for c in table.classes if c is not None and c not in known}
-            found |= Counter({c: round(nbytes) for c, nbytes in own.items()})
+    for table in tables:
+        if table.shape in shapes:
+            own = (c for c in table.classes if c is not None and c not in known)
+            found |= Counter(dict.fromkeys(own, round(table.nbytes)))
     return found
 
 
