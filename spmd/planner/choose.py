@@ -450,7 +450,13 @@ class _Looking:
     def _pin_otherwise(self, at: int) -> None:
         """One again, whose products gather and add up in other ways, or as they will."""
         way = Way()
-        for change in ({"whole": True}, {"ahead": False}, {"loose": True}, {"free": True}):
+        for change in (
+            {"whole": True},
+            {"ahead": False},
+            {"turned": False},
+            {"loose": True},
+            {"free": True},
+        ):
             best = self.choices[at]
             if best.is_stand_in or best.layout is None or self._is_late():
                 return

@@ -26,7 +26,7 @@ from spmd.inspection.shardy import passes
 from spmd.planner import marks
 from spmd.planner.code import Constraints
 from spmd.planner.fewest import Fewest, Judged
-from spmd.planner.graph import numbered
+from spmd.planner.graph import TRANSPOSE, numbered
 from spmd.planner.marks import Entries
 from spmd.planner.outcome import Outcome, difference, outcome_of, outcome_of_exchanges
 from spmd.planner.pins import Pin
@@ -318,7 +318,9 @@ def _unread(case: _Case, missing: Collection[Span]) -> list[SourceConstraint]:
         for one, operation in case.operations():
             span = next(iter(users_spans(operation.location)), None)
             spec = one.specs[-1]
-            if spec is not None and span is not None and span in missing:
+            # The gradient of what is there may be transposed.
+            is_more = one.name == TRANSPOSE and span in {place for place, _ in found}
+            if spec is not None and span is not None and span in missing and not is_more:
                 name = one.name.removeprefix("stablehlo.")
                 said = SourceConstraint(
                     file=span.file,

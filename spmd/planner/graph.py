@@ -25,13 +25,16 @@ from spmd.planner.alike import tied
 from spmd.planner.demand import early
 from spmd.planner.optimizer import with_state
 from spmd.planner.structure import Graph, Operation, Tensor, with_weights
-from spmd.planner.sums import regroup
+from spmd.planner.sums import PRODUCTS, regroup
 
-PINNED = ("stablehlo.dot_general", "stablehlo.convolution", "stablehlo.gather", "stablehlo.scatter")
+PINNED = (*PRODUCTS, "stablehlo.gather", "stablehlo.scatter")
 """Operations whose operands and results a plan constrains: what decides how a program is split.
 
-Beside them stand reshapes to and from the blocks that a loop takes one after the other.
+Beside them stand reshapes to and from the blocks that a loop takes one after the other, and what
+products are transposed to.
 """
+
+TRANSPOSE = "stablehlo.transpose"
 
 _NUMBER = "spmd.number"
 _DONATED = ("jax.buffer_donor", "tf.aliasing_output")
@@ -60,8 +63,17 @@ def numbered(operation: Any) -> list[Any]:
     return [
         one
         for one in passes.operations_in(operation)
-        if one.name in PINNED or (one.name == _RESHAPE and _changes_rank(one))
+        if one.name in PINNED
+        or (one.name == _RESHAPE and _changes_rank(one))
+        or (one.name == TRANSPOSE and _turns_product(one))
     ]
+
+
+def _turns_product(transpose: Any) -> bool:
+    """Whether it is all that a product's result is for."""
+    value = transpose.operands[0]
+    maker = passes.maker_of(value)
+    return maker is not None and maker.name in PRODUCTS and passes.is_used_once(value)
 
 
 def _changes_rank(reshape: Any) -> bool:

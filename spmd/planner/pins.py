@@ -16,7 +16,7 @@ from spmd.errors import ArgumentError, Failure
 from spmd.inspection.records.plan import Entries, Pin
 from spmd.inspection.shardy import passes
 from spmd.planner.demand import Demand
-from spmd.planner.graph import numbered
+from spmd.planner.graph import TRANSPOSE, numbered
 from spmd.planner.layout import Fixed, Layout, places_of, spec_entries
 from spmd.planner.structure import Graph, Operation, pinned
 from spmd.planner.sums import regroup
@@ -31,12 +31,16 @@ class Way(NamedTuple):
             multiplies by one after the other.
         whole: whether a sum is made before each device takes its part of it. Else the parts of it
             go around likewise.
+        turned: whether a product's result that is but transposed is pinned after that. So a
+            compiler makes it in that order. An exchange in between would end in another one, and
+            what it is added to, such as an optimizer's moments, would be copied to that.
         loose: whether results of products are left to propagation.
         free: whether nothing is pinned: places of arguments and results say all.
     """
 
     ahead: bool = True
     whole: bool = False
+    turned: bool = True
     loose: bool = False
     free: bool = False
 
@@ -54,7 +58,13 @@ class Pinned:
         self._kept = fixed.to_dict() if fixed else {}
         self._alike: dict[Any, list[tuple[int, Operation]]] = {}
         for number, one in pinned(graph):
-            self._alike.setdefault(self._kind(one), []).append((number, one))
+            if one.name != "transpose":
+                self._alike.setdefault(self._kind(one), []).append((number, one))
+        self._turned = {
+            one.tensors[0]: (one.number, one.factors)
+            for one in graph.operations
+            if one.name == "transpose" and one.number is not None
+        }
 
     def _kind(self, one: Operation) -> Any:
         """All that the pins of an operation depend on, beside the layout."""
@@ -82,7 +92,14 @@ class Pinned:
         found: list[Pin] = []
         for alike in self._alike.values():
             specs = self._specs(alike[0][1], layout, sizes, places, way)
-            found += [Pin(number, f"stablehlo.{one.name}", specs) for number, one in alike]
+            for number, one in alike:
+                turn = self._turned.get(one.tensors[-1]) if way.turned else None
+                name = f"stablehlo.{one.name}"
+                if turn is None or specs[-1] is None:
+                    found.append(Pin(number, name, specs))
+                else:
+                    found.append(Pin(number, name, (*specs[:-1], None)))
+                    found.append(Pin(turn[0], TRANSPOSE, (None, _transposed(specs[-1], *turn[1]))))
         return tuple(sorted(found, key=lambda one: one.number))
 
     def _specs(
@@ -108,6 +125,14 @@ class Pinned:
         ranks = [len(self.graph.tensors[i].shape) for i in one.tensors[:kept]]
         specs = (tuple(spec_entries(at, n)) for at, n in zip(own, ranks, strict=False))
         return (*specs, *(None for _ in own[kept:]))
+
+
+def _transposed(
+    entries: Entries, before: Sequence[str | None], after: Sequence[str | None]
+) -> Entries:
+    """A spec with the dimensions in another order; those of size 1 have no factors."""
+    by_factor = dict(zip(before, entries, strict=True))
+    return tuple(by_factor[name] if name else () for name in after)
 
 
 def _is_mixed(want: Mapping[str, int], at: Mapping[str, int]) -> bool:
@@ -174,7 +199,6 @@ def pin(module: Any, pins: Sequence[Pin], mesh: str = "mesh") -> None:
                         operation, n, _sharding(entries, mesh), held
                     )
             for result, entries in _results(operation, one):
-                result, entries = _turned(result, entries)
                 users, asked = [*result.uses], _sharding(entries, mesh)
                 with ir.InsertionPoint.after(result.owner):
                     value = sdy.ShardingConstraintOp(result, asked).result
@@ -220,20 +244,6 @@ def _constrained(operation: Any, n: int, sharding: Any, held: dict[Any, Any]) ->
         with ir.InsertionPoint(operation):
             held[key] = sdy.ShardingConstraintOp(value, sharding).result
     return held[key]
-
-
-def _turned(result: Any, entries: Entries) -> tuple[Any, Entries]:
-    """The value to constrain in place of a result: what it is transposed to, if nothing else is.
-
-    So a compiler makes a product's result in that order. An exchange in between would end in
-    another one, and what it is added to, such as an optimizer's moments, would be copied to that.
-    """
-    uses = [*result.uses]
-    user = passes.operation_of(uses[0].owner) if len(uses) == 1 else None
-    if user is None or user.name != "stablehlo.transpose":
-        return result, entries
-    order = [*ir.DenseI64ArrayAttr(user.attributes["permutation"])]
-    return user.results[0], tuple(entries[d] for d in order)
 
 
 def _results(operation: Any, one: Pin) -> Iterator[tuple[Any, Entries]]:
