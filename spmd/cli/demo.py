@@ -63,7 +63,7 @@ def add_command(commands: Any) -> None:
 def _demo(args: argparse.Namespace) -> int:
     asked = options_from(args)
     if importlib.util.find_spec("optax") is None:
-        raise CommandError("the demo needs optax: pip install 'spmd[demo]'")
+        raise CommandError(options.WITHOUT_OPTAX)
     if not asked.real:
         options.set_device_count(asked.devices)
     from rich.console import Console

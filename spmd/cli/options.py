@@ -21,6 +21,8 @@ from spmd.inspection.records.sizes import parse_seconds
 #: Exit codes: all is well, a check says no, and there was nothing to check.
 OK, FAILED, USAGE = 0, 1, 2
 
+WITHOUT_OPTAX = "the demo needs optax: pip install 'spmd[demo]'"
+
 
 class CommandError(Exception):
     """A command that cannot run as asked; the message is for its user."""
@@ -182,6 +184,8 @@ def _module(name: str, option: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         missing = error.name or ""
+        if name.startswith("spmd.demo.") and missing == "optax":
+            raise CommandError(WITHOUT_OPTAX) from None
         if name != missing and not name.startswith(f"{missing}."):
             raise  # the module is there, and what it imports is not: its traceback says where
         raise CommandError(

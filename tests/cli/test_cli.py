@@ -371,6 +371,14 @@ def test_errors_in_the_users_code_keep_their_traceback(here, capsys):
     assert err.endswith("ModuleNotFoundError: No module named 'no_such_package'\n")
 
 
+def test_the_demo_says_what_it_needs(monkeypatch, capsys):
+    """Its modules may be named without the extra that they need."""
+    monkeypatch.setitem(sys.modules, "optax", None)
+    monkeypatch.delitem(sys.modules, "spmd.demo.train", raising=False)
+    assert cli.main(["report", "spmd.demo.train:step"]) == 2
+    assert capsys.readouterr().err == "spmd: the demo needs optax: pip install 'spmd[demo]'\n"
+
+
 def test_differences_are_an_exit_code(here, capsys):
     """Equal ledgers give 0, others 1 and a table; `--json` writes it."""
     assert _report(*MESH, "--quiet", "--json", "1.json") == 0
