@@ -45,7 +45,8 @@ def products_of(computation: hlo.Computation) -> Iterator[tuple[hlo.Instruction,
             types = computation.types
             named = (hlo.parse_shapes(types.get(name, "")) for name in one.operand_names)
             operands = hlo.parse_shapes(one.operands) or [shapes[0] for shapes in named if shapes]
-            yield one, rule(one, operands)
+            if flops := rule(one, operands):
+                yield one, flops
 
 
 def _product_flops(

@@ -320,6 +320,15 @@ def test_cycles_of_products_hold_where_nothing_is_fused_into_them(
     assert timed(body, computations, chip).compute == pytest.approx(seconds)
 
 
+def test_memory_that_a_fusion_allocates_is_no_product():
+    """libtpu allocates a buffer in a fusion that writes a product's result into a stack."""
+    computations, body = product(with_work=True)
+    own = "{\n  %room = bf16[4,4]{1,0} custom-call(), custom_call_target=\"AllocateBuffer\"\n"
+    chip = dataclasses.replace(CHIP, flops=2e12, multipliers=10**6)
+    found = timed(body, computations.replace("{\n", own, 1), chip)
+    assert found.compute == pytest.approx(2 * SIDE**3 / 0.9 / 2e12)
+
+
 def test_a_large_product_takes_what_its_bytes_take_where_that_is_longer():
     """Two matrices of 16 MiB at 0.83 of 1 GB/s, since FLOPs and bytes go on side by side."""
     computations, body = product(with_work=True)
