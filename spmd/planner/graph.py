@@ -30,12 +30,13 @@ from spmd.planner.sums import PRODUCTS, regroup
 PINNED = (*PRODUCTS, "stablehlo.gather", "stablehlo.scatter")
 """Operations whose operands and results a plan constrains: what decides how a program is split.
 
-Beside them stand reshapes to and from the blocks that a loop takes one after the other, and what
-products are transposed to.
+Beside them stand reshapes to and from the blocks that a loop takes one after the other. What a
+product is transposed to has the number of the product.
 """
 
 TRANSPOSE = "stablehlo.transpose"
 
+_BETWEEN = ("sdy.sharding_constraint", "stablehlo.optimization_barrier")
 _NUMBER = "spmd.number"
 _DONATED = ("jax.buffer_donor", "tf.aliasing_output")
 _RULE = "sdy.sharding_rule"
@@ -63,17 +64,24 @@ def numbered(operation: Any) -> list[Any]:
     return [
         one
         for one in passes.operations_in(operation)
-        if one.name in PINNED
-        or (one.name == _RESHAPE and _changes_rank(one))
-        or (one.name == TRANSPOSE and _turns_product(one))
+        if one.name in PINNED or (one.name == _RESHAPE and _changes_rank(one))
     ]
 
 
-def _turns_product(transpose: Any) -> bool:
-    """Whether it is all that a product's result is for."""
-    value = transpose.operands[0]
-    maker = passes.maker_of(value)
-    return maker is not None and maker.name in PRODUCTS and passes.is_used_once(value)
+def turned(product: Any) -> Any:
+    """The transpose that a product's result is for; None where it is for anything else.
+
+    Constraints may be in between, such as those of `marks`.
+    """
+    value = product.results[0]
+    while passes.is_used_once(value):
+        user, operand = passes.user_of(next(iter(value.uses)))
+        if user.name == TRANSPOSE:
+            return user
+        if user.name not in _BETWEEN:
+            return None
+        value = user.results[operand]
+    return None
 
 
 def _changes_rank(reshape: Any) -> bool:
@@ -92,7 +100,9 @@ def graph_of(module: Any, *, subject: str) -> Graph:
         regroup(copy)
         kind = ir.IntegerType.get_signless(64)
         for number, one in enumerate(numbered(copy)):
-            one.attributes[_NUMBER] = ir.IntegerAttr.get(kind, number)
+            after = turned(one) if one.name in PRODUCTS else None
+            for each in (one, after) if after else (one,):
+                each.attributes[_NUMBER] = ir.IntegerAttr.get(kind, number)
     found = propagate(_Copy(copy, module.context), subject=subject, steps=False)
     donated = donated_in(copy)
     with module.context:

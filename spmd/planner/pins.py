@@ -16,7 +16,7 @@ from spmd.errors import ArgumentError, Failure
 from spmd.inspection.records.plan import Entries, Pin
 from spmd.inspection.shardy import passes
 from spmd.planner.demand import Demand
-from spmd.planner.graph import TRANSPOSE, numbered
+from spmd.planner.graph import TRANSPOSE, numbered, turned
 from spmd.planner.layout import Fixed, Layout, places_of, spec_entries
 from spmd.planner.structure import Graph, Operation, pinned
 from spmd.planner.sums import regroup
@@ -58,13 +58,8 @@ class Pinned:
         self._kept = fixed.to_dict() if fixed else {}
         self._alike: dict[Any, list[tuple[int, Operation]]] = {}
         for number, one in pinned(graph):
-            if one.name != "transpose":
-                self._alike.setdefault(self._kind(one), []).append((number, one))
-        self._turned = {
-            one.tensors[0]: (one.number, one.factors)
-            for one in graph.operations
-            if one.name == "transpose" and one.number is not None
-        }
+            self._alike.setdefault(self._kind(one), []).append((number, one))
+        self._turned = {one.number: one.factors for one in graph.operations if _is_turned(one)}
 
     def _kind(self, one: Operation) -> Any:
         """All that the pins of an operation depend on, beside the layout."""
@@ -93,13 +88,13 @@ class Pinned:
         for alike in self._alike.values():
             specs = self._specs(alike[0][1], layout, sizes, places, way)
             for number, one in alike:
-                turn = self._turned.get(one.tensors[-1]) if way.turned else None
-                name = f"stablehlo.{one.name}"
-                if turn is None or specs[-1] is None:
+                name, last = f"stablehlo.{one.name}", specs[-1]
+                turn = self._turned.get(number) if way.turned and last else None
+                if turn is None or last is None:
                     found.append(Pin(number, name, specs))
                 else:
                     found.append(Pin(number, name, (*specs[:-1], None)))
-                    found.append(Pin(turn[0], TRANSPOSE, (None, _transposed(specs[-1], *turn[1]))))
+                    found.append(Pin(number, TRANSPOSE, (None, _transposed(last, *turn))))
         return tuple(sorted(found, key=lambda one: one.number))
 
     def _specs(
@@ -125,6 +120,11 @@ class Pinned:
         ranks = [len(self.graph.tensors[i].shape) for i in one.tensors[:kept]]
         specs = (tuple(spec_entries(at, n)) for at, n in zip(own, ranks, strict=False))
         return (*specs, *(None for _ in own[kept:]))
+
+
+def _is_turned(one: Operation) -> bool:
+    """Whether a product's result is for this transpose alone, whose number is the product's."""
+    return one.name == "transpose" and one.number is not None
 
 
 def _transposed(
@@ -191,8 +191,7 @@ def pin(module: Any, pins: Sequence[Pin], mesh: str = "mesh") -> None:
     held: dict[Any, Any] = {}
     with module.context, ir.Location.unknown(module.context):
         for one in pins:
-            _check(one, operations[one.number : one.number + 1])
-            operation = operations[one.number]
+            operation = _checked(one, operations[one.number : one.number + 1])
             for n, entries in enumerate(one.specs[: len(operation.operands)]):
                 if entries:
                     operation.operands[n] = _constrained(
@@ -251,7 +250,10 @@ def _results(operation: Any, one: Pin) -> Iterator[tuple[Any, Entries]]:
     return ((result, entries) for result, entries in found if entries)
 
 
-def _check(one: Pin, found: Sequence[Any]) -> None:
+def _checked(one: Pin, found: Sequence[Any]) -> Any:
+    """The operation of a pin, which is the one of its number, or what that is transposed to."""
+    if one.name == TRANSPOSE:
+        found = [after for each in found if each.results and (after := turned(each))]
     values = (value for each in found for side in (each.operands, each.results) for value in side)
     ranks = [len(passes.dims_of(value.type)[0]) for value in values]
     names = [each.name for each in found]
@@ -264,6 +266,7 @@ def _check(one: Pin, found: Sequence[Any]) -> None:
                 error=ArgumentError,
             )
         )
+    return found[0]
 
 
 def _has_ranks(one: Pin, ranks: Sequence[int]) -> bool:

@@ -71,3 +71,15 @@ def mapped_step(w, x):
 
     grads = jax.grad(lambda w: jnp.mean(layer(x, w) ** 2))(w)
     return jax.tree.map(lambda p, g: p - 0.1 * g, w, grads)
+
+
+def turned_step(w, x):
+    """A gradient step of a layer that multiplies by a transposed product."""
+
+    def loss(w):
+        hidden = jnp.tanh((x @ w["up"]).T)
+        mixed = (hidden @ x).T
+        return jnp.mean((mixed @ w["down"]) ** 2)
+
+    grads = jax.grad(loss)(w)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, w, grads)

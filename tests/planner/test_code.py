@@ -46,6 +46,7 @@ ARGS = {
         {**UP_DOWN, "embed": f32(V, D), "head": f32(D, V)},
         jax.ShapeDtypeStruct((B, S + 1), jnp.int32),
     ),
+    "turned_step": (UP_DOWN, f32(B, D)),
     "mapped_step": ({**UP_DOWN, "square": f32(D, D)}, f32(B, S, D)),
 }
 
@@ -164,6 +165,7 @@ PLANS = {
     "attention, heads": ("attention_step", (["x:0"], ["w['q']:2"]), 0),
     "attention, heads and sequence": ("attention_step", (["x:0"], ["w['q']:2", "x:1"]), 2),
     "mapped, sequence and width": ("mapped_step", (["x:1", "w['up']:0"], ["x:1"]), 1),
+    "turned, fully sharded": ("turned_step", (["x:0", UP], [UP]), 2),
     "words, by their places": ("words_step", (["tokens:1"], [HEAD]), 1),
     "words, fully sharded and vocabulary": ("words_step", (["tokens:0", EMBED], [HEAD]), 1),
     "words, width before batch": ("words_step", ([EMBED, "tokens:0"], [HEAD]), 2),

@@ -57,6 +57,10 @@ def graph(program, mesh):
     return graph_of(module_of(program.lowered(mesh), subject="plan"), subject="plan")
 
 
+UNTURNED = Way(turned=False)
+"""With which each operation that plans pin has one pin."""
+
+
 def lowered(program, mesh, found, layout, way=None):
     """A program as a layout wants it."""
     sizes = dict(mesh.shape)
@@ -270,7 +274,7 @@ def test_a_product_takes_whole_weights_under_fsdp(mlp, mesh):
     of = classes(mlp)
     layout = Layout.of({"data": [of["x:0"], of["x:1"]], "model": []})
     up = next(i for i, one in enumerate(mlp.tensors) if one.name == "w['up']")
-    pins = {one.number: one for one in pins_of(mlp, layout, dict(mesh.shape))}
+    pins = {one.number: one for one in pins_of(mlp, layout, dict(mesh.shape), way=UNTURNED)}
     taken = [
         pins[one.number].specs[n]
         for one in mlp.operations
@@ -331,7 +335,7 @@ def test_activations_are_taken_where_they_lie(mlp, mesh):
     """What a product has to gather and is not known before: parts of it may go around."""
     of = classes(mlp)
     layout = Layout.of({"data": [of["x:0"]], "model": [of["x:1"], of["w['up']:1"]]})
-    pins = {one.number: one for one in pins_of(mlp, layout, dict(mesh.shape))}
+    pins = {one.number: one for one in pins_of(mlp, layout, dict(mesh.shape), way=UNTURNED)}
     taken = [
         pins[one.number].specs[n]
         for one in mlp.operations
@@ -348,7 +352,8 @@ def test_products_may_gather_weights_themselves(mlp, mesh):
     of = classes(mlp)
     layout = Layout.of({"data": [of["x:0"], of["x:1"]], "model": [of["w['up']:1"]]})
     sizes = dict(mesh.shape)
-    pins = {one.number: one for one in pins_of(mlp, layout, sizes, way=Way(False, turned=False))}
+    way = UNTURNED._replace(ahead=False)
+    pins = {one.number: one for one in pins_of(mlp, layout, sizes, way=way)}
     products = [one for one in mlp.operations if one.flops]
     assert len(products) == 5
     for one in products:

@@ -80,7 +80,8 @@ class Pin(NamedTuple):
     """The shardings of what an operation takes and makes.
 
     Attributes:
-        number: of the operation, among those that plans pin.
+        number: of the operation, among those that plans pin; of a transpose that of the product
+            whose result it takes.
         name: of it in the module.
         specs: of its operands, then of its results; None for one that is left to propagation.
     """

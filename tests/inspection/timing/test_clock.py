@@ -321,9 +321,9 @@ def test_cycles_of_products_hold_where_nothing_is_fused_into_them(
 
 
 def test_memory_that_a_fusion_allocates_is_no_product():
-    """libtpu allocates a buffer in a fusion that writes a product's result into a stack."""
+    """A TPU's compiler allocates one in a fusion that writes a product's result into a stack."""
     computations, body = product(with_work=True)
-    own = "{\n  %room = bf16[4,4]{1,0} custom-call(), custom_call_target=\"AllocateBuffer\"\n"
+    own = '{\n  %room = bf16[4,4]{1,0} custom-call(), custom_call_target="AllocateBuffer"\n'
     chip = dataclasses.replace(CHIP, flops=2e12, multipliers=10**6)
     found = timed(body, computations.replace("{\n", own, 1), chip)
     assert found.compute == pytest.approx(2 * SIDE**3 / 0.9 / 2e12)
