@@ -139,6 +139,7 @@ class Estimator:
         fusion = Fusion(graph, self.kind_of, len(kinds))
         self.last = last(graph)
         self.lives = lives
+        self.tables = {self.kind_of[i] for i in _tables(graph)}
         self.prefetch = Prefetch(graph, self.kind_of)
         self.moved = fusion.alone
         self.early = graph.early
@@ -255,7 +256,7 @@ class Estimator:
     def __call__(self, layout: Layout) -> Estimate:
         """What a layout costs."""
         said = said_by(layout)
-        places, parts = self._placed(layout, said)
+        places, parts, rows = self._placed(layout, said)
         shares = np.array(parts)
         compute = exchange = beside = ahead = 0.0
         memory = self.machine.passing(self.moved * shares, self.sizes_of_kinds * shares)
@@ -296,7 +297,7 @@ class Estimator:
             exchange=float(exchange),
             hidden=float(beside + self.machine.hidden(ahead, compute + memory)),
             # What comes next is gathered while the one before is in use.
-            peak=self._peak(shares, gathered) + sorted(buffers)[-2],
+            peak=self._peak(shares, np.array(rows), gathered) + sorted(buffers)[-2],
         )
 
     def said(self, layout: Layout) -> Hashable:
@@ -305,32 +306,44 @@ class Estimator:
         sayings = self._places, self._work, self._pinned
         return tuple(key for one in sayings for key in one.keys(said))
 
-    def _peak(self, parts: np.ndarray, gathered: np.ndarray) -> float:
+    def _peak(self, parts: np.ndarray, rows: np.ndarray, gathered: np.ndarray) -> float:
         """Bytes of arguments and outputs, and of what is beside them at the worst moment."""
-        lives = self.lives
-        near = np.array(self.sizes_of_kinds * parts <= self.machine.near)
-        far = lives.rows @ parts + lives.short @ (parts * ~near) + lives.copies @ gathered
-        beside = np.maximum(lives.short @ (parts * near) - self.machine.room, 0.0)
+        lives, inside = self.lives, parts * rows
+        near = np.array(self.sizes_of_kinds * inside <= self.machine.near)
+        far = lives.rows @ inside + lives.short @ (inside * ~near) + lives.copies @ gathered
+        beside = np.maximum(lives.short @ (inside * near) - self.machine.room, 0.0)
         return float(lives.ends @ parts + (far + beside).max(initial=0.0))
 
-    def _placed(self, layout: Layout, said: Said) -> tuple[list[dict[str, int]], list[float]]:
-        """By kind, the dimension that each axis splits, and the share that a device has."""
+    def _placed(
+        self, layout: Layout, said: Said
+    ) -> tuple[list[dict[str, int]], list[float], list[float]]:
+        """By kind, the dimension that each axis splits, and the share that a device has.
+
+        Then how much wider than its share the rows of a table are in memory.
+        """
         places: list[dict[str, int]] = [{}] * len(self.kinds)
         parts = [1.0] * len(self.kinds)
+        rows = [1.0] * len(self.kinds)
         for group, key in zip(self._places.groups, self._places.keys(said), strict=True):
             found = group.known.get(key)
             if found is None:
                 found = [self._place(k, layout) for k in group.members]
                 group.known[key] = found
-            for k, place, part in found:
+            for k, place, part, row in found:
                 places[k] = place
                 parts[k] = part
-        return places, parts
+                rows[k] = row
+        return places, parts, rows
 
-    def _place(self, k: int, layout: Layout) -> tuple[int, dict[str, int], float]:
+    def _place(self, k: int, layout: Layout) -> tuple[int, dict[str, int], float, float]:
         kind = self.kinds[k]
         found = layout.places(kind, self.sizes) if kind.fixed is None else dict(kind.fixed)
-        return k, found, 1 / math.prod(self.sizes[axis] for axis in found)
+        part = 1 / math.prod(self.sizes[axis] for axis in found)
+        if k not in self.tables:
+            return k, found, part, 1.0
+        last = len(kind.shape) - 1
+        columns = kind.shape[last] / math.prod(self.sizes[a] for a, d in found.items() if d == last)
+        return k, found, part, self.machine.widened(columns)
 
     def _of_alike(
         self,
@@ -400,6 +413,15 @@ class Estimator:
             compute += self.machine.stepping(after)
             memory += self.machine.moving(far[-1])  # the result is read once more
         return _Costs(part.runs * compute, part.runs * memory, *sent)
+
+
+def _tables(graph: Graph) -> Iterator[int]:
+    """The tables that a scatter writes whole rows of, such as the gradient of an embedding."""
+    for one in graph.operations:
+        made, columns = one.tensors[-1], one.factors[-1][-1:]
+        is_table = one.name == "scatter" and len(graph.tensors[made].shape) == 2
+        if is_table and columns != (None,) and columns == one.factors[2][-1:]:
+            yield made
 
 
 def _sources(graph: Graph) -> dict[int, int]:

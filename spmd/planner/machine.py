@@ -144,6 +144,10 @@ class Machine:
             return 0.0
         return elements * self._counted.pops / self._lanes
 
+    def widened(self, columns: float) -> float:
+        """How much wider rows of a table are in memory, where a scatter writes whole rows."""
+        return _padded(columns, _SIDE) if self.chip.multipliers else 1.0
+
     @property
     def _lanes(self) -> float:
         """Of all vector units, in a second."""

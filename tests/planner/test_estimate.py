@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import random
 
+from hardware import needs_libtpu
 import jax
 import jax.numpy as jnp
 from planned_programs import classes, f32, ints, pins_of, read, sending
@@ -486,6 +487,44 @@ def test_small_values_are_in_vector_memory():
     ends = 4 * 512 * 512 * F32
     assert priced(f, args, {}, on=tpu())[1].peak == ends
     assert priced(f, args, {})[1].peak > ends
+
+
+def next_table(table, ids):
+    """A step of a table."""
+    return table - 0.1 * jax.grad(lambda t: jnp.sum(jnp.sin(t[ids])))(table)
+
+
+ROWS, COLUMNS = 2**20, 128
+TABLE = (f32(ROWS, COLUMNS), ints(4096))
+NARROW = [("table:1", P(None, tuple(MESH)), 16), ("table:0", P(tuple(MESH)), COLUMNS)]
+
+
+@pytest.mark.parametrize(("by", "spec", "left"), NARROW)
+def test_gradients_of_narrow_tables_are_padded_on_a_tpu(by, spec, left):
+    """A scatter writes whole rows, of 128 columns at least; the table itself has no padding."""
+    orders = {axis: [by] for axis in MESH}
+    part = ROWS * COLUMNS * F32 / 8
+    plain = priced(next_table, TABLE, orders, donate_argnums=0)[1].peak
+    assert plain == pytest.approx(2 * part, rel=0.02)
+    padded = priced(next_table, TABLE, orders, on=tpu(), donate_argnums=0)[1].peak
+    assert padded == pytest.approx((1 + COLUMNS / left) * part, rel=0.02)
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(("by", "spec", "left"), NARROW)
+def test_gradients_of_narrow_tables_are_padded_by_libtpu(by, spec, left):
+    """By as much; of rows that are whole it makes the next table in place."""
+    step = spmd.pjit(
+        next_table,
+        mesh=spmd.topology("v5e:2x4", MESH),
+        in_axis_resources=(spec, P()),
+        out_axis_resources=spec,
+        donate_argnums=0,
+    )
+    peak = spmd.report(step.lower(*TABLE)).memory.peak
+    padding = COLUMNS / left if left < 128 else 0
+    assert peak == pytest.approx((1 + padding) * ROWS * COLUMNS * F32 / 8, rel=0.1)
 
 
 def test_slices_of_what_is_in_main_memory_are_read_there():
