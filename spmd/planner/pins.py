@@ -15,7 +15,7 @@ from jax.extend.mlir.dialects import sdy
 from spmd.errors import ArgumentError, Failure
 from spmd.inspection.records.plan import Entries, Pin
 from spmd.inspection.shardy import passes
-from spmd.planner.demand import Demand
+from spmd.planner.demand import TABLES, Demand
 from spmd.planner.graph import TRANSPOSE, numbered, turned
 from spmd.planner.layout import Fixed, Layout, places_of, spec_entries
 from spmd.planner.structure import Graph, Operation, pinned
@@ -116,10 +116,35 @@ class Pinned:
                 else _made(want, at, way)
                 for n, (i, want, at) in enumerate(zip(one.tensors, wanted, own, strict=True))
             ]
+        elif one.name in TABLES:
+            own = _together(one, own)
         kept = one.operands if one.flops and way.loose else len(own)
         ranks = [len(self.graph.tensors[i].shape) for i in one.tensors[:kept]]
         specs = (tuple(spec_entries(at, n)) for at, n in zip(own, ranks, strict=False))
         return (*specs, *(None for _ in own[kept:]))
+
+
+def _together(one: Operation, places: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
+    """Places of a gather or a scatter that XLA can partition.
+
+    It ends the process where a dimension of a table is split over some axes, and that of the rows
+    which are read or written over the same ones and more: these lie as the table does.
+    """
+    found = [*places]
+    count = 1 if one.name == "gather" else (one.operands - 1) // 2
+    rows = [-1] if one.name == "gather" else range(count + 1, 2 * count + 1)
+    for table, row in zip(range(count), rows, strict=True):
+        for d, name in enumerate(one.factors[row]):
+            own = [axis for axis, at in places[row].items() if at == d]
+            asked = [
+                axis
+                for axis, at in places[table].items()
+                if name and one.factors[table][at] == name
+            ]
+            if asked and own[: len(asked)] == asked:
+                dropped = own[len(asked) :]
+                found[row] = {a: at for a, at in found[row].items() if a not in dropped}
+    return found
 
 
 def _is_turned(one: Operation) -> bool:

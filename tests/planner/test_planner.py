@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import types
 
-from hardware import WITHOUT_LIBTPU
+from hardware import WITHOUT_LIBTPU, needs_libtpu
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -329,6 +329,47 @@ def test_a_result_with_another_use_is_pinned_as_it_is_made(mesh):
     (pin,) = pins_of(found, layout, dict(mesh.shape))
     assert pin.name == "stablehlo.dot_general"
     assert pin.specs[-1] == (("data",), ())
+
+
+def passed(x, to, at):
+    """Sums of rows by number, of rows that are looked up."""
+    return jax.ops.segment_sum(x[at], to, x.shape[0])
+
+
+PASSED = Program(function=passed, args=(f32(1024, 256), ints(4096), ints(4096)))
+
+
+def passed_by(mesh, data, model):
+    """Pins of such sums, with the columns of what a device has of each edge split further."""
+    found = graph(PASSED, mesh)
+    of = classes(found)
+    rows, columns = of["x:0"], of["x:1"]
+    named = {"rows": rows, "columns": columns}
+    layout = Layout.of(
+        {"data": [named[one] for one in data], "model": [named[one] for one in model]}
+    )
+    return found, layout, pins_of(found, layout, dict(mesh.shape))
+
+
+def test_rows_of_a_table_lie_as_the_table_does(mesh):
+    """XLA ends the process where their columns are split over the table's axes and more."""
+    _, _, pins = passed_by(mesh, ["columns"], ["rows", "columns"])
+    gather, scatter = pins
+    table, rows = (("model",), ("data",)), ((), ("data",))
+    assert (gather.name, gather.specs[0], gather.specs[-1]) == ("stablehlo.gather", table, rows)
+    assert (scatter.name, *scatter.specs) == ("stablehlo.scatter", table, ((), ()), rows, table)
+    # Columns of a table that is not split by them may be split as one likes.
+    _, _, pins = passed_by(mesh, ["rows", "columns"], ["rows", "columns"])
+    assert pins[0].specs[-1] == ((), ("data", "model"))
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_libtpu_partitions_sums_of_rows(mesh):
+    """Without it this test ends its process."""
+    pod = spmd.topology("v5e:2x4", dict(mesh.shape))
+    found, layout, _ = passed_by(pod, ["columns"], ["rows", "columns"])
+    assert lowered(PASSED, pod, found, layout).compile().as_text()
 
 
 def test_activations_are_taken_where_they_lie(mlp, mesh):
