@@ -107,7 +107,11 @@ class Product:
         seconds = machine.computing(one.flops / self.demand.times([*self.demand.chosen]))
         if _is_large(sides):
             return seconds
-        seconds *= machine.filled(*sides[:3], is_convolution=one.name == "convolution")
+        is_convolution = one.name == "convolution"
+        seconds *= machine.filled(*sides[:3], is_convolution=is_convolution)
+        if is_convolution and sides.batch > 1:  # of each channel by itself
+            flops = one.flops / self.demand.times([*self.demand.chosen])
+            seconds = min(seconds, machine.stepping(flops / 2) or seconds)
         return max(seconds, again * machine.popping(self._made), machine.stepping(self.steps))
 
     @functools.cached_property
@@ -215,6 +219,9 @@ def _is_large(sides: Sides) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _names_of_sides(factors: tuple[tuple[str | None, ...], ...]) -> tuple[set[str], ...]:
-    """The factors of a product that are its rows, columns, what is summed over, and the batch."""
+    """The factors of a product that are its rows, columns, what is summed over, and the batch.
+
+    The window of a convolution is in the kernel alone, or in the gradient of that.
+    """
     a, b, made = ({n for n in one if n is not None} for one in (*factors[:2], factors[-1]))
-    return (a & made) - b, (b & made) - a, (a & b) - made, a & b & made
+    return made - b, (b & made) - a, b - made, a & b & made

@@ -431,6 +431,37 @@ def test_what_is_used_at_once_may_be_larger_in_vector_memory():
     assert moved(at_once, 12288, 2) == pytest.approx(3 * 2 * size, rel=1e-3)
 
 
+def convolved(x, w):
+    """A convolution of images; of each channel by itself where the kernel has one for each."""
+    return jax.lax.conv_general_dilated(
+        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=x.shape[-1] // w.shape[2],
+    )  # fmt: skip
+
+
+def test_a_window_is_a_part_of_what_is_summed():
+    """3 x 3 x 104 terms take as long as 1,024 do, and not as 9 times 128."""
+    args = (f32(8, 32, 32, 104), f32(3, 3, 104, 256))
+    chip = tpu().chip
+    # At the edges a part of the window is outside.
+    flops = 2 * 8 * (32 * 3 - 2) ** 2 * 104 * 256
+    seconds = flops / (chip.product_share * chip.kept)
+    assert priced(convolved, args, {}, on=tpu())[1].compute == pytest.approx(
+        seconds * 1024 / 936, rel=1e-3
+    )
+
+
+def test_channels_by_themselves_are_for_vector_units():
+    """A multiplication and an addition are a step of theirs: matrix units would have one column."""
+    args = (f32(8, 32, 32, 256), f32(7, 7, 1, 256))
+    steps = 8 * 256 * (32 * 7 - 2 * (3 + 2 + 1)) ** 2
+    found = priced(convolved, args, {}, on=tpu())[1].compute
+    assert found == pytest.approx(_steps(1, steps), rel=1e-3)
+    grad = jax.grad(lambda w, x: convolved(x, w).sum())
+    found = priced(grad, args[::-1], {}, on=tpu())[1].compute
+    assert found == pytest.approx(_steps(1, steps), rel=1e-3)
+
+
 # Memory
 
 
