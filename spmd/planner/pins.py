@@ -117,30 +117,33 @@ class Pinned:
                 for n, (i, want, at) in enumerate(zip(one.tensors, wanted, own, strict=True))
             ]
         elif one.name in TABLES:
-            own = _together(one, own)
+            own = _together(one, own, _wanted(one, layout, sizes, own, self.graph))
         kept = one.operands if one.flops and way.loose else len(own)
         ranks = [len(self.graph.tensors[i].shape) for i in one.tensors[:kept]]
         specs = (tuple(spec_entries(at, n)) for at, n in zip(own, ranks, strict=False))
         return (*specs, *(None for _ in own[kept:]))
 
 
-def _together(one: Operation, places: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
-    """Places of a gather or a scatter that XLA can partition.
+def _together(
+    one: Operation, places: Sequence[Mapping[str, int]], wanted: Sequence[Mapping[str, int]]
+) -> list[Mapping[str, int]]:
+    """Places of a gather or a scatter, whose rows lie as the table does that they are of.
 
-    It ends the process where a dimension of a table is split over some axes, and that of the rows
-    which are read or written over the same ones and more: these lie as the table does.
+    A table is where it is wanted, if an axis splits the number of its rows that is to split another
+    dimension: XLA looks up all rows in each part, and adds these up. It ends the process where a
+    dimension of a table is split over some axes, and that of its rows over the same ones and more.
     """
     found = [*places]
-    count = 1 if one.name == "gather" else (one.operands - 1) // 2
-    rows = [-1] if one.name == "gather" else range(count + 1, 2 * count + 1)
-    for table, row in zip(range(count), rows, strict=True):
-        for d, name in enumerate(one.factors[row]):
-            own = [axis for axis, at in places[row].items() if at == d]
-            asked = [
-                axis
-                for axis, at in places[table].items()
-                if name and one.factors[table][at] == name
-            ]
+    is_gather = one.name == "gather"
+    count = 1 if is_gather else (one.operands - 1) // 2
+    for n in range(count):
+        tables, row = ([n], -1) if is_gather else ([n, one.operands + n], count + 1 + n)
+        names, rows = one.factors[n], one.factors[row]
+        if any(wanted[n].get(a, d) != d and names[d] not in rows for a, d in places[n].items()):
+            found = [wanted[i] if i in tables else at for i, at in enumerate(found)]
+        for d, name in enumerate(rows):
+            own = [a for a, at in found[row].items() if at == d]
+            asked = [a for a, at in found[n].items() if name and names[at] == name]
             if asked and own[: len(asked)] == asked:
                 dropped = own[len(asked) :]
                 found[row] = {a: at for a, at in found[row].items() if a not in dropped}

@@ -336,40 +336,50 @@ def passed(x, to, at):
     return jax.ops.segment_sum(x[at], to, x.shape[0])
 
 
-PASSED = Program(function=passed, args=(f32(1024, 256), ints(4096), ints(4096)))
-
-
-def passed_by(mesh, data, model):
-    """Pins of such sums, with the columns of what a device has of each edge split further."""
-    found = graph(PASSED, mesh)
+def passed_by(mesh, data, model, count):
+    """A sum of so many rows, and a layout and its pins, by what each axis splits."""
+    program = Program(function=passed, args=(f32(1024, 256), ints(count), ints(count)))
+    found = graph(program, mesh)
     of = classes(found)
-    rows, columns = of["x:0"], of["x:1"]
-    named = {"rows": rows, "columns": columns}
-    layout = Layout.of(
-        {"data": [named[one] for one in data], "model": [named[one] for one in model]}
-    )
-    return found, layout, pins_of(found, layout, dict(mesh.shape))
+    named = {"rows": of["x:0"], "columns": of["x:1"]}
+    orders = {"data": [named[one] for one in data], "model": [named[one] for one in model]}
+    layout = Layout.of(orders)
+    return program, found, layout, pins_of(found, layout, dict(mesh.shape))
 
 
-def test_rows_of_a_table_lie_as_the_table_does(mesh):
-    """XLA ends the process where their columns are split over the table's axes and more."""
-    _, _, pins = passed_by(mesh, ["columns"], ["rows", "columns"])
-    gather, scatter = pins
-    table, rows = (("model",), ("data",)), ((), ("data",))
-    assert (gather.name, gather.specs[0], gather.specs[-1]) == ("stablehlo.gather", table, rows)
+APART = (("model",), ("data",))
+"""A table whose rows are split over one axis, and its columns over the other."""
+COLUMNS = ((), ("data", "model"))
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "count", "table", "rows"),
+    [
+        # Many rows lie by columns, and so does the table: it is sent, and not all rows of parts.
+        (["columns"], ["rows", "columns"], 4096, COLUMNS, COLUMNS),
+        (["rows", "columns"], ["rows", "columns"], 4096, COLUMNS, COLUMNS),
+        # Of few rows all columns of a part are looked up: XLA ends the process where they are
+        # split over the table's axes and more.
+        (["columns"], ["rows", "columns"], 16, APART, ((), ("data",))),
+        (["columns"], ["rows"], 4096, APART, ((), ("data",))),
+    ],
+)
+def test_rows_of_a_table_lie_as_the_table_does(mesh, data, model, count, table, rows):
+    """So they are read and written where they are."""
+    *_, (gather, scatter) = passed_by(mesh, data, model, count)
+    assert (gather.name, *gather.specs) == ("stablehlo.gather", table, ((), ()), rows)
     assert (scatter.name, *scatter.specs) == ("stablehlo.scatter", table, ((), ()), rows, table)
-    # Columns of a table that is not split by them may be split as one likes.
-    _, _, pins = passed_by(mesh, ["rows", "columns"], ["rows", "columns"])
-    assert pins[0].specs[-1] == ((), ("data", "model"))
 
 
 @needs_libtpu
 @pytest.mark.slow
-def test_libtpu_partitions_sums_of_rows(mesh):
-    """Without it this test ends its process."""
+@pytest.mark.parametrize("count", [16, 4096])
+def test_libtpu_partitions_sums_of_rows(mesh, count):
+    """A device sends less than all rows; with rows of another place this ends the process."""
     pod = spmd.topology("v5e:2x4", dict(mesh.shape))
-    found, layout, _ = passed_by(pod, ["columns"], ["rows", "columns"])
-    assert lowered(PASSED, pod, found, layout).compile().as_text()
+    program, found, layout, _ = passed_by(pod, ["columns"], ["rows", "columns"], count)
+    report = spmd.report(lowered(program, pod, found, layout))
+    assert report.total.wire_bytes < max(1024, count) * 256 * 4
 
 
 def test_activations_are_taken_where_they_lie(mlp, mesh):
