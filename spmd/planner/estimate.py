@@ -416,12 +416,16 @@ class Estimator:
 
 
 def _tables(graph: Graph) -> Iterator[int]:
-    """The tables that a scatter writes whole rows of, such as the gradient of an embedding."""
+    """Whole rows, as a gather makes them and a scatter takes them, and the tables that it makes."""
     for one in graph.operations:
-        made, columns = one.tensors[-1], one.factors[-1][-1:]
-        is_table = one.name == "scatter" and len(graph.tensors[made].shape) == 2
-        if is_table and columns != (None,) and columns == one.factors[2][-1:]:
-            yield made
+        if one.name not in TABLES:
+            continue
+        table, *rows = (0, -1) if one.name == "gather" else (-1, 2, -1)
+        for n in rows:
+            columns = one.factors[n][-1:]
+            is_wide = columns not in ((), (None,)) and columns == one.factors[table][-1:]
+            if is_wide and len(graph.tensors[one.tensors[n]].shape) == 2:
+                yield one.tensors[n]
 
 
 def _sources(graph: Graph) -> dict[int, int]:

@@ -541,6 +541,20 @@ def test_gradients_of_narrow_tables_are_padded_on_a_tpu(by, spec, left):
     assert padded == pytest.approx((1 + COLUMNS / left) * part, rel=0.02)
 
 
+def test_narrow_rows_that_are_looked_up_are_padded_on_a_tpu():
+    """Those of each edge of a graph, which are summed by node."""
+
+    def f(x, to, at):
+        return jax.ops.segment_sum(x[at], to, x.shape[0])
+
+    edges = 2**20
+    args = (f32(2048, 128), ints(edges), ints(edges))
+    orders = {axis: ["x:1"] for axis in MESH}
+    plain, padded = (priced(f, args, orders, on=on)[1].peak for on in (sending(**MESH), tpu()))
+    rows = edges * 128 * F32 / 8
+    assert padded - plain == pytest.approx((128 / 16 - 1) * rows, rel=0.05)
+
+
 @needs_libtpu
 @pytest.mark.slow
 @pytest.mark.parametrize(("by", "spec", "left"), NARROW)
