@@ -83,6 +83,27 @@ def drawn(key, x):
     return x + jax.random.normal(key, x.shape) @ jax.random.uniform(key, (32, 32))
 
 
+def graph_network(ws, x, to, at):
+    """The gradient of two layers that sum what neighbours have."""
+
+    def loss(ws):
+        y = x
+        for w in ws:
+            y = jnp.tanh(jax.ops.segment_sum((y @ w)[at], to, x.shape[0]))
+        return jnp.mean(y**2)
+
+    return jax.grad(loss)(ws)
+
+
+def looked_up(tables, ids):
+    """The next tables of a recommender, whose rows are few beside all."""
+
+    def loss(tables):
+        return jnp.mean(jnp.stack([t[i] for t, i in zip(tables, ids, strict=True)]) ** 2)
+
+    return jax.tree.map(lambda t, g: t - g, tables, jax.grad(loss)(tables))
+
+
 PROGRAMS = {
     "nothing divides": Program(function=jnp.matmul, args=(f32(7, 5), f32(5, 3))),
     "primes": mlp(31, 37, 101),
@@ -103,6 +124,13 @@ PROGRAMS = {
     "a loop of unknown length": Program(function=repeated, args=(f32(32, 32), ints())),
     "linear algebra": Program(function=solved, args=(f32(32, 32),)),
     "random": Program(function=drawn, args=(jax.ShapeDtypeStruct((2,), jnp.uint32), f32(64, 32))),
+    "graph network": Program(
+        function=graph_network,
+        args=([f32(64, 64)] * 2, f32(512, 64), ints(4096), ints(4096)),
+    ),
+    "recommender": Program(
+        function=looked_up, args=([f32(8192, 64), f32(1024, 64)], [ints(128)] * 2)
+    ),
     "scatter": Program(
         function=lambda x, i, u: x.at[i].add(u), args=(f32(64, 32), ints(16), f32(16, 32))
     ),
