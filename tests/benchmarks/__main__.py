@@ -30,7 +30,7 @@ PARTS = (
     *("taps", "pmap", "colocated", "bundle", "page", "fits"),
 )
 #: Parts that run only where they are named, since they take long.
-LONG = ("models", "time", "operations", "plan", "steps")
+LONG = ("models", "time", "operations", "plan", "others", "steps")
 
 
 def main() -> int:
@@ -40,10 +40,14 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=101, help="turns per comparison of calls")
     parser.add_argument(
         "--topology",
-        help="16 devices for the part `models` (v5e:4x4); for `plan`, instead of its own",
+        help="of the parts `models`, with 16 devices, and `others` (v5e:4x4); for `plan`, "
+        "instead of its own",
     )
     parser.add_argument(
-        "--case", action="append", default=[], help="of the parts `plan` and `steps`; all else"
+        "--case",
+        action="append",
+        default=[],
+        help="of the parts `plan`, `others` and `steps`; all else",
     )
     parser.add_argument(
         "--quick", action="store_true", help="the part `plan` with fewer compiles, and no seeds"
@@ -86,6 +90,7 @@ def _lines(part: str, options: argparse.Namespace) -> tuple[str | None, Iterable
         importing,
         inspecting,
         mapping,
+        others,
         paging,
         planning,
         previewing,
@@ -113,6 +118,7 @@ def _lines(part: str, options: argparse.Namespace) -> tuple[str | None, Iterable
         "time": lambda: (clocking.HEADER, clocking.run()),
         "operations": lambda: (clocking.OPERATIONS_HEADER, clocking.run_operations()),
         "steps": lambda: (stepping.HEADER, stepping.run(options.case)),
+        "others": lambda: (others.HEADER, others.run(options.case, where or "v5e:4x4")),
         "plan": lambda: (
             planning.HEADER,
             planning.run(options.case, where, quick=options.quick),

@@ -10,6 +10,7 @@ from benchmarks.plans import compiled
 from benchmarks.plans.cases import CASES, built
 from benchmarks.plans.experts import BOTH, FSDP, MEGATRON
 from benchmarks.plans.logical import spec_of
+from benchmarks.plans.others import OTHERS
 from hardware import needs_libtpu
 import jax
 import jax.numpy as jnp
@@ -160,6 +161,18 @@ def _assert_close(found, wanted):
         jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True
     ):
         np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-5, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_step_makes_what_it_takes(name):
+    """The next state of a program that no figure was found from is like the one before."""
+    step, (state, batch) = OTHERS[name]()
+    following, loss = jax.eval_shape(step, state, batch)
+    assert jax.tree.structure(following) == jax.tree.structure(state)
+    for a, b in zip(jax.tree.leaves(following), jax.tree.leaves(state), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    assert loss.shape == ()
 
 
 @needs_libtpu
