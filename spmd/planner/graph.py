@@ -24,7 +24,7 @@ from spmd.inspection.shardy.propagation import Link, Propagation, propagate, wal
 from spmd.planner.alike import tied
 from spmd.planner.demand import early
 from spmd.planner.optimizer import with_state
-from spmd.planner.structure import Graph, Operation, Tensor, with_weights
+from spmd.planner.structure import WINDOW, Graph, Operation, Tensor, with_weights
 from spmd.planner.sums import PRODUCTS, regroup
 
 PINNED = (*PRODUCTS, "stablehlo.gather", "stablehlo.scatter")
@@ -225,7 +225,7 @@ class _Reader:
             operands=link.operands,
             factors=factors,
             by_class=self._by_class(link, factors),
-            sizes=dict(link.sizes),
+            sizes={**link.sizes, **self._window(link, factors)},
             runs=runs,
             flops=flops,
             is_fused=self._is_fused(link, own),
@@ -233,6 +233,13 @@ class _Reader:
             whole=self.whole_in(own.attributes[_RULE]) if _has_rule(own) else frozenset(),
             loops=self._loops(own, link.name),
         )
+
+    def _window(self, link: Link, factors: Sequence[Sequence[str | None]]) -> dict[str, int]:
+        """Elements of a convolution's window, where its rule has no factors for them."""
+        if link.name != "convolution":
+            return {}
+        kernel = zip(self.found.values[link.values[1]].shape, factors[1], strict=True)
+        return {WINDOW: math.prod(size for size, name in kernel if name is None)}
 
     def _number(self, link: Link, own: Any) -> int | None:
         """Of an operation that is pinned; a reshape is, where it has blocks of a loop."""

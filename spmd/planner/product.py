@@ -10,6 +10,7 @@ from typing import NamedTuple
 from spmd.inspection.shardy.targets import has_odd_parts
 from spmd.planner.demand import Demand, Exchanged
 from spmd.planner.machine import Machine
+from spmd.planner.structure import WINDOW
 
 # Products of smaller sizes take as long as the matrix units are busy with parts of them, or as the
 # vector units are with what is fused into them: a `gelu` adds 16 of its 71 us to a compiled one,
@@ -138,6 +139,7 @@ class Product:
         for n, names in enumerate(_names_of_sides(self.demand.one.factors)):
             for name in names:
                 sizes[n] *= left[name]
+        sizes[2] *= left.get(WINDOW, 1)
         return Sides(*sizes)
 
     # Exchanges

@@ -12,6 +12,9 @@ import itertools
 _LARGE = 0.01
 _MOST_OTHERS = 12
 
+WINDOW = "window"
+"""The factor of a convolution's window, where its rule has none: no layout splits it."""
+
 UPDATES = ("dynamic_update_slice", "scatter")
 """Operations that write into their first operand."""
 
