@@ -88,13 +88,13 @@ class Pinned:
         for alike in self._alike.values():
             specs = self._specs(alike[0][1], layout, sizes, places, way)
             for number, one in alike:
-                name, last = f"stablehlo.{one.name}", specs[-1]
-                turn = self._turned.get(number) if way.turned and last else None
-                if turn is None or last is None:
-                    found.append(Pin(number, name, specs))
-                else:
-                    found.append(Pin(number, name, (*specs[:-1], None)))
+                name, (*others, last) = f"stablehlo.{one.name}", specs
+                turn = self._turned.get(number)
+                if way.turned and turn and last:
+                    found.append(Pin(number, name, (*others, None)))
                     found.append(Pin(number, TRANSPOSE, (None, _transposed(last, *turn))))
+                else:
+                    found.append(Pin(number, name, specs))
         return tuple(sorted(found, key=lambda one: one.number))
 
     def _specs(

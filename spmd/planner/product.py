@@ -105,13 +105,13 @@ class Product:
 
     def _seconds(self, sides: Sides, again: float) -> float:
         one, machine = self.demand.one, self.machine
-        seconds = machine.computing(one.flops / self.demand.times([*self.demand.chosen]))
+        flops = one.flops / self.demand.times([*self.demand.chosen])
+        seconds = machine.computing(flops)
         if _is_large(sides):
             return seconds
         is_convolution = one.name == "convolution"
         seconds *= machine.filled(*sides[:3], is_convolution=is_convolution)
         if is_convolution and sides.batch > 1:  # of each channel by itself
-            flops = one.flops / self.demand.times([*self.demand.chosen])
             seconds = min(seconds, machine.stepping(flops / 2) or seconds)
         return max(seconds, again * machine.popping(self._made), machine.stepping(self.steps))
 
