@@ -370,23 +370,34 @@ def test_a_program_that_the_others_never_start_is_given_up(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_signal_handler_may_shut_down(tmp_path):
-    """It runs in the thread that waits for the work of the devices."""
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_signal_handler_may_shut_down(tmp_path, told):
+    """It runs in the thread that waits for the work of the devices, which waits for it here.
+
+    The sum in the process that is told ends when the other one starts its own, after the signal.
+    """
     run = launch(
         tmp_path,
-        """
-        import signal, threading
+        f"""
+        import pathlib, signal, threading, time
 
         d.initialize()
-        signal.signal(signal.SIGUSR1, lambda *_: (say("signal"), d.shutdown()))
+        is_told = jax.process_index() == {told}
+        signaled = pathlib.Path(os.environ["SAID"], "signaled")
+        signal.signal(signal.SIGUSR1, lambda *_: (say("signal"), signaled.touch(), d.shutdown()))
         mesh = jax.sharding.Mesh(np.array(jax.devices()), ("device",))
 
-        def step(x):
-            return lax.psum(lax.fori_loop(0, 400, lambda i, x: x @ x / 500, x)[0, :1], "device")
+        def step(x):  # a loop, so that the call does not wait for it
+            return lax.psum(lax.fori_loop(0, 2, lambda i, x: x @ x / 500, x)[0, :1], "device")
 
         split = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-        y = jax.jit(split)(np.ones((500, 500), "float32"))
-        threading.Timer(0.2, signal.raise_signal, [signal.SIGUSR1]).start()
+        x, split = np.ones((500, 500), "float32"), jax.jit(split)
+        jax.block_until_ready(split(x))  # the processes have met
+        while not is_told and not signaled.exists():
+            time.sleep(0.01)
+        y = split(x)
+        if is_told:
+            threading.Timer(0.2, signal.raise_signal, [signal.SIGUSR1]).start()
         d.shutdown()
         say(y.addressable_data(0).tolist())
         """,
@@ -394,7 +405,7 @@ def test_a_signal_handler_may_shut_down(tmp_path):
         head=HEAD,
     )
     assert run.code == 0, run.err
-    assert run.said == ["signal\n[2.0]"] * 2
+    assert sorted(run.said) == ["[2.0]", "signal\n[2.0]"]
 
 
 @pytest.mark.slow
