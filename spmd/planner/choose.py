@@ -189,6 +189,7 @@ def choose(
     *,
     rules: Rules | None = None,
     top: int = 3,
+    named: int | None = None,
     seeds: bool = True,
     seed: int = 0,
     written: Sequence[stages.Lowered] = (),
@@ -204,12 +205,14 @@ def choose(
         chip: whose figures to use.
         rules: what a layout may do.
         top: how many are compiled, beside the best experts.
+        named: how many experts are; one less than `top` by default, and at least one.
         seeds: whether experts are starts of the search, and compiled too.
         seed: of what the search tries at random.
         written: the program as its user wrote it, for meshes that it is for.
         tell: is told how far it is.
     """
-    looking = _Looking(program, chip, rules or Rules(), top, seeds, seed, tell)
+    named = max(1, top - 1) if named is None else named
+    looking = _Looking(program, chip, rules or Rules(), top, named, seeds, seed, tell)
     try:
         looking.estimate(meshes)
         looking.add_written(written)
@@ -231,12 +234,13 @@ class _Looking:
         chip: Chip,
         rules: Rules,
         top: int,
+        named: int,
         seeds: bool,
         seed: int,
         tell: Callable[[Progress], None],
     ):
         self.program, self.chip, self.rules = program, chip, rules
-        self.top, self.seeds, self.seed, self.tell = top, seeds, seed, tell
+        self.top, self.named, self.seeds, self.seed, self.tell = top, named, seeds, seed, tell
         self.choices: list[Choice] = []
         self.tried, self.compiled, self.compiles, self.complete = 0, 0.0, 0, True
         self.best: float | None = None
@@ -376,7 +380,7 @@ class _Looking:
             return
         for is_wanted, count in (
             (lambda one: one.name == FOUND, self.top),
-            (lambda one: one.name not in (FOUND, WRITTEN), max(1, self.top - 1)),
+            (lambda one: one.name not in (FOUND, WRITTEN), self.named),
             (lambda one: one.name == WRITTEN, 1),
         ):
             at = [i for i, one in enumerate(self.choices) if is_wanted(one)]

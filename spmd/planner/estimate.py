@@ -280,8 +280,10 @@ class Estimator:
                 _add(shared, costs.shared)
         exchange += sum(runs * self.machine.delay("all-reduce", axes) for axes, runs, _ in joined)
         if self.prefetch.slices:
-            elsewhere = {*in_parts, *(one.tensor for one in shared)}
-            memory += self.machine.moving(self.prefetch.spilled(parts, elsewhere, self.machine))
+            sent = {one.tensor: one.kind for one in shared if one.tensor is not None}
+            gathered = in_parts.union(i for i, kind in sent.items() if kind == "all-gather")
+            spilled = self.prefetch.spilled(parts, gathered, in_parts.union(sent), self.machine)
+            memory += self.machine.moving(spilled)
         gathered, buffers = np.zeros(len(self.kinds)), [0.0, 0.0]
         for sent, sending in shared.items():
             exchange += sending.seconds

@@ -4,12 +4,14 @@ XLA's memory space assignment fetches one argument before the program begins (a 
 prefetch, ``cross_program_prefetch_index`` in the text of a compiled program): the largest one that
 fits. It stays until its product. A loop in between that writes into a large value and reads a slice
 of it, such as the keys and values of a decoder, copies that slice to vector memory; where it finds
-no room, it is written to main memory and read again.
+no room, it is written to main memory and read again. A loop that gathers something makes all its
+slices at once: XLA's scheduler has them beside the gathers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from spmd.planner.fusion import passes_on
@@ -23,11 +25,13 @@ class _Slice(NamedTuple):
     Attributes:
         at: its number among the operations.
         tensor: what is copied.
+        loop: that copies it.
         runs: in one call.
     """
 
     at: int
     tensor: int
+    loop: int
     runs: int
 
 
@@ -36,6 +40,7 @@ class Prefetch:
 
     Attributes:
         slices: that loops copy.
+        inside: by value that an operation in such a loop takes, the loop.
         until: by argument that may be fetched, the number of the last product that reads it.
 
     Args:
@@ -48,15 +53,21 @@ class Prefetch:
         self.nbytes = [one.nbytes for one in graph.tensors]
         self.slices = [*_slices(graph)]
         self.until = _until(graph) if self.slices else {}
+        self.inside = dict(_inside(graph, {one.loop for one in self.slices}))
 
     def spilled(
-        self, parts: Sequence[float], elsewhere: Container[int | None], machine: Machine
+        self,
+        parts: Sequence[float],
+        gathered: Iterable[int],
+        elsewhere: Container[int],
+        machine: Machine,
     ) -> float:
         """Bytes that are written to main memory and read again.
 
         Args:
             parts: by kind, the share of a value that a device has.
-            elsewhere: values that products read after an exchange, or in a loop of their own.
+            gathered: values that are read after a gather, or in parts.
+            elsewhere: what products read after an exchange, or in a loop of their own.
             machine: what the program is for.
         """
         if not machine.room:
@@ -64,12 +75,16 @@ class Prefetch:
         fitting = ((self._size(i, parts), i) for i in self.until if i not in elsewhere)
         taken, first = max((one for one in fitting if one[0] <= machine.room), default=(0.0, None))
         until = 0 if first is None else self.until[first]
+        at_once = {self.inside[i] for i in gathered if i in self.inside}
+        beside: Counter[int] = Counter()
         found = 0.0
         for one in self.slices:
             size = self._size(one.tensor, parts)
-            room = machine.room - (taken if one.at < until else 0.0)
+            room = machine.room - (taken if one.at < until else 0.0) - beside[one.loop]
             if size > max(machine.near, room):
                 found += 2 * one.runs * size
+            elif one.loop in at_once:
+                beside[one.loop] += size
         return found
 
     def _size(self, tensor: int, parts: Sequence[float]) -> float:
@@ -86,7 +101,24 @@ def _slices(graph: Graph) -> Iterator[_Slice]:
         if one.name in UPDATES or (passes_on(one) and written.intersection(one.tensors)):
             written.add(one.tensors[-1])
         elif one.name == "dynamic_slice" and one.tensors[0] in written:
-            yield _Slice(n, one.tensors[-1], one.runs)
+            yield _Slice(n, one.tensors[-1], one.loops[-1], one.runs)
+
+
+def _inside(graph: Graph, loops: Container[int]) -> Iterator[tuple[int, int]]:
+    """What operations in these loops take of the program's arrays, with the loop.
+
+    What comes from sizes alone, such as a mask, each device makes for itself.
+    """
+    given = {i for i, one in enumerate(graph.tensors) if one.kind == "argument" and one.shape}
+    before = 0
+    while before < len(given):  # what enters a loop is known after what is in it
+        before = len(given)
+        for one in graph.operations:
+            if given.intersection(one.tensors[: one.operands]):
+                given.update(one.tensors[one.operands :])
+    for one in graph.operations:
+        if one.loops and one.loops[-1] in loops:
+            yield from ((i, one.loops[-1]) for i in one.tensors[: one.operands] if i in given)
 
 
 def _until(graph: Graph) -> dict[int, int]:

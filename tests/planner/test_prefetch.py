@@ -1,5 +1,7 @@
 """What finds no room in vector memory beside an argument that is fetched first, counted by hand."""
 
+import functools
+
 from hardware import needs_libtpu
 import jax
 from jax import lax
@@ -8,6 +10,7 @@ from planned_programs import classes, read
 import pytest
 
 import spmd
+from spmd import P
 from spmd.inspection.compile.timed import links_of
 from spmd.inspection.timing.chips import CHIPS
 from spmd.planner.estimate import Estimator
@@ -51,6 +54,22 @@ def first(cache, x, words):
     return cache
 
 
+def attend(cache, x, keep=lambda x: x):
+    """A word is written into the keys and values of each layer, which then look at all of them."""
+
+    def layer(carry, number):
+        x, cache = carry
+        start = number, 0, 0, 0
+        cache = {n: lax.dynamic_update_slice(one, x[None, :1], start) for n, one in cache.items()}
+        k, v = (lax.dynamic_index_in_dim(cache[n], number, keepdims=False) for n in "kv")
+        scores = jnp.einsum("thd,khd->thk", x, k)
+        scores = jnp.where(jnp.arange(k.shape[0]) <= number, scores, 0)
+        return (keep(jnp.tanh(jnp.einsum("thk,khd->thd", scores, v))), cache), None
+
+    (x, cache), _ = lax.scan(layer, (x, cache), jnp.arange(LAYERS))
+    return cache, x
+
+
 def bf16(*dims):
     """The description of an array."""
     return jax.ShapeDtypeStruct(dims, jnp.bfloat16)
@@ -59,6 +78,12 @@ def bf16(*dims):
 def args(keys=KEYS, words=64):
     """Of a cache of 64 MiB a layer, and of a matrix of so many MiB."""
     return bf16(LAYERS, keys, WIDTH), bf16(TEXTS, WIDTH), bf16(WIDTH, words * MIB // (WIDTH * 2))
+
+
+def keys_and_values(nbytes):
+    """Of as many bytes a layer, in parts of four devices, and of words that look at them."""
+    shape = LAYERS, 4 * nbytes // (WIDTH * 2), 8, WIDTH // 8
+    return dict.fromkeys("kv", bf16(*shape)), bf16(TEXTS, 8, WIDTH // 8)
 
 
 def seconds_more(function, args, orders=None, chip="v5e"):
@@ -129,6 +154,22 @@ def test_a_product_in_parts_reads_its_matrix_in_a_loop_of_its_own():
     assert seconds_more(decode, args(words=512), both) == pytest.approx(twice(64 * MIB))
 
 
+@pytest.mark.parametrize(("mib", "beside"), [(40, 0), (56, 56)])
+def test_a_loop_with_gathers_makes_its_slices_at_once(mib, beside):
+    """There is room for 96 MiB: of keys and values of 56 the second ones find none."""
+    args = keys_and_values(mib * MIB)
+    keys = {"data": ["cache['k']:1"]}
+    assert seconds_more(attend, args, keys) == 0
+    gathered = {"data": ["cache['k']:1", "x:0"]}  # words that need all keys are gathered first
+    assert seconds_more(attend, args, gathered) == pytest.approx(twice(beside * MIB))
+
+
+def test_what_each_device_makes_for_itself_is_not_gathered():
+    """A mask of the keys comes from sizes alone; here the heads are split."""
+    args = keys_and_values(56 * MIB)
+    assert seconds_more(attend, args, {"data": ["cache['k']:2", "cache['k']:1"]}) == 0
+
+
 def test_a_chip_without_vector_memory():
     """A GPU copies nothing there."""
     assert seconds_more(decode, args(), chip="h100") == 0
@@ -145,3 +186,23 @@ def test_as_the_compiler_does():
         waits.append(time.memory)
     assert waits[0] == pytest.approx(waits[2], rel=0.05)
     assert waits[1] > 1.5 * waits[0]
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_gathers_as_the_compiler_has_them():
+    """Words that are gathered in the loop take the room of the values, where it is scarce."""
+    waits = {}
+    for mib in 40, 64:
+        for rows in None, "data":
+            args, keys = keys_and_values(mib * MIB), P(None, "data")
+            keep = functools.partial(spmd.with_sharding_constraint, axis_resources=P(rows))
+            step = spmd.pjit(
+                functools.partial(attend, keep=keep),
+                mesh=spmd.topology("v5e:2x2", {"data": 4}),
+                in_axis_resources=({"k": keys, "v": keys}, P(rows)),
+                donate_argnums=0,
+            )
+            waits[mib, rows] = spmd.report(step, *args).time.memory
+    assert waits[40, "data"] == pytest.approx(waits[40, None], rel=0.1)
+    assert waits[64, "data"] > 1.5 * waits[64, None]

@@ -7,11 +7,17 @@ import dataclasses
 from typing import Any
 
 import spmd
-from spmd.errors import SpmdError
+from spmd.planner import asked
+from spmd.planner.choose import choose
+from spmd.planner.search import Rules
+from spmd.planner.verify import Program, structs
 
 from .cases import Case
 from .compiled import STANDING_IN, every_mesh
 from .experts import BOTH
+
+_EXPERTS = 4
+"""So many of each mesh are compiled, to have an order that predictions can be held against."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,19 +123,25 @@ def answered(
 
 
 def of_each_mesh(case: Case, where: str) -> Iterator[Candidate]:
-    """The best layout that is found and the best expert on each mesh of a topology, compiled.
+    """The best layout that is found and a few unlike experts on each mesh of a topology, compiled.
 
     They are spread over the predictions: the three best of all meshes differ in a few per cent.
     """
+    program = Program(function=case.step, args=structs(case.args), options=case.options)
     for sizes in every_mesh(where):
-        try:
-            plan = spmd.plan(
-                case.step, *case.args, topology=where, mesh=sizes, top=1, progress=False,
-                **case.options,
-            )  # fmt: skip
-        except SpmdError:  # nothing fits it
-            continue
-        yield from (one for one in map(_candidate, plan.candidates) if one.seconds)
+        on = asked.hardware(where, sizes, BOTH, None, None, subject="benchmark")
+        rules = Rules(budget=on.budget)
+        found = choose(program, on.meshes, on.chip, rules=rules, top=1, named=_EXPERTS)
+        for one in found.choices:
+            if one.report and one.fits(on.budget):
+                yield Candidate(
+                    name=one.name,
+                    sizes=sizes,
+                    predicted=one.predicted,
+                    seconds=one.seconds,
+                    estimated=one.estimate.peak,
+                    peak=one.peak,
+                )
 
 
 def _answer(plan: Any, seconds: float) -> Answer:
