@@ -189,11 +189,11 @@ def choose(
     *,
     rules: Rules | None = None,
     top: int = 3,
-    named: int | None = None,
     seeds: bool = True,
     seed: int = 0,
     written: Sequence[stages.Lowered] = (),
     tell: Callable[[Progress], None] = lambda one: None,
+    named: int | None = None,
 ) -> Chosen:
     """The best layouts of all meshes, and the experts.
 
@@ -205,14 +205,13 @@ def choose(
         chip: whose figures to use.
         rules: what a layout may do.
         top: how many are compiled, beside the best experts.
-        named: how many experts are; one less than `top` by default, and at least one.
         seeds: whether experts are starts of the search, and compiled too.
         seed: of what the search tries at random.
         written: the program as its user wrote it, for meshes that it is for.
         tell: is told how far it is.
+        named: how many experts are compiled; one less than `top` by default, and at least one.
     """
-    named = max(1, top - 1) if named is None else named
-    looking = _Looking(program, chip, rules or Rules(), top, named, seeds, seed, tell)
+    looking = _Looking(program, chip, rules or Rules(), top, seeds, seed, tell, named)
     try:
         looking.estimate(meshes)
         looking.add_written(written)
@@ -234,13 +233,14 @@ class _Looking:
         chip: Chip,
         rules: Rules,
         top: int,
-        named: int,
         seeds: bool,
         seed: int,
         tell: Callable[[Progress], None],
+        named: int | None = None,
     ):
         self.program, self.chip, self.rules = program, chip, rules
-        self.top, self.named, self.seeds, self.seed, self.tell = top, named, seeds, seed, tell
+        self.top, self.seeds, self.seed, self.tell = top, seeds, seed, tell
+        self.named = max(1, top - 1) if named is None else named
         self.choices: list[Choice] = []
         self.tried, self.compiled, self.compiles, self.complete = 0, 0.0, 0, True
         self.best: float | None = None
@@ -505,7 +505,8 @@ class _Looking:
         one = self.choices[i]
         doing = f"{one.name} on {show_axes(one.mesh.shape)}"
         self.tell(Progress(self.tried, self.best, doing))
-        same = next((c for c in self.choices if c.report and _is_same(c, one)), None)
+        own = program_of(one)
+        same = next((c for c in self.choices if c.report and program_of(c) == own), None)
         if same:
             self.choices[i] = dataclasses.replace(one, told=same.told, report=same.report)
             return True
@@ -586,14 +587,9 @@ def _places_of_large(one: Choice) -> Any:
     return tuple(place for tensor, place in places if tensor.nbytes >= least)
 
 
-def _is_same(one: Choice, other: Choice) -> bool:
-    """Whether two layouts are one program."""
-    return (one.mesh, one.ins, one.outs, one.pins) == (
-        other.mesh,
-        other.ins,
-        other.outs,
-        other.pins,
-    )
+def program_of(one: Choice) -> Any:
+    """What is equal for two layouts that are one program."""
+    return one.mesh, one.ins, one.outs, one.pins, id(one.written)
 
 
 def _compiled(one: Choice, lowered: stages.Lowered, chip: Chip) -> Choice:

@@ -10,7 +10,7 @@ slices at once: XLA's scheduler has them beside the gathers.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -76,7 +76,7 @@ class Prefetch:
         taken, first = max((one for one in fitting if one[0] <= machine.room), default=(0.0, None))
         until = 0 if first is None else self.until[first]
         at_once = {self.inside[i] for i in gathered if i in self.inside}
-        beside: Counter[int] = Counter()
+        beside: defaultdict[int, float] = defaultdict(float)
         found = 0.0
         for one in self.slices:
             size = self._size(one.tensor, parts)

@@ -16,7 +16,7 @@ from spmd.inspection.records.report import Shape
 from spmd.inspection.records.sizes import show_bytes
 from spmd.inspection.records.sums import sum_of
 from spmd.planner.asked import Hardware, label_of
-from spmd.planner.choose import Choice, Chosen
+from spmd.planner.choose import FOUND, Choice, Chosen, program_of
 from spmd.planner.deviations import deviations
 from spmd.planner.estimate import Estimator
 from spmd.planner.layout import Fixed
@@ -104,10 +104,18 @@ def _priced(
 
 
 def _candidates(choices: Sequence[Choice], labels: Mapping[str, int]) -> Iterator[Candidate]:
-    """Of those that have one name and the same figures, the first one: people see no difference."""
-    seen: set[Any] = set()
+    """Of those that are one program the first one, with the names of all experts.
+
+    Of those that have one name and the same figures the first one, too: people see no difference.
+    """
+    programs: dict[Any, list[Choice]] = {}
     for choice in choices:
-        one = _candidate(choice, labels)
+        programs.setdefault(program_of(choice), []).append(choice)
+    seen: set[Any] = set()
+    for first, *others in programs.values():
+        names = dict.fromkeys(one.name for one in others if one.name not in (first.name, FOUND))
+        same = tuple(sorted(names, key=len))  # a plainer expert has a shorter name
+        one = dataclasses.replace(_candidate(first, labels), same=same)
         figures = one.estimated, one.predicted, one.estimated_peak, one.sent, one.peak, one.seconds
         if (key := (one.name, *one.axes.items(), figures)) not in seen:
             seen.add(key)

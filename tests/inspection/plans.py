@@ -205,6 +205,7 @@ candidates = st.builds(
     peak=st.none() | ints,
     verified=st.sampled_from(["", "time", "bytes"]),
     failure=st.just("") | names,
+    same=st.lists(names, max_size=3).map(tuple),
 )
 deviations = st.builds(
     Deviation, kind=names, mesh_axes=st.lists(names, max_size=2).map(tuple),

@@ -15,8 +15,10 @@ import spmd
 from spmd import P
 from spmd.inspection.records.plan import added_by_compiler
 from spmd.inspection.records.sizes import show_seconds
-from spmd.planner import api, cache, choose
+from spmd.inspection.timing.chips import CHIPS
+from spmd.planner import api, cache, choose, recorded
 from spmd.planner.asked import factorisations
+from spmd.planner.verify import Program
 
 B, D, F = 64, 32, 128
 f32 = jnp.float32
@@ -77,6 +79,25 @@ def test_candidates_differ_in_a_figure(mesh):
         for one in plan(mesh).candidates
     ]
     assert len(rows) == len({*rows}) > 1
+
+
+def test_a_program_is_one_row_with_the_names_of_its_experts(mesh):
+    """Other layouts, and other figures of the first tier, may be one program all the same."""
+    program = Program(function=step, args=(W, BATCH), options={})
+    first, other, *_ = choose.choose(program, [mesh], CHIPS["v5e"], top=0, seeds=False).choices
+    figures = dataclasses.replace(first.estimate, memory=1.0)
+    names = ("Megatron + sequence", "found", "Megatron", "found")
+    twins = [dataclasses.replace(first, name=name, estimate=figures) for name in names]
+    expert = dataclasses.replace(other, name="FSDP")
+    rows = [*recorded._candidates([first, expert, *twins, other], {})]
+    assert [(one.name, one.same) for one in rows] == [
+        ("found", ("Megatron", "Megatron + sequence")),
+        ("FSDP", ()),
+    ]
+    assert rows[0].memory == first.estimate.memory
+    # What was pinned in another way, or has another mesh, is another program.
+    others = dataclasses.replace(first, pins=()), dataclasses.replace(first, mesh=mesh.devices.size)
+    assert len({choose.program_of(one) for one in (first, *others)}) == 3
 
 
 def test_without_a_compile_nothing_is_verified(mesh):

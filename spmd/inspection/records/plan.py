@@ -172,6 +172,7 @@ class Candidate:
         peak: bytes of a device, as the compiler planned them; None for one not compiled.
         verified: ``time``, ``bytes`` where a CPU stood in for the hardware, or empty.
         failure: what the compiler said of a program that it refused.
+        same: names of experts whose program this is as well, the shortest one first.
     """
 
     name: str
@@ -189,6 +190,7 @@ class Candidate:
     peak: int | None = None
     verified: str = ""
     failure: str = ""
+    same: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:

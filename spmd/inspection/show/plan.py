@@ -163,7 +163,7 @@ def _candidate_row(one: Candidate, plan: Plan, alike: bool) -> Row:
     timed = one.time if one.verified == "time" else None
     return Row(
         cells=(
-            cell(one.name, style="bold" if is_chosen else ""),
+            cell(said.title(one), style="bold" if is_chosen else ""),
             (_sizes(one.axes) if alike else show_mesh(one.axes),),
             cell(show_seconds(timed.seconds) if timed else "", style="bold" * is_chosen),
             cell(show_seconds(one.predicted)),
@@ -314,7 +314,7 @@ def _named(plan: Plan) -> Text:
 def _wholes(a: Plan, b: Plan) -> Iterator[tuple[str, str, str]]:
     """What is said of both as a whole, where it is not the same."""
     pairs = {
-        "plan": [one.chosen.name for one in (a, b)],
+        "plan": [said.title(one.chosen) for one in (a, b)],
         "time of a call": [show_seconds(one.seconds) for one in (a, b)],
         "verified by": [one.verified or "nothing" for one in (a, b)],
         "memory of a device": [show_bytes(one.memory) for one in (a, b)],

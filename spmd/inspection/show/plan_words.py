@@ -103,6 +103,14 @@ def wire_said(one: Deviation) -> tuple[str, str]:
 # A candidate
 
 
+def title(one: Candidate) -> str:
+    """Its name, and that of an expert whose program it is: ``found = Megatron and 1 more``."""
+    if not one.same:
+        return one.name
+    more = f" and {len(one.same) - 1} more" * (len(one.same) > 1)
+    return f"{one.name} = {one.same[0]}{more}"
+
+
 def verdict(one: Candidate, plan: Plan) -> str:
     """Whether it was chosen, and else why not."""
     if one.failure:

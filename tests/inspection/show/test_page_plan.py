@@ -172,6 +172,21 @@ def test_a_point_tells_of_itself(browser, tmp_path):
 
 
 @pytest.mark.slow
+def test_experts_whose_program_it_is(browser, tmp_path):
+    """The row, the picture and the panel name one; the panel has the others as well."""
+    one = dataclasses.replace(GPT.chosen, same=("FSDP", "data parallel"))
+    found = dataclasses.replace(GPT, candidates=(one, *GPT.candidates[1:]))
+    with opened(browser, saved(found, tmp_path)) as tab:
+        assert tab.inner_text("#about h3") == "found = FSDP and 1 more"
+        told = dict(tab.eval_on_selector("#about", ABOUT))
+        assert told["the same program as"] == "FSDP, data parallel"
+        assert tab.inner_text("#candidate-rows tr.is-chosen th") == "found = FSDP and 1 more"
+        tab.hover("#scatter .mark-of[data-i='2'] rect")
+        tab.focus("#scatter .mark-of[data-i='0']")
+        assert tab.inner_text("#about h3") == "found = FSDP and 1 more"
+
+
+@pytest.mark.slow
 def test_points_by_the_keyboard(browser, tmp_path):
     """One stop of the tabulator leads to the points, and arrows to the next in their direction."""
     with opened(browser, saved(GPT, tmp_path)) as tab:

@@ -215,6 +215,21 @@ def test_candidates_that_are_many():
     assert "4 more candidates, not shown" in text
 
 
+@pytest.mark.parametrize(
+    ("same", "title"),
+    [
+        ((), "found"),
+        (("Megatron",), "found = Megatron"),
+        (("Megatron", "FSDP x TP", "context"), "found = Megatron and 2 more"),
+    ],
+)
+def test_an_expert_whose_program_it_is(same, title):
+    """It is named, and others that are it as well are counted."""
+    one = dataclasses.replace(GPT.chosen, name="found", same=same)
+    text = str(dataclasses.replace(GPT, candidates=(one, *GPT.candidates[1:])))
+    assert re.search(rf"^  {title} +4 x 2", text, re.M)
+
+
 def test_bytes_that_were_not_predicted():
     """Each difference has its bytes, its cause and its line, above both totals; six are shown."""
     text = drawn(GPT, 140)

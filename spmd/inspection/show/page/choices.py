@@ -101,6 +101,7 @@ def _candidates(plan: Plan, mesh: Mapping[str, int]) -> Iterator[dict[str, Any]]
         yield {
             "i": i,
             "one": one,
+            "title": said.title(one),
             "kind": scatter.kind_of(one),
             "chosen": one is plan.chosen,
             "compiled": show_seconds(one.seconds) if timed else "",
@@ -112,7 +113,7 @@ def _candidates(plan: Plan, mesh: Mapping[str, int]) -> Iterator[dict[str, Any]]
             "memory": show_bytes(one.needed) if one.needed else "",
             "fits": one.fits(plan.budget),
             "verdict": said.verdict(one, plan),
-            "details": {"name": one.name, "rows": [*_details(one, plan)]},
+            "details": {"name": said.title(one), "rows": [*_details(one, plan)]},
         }
 
 
@@ -143,6 +144,8 @@ def _parts(one: Candidate, mesh: Mapping[str, int], share: float) -> Iterator[di
 def _details(one: Candidate, plan: Plan) -> Iterator[tuple[str, str]]:
     """What the panel beside the picture says of a candidate."""
     yield "mesh", ", ".join(f"{axis}={size}" for axis, size in one.axes.items()) or "none"
+    if one.same:
+        yield "the same program as", ", ".join(one.same)
     if one.time and (waits := said.exposed(one)) is not None:
         used = "; ".join(f"{name} {share}" for name, share in one.time.utilization.items())
         yield "time of a call", f"{show_seconds(one.seconds)}; {used}"

@@ -69,14 +69,14 @@ def _point(one: Candidate, plan: Plan) -> _Point:
     over = "" if one.fits(plan.budget) else "over"
     axes = ", ".join(f"{name}={size}" for name, size in one.axes.items())
     figures = f"{show_seconds(one.seconds)}, {show_bytes(one.needed)}"
-    name = one.name if is_chosen or kind != "found" else ""
+    name = said.title(one) if is_chosen or kind != "found" or one.same else ""
     return _Point(
         # What is not known, and what takes no time, has a place all the same.
         nbytes=float(max(1, one.needed)),
         seconds=max(1e-9, one.seconds),
         look=" ".join(filter(None, [kind, "chosen" if is_chosen else "", hollow, over])),
         name=name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…",
-        title=f"{one.name} on {axes or 'no mesh'}: {figures}; {said.verdict(one, plan)}",
+        title=f"{said.title(one)} on {axes or 'no mesh'}: {figures}; {said.verdict(one, plan)}",
     )
 
 
