@@ -95,7 +95,8 @@ def plan(
             "data")``, or with a name from `classes`.
         classes: names of dimensions, such as ``{"vocab": "state['embed']:0"}``. All that operations
             tie to it is one class; `print` uses the name.
-        top: how many layouts are compiled, beside the best experts. Above 1 the best of them is
+        top: how many layouts are compiled, beside the best experts; for each that is over the
+            memory as compiled another one, up to as many more. Above 1 the best of them is
             compiled with activations split by their width as well, and in up to five other ways,
             where there is a compiler for the hardware. So is the best of another mesh in these
             ways, if it is at most 1 % slower, and where none of them fits, the smallest ones of as

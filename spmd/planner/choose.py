@@ -53,6 +53,8 @@ _NEAR = 1.2
 """Up to so many times the best prediction, what is unlike comes before what is alike."""
 _AS_MUCH = 1.05
 """Up to so many times the seconds of exchanges, fewer pins are worth a compile."""
+_INSTEAD = 2
+"""Up to so many times as many are compiled where some do not keep to the memory."""
 _HARDLY = 1.01
 """Up to so many times the seconds of the best, one on another mesh is pinned in other ways too."""
 
@@ -385,9 +387,8 @@ class _Looking:
         ):
             at = [i for i, one in enumerate(self.choices) if is_wanted(one)]
             at.sort(key=lambda i: self._rank(self.choices[i]))
-            for i in self._unlike(at)[:count]:
-                if not self._compile(i):
-                    return
+            if not self._compile_first(self._unlike(at), count):
+                return
         # Where none of these keeps to the memory, the smallest ones may.
         left = {
             one.peak: i
@@ -401,6 +402,21 @@ class _Looking:
                 return
         if self.top > 1:
             self._vary()
+
+    def _compile_first(self, ranked: Sequence[int], count: int) -> bool:
+        """Compiles so many of them; False where the time is up.
+
+        As many more take the places of those that do not keep to the memory as compiled, as far as
+        these seem to.
+        """
+        left = count
+        for n, i in enumerate(ranked[: _INSTEAD * count]):
+            if not left or (n >= count and not self.choices[i].fits(self.rules.budget)):
+                break
+            if not self._compile(i):
+                return False
+            left -= self.choices[i].fits(self.rules.budget)
+        return True
 
     def _vary(self) -> None:
         """The best ones again: activations split otherwise, and products pinned otherwise."""

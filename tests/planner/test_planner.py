@@ -782,6 +782,49 @@ def test_equal_figures_are_compiled_later(monkeypatch):
     assert seen == [1.0, 1.1]
 
 
+@pytest.mark.parametrize(
+    ("compiled", "estimated", "asked"),
+    [
+        ([1, 1, 1, 1, 1], [1] * 5, 2),
+        ([9, 1, 9, 1, 1], [1] * 5, 4),
+        ([9, 9, 9, 9, 1], [1] * 5, 4),  # at most twice as many
+        ([9, 1, 1, 1, 1], [1, 1, 9, 9, 9], 2),  # the others do not even seem to fit
+        ([None, None, 1, 1, 1], [1] * 5, 4),  # those that the compiler refuses
+    ],
+)
+def test_what_does_not_fit_as_compiled_is_none_of_the_best(monkeypatch, compiled, estimated, asked):
+    """Others take its place, as long as they seem to fit: two of five are wanted."""
+    looking = looking_at(spmd.make_mesh({"data": 4, "model": 2}), 2, "b", "f")
+    one = looking.choices[0]
+    looking.choices = [
+        dataclasses.replace(
+            one,
+            ins=(i,),  # another program
+            told=(),
+            estimate=dataclasses.replace(one.estimate, compute=1.0 + i / 100, peak=peak),
+        )
+        for i, peak in enumerate(estimated)
+    ]
+    looking.rules = Rules(budget=2.0)
+    seen = []
+
+    def report(one, *_):
+        (i,) = one.ins
+        seen.append(i)
+        if compiled[i] is None:
+            return dataclasses.replace(one, failure="out of memory", needed=9)
+        memory = types.SimpleNamespace(peak=compiled[i])
+        return dataclasses.replace(one, report=types.SimpleNamespace(time=None, memory=memory))
+
+    monkeypatch.setattr(choosing, "_compiled", report)
+    monkeypatch.setattr(choosing, "planned", lambda *_: None)
+    monkeypatch.setattr(
+        choosing, "previewed", lambda *_, **__: types.SimpleNamespace(collectives=())
+    )
+    looking._compile_first(range(5), 2)
+    assert seen == [*range(asked)]
+
+
 @pytest.mark.parametrize(("budget", "first"), [(1.0, 1.1), (3.0, 1.0), (None, 1.0)])
 def test_of_what_does_not_fit_less_comes_first(monkeypatch, budget, first):
     """The slower one of two, which needs half as much, where the budget is too small for both."""
