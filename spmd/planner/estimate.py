@@ -192,7 +192,8 @@ class Estimator:
                 )
                 turn = self.last.get(one.tensors[-1])
                 brief = tuple(i in self.lives.brief for i in one.tensors)
-                keys[n] = one.name, one.factors, kinds, one.flops, one.runs, *steps, turn, brief
+                own = one.name, one.factors, kinds, one.flops, one.types, one.runs
+                keys[n] = *own, *steps, turn, brief
         self._find_alike(graph, keys)
         merged: dict[Any, list[int]] = defaultdict(list)
         for n, key in keys.items():

@@ -18,6 +18,7 @@ from jax.extend.mlir import ir
 
 from spmd.inspection.records.report import Shape
 from spmd.inspection.shardy import passes
+from spmd.inspection.shardy.flops import element_types
 from spmd.inspection.shardy.flow import trip_count
 from spmd.inspection.shardy.products import products_in
 from spmd.inspection.shardy.propagation import Link, Propagation, propagate, walk
@@ -232,6 +233,7 @@ class _Reader:
             number=self._number(link, own),
             whole=self.whole_in(own.attributes[_RULE]) if _has_rule(own) else frozenset(),
             loops=self._loops(own, link.name),
+            types=frozenset(element_types(own)) if flops else frozenset(),
         )
 
     def _window(self, link: Link, factors: Sequence[Sequence[str | None]]) -> dict[str, int]:

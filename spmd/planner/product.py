@@ -106,7 +106,7 @@ class Product:
     def _seconds(self, sides: Sides, again: float) -> float:
         one, machine = self.demand.one, self.machine
         flops = one.flops / self.demand.times([*self.demand.chosen])
-        seconds = machine.computing(flops)
+        seconds = machine.computing(machine.chip.taken(flops, one.types))
         if _is_large(sides):
             return seconds
         is_convolution = one.name == "convolution"

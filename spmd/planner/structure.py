@@ -62,6 +62,7 @@ class Operation:
         loops: around it, the outermost first; what enters or leaves a loop is in it.
         manual: by axis, the factor that it splits, or None, where a `shard_map` takes or gives a
             value: no layout changes that.
+        types: the element types of a product's operands, by the names of HLO.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Operation:
     whole: frozenset[str] = frozenset()
     loops: tuple[int, ...] = ()
     manual: tuple[tuple[str, str | None], ...] = ()
+    types: frozenset[str] = frozenset()
 
     @property
     def results(self) -> Iterator[tuple[int, tuple[str | None, ...]]]:

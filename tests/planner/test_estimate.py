@@ -229,6 +229,17 @@ def tpu(**figures):
     return Machine(dataclasses.replace(CHIPS["v5e"], **figures), sending(**MESH)._links, MESH)
 
 
+@pytest.mark.parametrize(("dtype", "share"), [(jnp.int8, 0.5), (jnp.int16, 1)])
+def test_products_of_types_that_are_twice_as_fast(dtype, share):
+    """Large ones of int8 take half as long as of bf16 on a v5e."""
+
+    def compute(dtype):
+        x = jax.ShapeDtypeStruct((4096, 4096), dtype)
+        return priced(jnp.matmul, (x, x), {}, on=tpu(hbm=1e30))[1].compute
+
+    assert compute(dtype) == pytest.approx(share * compute(jnp.bfloat16))
+
+
 def test_gathers_go_on_beside_work_on_a_tpu_alone():
     """There a part of them is hidden, and never more than a part of the work."""
     args = (f32(4096, 4096), f32(4096, 4096))
@@ -560,6 +571,8 @@ def test_narrow_rows_that_are_looked_up_are_padded_on_a_tpu():
 @pytest.mark.parametrize(("by", "spec", "left"), NARROW)
 def test_gradients_of_narrow_tables_are_padded_by_libtpu(by, spec, left):
     """By as much; of rows that are whole it makes the next table in place."""
+    if left == 16 and jax.__version_info__ < (0, 11):
+        pytest.skip("libtpu 0.0.42, of JAX 0.10.2, makes tables of 16 columns in place")
     step = spmd.pjit(
         next_table,
         mesh=spmd.topology("v5e:2x4", MESH),

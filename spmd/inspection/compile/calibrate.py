@@ -79,7 +79,7 @@ def calibrate(devices: Any = None, *, say: Callable[[str], None] | None = None) 
         link, hop = _exchange_speed(found)
     return Chip(
         name=first.device_kind, flops=flops, hbm=hbm, link=link, hop=hop,
-        box=len(found), across=link,
+        box=len(found), across=link, doubled=known.doubled if known else (),
     )  # fmt: skip
 
 

@@ -155,7 +155,8 @@ def _time(
     if not products:
         return time_of_prediction(found, sizes, devices, chip, Work())
     whole = propagate(passes.module_of(lowered, subject="preview"), subject="preview", steps=False)
-    time = time_of_prediction(found, sizes, devices, chip, device_work(whole))
+    work = device_work(whole, chip.doubled)
+    time = time_of_prediction(found, sizes, devices, chip, work)
     if time is None:
         return None
     return with_model_flops(time, lowered, wish, devices, math.prod(sizes.values()))

@@ -73,6 +73,9 @@ def _wrong_figures(chip: Chip) -> str:
     figures = dataclasses.asdict(chip)
     if not isinstance(figures.pop("name"), str):
         return "a name that is text"
+    doubled = figures.pop("doubled")
+    if not isinstance(doubled, tuple) or not all(isinstance(one, str) for one in doubled):
+        return "doubled to be a tuple of element types"
     for name, value in figures.items():
         above = name in ("cores", "flops", "hbm", "link", "product_share") or (
             name == "across" and bool(chip.box)
@@ -169,7 +172,7 @@ def time_of_prediction(
             doubts = (*doubts, f"an exchange that runs {UNKNOWN_TIMES} is left out")
     doubts = (*doubts, *[_ONCE] * work.loops)
     doubts += tuple(f"the kernel {one} has no cost_estimate: left out" for one in work.left_out)
-    compute = work.flops / chip.kept
+    compute = work.taken / chip.kept
     seconds = compute + sum(one.seconds for one in exchanges)
     return Time(
         chip=chip.name,
@@ -178,7 +181,7 @@ def time_of_prediction(
         memory=0.0,
         exchanges=tuple(exchanges),
         hardware_flops=work.flops,
-        hfu=work.flops / (chip.flops * seconds) if seconds else 0.0,
+        hfu=work.taken / (chip.flops * seconds) if seconds else 0.0,
         source="predicted",
         unknown=(PREDICTED_PRODUCTS, _BESIDE, *dict.fromkeys(doubts)),
     )
@@ -200,27 +203,29 @@ def with_model_flops(
         count: of devices, where they are not known.
     """
     chip = wish.chip or (chip_of(devices[0].device_kind) if devices else None)
-    flops, doubts = wish.model_flops, ()
+    flops = taken = wish.model_flops
     if flops is None:
-        flops, doubts = _model_flops(lowered)
-    time = dataclasses.replace(time, unknown=(*time.unknown, *doubts))
-    if flops is None or chip is None:
+        work, doubts = _model_work(lowered, chip.doubled if chip else ())
+        time = dataclasses.replace(time, unknown=(*time.unknown, *doubts))
+        if work is not None:
+            flops, taken = work.flops, work.taken
+    if flops is None or taken is None or chip is None:
         return time
     peak = (len(devices) or count) * chip.flops * time.seconds
-    return dataclasses.replace(time, model_flops=round(flops), mfu=flops / peak if peak else None)
+    return dataclasses.replace(time, model_flops=round(flops), mfu=taken / peak if peak else None)
 
 
-def _model_flops(lowered: Any) -> tuple[int | None, tuple[str, ...]]:
-    """FLOPs of the products of a program as it was written, and what is not known of them."""
+def _model_work(lowered: Any, doubled: Sequence[str]) -> tuple[Work | None, tuple[str, ...]]:
+    """The products of a program as it was written, and what is not known of them."""
     if lowered is None:
         return None, (_NO_MFU.format("since the program was compiled elsewhere"),)
     try:
-        work = model_work(module_of(lowered, subject="report"))
+        work = model_work(module_of(lowered, subject="report"), doubled)
     except ReportError:  # lowered for another partitioner
         return None, (_NO_MFU.format("since the program was lowered without Shardy"),)
     if work.loops:
         return None, (_NO_MFU.format(f"since a loop with products runs {UNKNOWN_TIMES}"),)
-    return work.flops, tuple(map(_LESS_MFU.format, work.left_out))
+    return work, tuple(map(_LESS_MFU.format, work.left_out))
 
 
 def _groups(one: Collective, axis_sizes: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:

@@ -41,12 +41,19 @@ def products_of(computation: hlo.Computation) -> Iterator[tuple[hlo.Instruction,
         return
     for one in computation.instructions:
         rule = _FLOPS.get(one.opcode)
-        if rule:
-            types = computation.types
-            named = (hlo.parse_shapes(types.get(name, "")) for name in one.operand_names)
-            operands = hlo.parse_shapes(one.operands) or [shapes[0] for shapes in named if shapes]
-            if flops := rule(one, operands):
-                yield one, flops
+        if rule and (flops := rule(one, _operands(one, computation))):
+            yield one, flops
+
+
+def element_types(one: hlo.Instruction, computation: hlo.Computation) -> set[str]:
+    """Of the two operands of a product."""
+    return {shape.dtype for shape in _operands(one, computation)[:2]}
+
+
+def _operands(one: hlo.Instruction, computation: hlo.Computation) -> Sequence[Shape]:
+    types = computation.types
+    named = (hlo.parse_shapes(types.get(name, "")) for name in one.operand_names)
+    return hlo.parse_shapes(one.operands) or [shapes[0] for shapes in named if shapes]
 
 
 def _product_flops(

@@ -6,7 +6,7 @@ computes, or whose name does. Of the branches of a conditional the one with most
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 import functools
 import math
 import re
@@ -35,43 +35,64 @@ class Work(NamedTuple):
         flops: of its products.
         loops: whether there are some in loops that run an unknown number of times; they count once.
         left_out: kernels of which nobody says what they compute, by name.
+        saved: of `flops` those that take no time, next to as many of bf16: half of the ones of
+            element types whose products are twice as fast.
     """
 
     flops: int = 0
     loops: bool = False
     left_out: tuple[str, ...] = ()
+    saved: int = 0
+
+    @property
+    def taken(self) -> int:
+        """FLOPs of bf16 that take as long."""
+        return self.flops - self.saved
 
     def __add__(self, other: Any) -> Work:
         names = dict.fromkeys(self.left_out + other.left_out)
-        return Work(self.flops + other.flops, self.loops or other.loops, (*names,))
+        loops, saved = self.loops or other.loops, self.saved + other.saved
+        return Work(self.flops + other.flops, loops, (*names,), saved)
 
     def times(self, count: int | None) -> Work:
         """As often as a loop runs; None where that is not known."""
         if count is None:
             return self._replace(loops=self.loops or self.flops > 0)
-        return self._replace(flops=count * self.flops) if count else Work()
+        return self.parts(count, 1) if count else Work()
+
+    def parts(self, count: int, of: int) -> Work:
+        """So many parts of as many."""
+        return self._replace(flops=count * self.flops // of, saved=count * self.saved // of)
 
 
-def model_work(module: Any) -> Work:
+def model_work(module: Any, doubled: Collection[str] = ()) -> Work:
     """The products of a lowered module in one call, on all devices, each once.
 
     What the backward pass computes again is left out. What stands in a `shard_map` counts once for
     each part into which its arguments and results are split.
+
+    Args:
+        module: of StableHLO.
+        doubled: element types whose products are twice as fast.
     """
     sizes = passes.axis_sizes(module.operation)
 
     def of(operation: Any, path: str, parts: int) -> Work:
         if _AGAIN in path:
             return Work()
-        found = _work_of(operation, path, again=False)
-        return found._replace(flops=parts * found.flops)
+        return _work_of(operation, path, doubled, again=False).parts(parts, 1)
 
     with module.context:
         return _Walk(module.operation, sizes, of).all()
 
 
-def device_work(found: Propagation) -> Work:
-    """The products of one device in one call, as the annotations split them."""
+def device_work(found: Propagation, doubled: Collection[str] = ()) -> Work:
+    """The products of one device in one call, as the annotations split them.
+
+    Args:
+        found: the program with its annotations.
+        doubled: element types whose products are twice as fast.
+    """
     axes = {
         found.values[link.values[-1]].operation: {
             axis for i in link.values for one in found.values[i].axes for axis in one
@@ -80,9 +101,8 @@ def device_work(found: Propagation) -> Work:
     }
 
     def of(operation: Any, path: str, parts: int) -> Work:
-        one = _work_of(operation, path, again=True)
         split = passes.count_of(axes.get(operation, ()), found.axis_sizes)
-        return one._replace(flops=one.flops // max(1, split))
+        return _work_of(operation, path, doubled, again=True).parts(1, max(1, split))
 
     with found.module.context:
         return _Walk(found.module, found.axis_sizes, of).all()
@@ -170,6 +190,11 @@ def flops_of(operation: Any) -> int:
     return _FLOPS[operation.name](operation)
 
 
+def element_types(operation: Any) -> set[str]:
+    """Of the two operands of a product, by the names of HLO."""
+    return {_shape(one).dtype for one in [*operation.operands][:2]}
+
+
 def _shape(value: Any) -> Shape:
     dims, dtype = passes.dims_of(value.type)
     return Shape(dtype=passes.hlo_dtype(dtype), dims=dims)
@@ -222,10 +247,12 @@ _FLOPS: dict[str, Callable[[Any], int]] = {
 _COUNTED = (*_FLOPS, "stablehlo.custom_call")
 
 
-def _work_of(operation: Any, path: str, *, again: bool) -> Work:
+def _work_of(operation: Any, path: str, doubled: Collection[str], *, again: bool) -> Work:
     """What an operation computes; without `again`, less what a kernel's gradient computes again."""
     if operation.name in _FLOPS:
-        return Work(flops_of(operation))
+        flops = flops_of(operation)
+        is_fast = bool(doubled) and element_types(operation) <= {*doubled}
+        return Work(flops, saved=flops // 2 if is_fast else 0)
     target = passes.text_of(operation, "call_target_name").strip('"')
     if not _KERNEL.search(target):
         return Work()

@@ -13,13 +13,16 @@ Sources, by the letter that stands beside a figure:
 - T: the cross-entropies of up to 4,096 words of tests/benchmarks/published/operations.toml: what
   their products take of the peak, where a pass over the logits takes so many cycles an element.
   (v5p would have 0.91 by them; 0.9 was set by runs, and is there for all others.)
-- N: NVIDIA's data sheets of H100 SXM and H200 SXM, and the DGX H100 user guide: dense bf16, memory,
-  NVLink in one direction, and a network adapter of 400 Gb/s for each GPU of a box of eight.
+- L: libtpu 0.0.50, whose cycles of products of 4,096 x 4,096 matrices are half of those of bf16 on
+  v5e and v5p, and on tpu7x, for these element types; on v6e 1.3 times fewer, where S has the half.
+- N: NVIDIA's data sheets of H100 SXM and H200 SXM, and the DGX H100 user guide: dense bf16 (half of
+  dense FP8 and INT8), memory, NVLink in one direction, and a network adapter of 400 Gb/s for each
+  GPU of a box of eight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 import dataclasses
 import json
 import math
@@ -53,6 +56,7 @@ class Chip:
         on_chip: bytes in a second between the two devices of a chip; 0 where a chip is one device.
         box: devices that a switch joins, such as the GPUs of a server; 0 for chips on a torus.
         across: bytes in a second from one device out of its box.
+        doubled: element types, by the names of HLO, whose products are twice as fast as of bf16.
     """
 
     name: str
@@ -69,6 +73,7 @@ class Chip:
     on_chip: float = 0.0
     box: int = 0
     across: float = 0.0
+    doubled: tuple[str, ...] = ()
 
     @property
     def clock(self) -> float:
@@ -79,6 +84,10 @@ class Chip:
     def kept(self) -> float:
         """FLOPs in a second at the clock that a chip keeps."""
         return self.sustained * self.flops
+
+    def taken(self, flops: float, types: Collection[str]) -> float:
+        """FLOPs of bf16 that take as long as those of a product of these element types."""
+        return flops / 2 if types and self.doubled and {*types} <= {*self.doubled} else flops
 
     def to_json(self) -> dict[str, Any]:
         """The figures as JSON values, which ``chip=`` reads from a file."""
@@ -91,6 +100,8 @@ _SCHEMA = "spmd-chip/1"
 _SMALL, _LARGE = 128 * 128, 256 * 256
 _VMEM_PER_HBM = 22  # S
 _PCIE = 1.6e10  # S
+_INTEGERS = ("s8", "u8", "s4", "u4", "f8e5m2")
+_FP8 = ("f8e4m3fn", "f8e5m2")
 
 
 def _tpu(
@@ -105,6 +116,7 @@ def _tpu(
     on_chip: float = 0.0,
     sustained: float = 1.0,
     product_share: float = 0.9,
+    doubled: tuple[str, ...] = (),
 ) -> Chip:
     return Chip(
         name=name,
@@ -118,17 +130,21 @@ def _tpu(
         on_chip=on_chip,
         sustained=sustained,
         product_share=product_share,
+        doubled=doubled,
     )
 
 
 def _box(name: str, *, hbm: float) -> Chip:
-    return Chip(name=name, flops=989.4e12, hbm=hbm, link=4.5e11, box=8, across=5e10)
+    doubled = ("s8", "u8", *_FP8)
+    return Chip(
+        name=name, flops=989.4e12, hbm=hbm, link=4.5e11, box=8, across=5e10, doubled=doubled
+    )
 
 
 # teraflops: C; multipliers and cores: S; hbm: C; link: S. A v4 or v5p chip has two cores of four
 # units each and is one device; a tpu7x chip is two devices of four units, which share its
 # 7.38 TB/s, and its 1.2 TB/s between chips are six links of two directions (C). sustained: R.
-# product_share: T. Boxes: N.
+# product_share: T. doubled: S and L. Boxes: N.
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -141,8 +157,23 @@ CHIPS = {
             link=4.5e10,
             sustained=0.88,
         ),
-        _tpu("v5e", teraflops=197, multipliers=4 * _SMALL, hbm=8.19e11, link=4.5e10),
-        _tpu("v5p", teraflops=459, multipliers=8 * _SMALL, cores=2, hbm=2.765e12, link=9e10),
+        _tpu(
+            "v5e",
+            teraflops=197,
+            multipliers=4 * _SMALL,
+            hbm=8.19e11,
+            link=4.5e10,
+            doubled=_INTEGERS,
+        ),
+        _tpu(
+            "v5p",
+            teraflops=459,
+            multipliers=8 * _SMALL,
+            cores=2,
+            hbm=2.765e12,
+            link=9e10,
+            doubled=_INTEGERS,
+        ),
         _tpu(
             "v6e",
             teraflops=918,
@@ -151,6 +182,7 @@ CHIPS = {
             link=9e10,
             host=2 * _PCIE,
             product_share=0.83,
+            doubled=_INTEGERS,
         ),
         _tpu(
             "tpu7x",
@@ -161,6 +193,7 @@ CHIPS = {
             host=0.0,
             on_chip=6e11,
             product_share=0.73,
+            doubled=_FP8,
         ),
         _box("h100", hbm=3.35e12),
         _box("h200", hbm=4.8e12),
@@ -228,7 +261,8 @@ def _from_file(path: str, subject: str) -> Chip:
         if not isinstance(data, Mapping) or data.get("schema") != _SCHEMA:
             raise ValueError(f"not of schema {_SCHEMA!r}")
         chip = Chip(**{name: data[name] for name in names if name in data})
-        figures = [getattr(chip, name) for name in names if name != "name"]
+        chip = dataclasses.replace(chip, doubled=tuple(map(str, chip.doubled)))
+        figures = [getattr(chip, name) for name in names if name not in ("name", "doubled")]
         right = all(isinstance(one, (int, float)) and math.isfinite(one) for one in figures)
         speeds = chip.cores, chip.flops, chip.hbm, chip.link, chip.product_share
         if not (right and min(speeds) > 0 and min(figures) >= 0):

@@ -10,7 +10,7 @@ at the chip's peak (a roofline), and the time is called predicted.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 import dataclasses
 import functools
 import itertools
@@ -23,6 +23,7 @@ from spmd.inspection.hlo.calls import Visit, calls_of
 from spmd.inspection.hlo.cost import (
     FREE,
     Traffic,
+    element_types,
     hbm_size,
     is_opaque,
     products_of,
@@ -129,11 +130,16 @@ def time_of(
             if ("links", one.name) in clock.spent
         ),
         hardware_flops=flops,
-        hfu=flops / (chip.flops * clock.now) if clock.now else 0.0,
+        hfu=clock.spent["taken"] / (chip.flops * clock.now) if clock.now else 0.0,
         source="compiler" if told else "predicted",
         unknown=(*(() if told else PREDICTED), *clock.unknown),
         layer=tuple(_coarse(clock.longest_layer())),
     )
+
+
+def _added(found: Iterable[tuple[int, float]]) -> tuple[int, float]:
+    flops, taken = zip((0, 0.0), *found, strict=True)
+    return sum(flops), sum(taken)
 
 
 def _moved_by(one: hlo.Instruction) -> tuple[int, bool]:
@@ -219,7 +225,7 @@ class _Clock:
         self.ends: dict[str, tuple[float, Collective | None]] = {}
         self.traffic = Traffic(module)
         # By the identity of the instruction: names may come again in another computation.
-        self.products: dict[int, int] = {}
+        self.products: dict[int, tuple[int, float]] = {}
         self.flops_in = functools.cache(self._flops_in)
         self.sizes_in = functools.cache(self._sizes_in)
         self.collectives = {one.name: one for one in ledger(module, visited, axis_sizes)}
@@ -259,7 +265,9 @@ class _Clock:
     def step(self, one: hlo.Instruction, types: Mapping[str, str], home: hlo.Computation) -> None:
         """Executes one instruction."""
         if one.opcode not in ("while", "conditional", "call"):
-            self.spent["flops"] += self.flops(one)  # of the branch that is taken, and of each trip
+            # Of the branch that is taken, and of each trip.
+            self.spent["flops"] += self.flops(one)
+            self.spent["taken"] += self.taken(one)
         match hlo.base_opcode(one):
             case "while":
                 self.loop(one, home)
@@ -436,10 +444,10 @@ class _Clock:
                 if moved < seconds:
                     seconds, spent = moved, "memory"
             elif found and self.is_large(one) and not self.is_bare(one):
-                alone = self.flops(one) / (self.chip.product_share * self.chip.kept)
+                alone = self.taken(one) / (self.chip.product_share * self.chip.kept)
                 seconds, spent = self.slower(alone, self.moved(one, types))
         else:
-            seconds, spent = self.slower(self.flops(one) / self.chip.kept, self.moved(one, types))
+            seconds, spent = self.slower(self.taken(one) / self.chip.kept, self.moved(one, types))
         self.spent[spent] += seconds
         name = place(one.op_name) if one.op_name else one.name
         self.mark("core", name, spent, self.now, self.now + seconds)
@@ -463,17 +471,27 @@ class _Clock:
 
     def flops(self, one: hlo.Instruction) -> int:
         """Of the products in an instruction, and in what it calls."""
-        return self.products.get(id(one), 0) + sum(self.flops_in(n) for n, _ in calls_of(one))
+        return self._of_products(one)[0]
 
-    def _flops_in(self, name: str) -> int:
-        found = {id(one): flops for one, flops in products_of(self.module.computations[name])}
+    def taken(self, one: hlo.Instruction) -> float:
+        """FLOPs of bf16 that take as long as these."""
+        return self._of_products(one)[1]
+
+    def _of_products(self, one: hlo.Instruction) -> tuple[int, float]:
+        own = self.products.get(id(one), (0, 0.0))
+        return _added([own, *(self.flops_in(name) for name, _ in calls_of(one))])
+
+    def _flops_in(self, name: str) -> tuple[int, float]:
+        computation = self.module.computations[name]
+        found = {
+            id(one): (flops, self.chip.taken(flops, element_types(one, computation)))
+            for one, flops in products_of(computation)
+        }
         self.products |= found
         inner = (
-            self.flops_in(called)
-            for one in self.module.computations[name].instructions
-            for called, _ in calls_of(one)
+            self.flops_in(called) for one in computation.instructions for called, _ in calls_of(one)
         )
-        return sum(found.values()) + sum(inner)
+        return _added([*found.values(), *inner])
 
     def is_large(self, one: hlo.Instruction) -> bool:
         """Whether the products of an instruction are all of large matrices."""
@@ -517,5 +535,6 @@ class _Clock:
             sentence = f"the kernel {name} ({target}) has no cost_estimate: counted as {why}"
             self.unknown[sentence] = None
         self.spent["flops"] += flops
+        self.spent["taken"] += flops
         computing = flops / (_KERNEL * self.chip.kept)
         return self.slower(computing, self.moved(one, types))

@@ -1,10 +1,11 @@
 """`Report.time`, `preview.time` and ``chip=``: against counts by hand of programs and of chips."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
-from hardware import needs_libtpu
+from hardware import needs_libtpu, require_libtpu
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -24,9 +25,9 @@ LAYERS, BATCH, D, H = 5, 32, 24, 40
 FORWARD = LAYERS * 2 * (2 * BATCH * D * H)
 
 
-def array(*dims):
+def array(*dims, dtype=jnp.float32):
     """An array that need not be there."""
-    return jax.ShapeDtypeStruct(dims, jnp.float32)
+    return jax.ShapeDtypeStruct(dims, dtype)
 
 
 ARGS = (array(LAYERS, D, H), array(LAYERS, H, D)), array(BATCH, D)
@@ -245,6 +246,46 @@ def test_products_at_the_peak(big):
         assert time.seconds == time.compute == pytest.approx(seconds)
         assert time.mfu == time.hfu == pytest.approx(1.0)
         assert (time.bound, time.chip, time.source) == ("compute", "fast", "predicted")
+
+
+@pytest.mark.parametrize(
+    ("types", "share"),
+    [((jnp.int8, jnp.int8), 0.5), ((jnp.int8, jnp.int16), 1), ((jnp.float32, jnp.float32), 1)],
+)
+def test_products_of_types_that_are_twice_as_fast(big, types, share):
+    """They take half as long, both are at the peak, and FLOPs are FLOPs."""
+    chip = replace(FAST, flops=1e9, doubled=("s8",))
+    multiply = functools.partial(jnp.matmul, preferred_element_type=types[1])
+    f = spmd.pjit(multiply, (P("data"), P(None, "model")), P("data", "model"), mesh=big)
+    args = array(64, 32, dtype=types[0]), array(32, 48, dtype=types[1])
+    time = adds_up(spmd.preview(f, *args, chip=chip).time)
+    assert time.seconds == pytest.approx(share * 2 * 64 * 32 * 48 / 8 / 1e9)
+    assert time.mfu == time.hfu == pytest.approx(1.0)
+    assert time.model_flops == 8 * time.hardware_flops == 2 * 64 * 32 * 48
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("topology", "dtype", "share"),
+    [("v5e:2x2", jnp.int8, 0.5), ("v5p:2x2x1", jnp.int8, 0.5), ("tpu7x:2x2x1", jnp.int8, 1),
+     ("tpu7x:2x2x1", jnp.float8_e4m3fn, 0.5), ("v5e:2x2", jnp.float8_e4m3fn, 1),
+     ("v4:2x2x1", jnp.int8, 1)],
+)  # fmt: skip
+def test_what_is_twice_as_fast_by_libtpu(topology, dtype, share):
+    """The compiler's cycles of a product by itself, and ours of one with other work beside it."""
+    require_libtpu()
+
+    def compute(dtype, out, f):
+        def run(x, y):
+            return f(jnp.matmul(x, y, preferred_element_type=out))
+
+        step = spmd.pjit(run, mesh=spmd.topology(topology))
+        return spmd.report(step, *[array(4096, 4096, dtype=dtype)] * 2).time.compute
+
+    wide = jnp.int32 if dtype == jnp.int8 else jnp.float32
+    for f in (lambda x: x, lambda x: jnp.tanh(x.astype(jnp.float32)).astype(jnp.bfloat16)):
+        taken = compute(dtype, wide, f) / compute(jnp.bfloat16, jnp.float32, f)
+        assert taken == pytest.approx(share, rel=0.2)
 
 
 def test_elementwise_work_at_the_memory(big):

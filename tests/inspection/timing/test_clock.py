@@ -320,6 +320,24 @@ def test_cycles_of_products_hold_where_nothing_is_fused_into_them(
     assert timed(body, computations, chip).compute == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(
+    ("types", "share"),
+    [(("s8", "s8"), 0.5), (("s8", "u8"), 0.5), (("s8", "bf16"), 1), (("f32", "f32"), 1)],
+)
+def test_products_of_element_types_that_are_twice_as_fast(types, share):
+    """Both operands have to be of such a type. FLOPs are counted all the same, and HFU by time."""
+    computations, body = product(with_work=True)
+    kinds = [f"{name}[{SIDE},{SIDE}]{{1,0}}" for name in types]
+    operands = "".join(f"  %x{i} = {one} convert(%a)\n" for i, one in enumerate(kinds))
+    computations = computations.replace("  %dot", f"{operands}  %dot", 1)
+    computations = computations.replace("dot(%a, %a)", "dot(%x0, %x1)")
+    chip = dataclasses.replace(CHIP, flops=2e12, multipliers=10**6, doubled=("s8", "u8"))
+    found = timed(body, computations, chip)
+    assert found.compute == pytest.approx(share * 2 * SIDE**3 / 0.9 / 2e12)
+    assert found.hardware_flops == 2 * SIDE**3
+    assert found.hfu == pytest.approx(share * 2 * SIDE**3 / 2e12 / found.seconds)
+
+
 def test_memory_that_a_fusion_allocates_is_no_product():
     """A TPU's compiler allocates one in a fusion that writes a product's result into a stack."""
     computations, body = product(with_work=True)
