@@ -53,7 +53,7 @@ class Prefetch:
         self.nbytes = [one.nbytes for one in graph.tensors]
         self.slices = [*_slices(graph)]
         self.until = _until(graph) if self.slices else {}
-        self.inside = dict(_inside(graph, {one.loop for one in self.slices}))
+        self.inside = dict(_inside(graph, {one.loop for one in self.slices}) if self.slices else ())
 
     def spilled(
         self,

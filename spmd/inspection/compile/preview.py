@@ -155,8 +155,7 @@ def _time(
     if not products:
         return time_of_prediction(found, sizes, devices, chip, Work())
     whole = propagate(passes.module_of(lowered, subject="preview"), subject="preview", steps=False)
-    work = device_work(whole, chip.doubled)
-    time = time_of_prediction(found, sizes, devices, chip, work)
+    time = time_of_prediction(found, sizes, devices, chip, device_work(whole, chip))
     if time is None:
         return None
     return with_model_flops(time, lowered, wish, devices, math.prod(sizes.values()))

@@ -205,7 +205,7 @@ def with_model_flops(
     chip = wish.chip or (chip_of(devices[0].device_kind) if devices else None)
     flops = taken = wish.model_flops
     if flops is None:
-        work, doubts = _model_work(lowered, chip.doubled if chip else ())
+        work, doubts = _model_work(lowered, chip)
         time = dataclasses.replace(time, unknown=(*time.unknown, *doubts))
         if work is not None:
             flops, taken = work.flops, work.taken
@@ -215,12 +215,12 @@ def with_model_flops(
     return dataclasses.replace(time, model_flops=round(flops), mfu=taken / peak if peak else None)
 
 
-def _model_work(lowered: Any, doubled: Sequence[str]) -> tuple[Work | None, tuple[str, ...]]:
+def _model_work(lowered: Any, chip: Chip | None) -> tuple[Work | None, tuple[str, ...]]:
     """The products of a program as it was written, and what is not known of them."""
     if lowered is None:
         return None, (_NO_MFU.format("since the program was compiled elsewhere"),)
     try:
-        work = model_work(module_of(lowered, subject="report"), doubled)
+        work = model_work(module_of(lowered, subject="report"), chip)
     except ReportError:  # lowered for another partitioner
         return None, (_NO_MFU.format("since the program was lowered without Shardy"),)
     if work.loops:

@@ -6,7 +6,7 @@ computes, or whose name does. Of the branches of a conditional the one with most
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 import functools
 import math
 import re
@@ -17,6 +17,7 @@ from spmd.inspection.records.report import Shape
 from spmd.inspection.shardy import passes
 from spmd.inspection.shardy.flow import trip_count
 from spmd.inspection.shardy.propagation import Propagation
+from spmd.inspection.timing.chips import Chip
 from spmd.inspection.timing.kernels import known_flops
 
 _MANUAL = "sdy.manual_computation"
@@ -35,8 +36,7 @@ class Work(NamedTuple):
         flops: of its products.
         loops: whether there are some in loops that run an unknown number of times; they count once.
         left_out: kernels of which nobody says what they compute, by name.
-        saved: of `flops` those that take no time, next to as many of bf16: half of the ones of
-            element types whose products are twice as fast.
+        saved: of `flops` those that take no time, next to as many of bf16: see `Chip.taken`.
     """
 
     flops: int = 0
@@ -65,7 +65,7 @@ class Work(NamedTuple):
         return self._replace(flops=count * self.flops // of, saved=count * self.saved // of)
 
 
-def model_work(module: Any, doubled: Collection[str] = ()) -> Work:
+def model_work(module: Any, chip: Chip | None = None) -> Work:
     """The products of a lowered module in one call, on all devices, each once.
 
     What the backward pass computes again is left out. What stands in a `shard_map` counts once for
@@ -73,25 +73,25 @@ def model_work(module: Any, doubled: Collection[str] = ()) -> Work:
 
     Args:
         module: of StableHLO.
-        doubled: element types whose products are twice as fast.
+        chip: that says which products are faster than those of bf16; None where all are alike.
     """
     sizes = passes.axis_sizes(module.operation)
 
     def of(operation: Any, path: str, parts: int) -> Work:
         if _AGAIN in path:
             return Work()
-        return _work_of(operation, path, doubled, again=False).parts(parts, 1)
+        return _work_of(operation, path, chip, again=False).parts(parts, 1)
 
     with module.context:
         return _Walk(module.operation, sizes, of).all()
 
 
-def device_work(found: Propagation, doubled: Collection[str] = ()) -> Work:
+def device_work(found: Propagation, chip: Chip | None = None) -> Work:
     """The products of one device in one call, as the annotations split them.
 
     Args:
         found: the program with its annotations.
-        doubled: element types whose products are twice as fast.
+        chip: as `model_work` takes it.
     """
     axes = {
         found.values[link.values[-1]].operation: {
@@ -102,7 +102,7 @@ def device_work(found: Propagation, doubled: Collection[str] = ()) -> Work:
 
     def of(operation: Any, path: str, parts: int) -> Work:
         split = passes.count_of(axes.get(operation, ()), found.axis_sizes)
-        return _work_of(operation, path, doubled, again=True).parts(1, max(1, split))
+        return _work_of(operation, path, chip, again=True).parts(1, max(1, split))
 
     with found.module.context:
         return _Walk(found.module, found.axis_sizes, of).all()
@@ -247,12 +247,12 @@ _FLOPS: dict[str, Callable[[Any], int]] = {
 _COUNTED = (*_FLOPS, "stablehlo.custom_call")
 
 
-def _work_of(operation: Any, path: str, doubled: Collection[str], *, again: bool) -> Work:
+def _work_of(operation: Any, path: str, chip: Chip | None, *, again: bool) -> Work:
     """What an operation computes; without `again`, less what a kernel's gradient computes again."""
     if operation.name in _FLOPS:
         flops = flops_of(operation)
-        is_fast = bool(doubled) and element_types(operation) <= {*doubled}
-        return Work(flops, saved=flops // 2 if is_fast else 0)
+        taken = chip.taken(flops, element_types(operation)) if chip else flops
+        return Work(flops, saved=round(flops - taken))
     target = passes.text_of(operation, "call_target_name").strip('"')
     if not _KERNEL.search(target):
         return Work()

@@ -87,7 +87,7 @@ class Chip:
 
     def taken(self, flops: float, types: Collection[str]) -> float:
         """FLOPs of bf16 that take as long as those of a product of these element types."""
-        return flops / 2 if types and self.doubled and {*types} <= {*self.doubled} else flops
+        return flops / 2 if types and {*types} <= {*self.doubled} else flops
 
     def to_json(self) -> dict[str, Any]:
         """The figures as JSON values, which ``chip=`` reads from a file."""
@@ -261,7 +261,9 @@ def _from_file(path: str, subject: str) -> Chip:
         if not isinstance(data, Mapping) or data.get("schema") != _SCHEMA:
             raise ValueError(f"not of schema {_SCHEMA!r}")
         chip = Chip(**{name: data[name] for name in names if name in data})
-        chip = dataclasses.replace(chip, doubled=tuple(map(str, chip.doubled)))
+        if isinstance(chip.doubled, str) or not all(isinstance(one, str) for one in chip.doubled):
+            raise ValueError("doubled has to be an array of element types")
+        chip = dataclasses.replace(chip, doubled=tuple(chip.doubled))
         figures = [getattr(chip, name) for name in names if name not in ("name", "doubled")]
         right = all(isinstance(one, (int, float)) and math.isfinite(one) for one in figures)
         speeds = chip.cores, chip.flops, chip.hbm, chip.link, chip.product_share

@@ -1,11 +1,12 @@
 """Figures on disk, so that a benchmark of hours goes on where it was ended.
 
-What an expert's program compiles to is kept by all that it comes from. Plans are kept by the
-planner itself: see `spmd.planner.cache`.
+What an expert's program compiles to is kept by all that it comes from, and so is what the planner
+finds on one mesh. Plans are kept by the planner itself: see `spmd.planner.cache`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import functools
 import hashlib
 import importlib.metadata
@@ -20,16 +21,31 @@ from spmd.errors import OutOfMemoryError
 CACHE = "SPMD_PLAN_CACHE"
 """The environment variable of the folder of plans, and of these figures."""
 _PACKAGES = "jax", "jaxlib", "libtpu"
-_SOURCES = "hlo", "timing"
+_READ = "inspection/hlo", "inspection/timing"
+_PLANNED = *_READ, "planner"
 
 
 def figures(lowered: Any) -> dict[str, Any]:
     """Seconds, peak and wire bytes of a program; empty where it does not fit its hardware."""
+    return _kept(f"expert-{_key(lowered, _READ)}", lambda: _compiled(lowered))
+
+
+def of_mesh(lowered: Any, find: Callable[[], Any]) -> Any:
+    """What the planner finds for a bare program on its mesh, as JSON values.
+
+    Args:
+        lowered: the program.
+        find: finds it, where it is not there.
+    """
+    return _kept(f"mesh-{_key(lowered, _PLANNED)}", find)
+
+
+def _kept(name: str, find: Callable[[], Any]) -> Any:
     folder = os.environ.get(CACHE)
-    file = Path(folder, f"expert-{_key(lowered)}.json") if folder else None
+    file = Path(folder, f"{name}.json") if folder else None
     if file and file.exists():
         return json.loads(file.read_text())
-    found = _compiled(lowered)
+    found = find()
     if file:
         file.parent.mkdir(parents=True, exist_ok=True)
         whole = file.with_suffix(f".{os.getpid()}")
@@ -50,8 +66,8 @@ def _compiled(lowered: Any) -> dict[str, Any]:
     }
 
 
-def _key(lowered: Any) -> str:
-    found = hashlib.sha256(_reader())
+def _key(lowered: Any, sources: tuple[str, ...]) -> str:
+    found = hashlib.sha256(_reader(sources))
     places = [(one.device_kind, one.coords) for one in lowered.mesh.devices.flat]
     for one in (lowered.as_text(), places, dict(lowered.mesh.shape)):
         found.update(f"{one}\0".encode())
@@ -59,15 +75,15 @@ def _key(lowered: Any) -> str:
 
 
 @functools.cache
-def _reader() -> bytes:
-    """Of what compiles a program and reads its time."""
+def _reader(sources: tuple[str, ...]) -> bytes:
+    """Of what compiles a program, and of our folders that have a part in it."""
     found = hashlib.sha256(os.environ.get("LIBTPU_INIT_ARGS", "").encode())
     for name in _PACKAGES:
         try:
             found.update(f"{name} {importlib.metadata.version(name)}\0".encode())
         except importlib.metadata.PackageNotFoundError:
             found.update(f"no {name}\0".encode())
-    root = Path(spmd.__file__).parent / "inspection"
-    for path in sorted(path for one in _SOURCES for path in (root / one).glob("*.py")):
+    root = Path(spmd.__file__).parent
+    for path in sorted(path for one in sources for path in (root / one).glob("*.py")):
         found.update(path.read_bytes())
     return found.digest()

@@ -1,4 +1,4 @@
-"""What the planner answers for a program, through its public door."""
+"""What the planner answers for a program, and what it looks at on each mesh."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from spmd.planner.choose import choose
 from spmd.planner.search import Rules
 from spmd.planner.verify import Program, structs
 
+from . import kept
 from .cases import Case
 from .compiled import STANDING_IN, every_mesh
 from .experts import BOTH
@@ -130,18 +131,25 @@ def of_each_mesh(case: Case, where: str) -> Iterator[Candidate]:
     program = Program(function=case.step, args=structs(case.args), options=case.options)
     for sizes in every_mesh(where):
         on = asked.hardware(where, sizes, BOTH, None, None, subject="benchmark")
-        rules = Rules(budget=on.budget)
-        found = choose(program, on.meshes, on.chip, rules=rules, top=1, named=_EXPERTS)
-        for one in found.choices:
-            if one.report and one.fits(on.budget):
-                yield Candidate(
-                    name=one.name,
-                    sizes=sizes,
-                    predicted=one.predicted,
-                    seconds=one.seconds,
-                    estimated=one.estimate.peak,
-                    peak=one.peak,
-                )
+        lowered = program.lowered(on.meshes[0])
+        found = kept.of_mesh(lowered, lambda on=on: [*map(dataclasses.asdict, _of(program, on))])
+        yield from (Candidate(**one) for one in found)
+
+
+def _of(program: Program, on: asked.Hardware) -> Iterator[Candidate]:
+    """The best layout that is found and a few unlike experts, as far as they fit as compiled."""
+    rules = Rules(budget=on.budget)
+    found = choose(program, on.meshes, on.chip, rules=rules, top=1, named=_EXPERTS)
+    for one in found.choices:
+        if one.report and one.fits(on.budget):
+            yield Candidate(
+                name=one.name,
+                sizes=dict(one.mesh.shape),
+                predicted=float(one.predicted),
+                seconds=float(one.seconds),
+                estimated=float(one.estimate.peak),
+                peak=float(one.peak),
+            )
 
 
 def _answer(plan: Any, seconds: float) -> Answer:

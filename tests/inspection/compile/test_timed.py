@@ -437,6 +437,8 @@ def test_figures_that_no_chip_has(change, expected, step):
         (json.dumps(GOOD.to_json() | {"hbm": 0}), "figures have to be finite"),
         (json.dumps(GOOD.to_json() | {"cores": 0}), "figures have to be finite"),
         (json.dumps(GOOD.to_json() | {"link": "fast"}), "figures have to be finite"),
+        (json.dumps(GOOD.to_json() | {"doubled": "s8"}), "doubled has to be an array"),
+        (json.dumps(GOOD.to_json() | {"doubled": [8]}), "doubled has to be an array"),
         ('{"schema": "spmd-chip/1", "name": "x"}', "missing 3 required"),
     ],
 )
