@@ -178,6 +178,8 @@ def test_experts_whose_program_it_is(browser, tmp_path):
     found = dataclasses.replace(GPT, candidates=(one, *GPT.candidates[1:]))
     with opened(browser, saved(found, tmp_path)) as tab:
         assert tab.inner_text("#about h3") == "found = FSDP and 1 more"
+        mark = tab.locator("#scatter .mark-of[data-i='0']").get_attribute("class")
+        assert mark == "mark-of expert chosen"
         told = dict(tab.eval_on_selector("#about", ABOUT))
         assert told["the same program as"] == "FSDP, data parallel"
         assert tab.inner_text("#candidate-rows tr.is-chosen th") == "found = FSDP and 1 more"

@@ -69,7 +69,7 @@ def _point(one: Candidate, plan: Plan) -> _Point:
     over = "" if one.fits(plan.budget) else "over"
     axes = ", ".join(f"{name}={size}" for name, size in one.axes.items())
     figures = f"{show_seconds(one.seconds)}, {show_bytes(one.needed)}"
-    name = said.title(one) if is_chosen or kind != "found" or one.same else ""
+    name = said.title(one) if is_chosen or kind != "found" else ""
     return _Point(
         # What is not known, and what takes no time, has a place all the same.
         nbytes=float(max(1, one.needed)),
@@ -81,7 +81,12 @@ def _point(one: Candidate, plan: Plan) -> _Point:
 
 
 def kind_of(one: Candidate) -> str:
-    """Where a candidate comes from: ``found``, ``written`` by the user, or an ``expert``."""
+    """Where a candidate comes from: ``found``, ``written`` by the user, or an ``expert``.
+
+    What was found and is an expert's program is that expert's.
+    """
+    if one.same:
+        return "expert"
     return {"found": "found", "as written": "written"}.get(one.name, "expert")
 
 
