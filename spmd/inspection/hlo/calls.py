@@ -11,6 +11,12 @@ import operator
 from spmd.inspection.hlo.loops import Constants, Reader
 from spmd.inspection.hlo.text import Instruction, Module, base_opcode
 
+# TPU writes a gather that runs beside other work into three fusions or more: one that starts it,
+# those with the work, one that waits. The gather stands in each, with the same channel.
+IN_STEPS = '"async_collective_fusion_config"'
+STARTS, WAITS = "AsyncCollectiveStart", "AsyncCollectiveDone"
+"""What the first of them and the last of them call."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:

@@ -8,8 +8,8 @@ import math
 import re
 
 from spmd.inspection.hlo import text as hlo
-from spmd.inspection.hlo.calls import Visit
-from spmd.inspection.records.report import Cost, Shape
+from spmd.inspection.hlo.calls import IN_STEPS, STARTS, WAITS, Visit
+from spmd.inspection.records.report import KINDS, Cost, Shape
 
 
 def cost_of(module: hlo.Module, visited: Mapping[str, Visit]) -> Cost:
@@ -297,7 +297,8 @@ class Traffic:
 class _Fused:
     """The inside of a fusion: only its parameters and its result touch memory.
 
-    `used` has the bytes that are needed of a value; all of one that is not in it.
+    `used` has the bytes that are needed of a value; all of one that is not in it. `begun` are the
+    collectives that another fusion starts: it has counted what they read and write.
     """
 
     def __init__(self, traffic: Traffic, computation: hlo.Computation):
@@ -305,9 +306,12 @@ class _Fused:
         self.computation = computation
         self.root = computation.root
         self.inner: dict[str, _Fused | None] = {}
+        self.begun = _begun(computation)
         # Most fusions use all that they get.
-        if computation.opcodes.isdisjoint(_PARTIAL) and (
-            self.root is None or self.root.opcode != "tuple"
+        if (
+            not self.begun
+            and computation.opcodes.isdisjoint(_PARTIAL)
+            and (self.root is None or self.root.opcode != "tuple")
         ):
             return
         self.inner = {
@@ -353,6 +357,8 @@ class _Fused:
             return self._used_in_fusion(one, user, size)
         if user.opcode == "tuple" and user is self.root:
             return 0  # it is passed on
+        if user.name in self.begun:
+            return 0
         if one.name in user.operand_names[1:]:
             return size
         if user.opcode in _SLICES:
@@ -390,8 +396,13 @@ class _Fused:
 
     def _outputs(self) -> list[tuple[hlo.Instruction, str]]:
         """What makes each element of the result, with the type that says where it lies."""
-        if self.root is None or self.root.opcode != "tuple":
-            return [(self.root, self.root.type)] if self.root else []
+        if self.root is None:
+            return []
+        if _target(self.root) == STARTS:
+            operand, *others = hlo.tuple_elements(self.root.type)
+            return [(self.root, others[0] if others else operand)]
+        if self.root.opcode != "tuple":
+            return [(self.root, self.root.type)]
         elements = zip(self.root.operand_names, hlo.tuple_elements(self.root.type), strict=False)
         return [(self.instructions[n], text) for n, text in elements if n in self.instructions]
 
@@ -416,7 +427,7 @@ class _Fused:
 
     def _written(self, one: hlo.Instruction, text: str) -> int:
         """Bytes of an element of the result that are new."""
-        if one.opcode == "parameter":
+        if one.opcode == "parameter" or one.name in self.begun:
             return 0
         updates = self._updates(one)
         return min(hbm_size(text), sum(map(self._new, updates))) if updates else hbm_size(text)
@@ -424,3 +435,14 @@ class _Fused:
     def _new(self, update: hlo.Instruction) -> int:
         name = update.operand_names[2 if update.opcode == "scatter" else 1]
         return _logical_size(self.instructions[name].type) if name in self.instructions else 0
+
+
+def _begun(computation: hlo.Computation) -> frozenset[str]:
+    """The steps in a fusion of a collective that another one starts, and the call that waits."""
+    if computation.opcodes.isdisjoint(KINDS):
+        return frozenset()
+    targets = {one.name: _target(one) for one in computation.instructions if one.opcode in _CALLS}
+    if STARTS in targets.values():
+        return frozenset()
+    steps = (one.name for one in computation.instructions if IN_STEPS in one.attributes)
+    return frozenset((*steps, *(name for name, target in targets.items() if target == WAITS)))

@@ -9,7 +9,15 @@ import itertools
 import warnings
 
 from spmd.inspection.hlo import text as hlo
-from spmd.inspection.hlo.calls import CALLERS, Visit, calls_of, visits
+from spmd.inspection.hlo.calls import (
+    CALLERS,
+    IN_STEPS,
+    STARTS,
+    WAITS,
+    Visit,
+    calls_of,
+    visits,
+)
 from spmd.inspection.hlo.groups import logical_groups, mesh_axes_of, numbering, written_groups
 from spmd.inspection.hlo.parts import Around, Divider, Origin, Place
 from spmd.inspection.hlo.scatters import Scatters
@@ -124,12 +132,6 @@ _EXCHANGES = frozenset((*KINDS, *(f"{kind}-start" for kind in KINDS)))
 _LOOKED_AT = _EXCHANGES | CALLERS
 
 
-# TPU writes a gather that runs beside other work into three fusions: one that starts it, one with
-# the work, one that waits. The gather stands in each, with the same channel.
-
-_FUSED = '"async_collective_fusion_config"'
-
-
 def _channels(module: hlo.Module, target: str) -> dict[str, list[str]]:
     """The computations that call a target, by the channel of the collective beside the call."""
     mark = f'custom_call_target="{target}"'
@@ -162,14 +164,14 @@ class _Reader:
         self.axis_sizes = axis_sizes
         self.crossed: dict[object, tuple[tuple[str, ...], int]] = {}
         self.around = functools.cache(lambda name: Around(module.computations[name]))
-        self.starts = _channels(module, "AsyncCollectiveStart")
-        self.waits = _channels(module, "AsyncCollectiveDone") if self.starts else {}
+        self.starts = _channels(module, STARTS)
+        self.waits = _channels(module, WAITS) if self.starts else {}
         self.divider = Divider(module, visited, self.around)
         self.scatters = Scatters(module, visited, self.around) if for_cpu else None
 
     def goes_on(self, one: hlo.Instruction, home: str) -> bool:
         """Whether this is a later part of a collective that another fusion starts."""
-        if not self.starts or _FUSED not in one.attributes:
+        if not self.starts or IN_STEPS not in one.attributes:
             return False
         return home not in self.starts.get(_channel(one), [home])
 

@@ -19,7 +19,7 @@ import re
 from typing import NamedTuple, Protocol, TypeAlias
 
 from spmd.inspection.hlo import text as hlo
-from spmd.inspection.hlo.calls import Visit, calls_of
+from spmd.inspection.hlo.calls import STARTS, WAITS, Visit, calls_of
 from spmd.inspection.hlo.cost import (
     FREE,
     Traffic,
@@ -299,7 +299,7 @@ class _Clock:
                 continue
             targets = (i.attribute("custom_call_target") for i in inside)
             roles = {(target or "").strip('"') for target in targets}
-            for role in ("AsyncCollectiveStart", "AsyncCollectiveDone"):
+            for role in (STARTS, WAITS):
                 if role in roles:
                     return found, role
             if found.name in self.collectives:
@@ -309,7 +309,7 @@ class _Clock:
     def fused(self, one: hlo.Instruction, role: str) -> None:
         """A fusion around a collective, which it starts, ends or is."""
         key = f"channel {one.attribute('channel_id')}"
-        if role == "AsyncCollectiveDone":
+        if role == WAITS:
             self.wait(key)
         else:
             self.start(one, key, sync=not role)

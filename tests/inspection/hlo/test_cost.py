@@ -420,6 +420,10 @@ def _fusion(*lines, parameters, result):
 
 
 BIG, BIG_BYTES, ROW = "f32[8,16]{1,0}", 512, "f32[1,16]{1,0}"
+STEP = (
+    "%g = BIG all-gather(%p0), channel_id=5, dimensions={0}, "
+    'backend_config={"async_collective_fusion_config":{"flag_start":"2"}}'
+)
 
 
 @pytest.mark.parametrize(
@@ -482,6 +486,23 @@ BIG, BIG_BYTES, ROW = "f32[8,16]{1,0}", 512, "f32[1,16]{1,0}"
         (["%a = BIG add(%p0, %p0)"], ["f32[8,16]{1,0:S(1)}"], "BIG", BIG_BYTES),
         (["%a = BIG dynamic-update-slice(%p0, %p1)", "%b = f32[8,16]{1,0:S(1)} bitcast(%a)"],
          ["f32[8,16]{1,0:S(1)}", "ROW"], "f32[8,16]{1,0:S(1)}", 64),
+        # A gather in steps moves what it moves once, where it starts: not beside other work, nor
+        # where it is waited for.
+        (
+            [STEP, '%s = (ROW, BIG, u32[]) custom-call(%g), '
+             'custom_call_target="AsyncCollectiveStart"'],
+            ["ROW"], "(ROW, BIG, u32[])", 64 + BIG_BYTES,
+        ),
+        (
+            [STEP, "%a = ROW add(%p2, %p2)", "%t = (ROW, ROW, BIG, BIG) tuple(%a, %p0, %p1, %g)"],
+            ["ROW", "BIG", "ROW"], "(ROW, ROW, BIG, BIG)", 2 * 64,
+        ),
+        (
+            [STEP, '%w = BIG custom-call(%p0, %p1, %g), custom_call_target="AsyncCollectiveDone"'],
+            ["ROW", "BIG"], "BIG", 0,
+        ),
+        # One that is not in steps is this fusion's own.
+        (["%g = BIG all-gather(%p0), channel_id=5"], ["ROW"], "BIG", 64 + BIG_BYTES),
     ],
 )  # fmt: skip
 def test_bytes_of_fusions(lines, parameters, result, nbytes):
