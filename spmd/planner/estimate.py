@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 import copy
 import dataclasses
+import itertools
 import math
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,10 +23,13 @@ from spmd.planner.lives import Lives
 from spmd.planner.machine import Machine
 from spmd.planner.prefetch import Prefetch
 from spmd.planner.product import Product, Sending
+from spmd.planner.reads import Reads
 from spmd.planner.saying import Group, Pattern, Said, Sayings, grouped, regrouped, said_by
 from spmd.planner.structure import UPDATES, Graph, Operation
 
 _SLICES = ("dynamic_slice", "slice")
+_SUM = 4
+"""Bytes of float32."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,16 +68,18 @@ class Kind(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """An operation that runs often, with its vector work by kind: beside it, and after its sums.
+    """An operation that runs often, with the vector work beside it, by kind.
 
-    Its turn is the number of sums up to its own, where no product depends on it.
+    Its turn is the number of sums up to its own, where no product depends on it. A product reads
+    each operand as so many values, and then others beside them; its result is written as one.
     """
 
     one: Operation
     runs: int
     beside: Mapping[int, float]
-    after: Mapping[int, float]
     turn: int | None
+    reads: tuple[tuple[int, ...], ...]
+    written: int
 
 
 _Joined: TypeAlias = tuple[tuple[str, ...], int, int]
@@ -136,7 +142,14 @@ class Estimator:
         free = {self.kinds[self.kind_of[i]]._replace(fixed=None) for i in left}
         self._pinned = Sayings(grouped((one, frozenset((self._pattern(one),))) for one in free))
         lives = Lives(graph, self.kind_of, len(kinds))
-        fusion = Fusion(graph, self.kind_of, len(kinds))
+        fusion = Fusion(graph, self.kind_of, len(kinds), lives)
+        self.reads = Reads(graph, fusion, lives)
+        # Of values that may be near, and of brief ones.
+        self.passes = np.zeros((2, len(kinds)))
+        for i, runs in self.reads.passes:
+            self.passes[int(i in lives.brief), self.kind_of[i]] += runs * graph.tensors[i].nbytes
+        # What has fewer bytes than sums in float32 have.
+        self.packed = [one.nbytes < _SUM * math.prod(one.shape) for one in graph.tensors]
         self.last = last(graph)
         self.lives = lives
         self.tables = {self.kind_of[i] for i in _tables(graph)}
@@ -186,14 +199,13 @@ class Estimator:
         for n, one in enumerate(graph.operations):
             if not is_fusible(one) or len({self.kind_of[i] for i in one.tensors}) > 1:
                 kinds = tuple(self.kind_of[i] for i in one.tensors)
-                steps = (
-                    tuple(sorted(found.get(n, {}).items()))
-                    for found in (fusion.beside, fusion.after)
-                )
+                steps = tuple(sorted(fusion.beside.get(n, {}).items()))
                 turn = self.last.get(one.tensors[-1])
                 brief = tuple(i in self.lives.brief for i in one.tensors)
                 own = one.name, one.factors, kinds, one.flops, one.types, one.runs
-                keys[n] = *own, *steps, turn, brief
+                *reads, written = self._reads(n, one)
+                read = tuple(tuple(sorted(self.kind_of[i] for i in found)) for found in reads)
+                keys[n] = *own, steps, turn, brief, read, self.kind_of[written]
         self._find_alike(graph, keys)
         merged: dict[Any, list[int]] = defaultdict(list)
         for n, key in keys.items():
@@ -201,12 +213,17 @@ class Estimator:
         for (_, tensors), found in merged.items():
             first = graph.operations[found[0]]
             one = dataclasses.replace(first, tensors=tensors)
-            beside, after = (
-                {k: len(found) * n for k, n in of_kinds.get(found[0], {}).items()}
-                for of_kinds in (fusion.beside, fusion.after)
-            )
+            beside = {k: len(found) * n for k, n in fusion.beside.get(found[0], {}).items()}
             turn = self.last.get(first.tensors[-1])
-            yield _Part(one, len(found) * one.runs, beside, after, turn)
+            *reads, written = self._reads(found[0], first)
+            yield _Part(one, len(found) * one.runs, beside, turn, tuple(reads), written)
+
+    def _reads(self, n: int, one: Operation) -> tuple[Any, ...]:
+        """What a product reads for each operand, what beside them, and what its result is."""
+        if not one.flops:
+            return (one.tensors[-1],)
+        found = *self.reads.operands[n], self.reads.beside[n]
+        return *(tuple(sorted(each)) for each in found), self.lives.written(one.tensors[-1])
 
     def _find_alike(self, graph: Graph, keys: Mapping[int, Any]) -> None:
         """Finds, for each value, the first one that has the same part in the same operations."""
@@ -224,7 +241,8 @@ class Estimator:
         """What an operation and the values that it is about have."""
         one = part.one
         tensors = {*one.tensors, *(self.sources[i] for i in one.tensors if i in self.sources)}
-        kinds = {self.kind_of[i] for i in tensors} | {*part.beside, *part.after}
+        tensors.update(itertools.chain(*part.reads), (part.written,))
+        kinds = {self.kind_of[i] for i in tensors} | {*part.beside}
         found = {self._pattern(self.kinds[k]) for k in kinds}
         own = frozenset(one.by_class)
         sure = frozenset(
@@ -259,8 +277,9 @@ class Estimator:
         said = said_by(layout)
         places, parts, rows = self._placed(layout, said)
         shares = np.array(parts)
-        compute = exchange = beside = ahead = 0.0
+        compute, exchange, beside, ahead = self.machine.kernels(self.graph.kernels), 0.0, 0.0, 0.0
         memory = self.machine.passing(self.moved * shares, self.sizes_of_kinds * shares)
+        memory += self._passing(shares)
         shared: dict[Exchanged, Sending] = {}
         joined: set[_Joined] = set()
         in_parts: set[int] = set()
@@ -301,6 +320,15 @@ class Estimator:
             hidden=float(beside + self.machine.hidden(ahead, compute + memory)),
             # What comes next is gathered while the one before is in use.
             peak=self._peak(shares, np.array(rows), gathered) + sorted(buffers)[-2],
+        )
+
+    def _passing(self, shares: np.ndarray) -> float:
+        """Seconds of passes over what is in main memory, between products."""
+        sizes = self.sizes_of_kinds * shares
+        limits = self.machine.near, self.machine.brief
+        rows = zip(self.passes, limits, strict=True)
+        return self.machine.moving(
+            sum(float((row * shares)[sizes > limit].sum()) for row, limit in rows)
         )
 
     def said(self, layout: Layout) -> Hashable:
@@ -370,6 +398,25 @@ class Estimator:
         most = machine.brief if tensor in self.lives.brief else machine.near
         return self.given[tensor] or nbytes > most or self._source(tensor, parts) > machine.near
 
+    def _read(self, part: _Part, product: Product, parts: list[float]) -> Iterator[float]:
+        """Bytes of each value in main memory that a product reads.
+
+        What is gathered for a product is in use only there.
+        """
+        for k, found in enumerate(part.reads):
+            is_operand, brief = k < part.one.operands, self.machine.brief
+            if is_operand and (gathered := product.gathered(k)):
+                yield gathered if gathered > brief else 0.0
+                continue
+            for nbytes in (self._size(i, parts) for i in found):
+                is_again = is_operand and product.around and nbytes > brief
+                yield nbytes * product.passes(k) if is_again else nbytes
+
+    def _size(self, tensor: int, parts: list[float]) -> float:
+        """Bytes on a device of a value that is in main memory, or else 0."""
+        nbytes = self.nbytes[tensor] * parts[self.kind_of[tensor]]
+        return nbytes if self._is_far(tensor, nbytes, parts) else 0.0
+
     def _source(self, tensor: int, parts: list[float]) -> float:
         """Bytes on a device of what a value is a slice of; 0 for one that is none."""
         i = self.sources.get(tensor)
@@ -383,12 +430,16 @@ class Estimator:
         nbytes = [self.nbytes[i] * parts[k] for i, k in zip(one.tensors, kinds, strict=True)]
         total = self.totals.get(one.tensors[-1])
         demand = Demand(one, layout, self.sizes, [places[k] for k in kinds], nbytes, total)
-        steps, after = (
-            sum(steps * parts[k] for k, steps in found.items()) / part.runs
-            for found in (part.beside, part.after)
-        )
+        steps = sum(steps * parts[k] for k, steps in part.beside.items()) / part.runs
         is_last = part.turn is not None
-        product = Product(demand, self.machine, steps, self.lasting, is_last=is_last)
+        product = Product(
+            demand,
+            self.machine,
+            steps,
+            self.lasting,
+            is_last=is_last,
+            is_packed=self.packed[part.written],
+        )
         exchange, beside, shared = 0.0, 0.0, {}
         joined: set[_Joined] = set()
         for sent in product.sent:
@@ -404,17 +455,20 @@ class Estimator:
         sent = exchange, beside, shared, frozenset(joined), in_parts
         if is_fusible(one):
             return _Costs(0.0, 0.0, *sent)
-        far = [
-            n if self._is_far(i, n, parts) else 0.0
-            for i, n in zip(one.tensors, nbytes, strict=True)
-        ]
-        moved = self.machine.feeding if one.flops else self.machine.moving
-        moving = moved(_traffic(one, far))
-        computing = product.seconds() if one.flops else 0.0
+        if not one.flops:
+            far = [
+                n if self._is_far(i, n, parts) else 0.0
+                for i, n in zip(one.tensors, nbytes, strict=True)
+            ]
+            moving = self.machine.moving(_traffic(one, far))
+            return _Costs(0.0, part.runs * moving, *sent)
+        read = [*self._read(part, product, parts)]
+        moving = self.machine.feeding(sum(read) + self._size(part.written, parts))
+        computing = product.seconds()
+        fetched = sum(n for n in read if n > self.machine.brief)
+        if fetched and not product.is_large:  # while it is read, no results are written
+            computing = max(computing, self.machine.fetching(fetched) + product.popping)
         compute, memory = (computing, 0.0) if computing >= moving else (0.0, moving)
-        if after and not product.is_large:
-            compute += self.machine.stepping(after)
-            memory += self.machine.moving(far[-1])  # the result is read once more
         return _Costs(part.runs * compute, part.runs * memory, *sent)
 
 

@@ -1,8 +1,9 @@
 """Which work a compiler puts into which product, and what it moves through memory apart from these.
 
 Elementwise operations become a part of the product whose result they change, or else of that which
-they prepare an operand for. What needs a sum over that result, as a softmax does, goes over it once
-more. The update of an optimizer is a part of neither: it is as long as its bytes take.
+they prepare an operand for. What needs a sum over that result, as a softmax does, is a part of the
+product that takes it, as often as it is taken; or, if it is stored, it goes over what it is made of
+once more. The update of an optimizer is a part of neither: it is as long as its bytes take.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import math
 
 import numpy as np
 
-from spmd.planner.structure import Graph, Operation
+from spmd.planner.lives import Lives
+from spmd.planner.structure import NO_WORK, Graph, Operation
 
 # What takes a vector unit more than one step for each element, and what takes it none.
 _DEAR = frozenset((
@@ -23,10 +25,6 @@ _DEAR = frozenset((
 ))  # fmt: skip
 _STEPS = 4
 _IN_PLACE = ("bitcast_convert", "optimization_barrier", "reshape", "transpose", "while")
-NO_WORK = frozenset((
-    "bitcast_convert", "broadcast_in_dim", "constant", "iota", "optimization_barrier", "pad",
-    "reshape", "return", "sharding_constraint", "transpose", "while",
-))  # fmt: skip
 
 
 class Fusion:
@@ -35,7 +33,8 @@ class Fusion:
     Attributes:
         beside: by the index of a product, the steps of vector units in all its runs, by the kind of
             value whose elements they are for.
-        after: likewise, those of what needs a sum over the product's result.
+        inside: by operation, the product that it is a part of.
+        late: operations that need a sum over a product's result.
         alone: by kind, bytes that work by itself reads and writes, and those that elementwise work
             reads of arguments and writes of outputs.
 
@@ -43,18 +42,19 @@ class Fusion:
         graph: the program.
         kinds: by tensor, the number of its kind.
         count: of kinds.
+        lives: which values are stored.
     """
 
-    def __init__(self, graph: Graph, kinds: Sequence[int], count: int):
-        self.graph, self.kinds = graph, kinds
+    def __init__(self, graph: Graph, kinds: Sequence[int], count: int, lives: Lives):
+        self.graph, self.kinds, self.lives = graph, kinds, lives
         self.late: set[int] = set()
         self.homes = self._upwards()
         self._downwards()
+        self.inside = self._inside()
         self.beside: dict[int, Counter[int]] = defaultdict(Counter)
-        self.after: dict[int, Counter[int]] = defaultdict(Counter)
         for n, one in enumerate(graph.operations):
-            if is_fusible(one) and one.name not in NO_WORK and n in self.homes:
-                self._count((self.after if n in self.late else self.beside)[self.homes[n]], one)
+            if is_fusible(one) and one.name not in NO_WORK and n in self.inside:
+                self._count(self.beside[self.inside[n]], one)
         self.alone = np.zeros(count)
         for i, runs in self._moved().items():
             self.alone[kinds[i]] += runs * graph.tensors[i].nbytes
@@ -71,7 +71,7 @@ class Fusion:
             if one.flops:
                 homes[n] = n
             elif is_fusible(one) and not _ends(one):
-                found = [owners[i] for i in operands if i in owners]
+                found = [owners[i] for i in operands if i in owners and self.graph.tensors[i].shape]
                 if found:
                     homes[n] = max(found)
                     if any(i in summed and owners[i] == homes[n] for i in operands):
@@ -98,6 +98,27 @@ class Fusion:
             if n in self.homes and (one.flops or is_fusible(one)):
                 users.update((i, self.homes[n]) for i in one.tensors[: one.operands])
 
+    def _inside(self) -> dict[int, int]:
+        """By operation, the product that it is a part of: of what is late, the one that takes it.
+
+        What is late and stored is a part of none.
+        """
+        users: dict[int, int] = {}
+        found: dict[int, int] = {}
+        for n in range(len(self.graph.operations) - 1, -1, -1):
+            one = self.graph.operations[n]
+            if n not in self.late:
+                products = [self.homes[n]] if n in self.homes else []
+            elif one.name == "reduce" or self.lives.stored.isdisjoint(one.tensors[one.operands :]):
+                products = [users[i] for i, _ in one.results if i in users]
+            else:
+                products = []
+            if products:
+                found[n] = min(products)
+            if n in found and (one.flops or is_fusible(one)):
+                users.update((i, found[n]) for i in one.tensors[: one.operands])
+        return found
+
     def _count(self, found: Counter[int], one: Operation) -> None:
         tensors = self.graph.tensors
         largest = max(one.tensors, key=lambda i: tensors[i].nbytes)
@@ -117,7 +138,9 @@ class Fusion:
                 # Arguments and outputs are counted by themselves; what a loop fills is made first.
                 begins = one.name == "while" and i in constants and i in made
                 if begins or (i in made and made[i] != alone and not passes_on(one)):
-                    found[i] = max(one.runs, found.get(i, 0))
+                    # Work by itself reads what a product's result is written as.
+                    for j in self.lives.behind[i] if alone else (i,):
+                        found[j] = max(one.runs, found.get(j, 0))
             for result, _ in one.results:
                 if result in constants and one.name == "while":
                     continue

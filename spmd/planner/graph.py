@@ -18,7 +18,7 @@ from jax.extend.mlir import ir
 
 from spmd.inspection.records.report import Shape
 from spmd.inspection.shardy import passes
-from spmd.inspection.shardy.flops import element_types
+from spmd.inspection.shardy.flops import element_types, kernel_work
 from spmd.inspection.shardy.flow import trip_count
 from spmd.inspection.shardy.products import products_in
 from spmd.inspection.shardy.propagation import Link, Propagation, propagate, walk
@@ -162,6 +162,7 @@ class _Reader:
                 classes={},
                 sizes={},
                 constants=_constants(tensors, operations),
+                kernels=kernel_work(self.found).flops,
             )
         )
 

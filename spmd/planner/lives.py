@@ -14,9 +14,8 @@ import math
 
 import numpy as np
 
-from spmd.planner.fusion import NO_WORK
 from spmd.planner.optimizer import outputs_of
-from spmd.planner.structure import UPDATES, Graph, Operation
+from spmd.planner.structure import NO_WORK, UPDATES, Graph, Operation
 
 # What is there for no more products than these is where it is used, if it is small.
 _SHORT = 8
@@ -37,6 +36,8 @@ class Lives:
         short: likewise, of those that are there for a few products only.
         brief: values that are made and needed no longer a few products later: compilers keep larger
             ones of these in vector memory than of others.
+        behind: by value, the stored ones that it is made of by operations that are done again;
+            without arguments, but where it is one.
         copies: at the same moments, by kind, the bytes of values that are in use as operands of
             products, or are outputs: if those are gathered, so much more is there.
 
@@ -63,6 +64,7 @@ class Lives:
         self.stored: set[int] = set()
         self.deaths: dict[int, int] = {}
         self._bury()
+        self.behind = self._behind()
         self.brief = frozenset(self._brief())
         self.ends = np.zeros(count)
         rows = self._rows(kinds, count)
@@ -185,7 +187,7 @@ class Lives:
                 continue
             first, last = self._life(members)
             is_long = products[last] - products[first] > _SHORT
-            yield (_FAR if is_long else _NEAR), self._written(largest), first, last
+            yield (_FAR if is_long else _NEAR), self.written(largest), first, last
         for i, (first, last) in self._uses(kinds).items():
             yield _COPIES, i, first, last
 
@@ -203,7 +205,7 @@ class Lives:
                 found[i] = self.makers.get(i, n), self.end
         return found
 
-    def _written(self, i: int) -> int:
+    def written(self, i: int) -> int:
         """What is kept in place of a value: of a wider type, if a product's result ends in one.
 
         A compiler writes a product's result as the work leaves it that alone reads it, such as the
@@ -223,6 +225,24 @@ class Lives:
         made, own = self.graph.tensors[last], self.graph.tensors[i]
         is_wider = made.nbytes > own.nbytes and math.prod(made.shape) == math.prod(own.shape)
         return last if is_worked and is_wider else i
+
+    def _behind(self) -> list[frozenset[int]]:
+        graph = self.graph
+        found = [frozenset(() if i in graph.constants else (i,)) for i in range(len(graph.tensors))]
+        for one in graph.operations:
+            is_again = self._is_elementwise(one)
+            for i in {i for i, _ in one.results} - graph.constants:
+                if is_again and i not in self.stored:
+                    own = frozenset().union(*(found[j] for j in one.tensors[: one.operands]))
+                    found[i] = frozenset(j for j in own if graph.tensors[j].kind != "argument")
+                else:
+                    found[i] = frozenset((self.written(i),))
+        return found
+
+    def _is_elementwise(self, one: Operation) -> bool:
+        """Whether no operand has more elements than the result."""
+        sizes = [math.prod(self.graph.tensors[i].shape) for i in one.tensors]
+        return _is_part(one) and max(sizes[: one.operands], default=0) <= sizes[-1]
 
     def _kept(self) -> Iterator[int]:
         for i, one in enumerate(self.graph.tensors):

@@ -11,7 +11,7 @@ import numpy as np
 
 from spmd.inspection.hlo.groups import expand_replica_groups
 from spmd.inspection.timing.chips import Chip
-from spmd.inspection.timing.clock import REACHED, Links
+from spmd.inspection.timing.clock import KERNEL, REACHED, Links
 
 _PROBE = 2**30
 _SIDE = 128
@@ -24,6 +24,9 @@ _AHEAD, _BESIDE = 0.9, 0.35
 for them: the schedules of libtpu for steps of transformers hide between a quarter and a half."""
 _LANES = 8 * 128
 """Of a vector unit."""
+_FETCHED = 0.75
+"""The share of the bandwidth of main memory that a product reaches for what vector memory has no
+room for: by libtpu's cycles for products of 8 to 768 rows with 128 to 256 MiB of weights on v5e."""
 
 
 class _Counted(NamedTuple):
@@ -33,7 +36,8 @@ class _Counted(NamedTuple):
         slots: steps that a lane takes in a cycle: it has four units (S), which are not always all
             busy, and on some bf16 is two at a time.
         pops: cycles after which the matrix units give the next result for each lane, of a product
-            that sums over little, such as scores of attention.
+            that sums over little, such as scores of attention, in float32.
+        packs: likewise, where they are packed into fewer bytes.
         is_near: whether results of products stay in vector memory; else it has slices alone.
         fed: the share of the bandwidth of main memory that products of few rows reach.
         start: seconds before such a product begins.
@@ -44,6 +48,7 @@ class _Counted(NamedTuple):
 
     slots: float = 1.5
     pops: float = 10.0
+    packs: float = 0.0
     is_near: bool = True
     fed: float = REACHED
     start: float = 0.0
@@ -52,8 +57,8 @@ class _Counted(NamedTuple):
 
 
 _COUNTED = {
-    "v5e": _Counted(hides=True, copied=0.55),
-    "v5p": _Counted(is_near=False, fed=0.62, start=1.7e-6),
+    "v5e": _Counted(packs=14.5, hides=True, copied=0.55),
+    "v5p": _Counted(packs=11.5, is_near=False, fed=0.62, start=1.7e-6),
     "v6e": _Counted(slots=4.0, pops=2.3),
     "tpu7x": _Counted(slots=2.5, pops=4.1, is_near=False, fed=0.8, start=0.9e-6),
 }
@@ -114,6 +119,10 @@ class Machine:
         """Seconds of products."""
         return flops / (self.chip.product_share * self.chip.kept)
 
+    def kernels(self, flops: float) -> float:
+        """Seconds of kernels written by hand."""
+        return flops / (KERNEL * self.chip.kept)
+
     def moving(self, nbytes: float) -> float:
         """Seconds in which main memory moves bytes."""
         return nbytes / (REACHED * self.chip.hbm)
@@ -128,6 +137,11 @@ class Machine:
         counted = self._counted
         return counted.start + nbytes / (counted.fed * self.chip.hbm) if nbytes else 0.0
 
+    def fetching(self, nbytes: float) -> float:
+        """Seconds in which main memory moves what a product reads and vector memory cannot hold."""
+        counted = self._counted
+        return counted.start + nbytes / (min(counted.fed, _FETCHED) * self.chip.hbm)
+
     def stepping(self, steps: float) -> float:
         """Seconds in which the vector units take steps, each for one element."""
         if not self.chip.multipliers:
@@ -138,11 +152,13 @@ class Machine:
         """Seconds of gathers that go on beside work, where a compiler starts them ahead of it."""
         return min(_AHEAD * gathers, _BESIDE * work) if self._counted.hides else 0.0
 
-    def popping(self, elements: float) -> float:
+    def popping(self, elements: float, *, is_packed: bool = False) -> float:
         """Seconds in which matrix units give so many results, however little each of them sums."""
         if not self.chip.multipliers:
             return 0.0
-        return elements * self._counted.pops / self._lanes
+        counted = self._counted
+        cycles = max(counted.pops, counted.packs * is_packed)
+        return elements * cycles / self._lanes
 
     def widened(self, columns: float) -> float:
         """How much wider rows of a table are in memory, where a scatter writes whole rows."""

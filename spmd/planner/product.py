@@ -22,6 +22,9 @@ _LARGE = 1024
 # of 2 to 16 devices: up to 4,096 none goes around, from 6,144 on all do.
 _AROUND = 4096
 _RINGS = ("all-gather", "reduce-scatter")
+# Seconds that the smallest products take on a TPU: 0.3e-6 of operands in vector memory, and 2.7e-6
+# of those that are read just then.
+_LEAST = 0.75e-6
 # How much of a ring goes on beside the product: between 45% and 65% in compiled steps.
 _BESIDE = 0.6
 
@@ -67,6 +70,7 @@ class Product:
         steps: of vector units in one run, for what is done beside it.
         lasting: values that are whole before the product: it is not given parts of these.
         is_last: whether no product depends on it: what it sums is sent with others.
+        is_packed: whether its result is written in fewer bytes than a sum has.
     """
 
     def __init__(
@@ -77,8 +81,9 @@ class Product:
         lasting: Collection[int],
         *,
         is_last: bool = False,
+        is_packed: bool = False,
     ):
-        self.demand, self.machine = demand, machine
+        self.demand, self.machine, self.is_packed = demand, machine, is_packed
         self.steps, self.lasting, self.is_last = steps, lasting, is_last
         self.sent = [*demand.exchanges()]
         self.around = [one for one in self.sent if self._goes_around(one)]
@@ -98,6 +103,32 @@ class Product:
                     again *= size if name not in self.demand.one.factors[-1] else 1
         return self._seconds(self._sides(left), max(1.0, again / 2))
 
+    def passes(self, n: int) -> float:
+        """How often memory moves an operand, or the last one, the result.
+
+        Of a product in parts, each part takes all of what they do not split; two at a time.
+        """
+        one, times = self.demand.one, 1.0
+        for sent in self.around:
+            for axis in sent.axes:
+                name = self._split_by(sent, axis)
+                if name and name not in one.factors[n]:
+                    times *= self.demand.sizes[axis]
+        return max(1.0, times / 2)
+
+    def gathered(self, n: int) -> float:
+        """Bytes of an operand that is gathered before the product, or of a sum that it makes whole.
+
+        0 for what the product takes or makes as it is placed.
+        """
+        return max((one.nbytes for one in self.sent if self._makes_whole(one, n)), default=0.0)
+
+    def _makes_whole(self, sent: Exchanged, n: int) -> bool:
+        if sent in self.around or sent.kind not in _RINGS:
+            return False
+        is_after = sent.kind == "all-gather" and sent.tensor is None
+        return not is_after and range(len(self.demand.nbytes))[self._index(sent)] == n
+
     @functools.cached_property
     def whole(self) -> float:
         """Seconds of one run that is not in parts."""
@@ -113,12 +144,18 @@ class Product:
         seconds *= machine.filled(*sides[:3], is_convolution=is_convolution)
         if is_convolution and sides.batch > 1:  # of each channel by itself
             seconds = min(seconds, machine.stepping(flops / 2) or seconds)
-        return max(seconds, again * machine.popping(self._made), machine.stepping(self.steps))
+        least = _LEAST if machine.chip.multipliers else 0.0
+        return max(seconds, again * self.popping, machine.stepping(self.steps), least)
 
     @functools.cached_property
     def is_large(self) -> bool:
         """Whether the peak decides what it takes, with all that is fused into it: see `clock`."""
         return _is_large(self._sides(self._left))
+
+    @functools.cached_property
+    def popping(self) -> float:
+        """Seconds in which the matrix units give its results."""
+        return self.machine.popping(self._made, is_packed=self.is_packed)
 
     @functools.cached_property
     def _made(self) -> float:

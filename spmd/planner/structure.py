@@ -17,6 +17,11 @@ WINDOW = "window"
 
 UPDATES = ("dynamic_update_slice", "scatter")
 """Operations that write into their first operand."""
+# What computes nothing: names for places, and what is made of nothing.
+NO_WORK = frozenset((
+    "bitcast_convert", "broadcast_in_dim", "constant", "iota", "optimization_barrier", "pad",
+    "reshape", "return", "sharding_constraint", "transpose", "while",
+))  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +105,7 @@ class Graph:
         sizes: of these classes: the largest dimension.
         constants: values that come from no argument: a compiler makes them where they are used.
         early: values that come from arguments without a product or a sum: they can be sent ahead.
+        kernels: FLOPs of the kernels written by hand on a device, which no layout splits.
     """
 
     tensors: tuple[Tensor, ...]
@@ -108,6 +114,7 @@ class Graph:
     sizes: dict[int, int]
     constants: frozenset[int] = frozenset()
     early: frozenset[int] = frozenset()
+    kernels: int = 0
 
 
 def with_weights(graph: Graph) -> Graph:

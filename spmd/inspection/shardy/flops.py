@@ -108,6 +108,16 @@ def device_work(found: Propagation, chip: Chip | None = None) -> Work:
         return _Walk(found.module, found.axis_sizes, of).all()
 
 
+def kernel_work(found: Propagation) -> Work:
+    """The kernels written by hand of one device in one call: no annotation splits them."""
+
+    def of(operation: Any, path: str, parts: int) -> Work:
+        return Work() if operation.name in _FLOPS else _work_of(operation, path, None, again=True)
+
+    with found.module.context:
+        return _Walk(found.module, found.axis_sizes, of).all()
+
+
 class _Walk:
     """Adds up what a module computes, through its calls, loops and branches.
 

@@ -42,7 +42,7 @@ from spmd.inspection.timing.torus import Lane, Transfer
 # published runs have to confirm.
 REACHED = 0.83
 # How much of the peak a kernel reaches of which only the FLOPs are known; likewise.
-_KERNEL = 0.5
+KERNEL = 0.5
 
 # The compiler's cycles hold for a product by itself. For one with other work fused into it they are
 # up to twice too many: one of large matrices takes a share of the peak (`Chip.product_share`), or
@@ -536,5 +536,5 @@ class _Clock:
             self.unknown[sentence] = None
         self.spent["flops"] += flops
         self.spent["taken"] += flops
-        computing = flops / (_KERNEL * self.chip.kept)
+        computing = flops / (KERNEL * self.chip.kept)
         return self.slower(computing, self.moved(one, types))

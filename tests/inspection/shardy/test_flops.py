@@ -14,7 +14,7 @@ import pytest
 import spmd
 from spmd import PartitionSpec as P
 from spmd.inspection.records.report import Shape
-from spmd.inspection.shardy.flops import Work, device_work, model_work
+from spmd.inspection.shardy.flops import Work, device_work, kernel_work, model_work
 from spmd.inspection.shardy.passes import module_of
 from spmd.inspection.shardy.propagation import propagate
 from spmd.inspection.timing.kernels import known_flops
@@ -348,11 +348,14 @@ def test_kernels(told):
     lowered = jax.jit(f, in_shardings=placed).lower(array(512, 256), array(256, 128))
     product = 2 * 512 * 256 * 128
     module = module_of(lowered, subject="test")
-    whole, part = model_work(module), device_work(propagate(module, subject="test", steps=False))
+    propagation = propagate(module, subject="test", steps=False)
+    whole, part = model_work(module), device_work(propagation)
     if told:
         assert whole == Work(product + 3 * 2 * 12345)
         assert part == Work(product // 2 + 3 * 12345)
+        assert kernel_work(propagation) == Work(3 * 12345)
     else:
+        assert kernel_work(propagation) == part._replace(flops=0)
         assert whole == Work(product, left_out=("doubled (tpu_custom_call)",))
         assert part == Work(product // 2, left_out=("doubled (tpu_custom_call)",))
 
