@@ -310,6 +310,7 @@ class Estimator:
             if sent.tensor in self.early:
                 ahead += sending.ahead
             if sending.nbytes > self.machine.near and sent.tensor is not None:
+                memory += self.machine.moving(2 * sending.turned)
                 k = self.kind_of[sent.tensor]
                 buffers.append(sending.nbytes)
                 gathered[k] = max(gathered[k], sending.nbytes / self.nbytes[sent.tensor])

@@ -46,6 +46,7 @@ class Sending(NamedTuple):
         beside: seconds of them that go on beside the product itself.
         ahead: seconds of them for which it may be ahead of its use.
         nbytes: of memory for what is gathered.
+        turned: bytes of it, in all runs, that are copied before a product takes them.
         joined: the axes, where it is sent with others of the same: the seconds are without the
             delay.
     """
@@ -54,11 +55,14 @@ class Sending(NamedTuple):
     beside: float = 0.0
     ahead: float = 0.0
     nbytes: float = 0.0
+    turned: float = 0.0
     joined: tuple[str, ...] = ()
 
     def times(self, runs: int) -> Sending:
         """Of several runs, which use the memory one after the other."""
-        return self._replace(seconds=runs * self.seconds, ahead=runs * self.ahead)
+        return self._replace(
+            seconds=runs * self.seconds, ahead=runs * self.ahead, turned=runs * self.turned
+        )
 
 
 class Product:
@@ -194,7 +198,17 @@ class Product:
             return Sending(seconds - machine.delay(kind, sent.axes), joined=sent.axes)
         if kind != "all-gather":
             return Sending(seconds)
-        return Sending(seconds, ahead=seconds, nbytes=sent.nbytes)
+        turned = sent.nbytes if self._is_turned(sent) else 0.0
+        return Sending(seconds, ahead=seconds, nbytes=sent.nbytes, turned=turned)
+
+    def _is_turned(self, sent: Exchanged) -> bool:
+        """Whether what is gathered is copied: its parts are of the last dimension of an operand.
+
+        A product without a batch takes them as they lie.
+        """
+        n, batch = self._index(sent), self._sides(self._left).batch
+        last = len(self.demand.one.factors[n]) - 1
+        return batch > 1 and any(self.demand.places[n].get(axis) == last for axis in sent.axes)
 
     def _is_left_whole(self, sent: Exchanged) -> bool:
         """Whether a sum of which devices keep parts is made whole by compilers for TPUs.

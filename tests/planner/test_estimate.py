@@ -409,6 +409,23 @@ def test_results_wait_for_an_operand_that_has_no_room(rows, inner, columns, is_g
     assert cycles == pytest.approx(told, rel=0.15)
 
 
+@pytest.mark.parametrize(("spec", "copies"), [("w:1", 0), ("w:2", 2)])
+def test_gathered_matrices_of_a_batch_are_turned(spec, copies):
+    """Parts of the last dimension are copied to their places; others lie where a product reads."""
+    experts, rows, width = 16, 64, 2048
+    shapes = (experts, rows, width), (experts, width, width)
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+
+    def f(x, w):
+        return jnp.einsum("ecm,emf->ecf", x, w)
+
+    on = tpu(hbm=1e9)
+    found = priced(f, args, {"data": ["x:1", spec]}, on=on)[1]
+    whole = experts * width * width * 2 / (0.83 * 1e9)
+    fetched = found.compute + found.memory - copies * whole
+    assert fetched == pytest.approx(whole * 0.83 / 0.75, rel=0.05)
+
+
 def test_parts_of_a_ring_read_the_other_operand_again():
     """A gradient that is scattered by columns reads all rows for each pair of them."""
     rows, inner, columns = 65_536, 1024, 8192
