@@ -418,6 +418,16 @@ class Estimator:
         nbytes = self.nbytes[tensor] * parts[self.kind_of[tensor]]
         return nbytes if self._is_far(tensor, nbytes, parts) else 0.0
 
+    def _multiplied(self, part: _Part, product: Product, parts: list[float]) -> tuple[float, float]:
+        """Seconds of one run of a product, as compute or as memory: whichever decides."""
+        machine, computing = self.machine, product.seconds()
+        read = [*self._read(part, product, parts)]
+        fetched = sum(n for n in read if n > machine.brief)
+        if fetched and not product.is_large:  # while it is read, no results are written
+            computing = max(computing, machine.fetching(fetched) + product.popping)
+        moving = machine.feeding(sum(read) + self._size(part.written, parts))
+        return (computing, 0.0) if computing >= moving else (0.0, moving)
+
     def _source(self, tensor: int, parts: list[float]) -> float:
         """Bytes on a device of what a value is a slice of; 0 for one that is none."""
         i = self.sources.get(tensor)
@@ -463,13 +473,7 @@ class Estimator:
             ]
             moving = self.machine.moving(_traffic(one, far))
             return _Costs(0.0, part.runs * moving, *sent)
-        read = [*self._read(part, product, parts)]
-        moving = self.machine.feeding(sum(read) + self._size(part.written, parts))
-        computing = product.seconds()
-        fetched = sum(n for n in read if n > self.machine.brief)
-        if fetched and not product.is_large:  # while it is read, no results are written
-            computing = max(computing, self.machine.fetching(fetched) + product.popping)
-        compute, memory = (computing, 0.0) if computing >= moving else (0.0, moving)
+        compute, memory = self._multiplied(part, product, parts)
         return _Costs(part.runs * compute, part.runs * memory, *sent)
 
 
