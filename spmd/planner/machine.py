@@ -161,7 +161,7 @@ class Machine:
         return elements * cycles / self._lanes
 
     def widened(self, columns: float) -> float:
-        """How much wider rows of a table are in memory, where a scatter writes whole rows."""
+        """How much wider rows are than their columns: of scattered tables, and of results."""
         return _padded(columns, _SIDE) if self.chip.multipliers else 1.0
 
     @property

@@ -159,7 +159,9 @@ class Product:
     @functools.cached_property
     def popping(self) -> float:
         """Seconds in which the matrix units give its results."""
-        return self.machine.popping(self._made, is_packed=self.is_packed)
+        rows, columns, *_ = self._sides(self._left)
+        made = self._made * self.machine.widened(max(rows, columns))
+        return self.machine.popping(made, is_packed=self.is_packed)
 
     @functools.cached_property
     def _made(self) -> float:

@@ -758,6 +758,21 @@ def test_results_of_a_product_by_chip(name, dtype, pops):
     assert (found - began) * CHIPS["v5e"].clock == pytest.approx(pops * 2048 * 2048 / 1024)
 
 
+def test_narrow_results_take_whole_rows():
+    """Scores of 32 words fill a quarter of a unit's lanes, and take as long as those of 128 do."""
+    on = tpu(hbm=1e18, vmem=1e18)
+
+    def scores(q, k):
+        return jnp.einsum("htd,hsd->hts", q, k)
+
+    narrow, wide = (
+        priced(scores, (f32(4096, 32, 16), f32(4096, words, 16)), {}, on=on)[1].compute
+        for words in (32, 128)
+    )
+    assert narrow == wide
+    assert wide * CHIPS["v5e"].clock == pytest.approx(10 * 4096 * 32 * 128 / 1024)
+
+
 def test_picked_elements_make_no_table():
     """A loss that picks one element of each row keeps no second array of all of them."""
 
