@@ -193,22 +193,42 @@ _MOST_TIMES = 64
 
 def _enough(choices: Sequence[Choice], on: Hardware) -> str:
     """The fewest devices, in doublings, on which a layout that was looked at would fit."""
-    layouts = [one for one in choices if one.layout][:_MOST]
-    known = [one.peak / one.estimate.peak for one in layouts if one.report]
+    layouts = [one for one in choices if one.layout]
+    known = [one.peak / one.estimate.peak for one in layouts[:_MOST] if one.report]
     # What the compiler needed more than the estimate, it will need there.
     budget = (on.budget or 0) / max(1.0, min(known, default=1.0))
+    of_graph: dict[int, list[Choice]] = {}
+    for one in layouts:
+        of_graph.setdefault(id(one.graph), []).append(one)
     times = 2
     while times <= _MOST_TIMES:
-        for one in layouts:
-            for axis, size in one.mesh.shape.items():
-                sizes = {**one.mesh.shape, axis: size * times}
-                links, _ = links_of(on.chip, [], sizes)
-                if links and _peak(one, Machine(on.chip, links, sizes)) <= budget:
-                    return f"{math.prod(sizes.values())} devices ({show_axes(sizes)})"
+        for found in of_graph.values():
+            meshes = dict.fromkeys(one.mesh for one in found[:_MOST])
+            grown = (sizes for mesh in meshes for sizes in _grown(mesh.shape, times))
+            for sizes in dict.fromkeys(tuple(one.items()) for one in grown):
+                links, _ = links_of(on.chip, [], dict(sizes))
+                if links and _smallest(found, Machine(on.chip, links, dict(sizes))) <= budget:
+                    return f"{math.prod(dict(sizes).values())} devices ({show_axes(dict(sizes))})"
         times *= 2
     return ""
 
 
-def _peak(one: Choice, machine: Machine) -> float:
-    assert one.layout
-    return Estimator(one.graph, machine)(one.layout).peak
+def _grown(shape: Mapping[str, int], times: int) -> Iterator[dict[str, int]]:
+    """Meshes of so many times the devices, one or two axes of which are longer; first one alone."""
+    for axis in shape:
+        yield {**shape, axis: shape[axis] * times}
+    for first, second in itertools.combinations(shape, 2):
+        part = 2
+        while part < times:
+            yield {
+                **shape,
+                first: shape[first] * times // part,
+                second: shape[second] * part,
+            }
+            part *= 2
+
+
+def _smallest(found: Sequence[Choice], machine: Machine) -> float:
+    """The least peak of layouts of one program, in bytes."""
+    estimate = Estimator(found[0].graph, machine)
+    return min(estimate(one.layout).peak for one in found if one.layout)
