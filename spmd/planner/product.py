@@ -108,7 +108,7 @@ class Product:
         return self._seconds(self._sides(left), max(1.0, again / 2))
 
     def passes(self, n: int) -> float:
-        """How often memory moves an operand, or the last one, the result.
+        """How often memory moves an operand.
 
         Of a product in parts, each part takes all of what they do not split; two at a time.
         """
@@ -121,17 +121,10 @@ class Product:
         return max(1.0, times / 2)
 
     def gathered(self, n: int) -> float:
-        """Bytes of an operand that is gathered before the product, or of a sum that it makes whole.
-
-        0 for what the product takes or makes as it is placed.
-        """
-        return max((one.nbytes for one in self.sent if self._makes_whole(one, n)), default=0.0)
-
-    def _makes_whole(self, sent: Exchanged, n: int) -> bool:
-        if sent in self.around or sent.kind not in _RINGS:
-            return False
-        is_after = sent.kind == "all-gather" and sent.tensor is None
-        return not is_after and range(len(self.demand.nbytes))[self._index(sent)] == n
+        """Bytes of an operand that is gathered before the product, or else 0."""
+        found = (one for one in self.sent if one.kind == "all-gather" and one.tensor is not None)
+        whole = (one for one in found if one not in self.around and self._index(one) == n)
+        return max((one.nbytes for one in whole), default=0.0)
 
     @functools.cached_property
     def whole(self) -> float:

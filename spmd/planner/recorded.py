@@ -205,10 +205,10 @@ def _enough(choices: Sequence[Choice], on: Hardware) -> str:
         for found in of_graph.values():
             meshes = dict.fromkeys(one.mesh for one in found[:_MOST])
             grown = (sizes for mesh in meshes for sizes in _grown(mesh.shape, times))
-            for sizes in dict.fromkeys(tuple(one.items()) for one in grown):
-                links, _ = links_of(on.chip, [], dict(sizes))
-                if links and _smallest(found, Machine(on.chip, links, dict(sizes))) <= budget:
-                    return f"{math.prod(dict(sizes).values())} devices ({show_axes(dict(sizes))})"
+            for sizes in {tuple(one.items()): one for one in grown}.values():
+                links, _ = links_of(on.chip, [], sizes)
+                if links and _smallest(found, Machine(on.chip, links, sizes)) <= budget:
+                    return f"{math.prod(sizes.values())} devices ({show_axes(sizes)})"
         times *= 2
     return ""
 
@@ -220,11 +220,7 @@ def _grown(shape: Mapping[str, int], times: int) -> Iterator[dict[str, int]]:
     for first, second in itertools.combinations(shape, 2):
         part = 2
         while part < times:
-            yield {
-                **shape,
-                first: shape[first] * times // part,
-                second: shape[second] * part,
-            }
+            yield {**shape, first: shape[first] * times // part, second: shape[second] * part}
             part *= 2
 
 

@@ -17,6 +17,7 @@ WINDOW = "window"
 
 UPDATES = ("dynamic_update_slice", "scatter")
 """Operations that write into their first operand."""
+
 # What computes nothing: names for places, and what is made of nothing.
 NO_WORK = frozenset((
     "bitcast_convert", "broadcast_in_dim", "constant", "iota", "optimization_barrier", "pad",
