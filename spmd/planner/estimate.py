@@ -41,7 +41,8 @@ class Estimate:
         memory: seconds in which main memory decides.
         exchange: seconds of exchanges, one after the other.
         hidden: seconds of them that go on beside work.
-        peak: bytes of arguments, and of what is alive beside them at the worst moment.
+        peak: bytes of the program's code, of arguments, and of what is alive beside them at the
+            worst moment.
     """
 
     compute: float
@@ -89,8 +90,8 @@ _Joined: TypeAlias = tuple[tuple[str, ...], int, int]
 class _Costs(NamedTuple):
     """Seconds of a group; and exchanges of operands and sums, which others may ask for as well.
 
-    Of sums that are sent together it is told which: each of these is a delay. Operands of products
-    that are done in parts, one for each device, are told as well, where it matters.
+    Of sums that are sent together it is told which: each of these is a delay. What products take
+    and make that are done in parts, one for each device, is told as well.
     """
 
     compute: float
@@ -100,6 +101,22 @@ class _Costs(NamedTuple):
     shared: dict[Exchanged, Sending]
     joined: frozenset[_Joined]
     in_parts: frozenset[int]
+
+
+class _Gathered(NamedTuple):
+    """By kind, what products make of memory beside a device's shares.
+
+    Attributes:
+        whole: how much of an operand is there that is gathered.
+        large: likewise, where that is too large for vector memory.
+        kept: 1 where an operand is kept for a product that is done in parts, or else 0.
+        beside: bytes of what is gathered while the one before is in use.
+    """
+
+    whole: np.ndarray
+    large: np.ndarray
+    kept: np.ndarray
+    beside: float
 
 
 class Estimator:
@@ -155,6 +172,7 @@ class Estimator:
         self.tables = {self.kind_of[i] for i in _tables(graph)}
         self.prefetch = Prefetch(graph, self.kind_of)
         self.moved = fusion.alone
+        self.code = sum(machine.code(one.flops) for one in graph.operations)
         self.early = graph.early
         users = Counter(
             i for one in graph.operations if one.flops for i in {*one.tensors[: one.operands]}
@@ -275,7 +293,7 @@ class Estimator:
     def __call__(self, layout: Layout) -> Estimate:
         """What a layout costs."""
         said = said_by(layout)
-        places, parts, rows = self._placed(layout, said)
+        places, parts, padded, rows = self._placed(layout, said)
         shares = np.array(parts)
         compute, exchange, beside, ahead = self.machine.kernels(self.graph.kernels), 0.0, 0.0, 0.0
         memory = self.machine.passing(self.moved * shares, self.sizes_of_kinds * shares)
@@ -301,26 +319,21 @@ class Estimator:
         exchange += sum(runs * self.machine.delay("all-reduce", axes) for axes, runs, _ in joined)
         if self.prefetch.slices:
             sent = {one.tensor: one.kind for one in shared if one.tensor is not None}
-            gathered = in_parts.union(i for i, kind in sent.items() if kind == "all-gather")
-            spilled = self.prefetch.spilled(parts, gathered, in_parts.union(sent), self.machine)
+            at_once = in_parts.union(i for i, kind in sent.items() if kind == "all-gather")
+            spilled = self.prefetch.spilled(parts, at_once, in_parts.union(sent), self.machine)
             memory += self.machine.moving(spilled)
-        gathered, buffers = np.zeros(len(self.kinds)), [0.0, 0.0]
         for sent, sending in shared.items():
             exchange += sending.seconds
             if sent.tensor in self.early:
                 ahead += sending.ahead
-            if sending.nbytes > self.machine.near and sent.tensor is not None:
+            if sending.nbytes > self.machine.near:
                 memory += self.machine.moving(2 * sending.turned)
-                k = self.kind_of[sent.tensor]
-                buffers.append(sending.nbytes)
-                gathered[k] = max(gathered[k], sending.nbytes / self.nbytes[sent.tensor])
         return Estimate(
             compute=float(compute),
             memory=float(memory),
             exchange=float(exchange),
             hidden=float(beside + self.machine.hidden(ahead, compute + memory)),
-            # What comes next is gathered while the one before is in use.
-            peak=self._peak(shares, np.array(rows), gathered) + sorted(buffers)[-2],
+            peak=self._peak(shares * padded, shares * rows, self._gathered(shared, in_parts)),
         )
 
     def _passing(self, shares: np.ndarray) -> float:
@@ -338,44 +351,75 @@ class Estimator:
         sayings = self._places, self._work, self._pinned
         return tuple(key for one in sayings for key in one.keys(said))
 
-    def _peak(self, parts: np.ndarray, rows: np.ndarray, gathered: np.ndarray) -> float:
-        """Bytes of arguments and outputs, and of what is beside them at the worst moment."""
-        lives, inside = self.lives, parts * rows
-        near = np.array(self.sizes_of_kinds * inside <= self.machine.near)
-        far = lives.rows @ inside + lives.short @ (inside * ~near) + lives.copies @ gathered
-        beside = np.maximum(lives.short @ (inside * near) - self.machine.room, 0.0)
-        return float(lives.ends @ parts + (far + beside).max(initial=0.0))
+    def _gathered(self, shared: Mapping[Exchanged, Sending], in_parts: set[int]) -> _Gathered:
+        """What exchanges of operands, and products in parts, have in memory."""
+        found = _Gathered(*np.zeros((3, len(self.kinds))), beside=0.0)
+        found.kept[[self.kind_of[i] for i in in_parts]] = 1.0
+        buffers = [0.0, 0.0]
+        for sent, sending in shared.items():
+            if sent.tensor is None or not sending.nbytes:
+                continue
+            k = self.kind_of[sent.tensor]
+            found.whole[k] = max(found.whole[k], sending.nbytes / self.nbytes[sent.tensor])
+            if sending.nbytes > self.machine.near:
+                found.large[k] = found.whole[k]
+                buffers.append(sending.nbytes)
+        return found._replace(beside=sorted(buffers)[-2])
+
+    def _peak(self, parts: np.ndarray, inside: np.ndarray, gathered: _Gathered) -> float:
+        """Bytes of code, of arguments and outputs, and of what is beside them at the worst moment.
+
+        Args:
+            parts: by kind, the share of an argument that a device has.
+            inside: likewise, of other values.
+            gathered: what is whole, or kept for a product in parts.
+        """
+        lives, machine = self.lives, self.machine
+        near = np.array(self.sizes_of_kinds * inside <= machine.brief)
+        far = (lives.rows + lives.short) @ (inside * ~near) + lives.again @ (inside * gathered.kept)
+        far += lives.copies @ gathered.whole + lives.uses @ gathered.large
+        long, short = lives.rows @ (inside * near), lives.short @ (inside * near)
+        beside = np.where(
+            long + short > machine.room,
+            long + np.maximum(short - machine.room, 0.0),
+            machine.evicted * long,
+        )
+        always = self.code + lives.ends @ parts + gathered.beside
+        return float(always + (far + beside).max(initial=0.0))
 
     def _placed(
         self, layout: Layout, said: Said
-    ) -> tuple[list[dict[str, int]], list[float], list[float]]:
+    ) -> tuple[list[dict[str, int]], list[float], list[float], list[float]]:
         """By kind, the dimension that each axis splits, and the share that a device has.
 
-        Then how much wider than its share the rows of a table are in memory.
+        Then how much more than that an argument takes, and how much wider rows of a table are.
         """
         places: list[dict[str, int]] = [{}] * len(self.kinds)
         parts = [1.0] * len(self.kinds)
+        padded = [1.0] * len(self.kinds)
         rows = [1.0] * len(self.kinds)
         for group, key in zip(self._places.groups, self._places.keys(said), strict=True):
             found = group.known.get(key)
             if found is None:
                 found = [self._place(k, layout) for k in group.members]
                 group.known[key] = found
-            for k, place, part, row in found:
+            for k, place, part, more, row in found:
                 places[k] = place
                 parts[k] = part
+                padded[k] = more
                 rows[k] = row
-        return places, parts, rows
+        return places, parts, padded, rows
 
-    def _place(self, k: int, layout: Layout) -> tuple[int, dict[str, int], float, float]:
+    def _place(self, k: int, layout: Layout) -> tuple[int, dict[str, int], float, float, float]:
         kind = self.kinds[k]
         found = layout.places(kind, self.sizes) if kind.fixed is None else dict(kind.fixed)
         part = 1 / math.prod(self.sizes[axis] for axis in found)
-        if k not in self.tables:
-            return k, found, part, 1.0
-        last = len(kind.shape) - 1
-        columns = kind.shape[last] / math.prod(self.sizes[a] for a, d in found.items() if d == last)
-        return k, found, part, self.machine.widened(columns)
+        shape: list[float] = [*kind.shape]
+        for axis, d in found.items():
+            shape[d] /= self.sizes[axis]
+        padded = self.machine.padded(tuple(shape))
+        row = self.machine.widened(shape[-1]) if k in self.tables else 1.0
+        return k, found, part, padded, row
 
     def _of_alike(
         self,
@@ -462,7 +506,7 @@ class Estimator:
                 beside += part.runs * sending.beside
             else:
                 shared[sent] = sending.times(part.runs)
-        in_parts = frozenset(one.tensors if product.around and self.prefetch.slices else ())
+        in_parts = frozenset(one.tensors if product.around else ())
         sent = exchange, beside, shared, frozenset(joined), in_parts
         if is_fusible(one):
             return _Costs(0.0, 0.0, *sent)

@@ -21,8 +21,8 @@ from spmd.planner.structure import NO_WORK, UPDATES, Graph, Operation
 _SHORT = 8
 # What is needed for no more products than these is brief, however large.
 _BRIEF = 4
-_NEAR, _FAR, _COPIES = range(3)
-_PARTS = 3
+_NEAR, _FAR, _COPIES, _USES, _AGAIN = range(5)
+_PARTS = 5
 # How far it is looked what a value is made of.
 _DEPTH = 6
 
@@ -40,6 +40,9 @@ class Lives:
             without arguments, but where it is one.
         copies: at the same moments, by kind, the bytes of values that are in use as operands of
             products, or are outputs: if those are gathered, so much more is there.
+        uses: likewise, of those that are in use for a few products only.
+        again: likewise, of operands of products that are computed again for each of these; they
+            are kept where a product is done in parts.
 
     Args:
         graph: the program.
@@ -68,7 +71,7 @@ class Lives:
         self.brief = frozenset(self._brief())
         self.ends = np.zeros(count)
         rows = self._rows(kinds, count)
-        self.short, self.rows, self.copies = np.split(rows, _PARTS, axis=1)
+        self.short, self.rows, self.copies, self.uses, self.again = np.split(rows, _PARTS, axis=1)
 
     def _spans(self) -> dict[int, tuple[int, int]]:
         """The first and the last operation of each loop."""
@@ -163,11 +166,10 @@ class Lives:
 
     def _rows(self, kinds: Sequence[int], count: int) -> np.ndarray:
         """By moment and kind, the bytes that are there; moments at which something comes."""
-        tensors = self.graph.tensors
         changes: dict[int, list[tuple[int, float]]] = defaultdict(list)
-        for part, i, first, last in self._all(kinds):
-            changes[first].append((part * count + kinds[i], tensors[i].nbytes))
-            changes[last + 1].append((part * count + kinds[i], -tensors[i].nbytes))
+        for part, i, nbytes, first, last in self._all(kinds):
+            changes[first].append((part * count + kinds[i], nbytes))
+            changes[last + 1].append((part * count + kinds[i], -nbytes))
         now = np.zeros(_PARTS * count)
         rows = []
         for moment in sorted(changes):
@@ -176,8 +178,8 @@ class Lives:
             rows.append(now.copy())
         return _undominated(np.array(rows).reshape(len(rows), _PARTS * count))
 
-    def _all(self, kinds: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-        """What is there beside arguments and outputs, with its first and its last moment."""
+    def _all(self, kinds: Sequence[int]) -> Iterator[tuple[int, int, float, int, int]]:
+        """What is there beside arguments and outputs, its bytes, its first and its last moment."""
         tensors = self.graph.tensors
         products = self._products()
         for members in self.buffers.groups(self._kept()):
@@ -187,9 +189,46 @@ class Lives:
                 continue
             first, last = self._life(members)
             is_long = products[last] - products[first] > _SHORT
-            yield (_FAR if is_long else _NEAR), self.written(largest), first, last
+            i = self.written(largest)
+            yield (_FAR if is_long else _NEAR), i, tensors[i].nbytes, first, last
+        kept = self.stored | self.graph.constants
         for i, (first, last) in self._uses(kinds).items():
-            yield _COPIES, i, first, last
+            is_long = products[last] - products[first] > _SHORT
+            yield (_COPIES if is_long else _USES), i, tensors[i].nbytes, first, last
+            if is_long and i in self.makers and i not in kept:
+                yield _AGAIN, i, tensors[i].nbytes, self.makers[i], last
+        for i, nbytes, first, last in self._converted():
+            yield _FAR, i, nbytes, first, last
+
+    def _converted(self) -> Iterator[tuple[int, float, int, int]]:
+        """Arguments of which loops take slices and make these narrower, and all of it so.
+
+        A compiler makes the whole narrower before the first loop, and loops take slices of that.
+        """
+        tensors, found = self.graph.tensors, dict[int, tuple[float, int, int]]()
+        given = {self.buffers.root(i): i for i, t in enumerate(tensors) if t.kind == "argument"}
+        for one in self.graph.operations:
+            stack = given.get(self.buffers.root(one.tensors[0]))
+            if one.name != "dynamic_slice" or not one.loops or stack is None:
+                continue
+            share = self._narrowed(one.tensors[-1])
+            if share < 1:
+                first, last = self.spans[one.loops[0]]
+                nbytes, start, _ = found.get(stack, (tensors[stack].nbytes * share, first, last))
+                found[stack] = nbytes, start, last
+        for i, (nbytes, first, last) in found.items():
+            yield i, nbytes, first, last
+
+    def _narrowed(self, i: int) -> float:
+        """The share of a value's bytes that is left where it alone is converted, or else 1."""
+        while len(readers := self.readers.get(i, ())) == 1:
+            one = self.graph.operations[readers[0]]
+            before, i = self.graph.tensors[i].nbytes, one.tensors[-1]
+            if one.name == "convert":
+                return self.graph.tensors[i].nbytes / before
+            if one.name not in NO_WORK and not one.name.startswith("call of"):
+                break
+        return 1.0
 
     def _uses(self, kinds: Sequence[int]) -> dict[int, tuple[int, int]]:
         """From when to when a value is an operand of products; of what is returned, until the end.

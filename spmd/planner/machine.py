@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import functools
+import itertools
 import math
 from typing import NamedTuple
 
@@ -14,16 +15,21 @@ from spmd.inspection.timing.chips import Chip
 from spmd.inspection.timing.clock import KERNEL, REACHED, Links
 
 _PROBE = 2**30
-_SIDE = 128
-"""Rows and columns of the smallest matrix unit."""
+_SIDE, _ROWS = 128, 8
+"""Rows and columns of the smallest matrix unit; and rows of a tile, whose columns are as many."""
 _NEAR, _BRIEF, _ROOM = 16 * 2**20, 64 * 2**20, 96 * 2**20
 """Bytes of a value that compilers put into vector memory, of one that is used at once, and of all
 such values at a time: it has about 128 MiB (S), a part of which is for what operations need."""
+_EVICTED = 0.45
+"""How much of what is there for long is in main memory, where vector memory has room for it all."""
 _AHEAD, _BESIDE = 0.9, 0.35
 """How much of the gathers starts ahead of its use, and beside how much of the work there is room
 for them: the schedules of libtpu for steps of transformers hide between a quarter and a half."""
 _LANES = 8 * 128
 """Of a vector unit."""
+_CODE, _UNIT = 0.45 * 2**20, 20 * 2**10
+"""Bytes of program code for a product with what is fused with it, at most and for each pass of the
+matrix units: found by compiling steps of 10 to 330 products for v5e and v5p."""
 _FETCHED = 0.75
 """The share of the bandwidth of main memory that a product reaches for what vector memory has no
 room for: by libtpu's cycles for products of 8 to 768 rows with 128 to 256 MiB of weights on v5e."""
@@ -71,6 +77,8 @@ class Machine:
         near: bytes of a value up to which it is in vector memory.
         brief: likewise, of one that is made and needed no longer a few products later.
         room: bytes that vector memory has for such values.
+        evicted: the share of them in main memory, of those that are there for more than a few
+            products, although there is room.
 
     Args:
         chip: whose figures to use.
@@ -83,7 +91,7 @@ class Machine:
         self.sizes = dict(sizes)
         self.count = math.prod(sizes.values())
         self._counted = _COUNTED.get(chip.name, _Counted())
-        self.near, self.brief, self.room = 0, 0, _NEAR
+        self.near, self.brief, self.room, self.evicted = 0, 0, _NEAR, _EVICTED
         if self._counted.is_near:
             self.near, self.brief, self.room = _NEAR, _BRIEF, _ROOM
         if not chip.vmem:
@@ -118,6 +126,11 @@ class Machine:
     def computing(self, flops: float) -> float:
         """Seconds of products."""
         return flops / (self.chip.product_share * self.chip.kept)
+
+    def code(self, flops: float) -> float:
+        """Bytes of the program for a product."""
+        passes = flops / self.count / (2 * _SIDE**3)
+        return min(_CODE, _UNIT * passes) if self.chip.multipliers else 0.0
 
     def kernels(self, flops: float) -> float:
         """Seconds of kernels written by hand."""
@@ -164,6 +177,13 @@ class Machine:
         """How much wider rows are than their columns: of scattered tables, and of results."""
         return _padded(columns, _SIDE) if self.chip.multipliers else 1.0
 
+    def padded(self, shape: tuple[float, ...]) -> float:
+        """How much more memory an array takes than its elements do, as it is laid out best.
+
+        Its two minor dimensions are in tiles of 8 x 128, or of fewer rows where there are fewer.
+        """
+        return _tiled(shape) if self.chip.multipliers and len(shape) > 1 else 1.0
+
     @property
     def _lanes(self) -> float:
         """Of all vector units, in a second."""
@@ -182,6 +202,17 @@ class Machine:
         if is_convolution:
             wide, narrow = columns, rows
         return _padded(wide, _SIDE) * _padded(summed, _SIDE) * _padded(narrow, 8)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tiled(shape: tuple[float, ...]) -> float:
+    pairs = itertools.permutations(shape, 2)
+    return min(_padded(row, _rows(row)) * _padded(column, _SIDE) for row, column in pairs)
+
+
+def _rows(size: float) -> int:
+    """Of a tile."""
+    return min(_ROWS, 1 << max(0, math.ceil(size) - 1).bit_length())
 
 
 def _padded(size: float, unit: int) -> float:

@@ -1,5 +1,6 @@
 """Small programs that plans are made of in several tests."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,8 +10,9 @@ import spmd
 from spmd.inspection.shardy.passes import module_of
 from spmd.inspection.timing.chips import CHIPS
 from spmd.inspection.timing.torus import Transfer
-from spmd.planner.estimate import Machine
+from spmd.planner.estimate import Estimator, Machine
 from spmd.planner.graph import graph_of
+from spmd.planner.layout import Layout
 from spmd.planner.pins import Pinned, Way
 from spmd.planner.verify import Program
 
@@ -48,6 +50,14 @@ def sending(**sizes):
     return Machine(chip, Sent(), sizes)
 
 
+MESH = {"data": 4, "model": 2}
+
+
+def tpu(**figures):
+    """A v5e whose links take a second for each byte."""
+    return Machine(dataclasses.replace(CHIPS["v5e"], **figures), Sent(), MESH)
+
+
 def read(program, **sizes):
     """A program as a plan sees it."""
     mesh = spmd.make_mesh(sizes or {"data": 4, "model": 2})
@@ -62,6 +72,14 @@ def pins_of(found, layout, sizes, fixed=None, way=None):
 def classes(found):
     """The class of a dimension of an argument, by ``name:dimension``."""
     return {f"{name}:{d}": c for c, names in found.classes.items() for name, d in names}
+
+
+def priced(function, args, orders, *, fixed=None, on=None, **options):
+    """A program, and the estimate of a layout whose classes are told by arguments."""
+    found = read(Program(function=function, args=args, options=options))
+    of = classes(found)
+    layout = Layout.of({axis: [of[one] for one in orders.get(axis, ())] for axis in MESH})
+    return found, Estimator(found, on or sending(**MESH), fixed)(layout)
 
 
 def adam(state, grads):
