@@ -133,7 +133,7 @@ class Lives:
         So it is if it has one user, which it is a part of; and if all that it is made of is there
         as long as it is, or comes from one value.
         """
-        if not _is_part(one):
+        if not _is_part(one) and one.name != "concatenate":
             return False
         result = one.tensors[-1]
         if self.users.get(result) == 1:

@@ -10,6 +10,7 @@ import pytest
 
 import spmd
 from spmd import P
+from spmd.planner.lives import Lives
 from spmd.planner.machine import Machine
 
 F32 = 4
@@ -282,6 +283,23 @@ def test_picked_elements_make_no_table():
     args = (f32(rows, 16), f32(16, words), ints(rows))
     _, cost = priced(jax.grad(loss, 1), args, {})
     assert cost.peak <= 1.2 * rows * words * F32 + 1e6
+
+
+def test_values_side_by_side_are_not_kept_twice():
+    """Products read what is put together where its parts are, if these are there as long."""
+
+    def f(x, a, b, c, d):
+        u, v = x @ a, x @ b
+        both = jnp.concatenate([u, v], axis=1)
+        return both @ c, both @ d, jnp.sum(u * v)
+
+    args = f32(512, 8), f32(8, 256), f32(8, 256), f32(512, 8), f32(512, 8)
+    found, _ = priced(f, args, {})
+    lives = Lives(found, [0] * len(found.tensors), 1)
+    (both,) = (one for one in found.operations if one.name == "concatenate")
+    assert len(lives.readers[both.tensors[-1]]) == 2
+    assert both.tensors[-1] not in lives.stored
+    assert {*both.tensors[:2]} <= lives.stored
 
 
 def bf16(*dims):
