@@ -226,6 +226,10 @@ class Product:
         one = self.demand.one
         if sent.kind not in _RINGS or not one.flops or not self.machine.chip.multipliers:
             return False
+        if any(
+            size > 1 and axis not in self.demand.chosen for axis, size in self.demand.sizes.items()
+        ):
+            return False  # devices along an axis do the same
         if sent.kind == "all-gather":
             if sent.tensor not in one.tensors[: one.operands] or sent.tensor in self.lasting:
                 return False

@@ -4,9 +4,10 @@ import collections
 import dataclasses
 import random
 
+from hardware import needs_libtpu
 import jax
 import jax.numpy as jnp
-from planned_programs import MESH, classes, f32, ints, pins_of, priced, read, sending, tpu
+from planned_programs import FLAT, MESH, classes, f32, ints, pins_of, priced, read, sending, tpu
 import pytest
 
 import spmd
@@ -260,6 +261,42 @@ def test_a_ring_goes_on_beside_its_product():
     assert hidden[1] < hidden[0]
 
 
+SPLIT = {"data": ["w:1", "x:0"]}
+
+
+def rows_around(x, v, w):
+    """A device has some of the rows, and some of the columns: the rows go around."""
+    return jnp.tanh(x @ v) @ w
+
+
+@pytest.mark.parametrize(("sizes", "goes_around"), [(FLAT, True), (MESH, False)])
+def test_nothing_goes_around_where_devices_do_the_same(sizes, goes_around):
+    """Those along an axis that nothing is split over."""
+    args = (f32(4096, 8), f32(8, 1024), f32(1024, 131_072))
+    found = priced(rows_around, args, SPLIT, on=tpu(sizes))[1]
+    rows = 4096 * 1024 * F32
+    sent = rows if goes_around else rows * (1 - 1 / sizes["data"])
+    assert found.exchange == pytest.approx(sent, rel=0.01)
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "goes_around"), [(FLAT, True), (MESH, False)])
+def test_nothing_goes_around_in_what_libtpu_makes_where_devices_do_the_same(sizes, goes_around):
+    """It gathers the rows in one."""
+    shapes = (4096, 8), (8, 1024), (1024, 131_072)
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    specs = P("data"), P(), P(None, "data")
+    step = spmd.pjit(
+        rows_around,
+        mesh=spmd.topology("v5e:2x4", sizes),
+        in_axis_resources=specs,
+        out_axis_resources=specs[-1],
+    )
+    kinds = {one.kind for one in spmd.report(step.lower(*args)).collectives}
+    assert kinds == {"collective-permute" if goes_around else "all-gather"}
+
+
 def test_a_weight_is_gathered_ahead_of_its_product():
     """It does not go around: one gather is sent, however many rows there are."""
     args = (f32(65_536, 2048), f32(2048, 2048))
@@ -415,7 +452,7 @@ def test_parts_of_a_ring_read_the_other_operand_again():
     """A gradient that is scattered by columns reads all rows for each pair of them."""
     rows, inner, columns = 65_536, 1024, 8192
     args = [jax.ShapeDtypeStruct(d, jnp.bfloat16) for d in ((rows, inner), (rows, columns))]
-    on = tpu(hbm=1e9)
+    on = tpu(FLAT, hbm=1e9)
     whole, parts = (
         priced(
             lambda a, b: jnp.einsum("ki,kj->ij", a, b),
@@ -426,9 +463,9 @@ def test_parts_of_a_ring_read_the_other_operand_again():
         )[1].memory
         for more in ([], ["a:1"])
     )
-    large = rows // MESH["data"] * columns * 2
+    large = rows // FLAT["data"] * columns * 2
     assert parts > whole
-    again = MESH["data"] / 2 - 1
+    again = FLAT["data"] / 2 - 1
     assert parts - whole == pytest.approx(again * large / (0.83 * 1e9), rel=0.05)
 
 

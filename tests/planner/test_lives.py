@@ -5,13 +5,12 @@ import functools
 from hardware import needs_libtpu
 import jax
 import jax.numpy as jnp
-from planned_programs import MESH, f32, ints, priced, sending, tpu
+from planned_programs import FLAT, MESH, f32, ints, priced, sending, tpu
 import pytest
 
 import spmd
 from spmd import P
 from spmd.planner.lives import Lives
-from spmd.planner.machine import Machine
 
 F32 = 4
 
@@ -180,14 +179,13 @@ FORWARD = (
     * LAYERS,
     jax.ShapeDtypeStruct((WORDS, WIDTH), jnp.bfloat16),
 )
-FLAT = {"data": 8, "model": 1}
 HIDDEN_VALUE = WORDS * HIDDEN * 2 / 8
 
 
 def test_operands_of_products_in_parts_are_kept():
     """A gradient that goes around takes its operand from memory, and so does no other."""
     split = {"data": ["x:0", *(f"ws[{n}]['up']:0" for n in range(LAYERS))]}
-    on = Machine(tpu().chip, sending(**FLAT)._links, FLAT)
+    on = tpu(FLAT)
     whole, parts = (
         priced(jax.grad(feeding_forward), FORWARD, orders, on=on)[1].peak
         for orders in ({"data": ["x:0"]}, split)

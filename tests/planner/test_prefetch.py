@@ -6,7 +6,7 @@ from hardware import needs_libtpu
 import jax
 from jax import lax
 import jax.numpy as jnp
-from planned_programs import classes, read
+from planned_programs import FLAT, MESH, classes, read
 import pytest
 
 import spmd
@@ -18,7 +18,6 @@ from spmd.planner.layout import Layout
 from spmd.planner.machine import Machine
 from spmd.planner.verify import Program
 
-MESH = {"data": 4, "model": 2}
 MIB = 2**20
 LAYERS, TEXTS, WIDTH = 3, 32, 1024
 #: Room for 64 MiB beside one of 32 MiB, as `Machine` has it for a v5e.
@@ -86,13 +85,13 @@ def keys_and_values(nbytes):
     return dict.fromkeys("kv", bf16(*shape)), bf16(TEXTS, 8, WIDTH // 8)
 
 
-def seconds_more(function, args, orders=None, chip="v5e"):
+def seconds_more(function, args, orders=None, chip="v5e", sizes=MESH):
     """Of main memory, by what finds no room in vector memory."""
     graph = read(Program(function=function, args=args, options={"donate_argnums": 0}))
     of = classes(graph)
     layout = Layout.of({axis: [of[one] for one in (orders or {}).get(axis, ())] for axis in MESH})
-    links, _ = links_of(CHIPS[chip], [], MESH)
-    found, without = (Estimator(graph, Machine(CHIPS[chip], links, MESH)) for _ in range(2))
+    links, _ = links_of(CHIPS[chip], [], sizes)
+    found, without = (Estimator(graph, Machine(CHIPS[chip], links, sizes)) for _ in range(2))
     without.prefetch.slices = []
     return found(layout).memory - without(layout).memory
 
@@ -148,7 +147,9 @@ def test_shares_of_a_device_count():
 def test_a_product_in_parts_reads_its_matrix_in_a_loop_of_its_own():
     """Such a matrix is not fetched first. Words go around where they take the columns' place."""
     around = {"data": ["words:1", "x:0"]}
-    assert seconds_more(decode, args(words=256), around) == 0
+    assert seconds_more(decode, args(words=512), around, sizes=FLAT) == 0
+    # Devices along an axis that nothing is split over do the same: the words are gathered.
+    assert seconds_more(decode, args(words=256), around) == pytest.approx(twice(64 * MIB))
     # The columns are split over both axes, the words over one: these are gathered.
     both = {"data": ["words:1", "x:0"], "model": ["words:1"]}
     assert seconds_more(decode, args(words=512), both) == pytest.approx(twice(64 * MIB))
