@@ -182,7 +182,8 @@ class Machine:
 
         Its two minor dimensions are in tiles of 8 x 128, or of fewer rows where there are fewer.
         """
-        return _tiled(shape) if self.chip.multipliers and len(shape) > 1 else 1.0
+        is_tiled = self.chip.multipliers and len(shape) > 1 and math.prod(shape)
+        return _tiled(shape) if is_tiled else 1.0
 
     @property
     def _lanes(self) -> float:

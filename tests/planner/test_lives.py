@@ -98,6 +98,7 @@ def test_arguments_are_padded_on_a_tpu():
     assert peak(48, 100, 25, 60, on=tpu()) == 1.28 * 48 * 100 * 25 * 60 * F32  # 48 rows
     assert peak(48, 100, 6400, on=tpu()) == 48 * 100 * 6400 * F32  # 6,400 columns, 48 rows
     assert peak(3, 128, on=tpu()) == 4 * 128 * F32  # tiles of four rows
+    assert peak(100, 0, on=tpu()) == 0
     assert peak(100, 25, on=sending(**MESH)) == 100 * 25 * F32
 
 
