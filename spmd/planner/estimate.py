@@ -353,18 +353,26 @@ class Estimator:
 
     def _gathered(self, shared: Mapping[Exchanged, Sending], in_parts: set[int]) -> _Gathered:
         """What exchanges of operands, and products in parts, have in memory."""
-        found = _Gathered(*np.zeros((3, len(self.kinds))), beside=0.0)
-        found.kept[[self.kind_of[i] for i in in_parts]] = 1.0
+        whole: dict[int, float] = {}
+        large: dict[int, float] = {}
         buffers = [0.0, 0.0]
         for sent, sending in shared.items():
             if sent.tensor is None or not sending.nbytes:
                 continue
             k = self.kind_of[sent.tensor]
-            found.whole[k] = max(found.whole[k], sending.nbytes / self.nbytes[sent.tensor])
+            whole[k] = max(whole.get(k, 0.0), sending.nbytes / self.nbytes[sent.tensor])
             if sending.nbytes > self.machine.near:
-                found.large[k] = found.whole[k]
+                large[k] = whole[k]
                 buffers.append(sending.nbytes)
-        return found._replace(beside=sorted(buffers)[-2])
+        kept = dict.fromkeys((self.kind_of[i] for i in in_parts), 1.0)
+        by_kind = (self._by_kind(one) for one in (whole, large, kept))
+        return _Gathered(*by_kind, beside=sorted(buffers)[-2])
+
+    def _by_kind(self, values: Mapping[int, float]) -> np.ndarray:
+        found = np.zeros(len(self.kinds))
+        if values:
+            found[[*values]] = [*values.values()]
+        return found
 
     def _peak(self, parts: np.ndarray, inside: np.ndarray, gathered: _Gathered) -> float:
         """Bytes of code, of arguments and outputs, and of what is beside them at the worst moment.
@@ -376,8 +384,9 @@ class Estimator:
         """
         lives, machine = self.lives, self.machine
         near = np.array(self.sizes_of_kinds * inside <= machine.brief)
-        far = (lives.rows + lives.short) @ (inside * ~near) + lives.again @ (inside * gathered.kept)
-        far += lives.copies @ gathered.whole + lives.uses @ gathered.large
+        away = inside * ~near
+        counted = away, away, gathered.whole, gathered.large, inside * gathered.kept
+        far = lives.all @ np.concatenate(counted)
         long, short = lives.rows @ (inside * near), lives.short @ (inside * near)
         beside = np.where(
             long + short > machine.room,

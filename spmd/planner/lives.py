@@ -43,6 +43,7 @@ class Lives:
         uses: likewise, of those that are in use for a few products only.
         again: likewise, of operands of products that are computed again for each of these; they
             are kept where a product is done in parts.
+        all: short ones, `rows`, `copies`, `uses` and `again` side by side.
 
     Args:
         graph: the program.
@@ -70,8 +71,9 @@ class Lives:
         self.behind = self._behind()
         self.brief = frozenset(self._brief())
         self.ends = np.zeros(count)
-        rows = self._rows(kinds, count)
-        self.short, self.rows, self.copies, self.uses, self.again = np.split(rows, _PARTS, axis=1)
+        self.all = self._rows(kinds, count)
+        parts = np.split(self.all, _PARTS, axis=1)
+        self.short, self.rows, self.copies, self.uses, self.again = map(np.ascontiguousarray, parts)
 
     def _spans(self) -> dict[int, tuple[int, int]]:
         """The first and the last operation of each loop."""
