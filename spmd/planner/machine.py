@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from spmd.inspection.compile.timed import slice_of
 from spmd.inspection.hlo.groups import expand_replica_groups
+from spmd.inspection.shardy.targets import is_summed_whole
 from spmd.inspection.timing.chips import Chip
 from spmd.inspection.timing.clock import KERNEL, REACHED, Links
 
@@ -79,6 +81,7 @@ class Machine:
         room: bytes that vector memory has for such values.
         evicted: the share of them in main memory, of those that are there for more than a few
             products, although there is room.
+        sums_whole: whether a sum over all devices is made whole where devices keep parts of it.
 
     Args:
         chip: whose figures to use.
@@ -90,6 +93,7 @@ class Machine:
         self.chip = chip
         self.sizes = dict(sizes)
         self.count = math.prod(sizes.values())
+        self.sums_whole = is_summed_whole(slice_of(chip, links), chip.name)
         self._counted = _COUNTED.get(chip.name, _Counted())
         self.near, self.brief, self.room, self.evicted = 0, 0, _NEAR, _EVICTED
         if self._counted.is_near:

@@ -7,7 +7,7 @@ import functools
 import math
 from typing import NamedTuple
 
-from spmd.inspection.shardy.targets import has_odd_parts
+from spmd.inspection.shardy.targets import is_left_whole
 from spmd.planner.demand import Demand, Exchanged
 from spmd.planner.machine import Machine
 from spmd.planner.structure import WINDOW
@@ -208,18 +208,17 @@ class Product:
     def _is_left_whole(self, sent: Exchanged) -> bool:
         """Whether a sum of which devices keep parts is made whole by compilers for TPUs.
 
-        So is one over all devices, and one whose parts along the last dimension are odd.
+        So is one over all devices of some slices, and one of parts of some shapes.
         """
-        demand, names = self.demand, self.demand.one.factors[-1]
-        if demand.times(sent.axes) == self.machine.count:
+        demand, machine = self.demand, self.machine
+        if machine.sums_whole and demand.times(sent.axes) == machine.count:
             return True
-        along = [axis for axis, d in demand.places[-1].items() if d == len(names) - 1]
-        if not {*along} & {*sent.axes}:
-            return False
-        shape = [demand.one.sizes[name] if name else 1 for name in names]
-        elements = math.prod(shape) / demand.times([*demand.places[-1]])
-        itemsize = round(demand.nbytes[-1] / max(1, elements))
-        return has_odd_parts(shape[-1] // demand.times(along), itemsize, self.machine.chip.name)
+        part = [demand.one.sizes[name] if name else 1 for name in demand.one.factors[-1]]
+        for axis, d in demand.places[-1].items():
+            part[d] //= demand.sizes[axis]
+        kept = {d for axis, d in demand.places[-1].items() if axis in sent.axes}
+        itemsize = round(demand.nbytes[-1] / max(1, math.prod(part)))
+        return bool(kept and itemsize) and is_left_whole(part, kept, itemsize, machine.chip.name)
 
     def _goes_around(self, sent: Exchanged) -> bool:
         """Whether an exchange is done in parts, beside the product that needs or makes them."""

@@ -12,7 +12,14 @@ from spmd import _jax, stages
 from spmd.errors import Failure, ReportError, explain
 from spmd.inspection.compile.program import COMPILED, check_lowered, entered, lower, stage_of
 from spmd.inspection.compile.report import versions
-from spmd.inspection.compile.timed import Asked, asked, time_of_prediction, with_model_flops
+from spmd.inspection.compile.timed import (
+    Asked,
+    asked,
+    links_of,
+    slice_of,
+    time_of_prediction,
+    with_model_flops,
+)
 from spmd.inspection.records.report import Cost, Report
 from spmd.inspection.records.time import Time
 from spmd.inspection.shardy import passes
@@ -121,8 +128,9 @@ def previewed(lowered: Any, wish: Asked, *, subject: str, products: bool = True)
                 error=ReportError,
             )
             raise explain(subject, [failure])
-        found = read(done, platform, chip.name if chip else "")
         sizes = passes.axis_sizes(done)
+        links = links_of(chip, devices, sizes)[0] if chip else None
+        found = read(done, platform, chip.name if chip else "", slice_of(chip, links))
         return Report(
             name=function_of(passes.name_of(module)),
             backend=backend,

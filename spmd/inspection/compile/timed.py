@@ -21,7 +21,7 @@ from spmd.inspection.shardy.passes import module_of
 from spmd.inspection.timing.boxes import Boxes
 from spmd.inspection.timing.chips import Chip, chip_of, device_kind_of, read_chip
 from spmd.inspection.timing.clock import PREDICTED, Links, time_of
-from spmd.inspection.timing.torus import torus_of
+from spmd.inspection.timing.torus import Torus, torus_of
 
 _RINGS = "the places of the chips are not known: each mesh axis is taken as a ring of its own"
 _SLICE = "the places of the chips are not known: taken as those that make_mesh gives on {}"
@@ -280,3 +280,10 @@ def links_of(
         places = [(*place, core) for place, core in zip(places, cores, strict=True)]
         sizes, rings = (*sizes, max(cores) + 1), (*rings, False)
     return torus_of(sizes, rings, chip.link, chip.on_chip, chip.hop, tuple(places)), doubts
+
+
+def slice_of(chip: Chip | None, links: Links | None) -> tuple[int, ...]:
+    """The sizes of the dimensions of a slice, without devices on a chip; empty where unknown."""
+    if chip is None or not isinstance(links, Torus):
+        return ()
+    return links.sizes[:-1] if chip.on_chip else links.sizes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import math
 import re
@@ -47,9 +47,18 @@ class Exchanges(NamedTuple):
     together: tuple[int | None, ...]
 
 
-def read(module: Any, platform: str = "", chip: str = "") -> Exchanges:
-    """The collectives of a module, and which of them are sent as one."""
-    reader = _Reader(module, platform, chip)
+def read(
+    module: Any, platform: str = "", chip: str = "", slice_of: Sequence[int] = ()
+) -> Exchanges:
+    """The collectives of a module, and which of them are sent as one.
+
+    Args:
+        module: after the passes.
+        platform: whose compiler's rules to use.
+        chip: the name of its generation, if known.
+        slice_of: sizes of the slice's dimensions, if known.
+    """
+    reader = _Reader(module, platform, chip, slice_of)
     found = reader.function("main")
     return Exchanges(tuple(found.values()), tuple(map(reader.together.get, found)))
 
@@ -61,10 +70,10 @@ _Found = dict[Any, Collective]
 class _Reader:
     """Walks a module as it runs. Each function is read once, however often it is called."""
 
-    def __init__(self, module: Any, platform: str, chip: str):
+    def __init__(self, module: Any, platform: str, chip: str, slice_of: Sequence[int]):
         self.functions = passes.functions(module)
         self.sizes = passes.axis_sizes(module)
-        self.target = target_of(platform)(self.functions, self.sizes, chip)
+        self.target = target_of(platform)(self.functions, self.sizes, chip, slice_of)
         self.after: dict[Any, Any] = {}
         self.together: dict[Any, int] = {}
         self.numbers: dict[Any, int] = {}

@@ -6,7 +6,7 @@ many bytes cross an axis, as far as they could be measured: docs/preview.md has 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 import dataclasses
 import itertools
 import math
@@ -57,8 +57,14 @@ class AnyTarget:
 
     rules = "for any backend: what the shardings ask for; the bytes of its compiler may differ"
 
-    def __init__(self, functions: Mapping[str, Any], sizes: Mapping[str, int], chip: str = ""):
-        self.sizes, self.chip = sizes, chip
+    def __init__(
+        self,
+        functions: Mapping[str, Any],
+        sizes: Mapping[str, int],
+        chip: str = "",
+        slice_of: Sequence[int] = (),
+    ):
+        self.sizes, self.chip, self.slice_of = sizes, chip, slice_of
 
     def sent(self, operation: Any, asked: Exchange) -> Sequence[Exchange]:
         """What is sent in place of what an operation asks for."""
@@ -95,8 +101,14 @@ def local_shape(kind: Any, dimensions: Dimensions, sizes: Mapping[str, int]) -> 
 class _Partitioned(AnyTarget):
     """A backend of XLA, whose partitioner goes another way where that is cheaper."""
 
-    def __init__(self, functions: Mapping[str, Any], sizes: Mapping[str, int], chip: str = ""):
-        super().__init__(functions, sizes, chip)
+    def __init__(
+        self,
+        functions: Mapping[str, Any],
+        sizes: Mapping[str, int],
+        chip: str = "",
+        slice_of: Sequence[int] = (),
+    ):
+        super().__init__(functions, sizes, chip, slice_of)
         self.flow = Flow(functions)
         self.turned: set[Any] = set()
 
@@ -259,23 +271,61 @@ _OVERLAPPED = 4096
 
 
 #: A register of a TPU has eight rows of so many lanes, and two rows of two bytes each are one.
-_LANES = 128
+_LANES, _ROWS = 128, 8
 _WITH_ODD_PARTS = ("tpu7x",)
 
 
-def has_odd_parts(size: int, itemsize: int, chip: str) -> bool:
-    """Whether a sum of which devices keep parts is made whole, for the parts are odd.
+def is_left_whole(part: Sequence[int], kept: Container[int], itemsize: int, chip: str) -> bool:
+    """Whether a sum of which devices keep parts is made whole, for the shape of the parts.
+
+    Args:
+        part: the shape of one.
+        kept: the dimensions along which these are parts.
+        itemsize: bytes of an element.
+        chip: the name of its generation; where it is unknown, one that does so.
+    """
+    last = len(part) - 1
+    odd = last in kept and _has_odd_columns(part[last], itemsize, chip)
+    return odd or (last - 1 in kept and _has_broken_rows(part, itemsize, chip))
+
+
+def _has_odd_columns(size: int, itemsize: int, chip: str) -> bool:
+    """Whether parts along the last dimension are odd.
 
     Found by compiling for v4, v5e, v5p, v6e and tpu7x, over 4 and 8 devices: of two bytes, parts
     of 128, 384, 640, 896 and 1,152 along the last dimension, and not of 16, 32, 48, 64, 96, 160,
     192, 256, 512 and 768. (Parts that are no multiple of 16 differ with the rank.)
-
-    Args:
-        size: of a part along the last dimension.
-        itemsize: bytes of an element.
-        chip: the name of its generation; where it is unknown, one that does so.
     """
     return itemsize == 2 and size % (2 * _LANES) == _LANES and chip not in _WITH_ODD_PARTS
+
+
+def _has_broken_rows(part: Sequence[int], itemsize: int, chip: str) -> bool:
+    """Whether parts along the dimension before the last are no whole tiles of memory.
+
+    Found by compiling for v5e, v5p, v6e and tpu7x: of matrices parts of 1, 2, 3 and 4 rows, and not
+    of 8 and more; of several matrices parts of 4, 8, 12 and 24 rows of two bytes, and of 4 and 12
+    of four bytes, and not of 16 and 48, and of 8, 16, 24 and 48. A tpu7x has no such tiles.
+    """
+    *outer, rows, _ = part
+    if math.prod(outer) == 1 or chip in _WITH_ODD_PARTS:
+        return rows < _ROWS
+    return rows % (_ROWS * 4 // itemsize) != 0
+
+
+def is_summed_whole(slice_of: Sequence[int], chip: str) -> bool:
+    """Whether a sum over all devices of a slice is made whole where devices keep parts of it.
+
+    Found by compiling: on slices of three dimensions (v4 and v5p, 2x2x2 to 4x4x8) and square ones
+    (v5e and v6e, 4x4 to 16x16), and not on others (1x4, 2x2, 2x4, 2x8, 4x8, 4x16, 8x16, 2x2x1), nor
+    on any of tpu7x (2x2x1 to 4x4x4).
+
+    Args:
+        slice_of: the sizes of its dimensions; where they are unknown, one that does so.
+        chip: the name of its generation.
+    """
+    sides = [size for size in slice_of if size > 1]
+    is_square = len(sides) == 2 and sides[0] == sides[1] > 2
+    return not slice_of or (chip not in _WITH_ODD_PARTS and (is_square or len(sides) > 2))
 
 
 _PRODUCTS = "stablehlo.dot_general", "stablehlo.convolution", "stablehlo.custom_call"
@@ -289,8 +339,14 @@ class Tpu(_Partitioned):
         "are mostly within 15%, those by kind may be far off"
     )
 
-    def __init__(self, functions: Mapping[str, Any], sizes: Mapping[str, int], chip: str = ""):
-        super().__init__(functions, sizes, chip)
+    def __init__(
+        self,
+        functions: Mapping[str, Any],
+        sizes: Mapping[str, int],
+        chip: str = "",
+        slice_of: Sequence[int] = (),
+    ):
+        super().__init__(functions, sizes, chip, slice_of)
         self.merged = {op for one in functions.values() for op in _merged(one)}
 
     def sent(self, operation: Any, asked: Exchange) -> Sequence[Exchange]:
@@ -352,9 +408,9 @@ class Tpu(_Partitioned):
         maker = passes.maker_of(operation.operands[0])
         if not rest and self._goes_around(maker, n):
             return [_around(asked)]
-        # Found by compiling: sums over all devices, and of batches, stay whole.
-        whole = n == math.prod(self.sizes.values())
-        if whole or maker is None or _is_batched(maker) or self._is_left_whole(operation):
+        is_all = n == math.prod(self.sizes.values())
+        whole = is_all and is_summed_whole(self.slice_of, self.chip)
+        if whole or maker is None or self._is_left_whole(operation):
             return [asked]
         part = _with_shapes(asked, lambda shape: _part(shape, n))
         shapes = Shapes(asked.shapes.operands, part.shapes.results)
@@ -363,13 +419,12 @@ class Tpu(_Partitioned):
         return [first, _over(part, rest, self.sizes)] if rest else [first]
 
     def _is_left_whole(self, operation: Any) -> bool:
-        """Whether a sum stays whole for the size of the parts along its last dimension."""
+        """Whether a sum stays whole for the shape of the parts."""
         user = _slice_after(operation, self.flow)
         kept = axes_by_dimension(user, "slicing_axes")
         part = self._local(user.results[0])
-        if not part.dims or len(part.dims) - 1 not in kept:
-            return False
-        return has_odd_parts(part.dims[-1], part.nbytes // max(1, math.prod(part.dims)), self.chip)
+        itemsize = part.nbytes // max(1, math.prod(part.dims))
+        return bool(itemsize) and is_left_whole(part.dims, kept, itemsize, self.chip)
 
     def _added_up_by(self, operation: Any) -> Any:
         """The loop that does nothing with a sum but add it to a total; None where there is none."""
@@ -426,13 +481,6 @@ def _slice_after(operation: Any, flow: Flow) -> Any:
             return user
         if user.name not in ("stablehlo.transpose", "stablehlo.reshape"):
             return None
-
-
-def _is_batched(maker: Any) -> bool:
-    """Whether an operation is neither a product of two matrices nor a sum of rows into a table."""
-    if maker.name != "stablehlo.dot_general":
-        return maker.name != "stablehlo.scatter"
-    return "lhs_batching_dimensions" in passes.text_of(maker, "dot_dimension_numbers")
 
 
 def _added(maker: Any, sizes: Mapping[str, int]) -> int:

@@ -1,5 +1,6 @@
 """The ledger before compilation: against hand counts, in its forms, and where it cannot be had."""
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -19,6 +20,7 @@ from spmd import P
 from spmd.inspection import Report, preview
 from spmd.inspection.compile import preview as compile_preview
 from spmd.inspection.shardy import exchanges, flow, passes
+from spmd.inspection.shardy.targets import is_summed_whole
 
 CPU = [name for name, (_, backends, _) in programs.PROGRAMS.items() if "cpu" in backends]
 
@@ -259,6 +261,95 @@ def test_a_tpu7x_scatters_odd_parts():
     mesh = spmd.make_mesh({"data": 4, "model": 2})
     found = preview(_partial_sums(mesh, "bfloat16", 128), chip="tpu7x")
     assert [one.kind for one in found.collectives] == ["reduce-scatter"]
+
+
+def _sums(mesh, equation, dtype, x, w, specs):
+    """Products of which each device keeps a part of the sum."""
+    *given, kept = (NamedSharding(mesh, spec) for spec in specs)
+    shapes = (jax.ShapeDtypeStruct(dims, dtype) for dims in (x, w))
+    f = functools.partial(jnp.einsum, equation)
+    return jax.jit(f, in_shardings=given, out_shardings=kept).lower(*shapes)
+
+
+def _rows(mesh, dtype, part, *, batch):
+    """Parts of so many rows, of one matrix or of each of several."""
+    rows = part * mesh.shape["model"]
+    if not batch:
+        specs = P(None, "model"), P("model"), P("model")
+        return _sums(mesh, "sk,km->sm", dtype, (rows, 1024), (1024, 512), specs)
+    specs = P("data", None, "model"), P("data", "model"), P("data", "model")
+    shapes = (batch, rows, 1024), (batch, 1024, 512)
+    return _sums(mesh, "bsk,bkm->bsm", dtype, *shapes, specs)
+
+
+_ROWS = [
+    ("bfloat16", 4, 0, "all-reduce"), ("bfloat16", 8, 0, "reduce-scatter"),
+    ("float32", 4, 0, "all-reduce"), ("float32", 8, 0, "reduce-scatter"),
+    ("bfloat16", 8, 16, "all-reduce"), ("bfloat16", 16, 16, "reduce-scatter"),
+    ("bfloat16", 24, 16, "all-reduce"), ("float32", 12, 16, "all-reduce"),
+    ("float32", 24, 16, "reduce-scatter"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "part", "batch", "kind"), _ROWS)
+def test_rows_that_are_no_whole_tiles_leave_a_sum_whole_on_tpu(dtype, part, batch, kind):
+    """Of several matrices, tiles of eight rows of four bytes, or of sixteen of two."""
+    mesh = spmd.make_mesh({"data": 2, "model": 4})
+    found = preview(_rows(mesh, dtype, part, batch=batch), chip="v5e")
+    assert [one.kind for one in found.collectives] == [kind]
+
+
+def _over_all(mesh):
+    """A sum over all devices of a mesh with one axis."""
+    specs = P(None, "device"), P("device"), P("device")
+    return _sums(mesh, "sk,km->sm", "bfloat16", (2048, 2048), (2048, 2048), specs)
+
+
+_SLICES = [
+    ("v5e:2x4", "reduce-scatter"), ("v5e:4x4", "all-reduce"), ("v5e:2x8", "reduce-scatter"),
+    ("v6e:2x4", "reduce-scatter"), ("v5p:2x2x2", "all-reduce"), ("v4:2x2x4", "all-reduce"),
+    ("tpu7x:2x2x1", "reduce-scatter"), ("tpu7x:2x2x2", "reduce-scatter"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("slice_of", "kind"), _SLICES)
+def test_sums_over_all_devices_stay_whole_on_some_slices(slice_of, kind):
+    """On those of three dimensions, and on squares; a tpu7x has none."""
+    chip, _, sizes = slice_of.partition(":")
+    assert is_summed_whole([*map(int, sizes.split("x"))], chip) == (kind == "all-reduce")
+    assert is_summed_whole((), chip)
+
+
+@pytest.mark.parametrize(
+    ("chip", "kind"),
+    [("v5e", "reduce-scatter"), ("v5p", "all-reduce"), ("tpu7x", "reduce-scatter")],
+)
+def test_the_slice_of_devices_that_stand_in(chip, kind):
+    """Eight of them are 2x4 of a v5e, 2x2x2 of a v5p, and 2x2x1 of a tpu7x."""
+    found = preview(_over_all(spmd.make_mesh({"device": 8})), chip=chip)
+    assert [one.kind for one in found.collectives] == [kind]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("slice_of", "kind"), _SLICES)
+def test_slices_on_which_the_compiler_leaves_sums_whole(slice_of, kind):
+    """The prediction and libtpu agree on all of these."""
+    require_libtpu()
+    lowered = _over_all(spmd.topology(slice_of))
+    assert [one.kind for one in preview(lowered).collectives] == [kind]
+    assert [one.kind for one in spmd.report(lowered).collectives] == [kind]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5e:2x4", "v6e:2x4"])
+def test_rows_are_what_the_compiler_leaves_whole(topology):
+    """The prediction and libtpu agree on all of these."""
+    require_libtpu()
+    mesh = spmd.topology(topology, {"data": 2, "model": 4})
+    for dtype, part, batch, kind in _ROWS:
+        lowered = _rows(mesh, dtype, part, batch=batch)
+        assert [one.kind for one in preview(lowered).collectives] == [kind]
+        assert [one.kind for one in spmd.report(lowered).collectives] == [kind], (part, batch)
 
 
 @pytest.mark.slow
