@@ -227,7 +227,7 @@ class Lives:
             one = self.graph.operations[readers[0]]
             before, i = self.graph.tensors[i].nbytes, one.tensors[-1]
             if one.name == "convert":
-                return self.graph.tensors[i].nbytes / before
+                return self.graph.tensors[i].nbytes / before if before else 1.0
             if one.name not in NO_WORK and not one.name.startswith("call of"):
                 break
         return 1.0

@@ -123,6 +123,12 @@ def test_weights_that_loops_make_narrower_are_made_so_once(narrow):
     assert weights + more <= found <= weights + more + rest
 
 
+def test_weights_without_elements_need_nothing():
+    """Nor do those that a loop makes narrower."""
+    args = (f32(2, 0, 0), jax.ShapeDtypeStruct((8, 0), jnp.bfloat16))
+    assert priced(halves, args, {}, on=tpu())[1].peak == 0
+
+
 @needs_libtpu
 @pytest.mark.slow
 def test_weights_that_loops_make_narrower_are_made_so_once_by_libtpu():

@@ -272,7 +272,7 @@ _OVERLAPPED = 4096
 
 #: A register of a TPU has eight rows of so many lanes, and two rows of two bytes each are one.
 _LANES, _ROWS = 128, 8
-_WITH_ODD_PARTS = ("tpu7x",)
+_SCATTERS_MORE = ("tpu7x",)
 
 
 def is_left_whole(part: Sequence[int], kept: Container[int], itemsize: int, chip: str) -> bool:
@@ -296,7 +296,7 @@ def _has_odd_columns(size: int, itemsize: int, chip: str) -> bool:
     of 128, 384, 640, 896 and 1,152 along the last dimension, and not of 16, 32, 48, 64, 96, 160,
     192, 256, 512 and 768. (Parts that are no multiple of 16 differ with the rank.)
     """
-    return itemsize == 2 and size % (2 * _LANES) == _LANES and chip not in _WITH_ODD_PARTS
+    return itemsize == 2 and size % (2 * _LANES) == _LANES and chip not in _SCATTERS_MORE
 
 
 def _has_broken_rows(part: Sequence[int], itemsize: int, chip: str) -> bool:
@@ -307,7 +307,7 @@ def _has_broken_rows(part: Sequence[int], itemsize: int, chip: str) -> bool:
     of four bytes, and not of 16 and 48, and of 8, 16, 24 and 48. A tpu7x has no such tiles.
     """
     *outer, rows, _ = part
-    if math.prod(outer) == 1 or chip in _WITH_ODD_PARTS:
+    if math.prod(outer) == 1 or chip in _SCATTERS_MORE:
         return rows < _ROWS
     return rows % (_ROWS * 4 // itemsize) != 0
 
@@ -325,7 +325,7 @@ def is_summed_whole(slice_of: Sequence[int], chip: str) -> bool:
     """
     sides = [size for size in slice_of if size > 1]
     is_square = len(sides) == 2 and sides[0] == sides[1] > 2
-    return not slice_of or (chip not in _WITH_ODD_PARTS and (is_square or len(sides) > 2))
+    return not slice_of or (chip not in _SCATTERS_MORE and (is_square or len(sides) > 2))
 
 
 _PRODUCTS = "stablehlo.dot_general", "stablehlo.convolution", "stablehlo.custom_call"
