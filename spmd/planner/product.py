@@ -7,7 +7,7 @@ import functools
 import math
 from typing import NamedTuple
 
-from spmd.inspection.shardy.targets import is_left_whole
+from spmd.inspection.shardy.targets import is_left_whole, overlapped_from
 from spmd.planner.demand import Demand, Exchanged
 from spmd.planner.machine import Machine
 from spmd.planner.structure import WINDOW
@@ -16,11 +16,6 @@ from spmd.planner.structure import WINDOW
 # vector units are with what is fused into them: a `gelu` adds 16 of its 71 us to a compiled one,
 # and its gradient none of 98.
 _LARGE = 1024
-# A compiler for TPUs sends parts around a ring while it computes with others, where the product has
-# more than so many elements along what the parts lack: the rows that a gathered matrix is applied
-# to, or the terms of a scattered sum. Found by compiling steps of 4,096 to 65,536 words over groups
-# of 2 to 16 devices: up to 4,096 none goes around, from 6,144 on all do.
-_AROUND = 4096
 _RINGS = ("all-gather", "reduce-scatter")
 # Seconds that the smallest products take on a TPU: 0.3e-6 of operands in vector memory, and 2.7e-6
 # of those that are read just then.
@@ -225,26 +220,28 @@ class Product:
         one = self.demand.one
         if sent.kind not in _RINGS or not one.flops or not self.machine.chip.multipliers:
             return False
-        if any(
-            size > 1 and axis not in self.demand.chosen for axis, size in self.demand.sizes.items()
-        ):
+        sizes, chosen = self.demand.sizes, self.demand.chosen
+        if any(size > 1 and axis not in chosen for axis, size in sizes.items()):
             return False  # devices along an axis do the same
         if sent.kind == "all-gather":
             if sent.tensor not in one.tensors[: one.operands] or sent.tensor in self.lasting:
                 return False
-            chosen = self.demand.chosen
             taken = {chosen.get(axis) for axis in sent.axes}
             if any(name in taken for axis, name in chosen.items() if axis not in sent.axes):
                 return False  # what takes its place is split over other axes as well
         elif any(
-            name not in one.factors[-1]
-            for axis, name in self.demand.chosen.items()
-            if axis not in sent.axes
+            name not in one.factors[-1] for axis, name in chosen.items() if axis not in sent.axes
         ):
             return False  # the result is a sum over other axes as well
-        own = {*one.factors[self._index(sent)]}
+        if self._sides(self._left).batch != 1:
+            return False
+        n = self._index(sent)
+        own = {*one.factors[n]}
+        # The rows that a gathered matrix is applied to, or the terms of a scattered sum.
         lacking = math.prod(size for name, size in one.sizes.items() if name not in own)
-        return self._sides(self._left).batch == 1 and lacking > _AROUND
+        nbytes = self.demand.nbytes[n] * self.demand.times([*self.demand.places[n]])
+        itemsize = nbytes / math.prod(one.sizes[name] for name in own if name)
+        return lacking > overlapped_from(self.machine.chip.name, itemsize)
 
     def _index(self, sent: Exchanged) -> int:
         """Which operand is sent, or else the result."""

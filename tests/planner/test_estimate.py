@@ -247,7 +247,7 @@ def test_a_ring_goes_on_beside_its_product():
     def f(x, w, v):
         return jnp.tanh(x @ w) @ v
 
-    args = (f32(65_536, 2048), f32(2048, 2048), f32(2048, 8192))
+    args = (f32(65_536, 2048), f32(2048, 2048), f32(2048, 16_384))
     links, _ = links_of(CHIPS["v5e"], [], MESH)
     orders = {"data": ["x:0"], "model": ["v:1", "w:1"]}
     hidden = []

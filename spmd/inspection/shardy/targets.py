@@ -18,6 +18,7 @@ from spmd.inspection.records.report import Shape, Shapes
 from spmd.inspection.shardy import passes
 from spmd.inspection.shardy.flow import Flow
 from spmd.inspection.shardy.passes import Dimension, Dimensions
+from spmd.inspection.timing.chips import CHIPS
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,9 +266,27 @@ def _contracted(maker: Any, operand: int = 0) -> Sequence[int]:
 
 # TPU
 
-#: What a sum has to add on all its devices for the partitioner to overlap it with the product:
-#: found by compiling products over 4, 8 and 16 devices, it lies from 4,096 on and below 6,144.
-_OVERLAPPED = 4096
+#: A product in parts takes as long as its parts are sent if it has so many operations for a byte,
+#: by the figures of the chip; the compiler's own are a little lower.
+_OVERLAPPED = 0.96
+
+
+def overlapped_from(chip: str, itemsize: float) -> float:
+    """How many terms or rows a product needs, at least, for its parts to go around beside it.
+
+    Found by compiling products over 4, 8 and 16 devices: of two bytes it lies between 4,096 and
+    4,352 on a v5e, 5,120 on a v5p, 9,216 and 10,240 on a v6e, 10,240 and 12,288 on a tpu7x, and
+    5,120 and 8,192 on a v4; of four bytes it is twice as much (v5e, v5p and v6e). On ``2x2x1`` of
+    v4 and v5p none went around.
+
+    Args:
+        chip: the name of its generation; where it is unknown, that of a v5e.
+        itemsize: bytes of an element of what is sent.
+    """
+    known = CHIPS.get(chip)
+    if known is None or not known.multipliers:
+        known = CHIPS["v5e"]
+    return _OVERLAPPED * known.flops / known.link * itemsize / 2
 
 
 #: A register of a TPU has eight rows of so many lanes, and two rows of two bytes each are one.
@@ -388,7 +407,18 @@ class Tpu(_Partitioned):
         return _around(one) if self._goes_around(user, one.group_size) else one
 
     def _goes_around(self, maker: Any, n: int) -> bool:
-        return n * _added(maker, self.sizes) > _OVERLAPPED
+        added = n * _added(maker, self.sizes)
+        if not added or not self._is_split_by_all(maker):
+            return False
+        total = self._local(maker.results[0])
+        itemsize = total.nbytes / max(1, math.prod(total.dims))
+        return added > overlapped_from(self.chip, itemsize)
+
+    def _is_split_by_all(self, maker: Any) -> bool:
+        """Whether no two devices do the same part of a product."""
+        held = (one for operand in maker.operands for one in passes.sharding_of(operand))
+        splits = {passes.whole_of(axis) for one in held for axis in one.axes}
+        return all(size == 1 or axis in splits for axis, size in self.sizes.items())
 
     def _for_products(self, operation: Any) -> bool:
         """Whether all that is computed with a result is products of the default precision."""

@@ -20,7 +20,7 @@ from spmd import P
 from spmd.inspection import Report, preview
 from spmd.inspection.compile import preview as compile_preview
 from spmd.inspection.shardy import exchanges, flow, passes
-from spmd.inspection.shardy.targets import is_summed_whole
+from spmd.inspection.shardy.targets import is_summed_whole, overlapped_from
 
 CPU = [name for name, (_, backends, _) in programs.PROGRAMS.items() if "cpu" in backends]
 
@@ -124,7 +124,7 @@ def test_small_floats_are_f16_on_cpu(grid):
 # What TPU compilers do, as they did it with the models of docs/preview.md
 
 
-def _sent(f, *args, specs, outs, mesh, platform):
+def _sent(f, *args, specs, outs, mesh, platform, slice_of=()):
     def place(tree):
         return jax.tree.map(lambda s: NamedSharding(mesh, s), tree)
 
@@ -134,7 +134,7 @@ def _sent(f, *args, specs, outs, mesh, platform):
     with module.context:
         return [
             (c.kind, c.mesh_axes, c.dtype, c.executions, c.total_wire_bytes)
-            for c in exchanges.exchanges(done, platform)
+            for c in exchanges.read(done, platform, slice_of=slice_of).collectives
         ]
 
 
@@ -167,21 +167,22 @@ def test_a_sum_that_is_used_twice_stays_on_tpu(grid):
     ("rows", "expected"),
     [
         # (n - 1) / n of the sum
-        (4096, ("reduce-scatter", ("data",), "f32", 1, 32 * 8 * 4 * 3 // 4)),
+        (8192, ("reduce-scatter", ("data",), "f32", 1, 64 * 8 * 4 * 7 // 8)),
         # a part of it for each device, one after the other
-        (6144, ("collective-permute", ("data",), "f32", 4, 32 * 8 * 4)),
+        (16_384, ("collective-permute", ("data",), "f32", 8, 64 * 8 * 4)),
     ],
 )
-def test_a_sum_that_is_split_is_scattered_on_tpu(grid, rows, expected):
+def test_a_sum_that_is_split_is_scattered_on_tpu(rows, expected):
     """Devices keep their part of a gradient; while long products are made, parts go around."""
 
     def f(x, y):
         return x.T @ y
 
-    given = {"specs": (P("data"), P("data")), "outs": P("data"), "mesh": grid}
-    shapes = f32(rows, 32), f32(rows, 8)
-    assert _sent(f, *shapes, platform="tpu", **given) == [expected]
-    whole = ("all-reduce", ("data",), "f32", 1, 32 * 8 * 4 * 2 * 3 // 4)
+    mesh = spmd.make_mesh({"data": 8})
+    given = {"specs": (P("data"), P("data")), "outs": P("data"), "mesh": mesh}
+    shapes = f32(rows, 64), f32(rows, 8)
+    assert _sent(f, *shapes, platform="tpu", slice_of=(2, 4), **given) == [expected]
+    whole = ("all-reduce", ("data",), "f32", 1, 64 * 8 * 4 * 2 * 7 // 8)
     assert _sent(f, *shapes, platform="cpu", **given) == [whole]
 
 
@@ -303,6 +304,42 @@ def _over_all(mesh):
     """A sum over all devices of a mesh with one axis."""
     specs = P(None, "device"), P("device"), P("device")
     return _sums(mesh, "sk,km->sm", "bfloat16", (2048, 2048), (2048, 2048), specs)
+
+
+def _long(mesh, dtype, terms):
+    """A product of so many terms, whose sum each device keeps a part of."""
+    specs = P("data"), P("data"), P("data")
+    return _sums(mesh, "ki,kj->ij", dtype, (terms, 1024), (terms, 1024), specs)
+
+
+#: Terms of which parts do not go around, and terms of which they do.
+_OVERLAPS = [
+    ("v5e:2x4", "bfloat16", 4096, 4352), ("v5e:2x4", "float32", 8192, 9216),
+    ("v5p:2x2x2", "bfloat16", 4096, 5120), ("v6e:2x4", "bfloat16", 9216, 10_240),
+    ("v4:2x2x2", "bfloat16", 5120, 8192), ("tpu7x:2x2x1", "bfloat16", 10_240, 12_288),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("topology", "dtype", "few", "many"), _OVERLAPS)
+def test_what_goes_around_is_longer_than_its_parts_take_to_send(topology, dtype, few, many):
+    """By the chip's figures: operations for a byte that is sent."""
+    chip, itemsize = topology.partition(":")[0], jnp.dtype(dtype).itemsize
+    assert few <= overlapped_from(chip, itemsize) < many
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("topology", "dtype", "few", "many"), _OVERLAPS)
+def test_what_goes_around_in_what_the_compiler_makes(topology, dtype, few, many):
+    """The prediction and libtpu agree; nothing goes around where devices do the same."""
+    require_libtpu()
+    flat, unused = {"data": 8}, {"data": 4, "model": 2}
+    for sizes, terms in ((flat, few), (flat, many), (unused, many)):
+        lowered = _long(spmd.topology(topology, sizes), dtype, terms)
+        kinds = [
+            {one.kind for one in found(lowered).collectives} for found in (preview, spmd.report)
+        ]
+        assert kinds[0] == kinds[1], (sizes, terms)
+        assert (kinds[0] == {"collective-permute"}) == (sizes == flat and terms == many)
 
 
 _SLICES = [
