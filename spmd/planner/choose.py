@@ -426,20 +426,26 @@ class _Looking:
             self._pin_otherwise(i)
 
     def _best(self) -> list[int]:
-        """The best one that was compiled, and the best of another mesh, if it is hardly slower.
+        """The best one that was compiled, and another that is hardly slower, if there is one.
 
-        Where none keeps to the memory, the smallest of each mesh.
+        The other is of another mesh, or an expert beside what was found. Where none keeps to the
+        memory, the smallest of each mesh.
         """
         asked = [i for i, one in enumerate(self.choices) if one.report or one.needed is not None]
-        of_mesh: dict[Any, int] = {}
-        for i in sorted(asked, key=lambda i: self._standing(self.choices[i])):
-            of_mesh.setdefault(self.choices[i].mesh, i)
-        best = [*of_mesh.values()]
-        fitting = [i for i in best if self.choices[i].fits(self.rules.budget)]
+        ranked = sorted(asked, key=lambda i: self._standing(self.choices[i]))
+        fitting = [i for i in ranked if self.choices[i].fits(self.rules.budget)]
         if not fitting:
-            return best[: self.top]
+            return self._unlike_in(ranked, lambda one: one.mesh)[: self.top]
         most = _HARDLY * self.choices[fitting[0]].seconds
-        return [i for i in fitting if self.choices[i].seconds <= most][:2]
+        near = [i for i in fitting if self.choices[i].seconds <= most]
+        return self._unlike_in(near, lambda one: (one.mesh, one.name == FOUND))[:2]
+
+    def _unlike_in(self, ranked: Iterable[int], key: Callable[[Choice], Any]) -> list[int]:
+        """The first one of each key."""
+        found: dict[Any, int] = {}
+        for i in ranked:
+            found.setdefault(key(self.choices[i]), i)
+        return [*found.values()]
 
     def _split_width(self, at: int) -> None:
         """One again, whose activations are split by their width between products, if it is near.

@@ -609,6 +609,28 @@ def test_a_second_mesh_that_is_hardly_slower_is_pinned_in_other_ways(monkeypatch
     assert (best.mesh, best.seconds) == wanted[answer]
 
 
+@pytest.mark.parametrize(("behind", "seconds"), [(1.005, 0.5), (1.02, 0.9)])
+def test_what_was_found_is_pinned_in_other_ways_beside_an_expert(monkeypatch, behind, seconds):
+    """An expert that is hardly faster does not keep the search's own answer from its best form."""
+    pytest.importorskip("libtpu", reason=WITHOUT_LIBTPU)
+    pod = spmd.topology("v5e:2x2", {"data": 2, "model": 2})
+    looking, other = looking_at(pod, 3, "bd", "f"), looking_at(pod, 3, "bd", "")
+    (found,), (expert,) = looking.choices, other.choices
+    looking.choices.append(dataclasses.replace(expert, name="an expert"))
+
+    def report(one, lowered, chip):
+        own = found if one.layout == found.layout else expert
+        plain = behind if own is found else 1.0
+        other = 0.5 if own is found else 0.9
+        time = types.SimpleNamespace(seconds=plain if one.pins == own.pins else other)
+        return dataclasses.replace(one, report=types.SimpleNamespace(time=time, memory=None))
+
+    monkeypatch.setattr(choosing, "_compiled", report)
+    monkeypatch.setattr(Choice, "fits", lambda one, budget: True)
+    looking.compile()
+    assert looking.chosen().choices[0].seconds == seconds
+
+
 def test_what_does_not_fit_is_pinned_in_other_ways(monkeypatch):
     """Sums that are made at once may take less memory than those whose parts go around."""
     pytest.importorskip("libtpu", reason=WITHOUT_LIBTPU)
