@@ -442,11 +442,22 @@ class Tpu(_Partitioned):
         whole = is_all and is_summed_whole(self.slice_of, self.chip)
         if whole or maker is None or self._is_left_whole(operation):
             return [asked]
-        part = _with_shapes(asked, lambda shape: _part(shape, n))
+        part = _with_shapes(asked, lambda shape: self._kept_part(operation, shape, over))
         shapes = Shapes(asked.shapes.operands, part.shapes.results)
         first = dataclasses.replace(asked, kind="reduce-scatter", shapes=shapes)
         first = _over(first, over, self.sizes)
         return [first, _over(part, rest, self.sizes)] if rest else [first]
+
+    def _kept_part(self, operation: Any, whole: Shape, over: Sequence[str]) -> Shape:
+        """What a device keeps of a sum over axes, as far as nothing is done before it is sliced."""
+        user = _slice_after(operation, self.flow)
+        if user.operands[0] != operation.results[0]:
+            return _part(whole, passes.count_of(over, self.sizes))
+        dims = [*whole.dims]
+        for d, axes in axes_by_dimension(user, "slicing_axes").items():
+            parts = passes.count_of([axis for axis in axes if axis in over], self.sizes)
+            dims[d] = -(-dims[d] // parts)
+        return dataclasses.replace(whole, dims=tuple(dims))
 
     def _is_left_whole(self, operation: Any) -> bool:
         """Whether a sum stays whole for the shape of the parts."""

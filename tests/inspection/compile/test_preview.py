@@ -300,6 +300,14 @@ def test_rows_that_are_no_whole_tiles_leave_a_sum_whole_on_tpu(dtype, part, batc
     assert [one.kind for one in found.collectives] == [kind]
 
 
+def test_the_shape_of_the_part_that_a_device_keeps():
+    """Of 16 x 64 x 512 numbers, 8 x 64 x 512 are summed, of which it keeps 16 rows of each."""
+    lowered = _rows(spmd.make_mesh({"data": 2, "model": 4}), "bfloat16", 16, batch=16)
+    (one,) = preview(lowered, chip="v5e").collectives
+    shapes = [[shape.dims for shape in side] for side in one.shapes]
+    assert shapes == [[(8, 64, 512)], [(8, 16, 512)]]
+
+
 def _over_all(mesh):
     """A sum over all devices of a mesh with one axis."""
     specs = P(None, "device"), P("device"), P("device")
