@@ -293,7 +293,7 @@ class Estimator:
     def __call__(self, layout: Layout) -> Estimate:
         """What a layout costs."""
         said = said_by(layout)
-        places, parts, padded, rows = self._placed(layout, said)
+        places, parts, ends, inside = self._placed(layout, said)
         shares = np.array(parts)
         compute, exchange, beside, ahead = self.machine.kernels(self.graph.kernels), 0.0, 0.0, 0.0
         memory = self.machine.passing(self.moved * shares, self.sizes_of_kinds * shares)
@@ -333,7 +333,7 @@ class Estimator:
             memory=float(memory),
             exchange=float(exchange),
             hidden=float(beside + self.machine.hidden(ahead, compute + memory)),
-            peak=self._peak(shares * padded, shares * rows, self._gathered(shared, in_parts)),
+            peak=self._peak(np.array(ends), np.array(inside), self._gathered(shared, in_parts)),
         )
 
     def _passing(self, shares: np.ndarray) -> float:
@@ -374,11 +374,11 @@ class Estimator:
             found[[*values]] = [*values.values()]
         return found
 
-    def _peak(self, parts: np.ndarray, inside: np.ndarray, gathered: _Gathered) -> float:
+    def _peak(self, ends: np.ndarray, inside: np.ndarray, gathered: _Gathered) -> float:
         """Bytes of code, of arguments and outputs, and of what is beside them at the worst moment.
 
         Args:
-            parts: by kind, the share of an argument that a device has.
+            ends: by kind, the share of an argument that a device has.
             inside: likewise, of other values.
             gathered: what is whole, or kept for a product in parts.
         """
@@ -393,7 +393,7 @@ class Estimator:
             long + np.maximum(short - machine.room, 0.0),
             machine.evicted * long,
         )
-        always = self.code + lives.ends @ parts + gathered.beside
+        always = self.code + lives.ends @ ends + gathered.beside
         return float(always + (far + beside).max(initial=0.0))
 
     def _placed(
@@ -401,23 +401,23 @@ class Estimator:
     ) -> tuple[list[dict[str, int]], list[float], list[float], list[float]]:
         """By kind, the dimension that each axis splits, and the share that a device has.
 
-        Then how much more than that an argument takes, and how much wider rows of a table are.
+        Then what that is in memory: of an argument with its padding, of others with wider rows.
         """
         places: list[dict[str, int]] = [{}] * len(self.kinds)
         parts = [1.0] * len(self.kinds)
-        padded = [1.0] * len(self.kinds)
-        rows = [1.0] * len(self.kinds)
+        ends = [1.0] * len(self.kinds)
+        inside = [1.0] * len(self.kinds)
         for group, key in zip(self._places.groups, self._places.keys(said), strict=True):
             found = group.known.get(key)
             if found is None:
                 found = [self._place(k, layout) for k in group.members]
                 group.known[key] = found
-            for k, place, part, more, row in found:
+            for k, place, part, end, within in found:
                 places[k] = place
                 parts[k] = part
-                padded[k] = more
-                rows[k] = row
-        return places, parts, padded, rows
+                ends[k] = end
+                inside[k] = within
+        return places, parts, ends, inside
 
     def _place(self, k: int, layout: Layout) -> tuple[int, dict[str, int], float, float, float]:
         kind = self.kinds[k]
@@ -426,9 +426,9 @@ class Estimator:
         shape: list[float] = [*kind.shape]
         for axis, d in found.items():
             shape[d] /= self.sizes[axis]
-        padded = self.machine.padded(tuple(shape))
-        row = self.machine.widened(shape[-1]) if k in self.tables else 1.0
-        return k, found, part, padded, row
+        end = part * self.machine.padded(tuple(shape))
+        within = part * self.machine.widened(shape[-1]) if k in self.tables else part
+        return k, found, part, end, within
 
     def _of_alike(
         self,

@@ -38,12 +38,10 @@ class Lives:
             ones of these in vector memory than of others.
         behind: by value, the stored ones that it is made of by operations that are done again;
             without arguments, but where it is one.
-        copies: at the same moments, by kind, the bytes of values that are in use as operands of
-            products, or are outputs: if those are gathered, so much more is there.
-        uses: likewise, of those that are in use for a few products only.
-        again: likewise, of operands of products that are computed again for each of these; they
-            are kept where a product is done in parts.
-        all: short ones, `rows`, `copies`, `uses` and `again` side by side.
+        all: at the same moments, five tables side by side. After `short` and `rows` come values
+            that are in use as operands of products, or are outputs: if those are gathered, so much
+            more is there. Then those that are in use for a few products only. Last come operands
+            that are computed again for each product: they are kept where one is done in parts.
 
     Args:
         graph: the program.
@@ -72,8 +70,7 @@ class Lives:
         self.brief = frozenset(self._brief())
         self.ends = np.zeros(count)
         self.all = self._rows(kinds, count)
-        parts = np.split(self.all, _PARTS, axis=1)
-        self.short, self.rows, self.copies, self.uses, self.again = map(np.ascontiguousarray, parts)
+        self.short, self.rows, *_ = map(np.ascontiguousarray, np.split(self.all, _PARTS, axis=1))
 
     def _spans(self) -> dict[int, tuple[int, int]]:
         """The first and the last operation of each loop."""

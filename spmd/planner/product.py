@@ -212,8 +212,14 @@ class Product:
         for axis, d in demand.places[-1].items():
             part[d] //= demand.sizes[axis]
         kept = {d for axis, d in demand.places[-1].items() if axis in sent.axes}
-        itemsize = round(demand.nbytes[-1] / max(1, math.prod(part)))
+        itemsize = round(self._itemsize(-1))
         return bool(kept and itemsize) and is_left_whole(part, kept, itemsize, machine.chip.name)
+
+    def _itemsize(self, n: int) -> float:
+        """Bytes of an element of an operand, or of the result."""
+        one, demand = self.demand.one, self.demand
+        elements = math.prod(one.sizes[name] for name in one.factors[n] if name)
+        return demand.nbytes[n] * demand.times([*demand.places[n]]) / max(1, elements)
 
     def _goes_around(self, sent: Exchanged) -> bool:
         """Whether an exchange is done in parts, beside the product that needs or makes them."""
@@ -239,9 +245,7 @@ class Product:
         own = {*one.factors[n]}
         # The rows that a gathered matrix is applied to, or the terms of a scattered sum.
         lacking = math.prod(size for name, size in one.sizes.items() if name not in own)
-        nbytes = self.demand.nbytes[n] * self.demand.times([*self.demand.places[n]])
-        itemsize = nbytes / math.prod(one.sizes[name] for name in own if name)
-        return lacking > overlapped_from(self.machine.chip.name, itemsize)
+        return lacking > overlapped_from(self.machine.chip.name, self._itemsize(n))
 
     def _index(self, sent: Exchanged) -> int:
         """Which operand is sent, or else the result."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -65,7 +66,7 @@ class AnyTarget:
         chip: str = "",
         slice_of: Sequence[int] = (),
     ):
-        self.sizes, self.chip, self.slice_of = sizes, chip, slice_of
+        self.functions, self.sizes, self.chip, self.slice_of = functions, sizes, chip, slice_of
 
     def sent(self, operation: Any, asked: Exchange) -> Sequence[Exchange]:
         """What is sent in place of what an operation asks for."""
@@ -102,16 +103,15 @@ def local_shape(kind: Any, dimensions: Dimensions, sizes: Mapping[str, int]) -> 
 class _Partitioned(AnyTarget):
     """A backend of XLA, whose partitioner goes another way where that is cheaper."""
 
-    def __init__(
-        self,
-        functions: Mapping[str, Any],
-        sizes: Mapping[str, int],
-        chip: str = "",
-        slice_of: Sequence[int] = (),
-    ):
-        super().__init__(functions, sizes, chip, slice_of)
-        self.flow = Flow(functions)
-        self.turned: set[Any] = set()
+    @functools.cached_property
+    def flow(self) -> Flow:
+        """Where the values of the functions go."""
+        return Flow(self.functions)
+
+    @functools.cached_property
+    def turned(self) -> set[Any]:
+        """Operands that are exchanged already, with the axes."""
+        return set()
 
     def sent(self, operation: Any, asked: Exchange) -> Sequence[Exchange]:
         """What is sent in place of what an operation asks for."""
@@ -358,15 +358,10 @@ class Tpu(_Partitioned):
         "are mostly within 15%, those by kind may be far off"
     )
 
-    def __init__(
-        self,
-        functions: Mapping[str, Any],
-        sizes: Mapping[str, int],
-        chip: str = "",
-        slice_of: Sequence[int] = (),
-    ):
-        super().__init__(functions, sizes, chip, slice_of)
-        self.merged = {op for one in functions.values() for op in _merged(one)}
+    @functools.cached_property
+    def merged(self) -> set[Any]:
+        """Sums that are a part of others."""
+        return {op for one in self.functions.values() for op in _merged(one)}
 
     def sent(self, operation: Any, asked: Exchange) -> Sequence[Exchange]:
         """Sums are merged, scattered, or moved out of loops; gathers and permutes narrower."""
@@ -410,9 +405,7 @@ class Tpu(_Partitioned):
         added = n * _added(maker, self.sizes)
         if not added or not self._is_split_by_all(maker):
             return False
-        total = self._local(maker.results[0])
-        itemsize = total.nbytes / max(1, math.prod(total.dims))
-        return added > overlapped_from(self.chip, itemsize)
+        return added > overlapped_from(self.chip, _itemsize(self._local(maker.results[0])))
 
     def _is_split_by_all(self, maker: Any) -> bool:
         """Whether no two devices do the same part of a product."""
@@ -464,8 +457,8 @@ class Tpu(_Partitioned):
         user = _slice_after(operation, self.flow)
         kept = axes_by_dimension(user, "slicing_axes")
         part = self._local(user.results[0])
-        itemsize = part.nbytes // max(1, math.prod(part.dims))
-        return bool(itemsize) and is_left_whole(part.dims, kept, itemsize, self.chip)
+        itemsize = int(_itemsize(part))
+        return itemsize > 0 and is_left_whole(part.dims, kept, itemsize, self.chip)
 
     def _added_up_by(self, operation: Any) -> Any:
         """The loop that does nothing with a sum but add it to a total; None where there is none."""
@@ -494,6 +487,10 @@ def _part(shape: Shape, n: int) -> Shape:
     if dims:
         dims[d] = -(-dims[d] // n)
     return dataclasses.replace(shape, dims=tuple(dims))
+
+
+def _itemsize(shape: Shape) -> float:
+    return shape.nbytes / max(1, math.prod(shape.dims))
 
 
 def _takes_bf16(user: Any) -> bool:
