@@ -118,6 +118,9 @@ class _Partitioned(AnyTarget):
         if operation.name == "sdy.all_gather":
             if _is_constant(operation.operands[0]):
                 return []
+            found = self._added_first(operation, asked)
+            if found is not None:
+                return found
             found = self._turned(operation, asked) or self._looked_up(operation, asked)
             if found is not None and sum(one.wire for one in found) < asked.wire:
                 return found
@@ -140,23 +143,39 @@ class _Partitioned(AnyTarget):
         other, result = user.operands[1 - i], user.results[0]
         if not gathered <= {*_contracted(user, i)} or not _splits(other, asked.mesh_axes):
             return None
-        moved = self._local(other)
-        axes = (
-            tuple(a for a in one.axes if a not in asked.mesh_axes)
-            for one in passes.sharding_of(result)
-        )
-        total = local_shape(result.type, tuple(map(Dimension, axes)), self.sizes)
+        moved, total = self._local(other), self._local(result, but=asked.mesh_axes)
         key = other, asked.mesh_axes
         turns = [] if key in self.turned else [_same(asked, "all-to-all", moved)]
         self.turned.add(key)
         return [*turns, _same(asked, "all-reduce", total)]
+
+    def _added_first(self, operation: Any, asked: Exchange) -> list[Exchange] | None:
+        """For rows that are gathered to be added to a table, whose own rows the axes split.
+
+        Rows that are no fewer bytes than the table are not sent, nor where they go: each device
+        adds its own to a whole table, and the tables are summed.
+        """
+        user, i = _only_use(operation)
+        if user is None or user.name != "stablehlo.scatter" or len(user.operands) != 3 or i == 0:
+            return None
+        rows, table = user.operands[2], user.results[0]
+        over = _axes_of_rows(user)
+        if not {*asked.mesh_axes} <= {*over} or not _gathers(
+            passes.maker_of(rows), asked.mesh_axes
+        ):
+            return None
+        if self._local(rows).nbytes < self._local(table, but=over).nbytes:
+            return None
+        whole = self._local(table, but=asked.mesh_axes)
+        return [_same(asked, "all-reduce", whole)] if i == 2 else []
 
     def _looked_up(self, operation: Any, asked: Exchange) -> list[Exchange] | None:
         """For rows of a table whose columns are gathered: the rows' columns are, afterwards."""
         user, i = _only_use(operation)
         if user is None or user.name != "stablehlo.gather" or i != 0:
             return None
-        if not _splits(user.results[0], asked.mesh_axes):
+        is_of_rows = {*_rows(user)} & {*axes_by_dimension(operation, "gathering_axes")}
+        if is_of_rows or not _splits(user.results[0], asked.mesh_axes):
             return None
         return [_same(asked, "all-to-all", self._local(user.results[0]))]
 
@@ -165,16 +184,39 @@ class _Partitioned(AnyTarget):
         maker = passes.maker_of(operation.operands[0])
         if maker is None or maker.name != "stablehlo.scatter":
             return None
-        if not {*asked.mesh_axes} <= _sliced(operation, self.flow):
+        if not {*asked.mesh_axes} <= _sliced(operation, self.flow, but=_rows(maker)):
             return None
         return _same(asked, "all-to-all", self._local(maker.operands[2]))
 
-    def _local(self, value: Any) -> Shape:
-        return local_shape(value.type, passes.sharding_of(value), self.sizes)
+    def _local(self, value: Any, but: Container[str] = ()) -> Shape:
+        """The shape of a value on a device, as if some axes did not split it."""
+        axes = (tuple(a for a in one.axes if a not in but) for one in passes.sharding_of(value))
+        return local_shape(value.type, tuple(map(Dimension, axes)), self.sizes)
 
 
 def _splits(value: Any, axes: Sequence[str]) -> bool:
     return {*axes} <= {axis for one in passes.sharding_of(value) for axis in one.axes}
+
+
+def _gathers(operation: Any, axes: Sequence[str]) -> bool:
+    """Whether an operation gathers over these axes, among others."""
+    if operation is None or operation.name != "sdy.all_gather":
+        return False
+    return {*axes} <= {*passes.axes_in(passes.text_of(operation, "gathering_axes"))}
+
+
+def _rows(of_table: Any) -> Sequence[int]:
+    """The dimensions of a table along which indices say what is taken, or where it is added."""
+    if of_table.name == "stablehlo.gather":
+        return passes.numbers_of(of_table, "dimension_numbers")["start_index_map"]
+    found = passes.numbers_of(of_table, "scatter_dimension_numbers")
+    return found["scatter_dims_to_operand_dims"]
+
+
+def _axes_of_rows(of_table: Any) -> list[str]:
+    """The axes that split the rows of what a scatter makes."""
+    held = passes.sharding_of(of_table.results[0])
+    return [axis for d in _rows(of_table) if d < len(held) for axis in held[d].axes]
 
 
 def _only_use(operation: Any) -> tuple[Any, int]:
@@ -399,7 +441,18 @@ class Tpu(_Partitioned):
         if one.kind != "all-reduce":
             return one
         user, _ = _only_use(operation)
+        if user is not None and user.name == "stablehlo.scatter":
+            return self._kept_of_table(operation, user, one)
         return _around(one) if self._goes_around(user, one.group_size) else one
+
+    def _kept_of_table(self, gather: Any, maker: Any, one: Exchange) -> Exchange:
+        """A sum of tables, of which the devices keep rows in the order of what they add."""
+        part = self._local(maker.results[0])
+        axes = [axis for axis in _axes_of_rows(maker) if axis in one.mesh_axes]
+        is_turned = axes != [*passes.axes_in(passes.text_of(gather, "gathering_axes"))]
+        if is_turned or self._stays_whole(one.group_size, part, _rows(maker)):
+            return one
+        return _scattered(one, (part,))
 
     def _goes_around(self, maker: Any, n: int) -> bool:
         added = n * _added(maker, self.sizes)
@@ -431,14 +484,12 @@ class Tpu(_Partitioned):
         maker = passes.maker_of(operation.operands[0])
         if not rest and self._goes_around(maker, n):
             return [_around(asked)]
-        is_all = n == math.prod(self.sizes.values())
-        whole = is_all and is_summed_whole(self.slice_of, self.chip)
-        if whole or maker is None or self._is_left_whole(operation):
+        user = _slice_after(operation, self.flow)
+        kept = axes_by_dimension(user, "slicing_axes")
+        if maker is None or self._stays_whole(n, self._local(user.results[0]), kept):
             return [asked]
         part = _with_shapes(asked, lambda shape: self._kept_part(operation, shape, over))
-        shapes = Shapes(asked.shapes.operands, part.shapes.results)
-        first = dataclasses.replace(asked, kind="reduce-scatter", shapes=shapes)
-        first = _over(first, over, self.sizes)
+        first = _over(_scattered(asked, part.shapes.results), over, self.sizes)
         return [first, _over(part, rest, self.sizes)] if rest else [first]
 
     def _kept_part(self, operation: Any, whole: Shape, over: Sequence[str]) -> Shape:
@@ -452,11 +503,10 @@ class Tpu(_Partitioned):
             dims[d] = -(-dims[d] // parts)
         return dataclasses.replace(whole, dims=tuple(dims))
 
-    def _is_left_whole(self, operation: Any) -> bool:
-        """Whether a sum stays whole for the shape of the parts."""
-        user = _slice_after(operation, self.flow)
-        kept = axes_by_dimension(user, "slicing_axes")
-        part = self._local(user.results[0])
+    def _stays_whole(self, n: int, part: Shape, kept: Container[int]) -> bool:
+        """Whether a sum over `n` devices is made whole where each keeps a part of this shape."""
+        if n == math.prod(self.sizes.values()) and is_summed_whole(self.slice_of, self.chip):
+            return True
         itemsize = int(_itemsize(part))
         return itemsize > 0 and is_left_whole(part.dims, kept, itemsize, self.chip)
 
@@ -471,6 +521,12 @@ class Tpu(_Partitioned):
         if read or (add, 1 - i) not in uses:
             return None
         return next(iter(self.flow.loops(add.results[0])), None)
+
+
+def _scattered(asked: Exchange, parts: tuple[Shape, ...]) -> Exchange:
+    """A sum of which each device keeps parts of these shapes."""
+    shapes = Shapes(asked.shapes.operands, parts)
+    return dataclasses.replace(asked, kind="reduce-scatter", shapes=shapes)
 
 
 def _around(asked: Exchange) -> Exchange:
@@ -501,10 +557,17 @@ def _takes_bf16(user: Any) -> bool:
     return "HIGH" not in passes.text_of(user, "precision_config")
 
 
-def _sliced(operation: Any, flow: Flow) -> frozenset[str]:
-    """The axes over which the only use of a sum slices it, in whatever function that is."""
+def _sliced(operation: Any, flow: Flow, but: Container[int] = ()) -> frozenset[str]:
+    """The axes over which the only use of a sum slices it, in whatever function that is.
+
+    Args:
+        operation: the sum.
+        flow: where values go.
+        but: dimensions whose axes do not count.
+    """
     user = _slice_after(operation, flow)
-    return frozenset(passes.axes_in(passes.text_of(user, "slicing_axes")) if user else ())
+    found = axes_by_dimension(user, "slicing_axes") if user else {}
+    return frozenset(axis for d, axes in found.items() if d not in but for axis in axes)
 
 
 def _slice_after(operation: Any, flow: Flow) -> Any:

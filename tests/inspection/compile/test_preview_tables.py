@@ -1,0 +1,151 @@
+"""Rows of tables before compilation: looked up and added, where devices have parts of both."""
+
+from hardware import require_libtpu
+import jax
+import jax.numpy as jnp
+import pytest
+
+import spmd
+from spmd import P, pjit
+
+_COLUMNS = 256
+_TABLE = 4096
+"""Rows of the table."""
+
+
+def _added(mesh, words, table, count):
+    """The rows of so many words, added to those of a table of zeros."""
+
+    def f(ids, rows):
+        return jnp.zeros((_TABLE, _COLUMNS), rows.dtype).at[ids].add(rows)
+
+    ids, rows = (16, count // 16), (16, count // 16, _COLUMNS)
+    shapes = jax.ShapeDtypeStruct(ids, jnp.int32), jax.ShapeDtypeStruct(rows, jnp.float32)
+    with mesh:
+        step = pjit(f, in_axis_resources=(words, words), out_axis_resources=table)
+        return step.lower(*shapes)
+
+
+def _looked_up(mesh, words, table, count):
+    """The rows of so many words."""
+    whole = jax.ShapeDtypeStruct((_TABLE, _COLUMNS), jnp.float32)
+    ids = jax.ShapeDtypeStruct((16, count // 16), jnp.int32)
+    with mesh:
+        step = pjit(
+            lambda table, ids: table[ids],
+            in_axis_resources=(table, words),
+            out_axis_resources=words,
+        )
+        return step.lower(whole, ids)
+
+
+def _sent(found):
+    """Each exchange: kind, axes, and bytes on the wire."""
+    return sorted((one.kind, one.mesh_axes, one.total_wire_bytes) for one in found.collectives)
+
+
+def _bytes(rows, columns=_COLUMNS, of=8):
+    """Of so many rows, gathered from so many devices."""
+    return rows * columns * 4 * (of - 1) // of
+
+
+_FLAT, _GRID = {"data": 8}, {"data": 4, "model": 2}
+_FEW = [("all-gather", ("data",), _bytes(512, 1)), ("all-gather", ("data",), _bytes(512))]
+_SUMMED = [("all-reduce", ("data",), 2 * _bytes(_TABLE))]
+#: What crosses where words are added: axes, places of words and of the table, how many words.
+_ADDED = [
+    (_FLAT, P("data"), P("data"), 512, _FEW),
+    (_FLAT, P("data"), P("data"), _TABLE, _SUMMED),
+    (_FLAT, P("data"), P("data"), 6144, _SUMMED),
+    (_FLAT, P("data"), P("data"), 8 * _TABLE, _SUMMED),
+    (
+        _GRID, P("data"), P("data", "model"), 6144,
+        [("all-reduce", ("data",), 2 * _bytes(_TABLE, _COLUMNS // 2, 4))],
+    ),
+    (
+        _GRID, P(("data", "model")), P(("data", "model")), 6144,
+        [("all-reduce", ("data", "model"), 2 * _bytes(_TABLE))],
+    ),
+    # Half of a table is less than these rows, but the whole is more: they are sent.
+    (
+        _GRID, P("data"), P(("data", "model")), 3072,
+        [("all-gather", ("data",), _bytes(3072, each, 4)) for each in (1, _COLUMNS)],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("axes", "words", "table", "count", "expected"), _ADDED)
+def test_words_are_added_before_they_are_sent_where_they_are_more(
+    axes, words, table, count, expected
+):
+    """Rows that are no fewer than the table's stay, and the tables are summed."""
+    lowered = _added(spmd.make_mesh(axes), words, table, count)
+    assert _sent(spmd.preview(lowered)) == expected
+    assert _sent(spmd.report(lowered)) == expected
+
+
+#: The same where words are looked up.
+_LOOKED_UP = [
+    (
+        _FLAT, P("data"), P("data"), 512,
+        [("all-gather", ("data",), _bytes(512, 1)), ("all-reduce", ("data",), 2 * _bytes(512))],
+    ),
+    (_FLAT, P("data"), P("data"), _TABLE, [("all-gather", ("data",), _bytes(_TABLE))]),
+    (_FLAT, P("data"), P("data"), 6144, [("all-gather", ("data",), _bytes(_TABLE))]),
+    (
+        _GRID, P("data"), P(None, "model"), 6144,
+        [("all-gather", ("model",), _bytes(6144 // 4, of=2))],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("axes", "words", "table", "count", "expected"), _LOOKED_UP)
+def test_words_that_are_looked_up(axes, words, table, count, expected):
+    """A table is gathered over the axes of its own rows; of its columns only what was looked up."""
+    lowered = _looked_up(spmd.make_mesh(axes), words, table, count)
+    assert _sent(spmd.preview(lowered)) == expected
+    assert _sent(spmd.report(lowered)) == expected
+
+
+def test_columns_of_what_was_looked_up_change_places():
+    """Where the axis of the columns splits the words, too, an all-to-all is less than a gather."""
+    lowered = _looked_up(spmd.make_mesh(_FLAT), P("data"), P(None, "data"), 512)
+    expected = [
+        ("all-gather", ("data",), _bytes(512, 1)),
+        ("all-to-all", ("data",), _bytes(512) // 8),
+    ]
+    assert _sent(spmd.preview(lowered)) == expected
+    assert _sent(spmd.report(lowered)) == expected
+
+
+#: On slices of TPUs: the kind, and the share of the table's bytes that crosses.
+_SLICES = [
+    ("v5e:2x4", {"data": 8}, P("data"), P("data"), "reduce-scatter"),
+    ("v5e:4x4", {"data": 16}, P("data"), P("data"), "all-reduce"),
+    ("v5e:2x4", _GRID, P(("data", "model")), P(("data", "model")), "reduce-scatter"),
+    ("v5e:2x4", _GRID, P(("data", "model")), P(("model", "data")), "all-reduce"),
+]
+
+
+def _of_table(lowered, kind):
+    """What crosses if the tables are summed."""
+    n = lowered.mesh.devices.size
+    twice = 2 if kind == "all-reduce" else 1
+    return [(kind, tuple(lowered.mesh.axis_names), twice * _bytes(_TABLE, of=n))]
+
+
+@pytest.mark.parametrize(("topology", "axes", "words", "table", "kind"), _SLICES)
+def test_tables_are_scattered_on_tpu(topology, axes, words, table, kind):
+    """Where their rows lie in the order of the words' devices, and sums are scattered at all."""
+    require_libtpu()
+    lowered = _added(spmd.topology(topology, axes), words, table, 6144)
+    assert _sent(spmd.preview(lowered)) == _of_table(lowered, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("topology", "axes", "words", "table", "kind"), _SLICES)
+def test_tables_as_the_compiler_scatters_them(topology, axes, words, table, kind):
+    """The prediction and libtpu agree on all of these."""
+    require_libtpu()
+    lowered = _added(spmd.topology(topology, axes), words, table, 6144)
+    assert _sent(spmd.report(lowered)) == _of_table(lowered, kind)
