@@ -8,7 +8,7 @@ value has a mark.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import copy
 import functools
 import logging
@@ -54,7 +54,8 @@ def constraints_of(
     """The fewest constraints for the exchanges and products of a plan.
 
     Fewest means that each of them is needed: without any one of them the preview is another. Where
-    the preview sees no difference and the compiler does, more are kept.
+    the preview sees no difference and the compiler does, more are kept. These may say where the
+    plan takes an operand, and its gradient, if that is elsewhere than the operand is.
 
     Args:
         program: what was planned.
@@ -77,7 +78,7 @@ def constraints_of(
     order = sorted(trials.specs, key=lambda number: _dispensability(expressions[number]))
     trials.search(order, deadline)
     if report is not None:
-        trials.settle(order, report, compiles, deadline)
+        trials.settle(order, _near(trials, expressions), report, compiles, deadline)
     if missing:
         said += _shown(missing)
     return _told(trials, expressions, missing, said, report)
@@ -113,6 +114,13 @@ def _trials(
 def _platform_of(mesh: Any) -> str:
     """Whose compiler a program for a mesh is for; empty where no device says it."""
     return "" if isinstance(mesh, jax.sharding.AbstractMesh) else mesh.devices.flat[0].platform
+
+
+def _near(trials: _Trials, expressions: Sequence[Expression]) -> frozenset[int]:
+    """What takes its values elsewhere than they are: these places, and those of its result."""
+    lines = {expressions[~number].span[:2] for number in trials.pinned}
+    results = {n for n in trials.specs if not expressions[n].is_operand}
+    return frozenset(trials.pinned).union(n for n in results if expressions[n].span[:2] in lines)
 
 
 def _dispensability(one: Expression) -> tuple[bool, int]:
@@ -191,7 +199,7 @@ class _Trials:
         lower_with: Callable[[Collection[int]], stages.Lowered],
     ):
         self.case, self.lowered, self.lower_with = case, lowered, lower_with
-        self.specs = _specs(lowered, case.pins)
+        self.specs, self.pinned = _specs(lowered, case.pins)
         self.kept: frozenset[int] = frozenset(self.specs)
         self.is_late = False
         self.compiled = functools.cache(self._compiled)
@@ -202,8 +210,13 @@ class _Trials:
         module = self.lowered.compiler_ir()
         with module.context:
             copied = _Copy(module.operation.clone().operation, module.context)
-        marks.keep(copied, {number: self.specs[number] for number in kept})
+        marks.keep(copied, self.places(kept))
         return self.case.outcome(copied)
+
+    def places(self, kept: frozenset[int]) -> dict[int, Entries]:
+        """By the number of a mark, where its value is to lie."""
+        found = {number: self.specs[number] for number in kept if number >= 0}
+        return found | {~number: self.pinned[number] for number in kept if number < 0}
 
     def search(self, order: Sequence[int], deadline: float | None) -> None:
         """Leaves out what can be left out by the preview."""
@@ -213,27 +226,56 @@ class _Trials:
         self.kept, self.is_late = found.kept, found.is_late
 
     def settle(
-        self, order: Sequence[int], report: Report, compiles: int, deadline: float | None
+        self,
+        order: Sequence[int],
+        near: frozenset[int],
+        report: Report,
+        compiles: int,
+        deadline: float | None,
     ) -> None:
-        """Keeps more where only the compiler sees that they are needed."""
+        """Keeps more where only the compiler sees that they are needed.
+
+        Where none of these is the program of the plan, what comes nearest to it.
+
+        Args:
+            order: what is left out first.
+            near: what is tried first.
+            report: of the plan's program.
+            compiles: how many programs are compiled at most.
+            deadline: as that of `constraints_of`.
+        """
         target = outcome_of_exchanges(report.collectives)
 
-        def judge(kept: frozenset[int]) -> Judged:
+        def away(kept: frozenset[int]) -> Judged:
             return self.compiled(kept).away(target)
 
-        everything = frozenset(self.specs)
-        if compiles < 2 or not any(judge(self.kept)) or any(judge(everything)):
+        every, best = frozenset(self.specs), self.kept
+        for kept in dict.fromkeys((self.kept, self.kept | near, every, every | near)):
+            if not compiles or not any(away(best)):
+                break
+            best = min(best, kept, key=away)
+            compiles -= 1
+        if best == self.kept:
             return
-        found = Fewest(judge, self.kept, deadline=deadline, most=compiles - 2)
-        found.grow(order[::-1])
+
+        def judge(kept: frozenset[int]) -> Judged:
+            found = away(kept)
+            return found if found > away(best) else (0,)
+
+        if best >= every:
+            found = Fewest(judge, self.kept, deadline=deadline, most=compiles)
+            found.grow([*sorted(best - every), *order[::-1]])
+        else:
+            found = Fewest(judge, best, deadline=deadline, most=compiles)
+            found.search([one for one in (*order, *sorted(near)) if one in best])
         self.kept, self.is_late = found.kept, self.is_late or found.is_late
 
     def _pasted(self, kept: frozenset[int]) -> stages.Lowered:
         """The program of a code with these constraints, and nothing else of ours."""
-        lowered = self.lower_with(kept)
+        places = self.places(kept)
+        lowered = self.lower_with(places)
         own = copy.copy(lowered)
-        specs = {number: self.specs[number] for number in kept}
-        edit = functools.partial(marks.keep, specs=specs)
+        edit = functools.partial(marks.keep, specs=places)
         own._lowering = _jax.lowering.edited(lowered._lowering, edit)
         return own
 
@@ -243,17 +285,46 @@ class _Trials:
         return outcome_of_exchanges(spmd.report(compiled).collectives)
 
 
-def _specs(lowered: stages.Lowered, pins: Sequence[Pin]) -> dict[int, Entries]:
-    """Where the plan's program has the value of each mark that has one place only."""
+def _specs(
+    lowered: stages.Lowered, pins: Sequence[Pin]
+) -> tuple[dict[int, Entries], dict[int, Entries]]:
+    """Where the plan's program has the value of each mark that has one place only.
+
+    And, by the complement of its number, where the plan pins what takes the value of a mark, and
+    its gradient, in one other place.
+    """
     module = pinned(lowered, pins).compiler_ir()
     done = passes.run(module, _PROPAGATION, subject=_SUBJECT)
     found: dict[int, set[Entries | None]] = {}
+    taken: dict[int, set[Entries | None]] = {}
     with module.context:
         for one in marks.marks_in(done):
-            if one.is_constraint and not one.turned:
+            if not one.is_constraint:
+                continue
+            if not one.turned:
                 found.setdefault(one.number, set()).add(one.entries())
+            taken.setdefault(one.number, set()).update(_pinned_beside(one))
+    own, other = _lone(found), _lone(taken)
+    return own, {
+        ~number: other[number] for number in own if other.get(number, own[number]) != own[number]
+    }
+
+
+def _lone(found: Mapping[int, set[Entries | None]]) -> dict[int, Entries]:
+    """Those of which there is one, and which can be said."""
     lone = ((number, *entries) for number, entries in found.items() if len(entries) == 1)
     return {number: entries for number, entries in lone if entries is not None}
+
+
+def _pinned_beside(one: marks.Mark) -> Iterator[Entries | None]:
+    """Where the plan pins what takes the value of a mark; or what makes that of its gradient."""
+    if one.turned:
+        makers = [passes.maker_of(one.operation.operands[0])]
+    else:
+        makers = [passes.user_of(use)[0] for use in one.operation.results[0].uses]
+    for maker in makers:
+        is_pin = maker is not None and maker.name == "sdy.sharding_constraint"
+        yield one._replace(operation=maker).entries() if is_pin else None
 
 
 # What is told
@@ -266,7 +337,8 @@ def _told(
     said: str,
     report: Report | None,
 ) -> Constraints:
-    records = [_record(expressions[number], trials.specs[number]) for number in trials.kept]
+    places = trials.places(trials.kept)
+    records = [_record(expressions[number], spec) for number, spec in places.items()]
     exact, note = _compared(trials, report)
     if not exact:
         records += _unread(trials.case, missing)

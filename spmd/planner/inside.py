@@ -14,7 +14,7 @@ from spmd.planner.constraints import constraints_of
 from spmd.planner.folded import folded
 from spmd.planner.verify import Program, spec_of_entries
 
-_COMPILES = 4
+_COMPILES = 6
 """So many programs of codes are compiled at most: what the preview says of one may not be all."""
 
 
