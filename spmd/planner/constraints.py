@@ -188,7 +188,8 @@ class _Trials:
 
     Attributes:
         specs: by the number of a mark, where the plan's program has its value.
-        kept: of these numbers, those that are needed.
+        pinned: by the complement of the number, where the plan takes the value, if elsewhere.
+        kept: of all these numbers, those that are needed.
         is_late: whether the time was up before all was tried.
     """
 
