@@ -211,7 +211,10 @@ class Product:
         part = [demand.one.sizes[name] if name else 1 for name in demand.one.factors[-1]]
         for axis, d in demand.places[-1].items():
             part[d] //= demand.sizes[axis]
-        kept = {d for axis, d in demand.places[-1].items() if axis in sent.axes}
+        kept: dict[int, int] = {}
+        for axis, d in demand.places[-1].items():
+            if axis in sent.axes:
+                kept[d] = kept.get(d, 1) * demand.sizes[axis]
         itemsize = round(self._itemsize(-1))
         return bool(kept and itemsize) and is_left_whole(part, kept, itemsize, machine.chip.name)
 

@@ -336,18 +336,29 @@ _LANES, _ROWS = 128, 8
 _SCATTERS_MORE = ("tpu7x",)
 
 
-def is_left_whole(part: Sequence[int], kept: Container[int], itemsize: int, chip: str) -> bool:
+def is_left_whole(part: Sequence[int], kept: Mapping[int, int], itemsize: int, chip: str) -> bool:
     """Whether a sum of which devices keep parts is made whole, for the shape of the parts.
+
+    Where the last dimension is shorter than a register has lanes, and the one before it is not,
+    the two are in memory in the other order.
 
     Args:
         part: the shape of one.
-        kept: the dimensions along which these are parts.
+        kept: the dimensions along which these are parts, and how many.
         itemsize: bytes of an element.
         chip: the name of its generation; where it is unknown, one that does so.
     """
     last = len(part) - 1
-    odd = last in kept and _has_odd_columns(part[last], itemsize, chip)
-    return odd or (last - 1 in kept and _has_broken_rows(part, itemsize, chip))
+    whole = [size * kept.get(d, 1) for d, size in enumerate(part)]
+    is_turned = last > 0 and whole[last] < _LANES <= whole[last - 1]
+    if is_turned:
+        part = [*part[:-2], part[last], part[last - 1]]
+        kept = {{last: last - 1, last - 1: last}.get(d, d): parts for d, parts in kept.items()}
+    if last in kept and (
+        _has_odd_columns(part[last], itemsize, chip) or _is_narrow(part, chip, turned=is_turned)
+    ):
+        return True
+    return last - 1 in kept and _has_broken_rows(part, itemsize, chip)
 
 
 def _has_odd_columns(size: int, itemsize: int, chip: str) -> bool:
@@ -358,6 +369,18 @@ def _has_odd_columns(size: int, itemsize: int, chip: str) -> bool:
     192, 256, 512 and 768. (Parts that are no multiple of 16 differ with the rank.)
     """
     return itemsize == 2 and size % (2 * _LANES) == _LANES and chip not in _SCATTERS_MORE
+
+
+def _is_narrow(part: Sequence[int], chip: str, *, turned: bool) -> bool:
+    """Whether parts along the last dimension are fewer columns than lanes, and no fewer than rows.
+
+    Found by compiling for v5e, v5p and v6e: of one matrix and of several, of two bytes and of four,
+    parts of 48 to 96 columns with 32 rows, of 64 with 64 and of 96 with 96, and not of 48 with 64.
+    In the other order they have to be more. A tpu7x has no such parts.
+    """
+    *_, rows, columns = (1, *part)
+    is_more = columns > rows or (columns == rows and not turned)
+    return columns < _LANES and is_more and chip not in _SCATTERS_MORE
 
 
 def _has_broken_rows(part: Sequence[int], itemsize: int, chip: str) -> bool:
@@ -450,7 +473,8 @@ class Tpu(_Partitioned):
         part = self._local(maker.results[0])
         axes = [axis for axis in _axes_of_rows(maker) if axis in one.mesh_axes]
         is_turned = axes != [*passes.axes_in(passes.text_of(gather, "gathering_axes"))]
-        if is_turned or self._stays_whole(one.group_size, part, _rows(maker)):
+        n = one.group_size
+        if is_turned or self._stays_whole(n, part, dict.fromkeys(_rows(maker), n)):
             return one
         return _scattered(one, (part,))
 
@@ -485,7 +509,10 @@ class Tpu(_Partitioned):
         if not rest and self._goes_around(maker, n):
             return [_around(asked)]
         user = _slice_after(operation, self.flow)
-        kept = axes_by_dimension(user, "slicing_axes")
+        kept = {
+            d: passes.count_of(axes, self.sizes)
+            for d, axes in axes_by_dimension(user, "slicing_axes").items()
+        }
         if maker is None or self._stays_whole(n, self._local(user.results[0]), kept):
             return [asked]
         part = _with_shapes(asked, lambda shape: self._kept_part(operation, shape, over))
@@ -503,7 +530,7 @@ class Tpu(_Partitioned):
             dims[d] = -(-dims[d] // parts)
         return dataclasses.replace(whole, dims=tuple(dims))
 
-    def _stays_whole(self, n: int, part: Shape, kept: Container[int]) -> bool:
+    def _stays_whole(self, n: int, part: Shape, kept: Mapping[int, int]) -> bool:
         """Whether a sum over `n` devices is made whole where each keeps a part of this shape."""
         if n == math.prod(self.sizes.values()) and is_summed_whole(self.slice_of, self.chip):
             return True

@@ -300,6 +300,54 @@ def test_rows_that_are_no_whole_tiles_leave_a_sum_whole_on_tpu(dtype, part, batc
     assert [one.kind for one in found.collectives] == [kind]
 
 
+def _narrow(mesh, dtype, shape, kept, *, batch):
+    """A sum over ``model`` of which each device keeps a part along one of two dimensions."""
+    rows, columns = shape
+    part = P("model") if kept == 0 else P(None, "model")
+    if not batch:
+        specs = P("model"), P("model"), part
+        return _sums(mesh, "kr,kc->rc", dtype, (2048, rows), (2048, columns), specs)
+    specs = P("data", "model"), P("data", "model"), P("data", *part)
+    return _sums(mesh, "bkr,bkc->brc", dtype, (8, 1024, rows), (8, 1024, columns), specs)
+
+
+#: Of bf16, the whole of each sum, the dimension along which parts are kept, and what is done.
+_NARROW = [
+    # Fewer than 128 columns: the rows are the last dimension in memory.
+    ((512, 64), 0, "all-reduce"), ((1024, 64), 0, "reduce-scatter"),
+    ((1536, 96), 0, "all-reduce"), ((512, 128), 0, "reduce-scatter"),
+    ((512, 16), 1, "all-reduce"), ((512, 64), 1, "reduce-scatter"),
+    # Parts of fewer columns than 128, with more rows and with fewer.
+    ((32, 192), 1, "all-reduce"), ((64, 192), 1, "reduce-scatter"),
+    ((64, 256), 1, "all-reduce"), ((128, 384), 1, "reduce-scatter"),
+    ((256, 32), 0, "all-reduce"), ((256, 64), 0, "reduce-scatter"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.parametrize(("shape", "kept", "kind"), _NARROW)
+def test_narrow_sums_are_in_memory_the_other_way_on_tpu(shape, kept, kind, batch):
+    """A dimension shorter than 128 is not the last one in memory where the other is longer."""
+    lowered = _narrow(spmd.make_mesh({"data": 2, "model": 4}), "bfloat16", shape, kept, batch=batch)
+    assert [one.kind for one in preview(lowered, chip="v5e").collectives] == [kind]
+    assert [one.kind for one in preview(lowered, chip="tpu7x").collectives] == [
+        "all-reduce" if shape == (512, 16) else "reduce-scatter"
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5e:2x4", "v5p:2x2x2", "v6e:2x4"])
+def test_narrow_sums_as_the_compiler_makes_them(topology):
+    """The prediction and libtpu agree on all of these."""
+    require_libtpu()
+    mesh = spmd.topology(topology, {"data": 2, "model": 4})
+    for shape, kept, kind in _NARROW:
+        for batch in (False, True):
+            lowered = _narrow(mesh, "bfloat16", shape, kept, batch=batch)
+            kinds = {one.kind for one in spmd.report(lowered).collectives}
+            assert kinds - {"collective-permute"} == {kind}, (shape, kept, batch)
+
+
 def test_the_shape_of_the_part_that_a_device_keeps():
     """Of 16 x 64 x 512 numbers, 8 x 64 x 512 are summed, of which it keeps 16 rows of each."""
     lowered = _rows(spmd.make_mesh({"data": 2, "model": 4}), "bfloat16", 16, batch=16)
