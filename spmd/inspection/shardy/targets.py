@@ -332,7 +332,7 @@ def overlapped_from(chip: str, itemsize: float) -> float:
 
 
 #: A register of a TPU has eight rows of so many lanes, and two rows of two bytes each are one.
-_LANES, _ROWS = 128, 8
+_LANES, _ROWS, _FEW_ROWS = 128, 8, 4
 _SCATTERS_MORE = ("tpu7x",)
 
 
@@ -355,7 +355,9 @@ def is_left_whole(part: Sequence[int], kept: Mapping[int, int], itemsize: int, c
         part = [*part[:-2], part[last], part[last - 1]]
         kept = {{last: last - 1, last - 1: last}.get(d, d): parts for d, parts in kept.items()}
     if last in kept and (
-        _has_odd_columns(part[last], itemsize, chip) or _is_narrow(part, chip, turned=is_turned)
+        _has_odd_columns(part[last], itemsize, chip)
+        or _has_few_rows(part, chip)
+        or _is_narrow(part, chip, turned=is_turned)
     ):
         return True
     return last - 1 in kept and _has_broken_rows(part, itemsize, chip)
@@ -369,6 +371,16 @@ def _has_odd_columns(size: int, itemsize: int, chip: str) -> bool:
     192, 256, 512 and 768. (Parts that are no multiple of 16 differ with the rank.)
     """
     return itemsize == 2 and size % (2 * _LANES) == _LANES and chip not in _SCATTERS_MORE
+
+
+def _has_few_rows(part: Sequence[int], chip: str) -> bool:
+    """Whether parts of columns are of a vector, or of few rows.
+
+    Found by compiling for v4, v5e, v5p and v6e: of 2 to 4 rows, of one matrix and of several, and
+    not of 5, 6, 8 and more. A tpu7x scatters these, and no vectors.
+    """
+    rows = [size for size in part[:-1] if size > 1]
+    return not rows or (rows[-1] <= _FEW_ROWS and chip not in _SCATTERS_MORE)
 
 
 def _is_narrow(part: Sequence[int], chip: str, *, turned: bool) -> bool:

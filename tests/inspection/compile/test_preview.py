@@ -348,6 +348,48 @@ def test_narrow_sums_as_the_compiler_makes_them(topology):
             assert kinds - {"collective-permute"} == {kind}, (shape, kept, batch)
 
 
+def _rows_and_columns(mesh, dtype, shape):
+    """A sum over ``data`` of which each device keeps a part of the last dimension."""
+    kept = NamedSharding(mesh, P(*[None] * (len(shape) - 1), "data"))
+    given = jax.ShapeDtypeStruct((64, 16, *shape), dtype)
+    rows = NamedSharding(mesh, P("data"))
+    f = jax.jit(lambda x, y: (x * y).sum((0, 1)), in_shardings=(rows, rows), out_shardings=kept)
+    return f.lower(given, given)
+
+
+#: Shapes of sums of which devices keep columns, and what is done; on a tpu7x, if not the same.
+_FEW = [
+    ((2048,), "all-reduce", "all-reduce"), ((8192,), "all-reduce", "all-reduce"),
+    ((1, 2048), "all-reduce", "all-reduce"), ((2, 2048), "all-reduce", "reduce-scatter"),
+    ((4, 2048), "all-reduce", "reduce-scatter"), ((5, 2048), "reduce-scatter", "reduce-scatter"),
+    ((16, 2048), "reduce-scatter", "reduce-scatter"),
+    ((16, 4, 2048), "all-reduce", "reduce-scatter"),
+    ((16, 1, 2048), "reduce-scatter", "reduce-scatter"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "kind", "newest"), _FEW)
+def test_vectors_and_few_rows_are_summed_whole_on_tpu(shape, kind, newest):
+    """A part of a vector, such as a norm's gradient, is made by no reduce-scatter."""
+    lowered = _rows_and_columns(spmd.make_mesh({"data": 4, "model": 2}), "float32", shape)
+    assert [one.kind for one in preview(lowered, chip="v5e").collectives] == [kind]
+    assert [one.kind for one in preview(lowered, chip="tpu7x").collectives] == [newest]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x2"])
+def test_vectors_and_few_rows_as_the_compiler_sums_them(topology):
+    """The prediction and libtpu agree on all of these."""
+    require_libtpu()
+    axes = {"data": 4, "model": 4 if topology.startswith("tpu7x") else 2}
+    mesh = spmd.topology(topology, axes)
+    for shape, kind, newest in _FEW:
+        expected = newest if topology.startswith("tpu7x") else kind
+        for dtype in ("bfloat16", "float32"):
+            (found,) = spmd.report(_rows_and_columns(mesh, dtype, shape)).collectives
+            assert found.kind == expected, (shape, dtype)
+
+
 def test_the_shape_of_the_part_that_a_device_keeps():
     """Of 16 x 64 x 512 numbers, 8 x 64 x 512 are summed, of which it keeps 16 rows of each."""
     lowered = _rows(spmd.make_mesh({"data": 2, "model": 4}), "bfloat16", 16, batch=16)
