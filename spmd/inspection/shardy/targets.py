@@ -158,16 +158,21 @@ class _Partitioned(AnyTarget):
         user, i = _only_use(operation)
         if user is None or user.name != "stablehlo.scatter" or len(user.operands) != 3 or i == 0:
             return None
-        rows, table = user.operands[2], user.results[0]
+        before, _, rows = user.operands
         over = _axes_of_rows(user)
-        if not {*asked.mesh_axes} <= {*over} or not _gathers(
-            passes.maker_of(rows), asked.mesh_axes
-        ):
+        is_gathered = _gathers(passes.maker_of(rows), asked.mesh_axes)
+        if not _combines(user) or not is_gathered or not {*asked.mesh_axes} <= {*over}:
             return None
+        table = user.results[0]
         if self._local(rows).nbytes < self._local(table, but=over).nbytes:
             return None
-        whole = self._local(table, but=asked.mesh_axes)
-        return [_same(asked, "all-reduce", whole)] if i == 2 else []
+        if i == 1:
+            return []
+        part, whole = self._local(table), self._local(table, but=asked.mesh_axes)
+        total = _same(asked, "all-reduce", whole)
+        if _is_constant(before):
+            return [total]
+        return [dataclasses.replace(asked, shapes=Shapes((part,), (whole,))), total]
 
     def _looked_up(self, operation: Any, asked: Exchange) -> list[Exchange] | None:
         """For rows of a table whose columns are gathered: the rows' columns are, afterwards."""
@@ -203,6 +208,12 @@ def _gathers(operation: Any, axes: Sequence[str]) -> bool:
     if operation is None or operation.name != "sdy.all_gather":
         return False
     return {*axes} <= {*passes.axes_in(passes.text_of(operation, "gathering_axes"))}
+
+
+def _combines(scatter: Any) -> bool:
+    """Whether a scatter adds to what is there, or the like, and does not only replace it."""
+    (block,) = passes.blocks(scatter)
+    return len([*block.operations]) > 1
 
 
 def _rows(of_table: Any) -> Sequence[int]:
@@ -488,7 +499,7 @@ class Tpu(_Partitioned):
         n = one.group_size
         if is_turned or self._stays_whole(n, part, dict.fromkeys(_rows(maker), n)):
             return one
-        return _scattered(one, (part,))
+        return _kept_in_parts(one, (part,))
 
     def _goes_around(self, maker: Any, n: int) -> bool:
         added = n * _added(maker, self.sizes)
@@ -521,14 +532,12 @@ class Tpu(_Partitioned):
         if not rest and self._goes_around(maker, n):
             return [_around(asked)]
         user = _slice_after(operation, self.flow)
-        kept = {
-            d: passes.count_of(axes, self.sizes)
-            for d, axes in axes_by_dimension(user, "slicing_axes").items()
-        }
-        if maker is None or self._stays_whole(n, self._local(user.results[0]), kept):
+        slices = axes_by_dimension(user, "slicing_axes")
+        parts = {d: passes.count_of(axes, self.sizes) for d, axes in slices.items()}
+        if maker is None or self._stays_whole(n, self._local(user.results[0]), parts):
             return [asked]
         part = _with_shapes(asked, lambda shape: self._kept_part(operation, shape, over))
-        first = _over(_scattered(asked, part.shapes.results), over, self.sizes)
+        first = _over(_kept_in_parts(asked, part.shapes.results), over, self.sizes)
         return [first, _over(part, rest, self.sizes)] if rest else [first]
 
     def _kept_part(self, operation: Any, whole: Shape, over: Sequence[str]) -> Shape:
@@ -562,7 +571,7 @@ class Tpu(_Partitioned):
         return next(iter(self.flow.loops(add.results[0])), None)
 
 
-def _scattered(asked: Exchange, parts: tuple[Shape, ...]) -> Exchange:
+def _kept_in_parts(asked: Exchange, parts: tuple[Shape, ...]) -> Exchange:
     """A sum of which each device keeps parts of these shapes."""
     shapes = Shapes(asked.shapes.operands, parts)
     return dataclasses.replace(asked, kind="reduce-scatter", shapes=shapes)

@@ -13,30 +13,31 @@ _TABLE = 4096
 """Rows of the table."""
 
 
+def _words(count):
+    """Places of so many words in the table, and a row for each."""
+    ids, rows = (16, count // 16), (16, count // 16, _COLUMNS)
+    return jax.ShapeDtypeStruct(ids, jnp.int32), jax.ShapeDtypeStruct(rows, jnp.float32)
+
+
+def _lowered(f, mesh, given, ins, outs):
+    with mesh:
+        return pjit(f, in_axis_resources=ins, out_axis_resources=outs).lower(*given)
+
+
 def _added(mesh, words, table, count):
     """The rows of so many words, added to those of a table of zeros."""
 
     def f(ids, rows):
         return jnp.zeros((_TABLE, _COLUMNS), rows.dtype).at[ids].add(rows)
 
-    ids, rows = (16, count // 16), (16, count // 16, _COLUMNS)
-    shapes = jax.ShapeDtypeStruct(ids, jnp.int32), jax.ShapeDtypeStruct(rows, jnp.float32)
-    with mesh:
-        step = pjit(f, in_axis_resources=(words, words), out_axis_resources=table)
-        return step.lower(*shapes)
+    return _lowered(f, mesh, _words(count), words, table)
 
 
 def _looked_up(mesh, words, table, count):
     """The rows of so many words."""
     whole = jax.ShapeDtypeStruct((_TABLE, _COLUMNS), jnp.float32)
-    ids = jax.ShapeDtypeStruct((16, count // 16), jnp.int32)
-    with mesh:
-        step = pjit(
-            lambda table, ids: table[ids],
-            in_axis_resources=(table, words),
-            out_axis_resources=words,
-        )
-        return step.lower(whole, ids)
+    ids, _ = _words(count)
+    return _lowered(lambda table, ids: table[ids], mesh, (whole, ids), (table, words), words)
 
 
 def _sent(found):
@@ -80,6 +81,34 @@ def test_words_are_added_before_they_are_sent_where_they_are_more(
 ):
     """Rows that are no fewer than the table's stay, and the tables are summed."""
     lowered = _added(spmd.make_mesh(axes), words, table, count)
+    assert _sent(spmd.preview(lowered)) == expected
+    assert _sent(spmd.report(lowered)) == expected
+
+
+@pytest.mark.parametrize("count", [512, 6144])
+def test_words_that_replace_rows_are_sent(count):
+    """Nothing adds them up: the last one counts, wherever it is."""
+
+    def f(ids, rows):
+        return jnp.zeros((_TABLE, _COLUMNS), rows.dtype).at[ids].set(rows)
+
+    lowered = _lowered(f, spmd.make_mesh(_FLAT), _words(count), P("data"), P("data"))
+    expected = [("all-gather", ("data",), _bytes(count, each)) for each in (1, _COLUMNS)]
+    assert _sent(spmd.preview(lowered)) == expected
+    assert _sent(spmd.report(lowered)) == expected
+
+
+@pytest.mark.parametrize("way", ["add", "max"])
+def test_rows_that_are_there_are_gathered_first(way):
+    """A table that is no constant is whole before words are added to it."""
+
+    def f(ids, rows, table):
+        return getattr(table.at[ids], way)(rows)
+
+    table = jax.ShapeDtypeStruct((_TABLE, _COLUMNS), jnp.float32)
+    given = *_words(6144), table
+    lowered = _lowered(f, spmd.make_mesh(_FLAT), given, P("data"), P("data"))
+    expected = [("all-gather", ("data",), _bytes(_TABLE)), *_SUMMED]
     assert _sent(spmd.preview(lowered)) == expected
     assert _sent(spmd.report(lowered)) == expected
 
