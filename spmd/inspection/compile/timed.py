@@ -20,7 +20,7 @@ from spmd.inspection.shardy.flops import Work, model_work
 from spmd.inspection.shardy.passes import module_of
 from spmd.inspection.timing.boxes import Boxes
 from spmd.inspection.timing.chips import Chip, chip_of, device_kind_of, read_chip
-from spmd.inspection.timing.clock import PREDICTED, Links, time_of
+from spmd.inspection.timing.clock import ASSUMED_PEAK, Links, time_of
 from spmd.inspection.timing.torus import Torus, torus_of
 
 _RINGS = "the places of the chips are not known: each mesh axis is taken as a ring of its own"
@@ -183,11 +183,8 @@ def time_of_prediction(
         hardware_flops=work.flops,
         hfu=work.taken / (chip.flops * seconds) if seconds else 0.0,
         source="predicted",
-        unknown=(PREDICTED_PRODUCTS, _BESIDE, *dict.fromkeys(doubts)),
+        unknown=(ASSUMED_PEAK, _BESIDE, *dict.fromkeys(doubts)),
     )
-
-
-PREDICTED_PRODUCTS = PREDICTED[0].partition(",")[0]
 
 
 def with_model_flops(

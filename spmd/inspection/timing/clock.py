@@ -58,9 +58,10 @@ _MEMORY: Lane = (-1, 0)
 _HOST: Lane = (-2, 0)
 _HOST_SPACE = "S(5)"
 
-PREDICTED = (
-    "every product is taken at the peak of bf16, and all else at the bandwidth of main memory",
+ASSUMED_PEAK = (
+    "products are taken at the peak of bf16, or at twice that for 8 bits where the chip has it"
 )
+PREDICTED = f"{ASSUMED_PEAK}, and all else at the bandwidth of main memory"
 """What is assumed where no compiler tells how long anything takes."""
 
 Axes: TypeAlias = tuple[str, ...]
@@ -132,7 +133,7 @@ def time_of(
         hardware_flops=flops,
         hfu=clock.spent["taken"] / (chip.flops * clock.now) if clock.now else 0.0,
         source="compiler" if told else "predicted",
-        unknown=(*(() if told else PREDICTED), *clock.unknown),
+        unknown=(*(() if told else (PREDICTED,)), *clock.unknown),
         layer=tuple(_coarse(clock.longest_layer())),
     )
 

@@ -368,6 +368,41 @@ def test_a_large_mesh_is_drawn_whole(axes, device, held, browser, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("width", [400, 1200, 1440])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"fsdp": 8},
+        {"data": 4, "model": 2},
+        {"data": 2, "tensor_parallel": 2},
+        {"data": 2, "context_sequence": 4},
+        {"replica": 2, "data": 2, "fsdp": 5},
+    ],
+    ids=lambda axes: "x".join(map(str, axes.values())),
+)
+def test_a_small_mesh_is_drawn_whole(axes, width, browser, tmp_path):
+    """No name stands over the next one, and every device can be seen."""
+    spec = [(name,) for name in axes]
+    one = on_mesh(axes, tuple(10 * size for size in axes.values()), spec)
+    edges = "all => all.map(one => one.getBoundingClientRect()).map(box => [box.left, box.right])"
+    with opened(browser, saved(one, tmp_path), width=width, height=1120) as tab:
+        assert (
+            tab.eval_on_selector_all(
+                ".axis-label.column",
+                "all => all.filter(one => one.scrollWidth > one.clientWidth).length",
+            )
+            == 0
+        )
+        names = tab.locator(".grid").first.locator(".axis-label").all_inner_texts()
+        devices = tab.eval_on_selector_all(".device", edges)
+        [frame] = tab.eval_on_selector_all("#devices", edges)
+    assert any([*axes][-1] in name for name in names)
+    assert len(devices) == math.prod(axes.values())
+    for left, right in devices:
+        assert frame[0] <= left < right <= frame[1]
+
+
+@pytest.mark.slow
 def test_a_large_mesh_on_a_narrow_screen(browser, tmp_path):
     """Where the devices have no room they scroll, by hand and by the keys."""
     one = on_mesh({"data": 64, "model": 128}, (640, 1280), (("data",), ("model",)))

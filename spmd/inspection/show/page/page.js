@@ -316,8 +316,10 @@
   });
 
   const folded = across < columns;
+  // Many columns, or a long name, have numbers alone: their axis stands before them.
+  const broad = across > 4 || names.at(-1).length > 6;
   // Where a row is folded, columns have no number of their own: each line says its first.
-  const columnLabel = (c) => folded ? "" : small ? (c % 8 ? "" : String(c)) : across > 8 ? String(c) : `${names.at(-1)}=${c}`;
+  const columnLabel = (c) => folded ? "" : small ? (c % 8 ? "" : String(c)) : broad ? String(c) : `${names.at(-1)}=${c}`;
   const lineLabel = (r, c) => {
     // Lines of a small grid are lower than a text.
     if (small && (r * Math.ceil(columns / across) + c / across) % 8) return "";
@@ -327,6 +329,7 @@
 
   const buildGrid = () => {
     grid.classList.toggle("small", small);
+    grid.closest(".mesh").classList.toggle("broad", broad);
     grid.closest(".mesh").classList.toggle("large", across > 8);
     grid.style.setProperty("--columns", across);
     grid.setAttribute("role", "group");
@@ -334,7 +337,7 @@
     for (let start = 0; start < count; start += rows * columns) {
       const lead = coordinates[start].slice(0, -2).map((k, d) => `${names[d]}=${k}`).join(", ");
       const facet = make("div", { className: "grid" });
-      facet.append(make("span", { className: "axis-label" }));
+      facet.append(make("span", { className: "axis-label line", textContent: broad && !folded && !small ? names.at(-1) : "" }));
       for (let c = 0; c < across; c++) {
         const label = columnLabel(c);
         facet.append(make("span", { className: "axis-label column", textContent: label }));
