@@ -12,7 +12,7 @@ import numpy as np
 
 from spmd.inspection.compile.timed import slice_of
 from spmd.inspection.hlo.groups import expand_replica_groups
-from spmd.inspection.shardy.targets import is_summed_whole
+from spmd.inspection.shardy.targets.sums import is_summed_whole
 from spmd.inspection.timing.chips import Chip
 from spmd.inspection.timing.clock import KERNEL, REACHED, Links
 

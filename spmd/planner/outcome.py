@@ -12,7 +12,7 @@ from spmd.inspection.records.report import Collective
 from spmd.inspection.records.sizes import show_bytes
 from spmd.inspection.shardy import passes
 from spmd.inspection.shardy.exchanges import exchanges
-from spmd.inspection.shardy.targets import local_shape
+from spmd.inspection.shardy.targets.base import local_shape
 from spmd.planner.graph import PINNED
 
 _MOST = 3

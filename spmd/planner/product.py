@@ -7,7 +7,7 @@ import functools
 import math
 from typing import NamedTuple
 
-from spmd.inspection.shardy.targets import is_left_whole, overlapped_from
+from spmd.inspection.shardy.targets.sums import is_left_whole, overlapped_from
 from spmd.planner.demand import Demand, Exchanged
 from spmd.planner.machine import Machine
 from spmd.planner.structure import WINDOW

@@ -20,6 +20,7 @@ FOLDERS = (
     "colocated_python",
     "distributed",
     "host_callback",
+    "inspection/shardy/targets",
     "launch",
     "planner",
 )

@@ -16,13 +16,8 @@ from spmd.inspection.records.report import Collective, Shapes
 from spmd.inspection.shardy import passes
 from spmd.inspection.shardy.flow import trip_count
 from spmd.inspection.shardy.passes import Dimensions
-from spmd.inspection.shardy.targets import (
-    AXES,
-    Exchange,
-    axes_by_dimension,
-    local_shape,
-    target_of,
-)
+from spmd.inspection.shardy.targets import target_of
+from spmd.inspection.shardy.targets.base import AXES, Exchange, axes_by_dimension, local_shape
 
 
 def exchanges(module: Any, platform: str = "") -> tuple[Collective, ...]:

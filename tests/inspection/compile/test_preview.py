@@ -20,7 +20,7 @@ from spmd import P
 from spmd.inspection import Report, preview
 from spmd.inspection.compile import preview as compile_preview
 from spmd.inspection.shardy import exchanges, flow, passes
-from spmd.inspection.shardy.targets import is_summed_whole, overlapped_from
+from spmd.inspection.shardy.targets.sums import is_summed_whole, overlapped_from
 
 CPU = [name for name, (_, backends, _) in programs.PROGRAMS.items() if "cpu" in backends]
 
