@@ -22,7 +22,7 @@ from spmd.inspection.compile.warned import compile_and_catch
 from spmd.inspection.records.names import short_path
 from spmd.inspection.records.plan import SourceConstraint
 from spmd.inspection.records.report import Report
-from spmd.inspection.shardy import passes
+from spmd.inspection.shardy import passes, pipeline
 from spmd.planner import marks
 from spmd.planner.code import Constraints
 from spmd.planner.fewest import Fewest, Judged
@@ -295,7 +295,7 @@ def _specs(
     its gradient, in one other place.
     """
     module = pinned(lowered, pins).compiler_ir()
-    done = passes.run(module, _PROPAGATION, subject=_SUBJECT)
+    done = pipeline.run(module, _PROPAGATION, subject=_SUBJECT)
     found: dict[int, set[Entries | None]] = {}
     taken: dict[int, set[Entries | None]] = {}
     with module.context:

@@ -17,7 +17,7 @@ from typing import Any
 from jax.extend.mlir import ir
 
 from spmd.inspection.records.report import Shape
-from spmd.inspection.shardy import passes
+from spmd.inspection.shardy import passes, ragged
 from spmd.inspection.shardy.flops import element_types, kernel_work
 from spmd.inspection.shardy.flow import trip_count
 from spmd.inspection.shardy.products import products_in
@@ -28,7 +28,7 @@ from spmd.planner.optimizer import with_state
 from spmd.planner.structure import WINDOW, Graph, Operation, Tensor, with_weights
 from spmd.planner.sums import PRODUCTS, regroup
 
-PINNED = (*PRODUCTS, "stablehlo.gather", "stablehlo.scatter")
+PINNED = (*PRODUCTS, ragged.NAME, "stablehlo.gather", "stablehlo.scatter")
 """Operations whose operands and results a plan constrains: what decides how a program is split.
 
 Beside them stand reshapes to and from the blocks that a loop takes one after the other. What a

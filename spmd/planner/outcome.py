@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from spmd.inspection.compile.preview import PASSES
 from spmd.inspection.records.report import Collective
 from spmd.inspection.records.sizes import show_bytes
-from spmd.inspection.shardy import passes
+from spmd.inspection.shardy import passes, pipeline
 from spmd.inspection.shardy.exchanges import exchanges
 from spmd.inspection.shardy.targets.base import local_shape
 from spmd.planner.graph import PINNED
@@ -55,7 +55,7 @@ def _differing(a: Counter[Any], b: Counter[Any]) -> list[Any]:
 
 def outcome_of(module: Any, platform: str, *, subject: str) -> Outcome:
     """What Shardy makes of a lowered module, for the compiler of a platform."""
-    done = passes.run(module, PASSES, subject=subject)
+    done = pipeline.run(module, PASSES, subject=subject)
     with module.context:
         sizes = passes.axis_sizes(done)
         made = Counter(

@@ -18,7 +18,7 @@ from spmd.inspection.shardy import passes
 from spmd.planner.demand import TABLES, Demand
 from spmd.planner.graph import TRANSPOSE, numbered, turned
 from spmd.planner.layout import Fixed, Layout, places_of, spec_entries
-from spmd.planner.structure import Graph, Operation, pinned
+from spmd.planner.structure import RAGGED, Graph, Operation, pinned
 from spmd.planner.sums import regroup
 
 
@@ -88,7 +88,7 @@ class Pinned:
         for alike in self._alike.values():
             specs = self._specs(alike[0][1], layout, sizes, places, way)
             for number, one in alike:
-                name, (*others, last) = f"stablehlo.{one.name}", specs
+                name, (*others, last) = _name_in_module(one), specs
                 turn = self._turned.get(number)
                 if way.turned and turn and last:
                     found.append(Pin(number, name, (*others, None)))
@@ -122,6 +122,10 @@ class Pinned:
         ranks = [len(self.graph.tensors[i].shape) for i in one.tensors[:kept]]
         specs = (tuple(spec_entries(at, n)) for at, n in zip(own, ranks, strict=False))
         return (*specs, *(None for _ in own[kept:]))
+
+
+def _name_in_module(one: Operation) -> str:
+    return f"{'chlo' if one.name == RAGGED else 'stablehlo'}.{one.name}"
 
 
 def _together(
@@ -304,11 +308,5 @@ def _has_ranks(one: Pin, ranks: Sequence[int]) -> bool:
     return all(spec is None or len(spec) == rank for spec, rank in pairs)
 
 
-def sharding_text(entries: Entries, mesh: str) -> str:
-    """A sharding as Shardy writes it, all of whose dimensions are closed."""
-    dimensions = ("{" + ", ".join(map(passes.quoted, axes)) + "}" for axes in entries)
-    return f"#sdy.sharding<@{mesh}, [{', '.join(dimensions)}]>"
-
-
 def _sharding(entries: Entries, mesh: str) -> Any:
-    return ir.Attribute.parse(sharding_text(entries, mesh))
+    return ir.Attribute.parse(passes.sharding_text(entries, mesh))

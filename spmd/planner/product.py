@@ -10,7 +10,7 @@ from typing import NamedTuple
 from spmd.inspection.shardy.targets.sums import is_left_whole, overlapped_from
 from spmd.planner.demand import Demand, Exchanged
 from spmd.planner.machine import Machine
-from spmd.planner.structure import WINDOW
+from spmd.planner.structure import RAGGED, WINDOW
 
 # Products of smaller sizes take as long as the matrix units are busy with parts of them, or as the
 # vector units are with what is fused into them: a `gelu` adds 16 of its 71 us to a compiled one,
@@ -129,6 +129,8 @@ class Product:
     def _seconds(self, sides: Sides, again: float) -> float:
         one, machine = self.demand.one, self.machine
         flops = one.flops / self.demand.times([*self.demand.chosen])
+        if one.name == RAGGED:
+            return machine.kernels(flops)
         seconds = machine.computing(machine.chip.taken(flops, one.types))
         if _is_large(sides):
             return seconds
@@ -227,7 +229,9 @@ class Product:
     def _goes_around(self, sent: Exchanged) -> bool:
         """Whether an exchange is done in parts, beside the product that needs or makes them."""
         one = self.demand.one
-        if sent.kind not in _RINGS or not one.flops or not self.machine.chip.multipliers:
+        if sent.kind not in _RINGS or not one.flops or one.name == RAGGED:
+            return False
+        if not self.machine.chip.multipliers:
             return False
         sizes, chosen = self.demand.sizes, self.demand.chosen
         if any(size > 1 and axis not in chosen for axis, size in sizes.items()):

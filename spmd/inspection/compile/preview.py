@@ -22,7 +22,7 @@ from spmd.inspection.compile.timed import (
 )
 from spmd.inspection.records.report import Cost, Report
 from spmd.inspection.records.time import Time
-from spmd.inspection.shardy import passes
+from spmd.inspection.shardy import passes, pipeline
 from spmd.inspection.shardy.exchanges import Exchanges, read
 from spmd.inspection.shardy.flops import Work, device_work
 from spmd.inspection.shardy.propagation import propagate
@@ -31,8 +31,8 @@ from spmd.inspection.shardy.why import function_of, origins_later
 from spmd.inspection.timing.chips import Chip, chip_of, platform_of
 
 PASSES = (
-    passes.PROPAGATION,
-    "func.func(sdy-insert-explicit-reshards{enable-full-version=true})",
+    pipeline.PROPAGATION,
+    pipeline.RESHARDS,
     "func.func(sdy-reshard-to-collectives)",
 )
 """Those after which a module has every exchange that its shardings demand."""
@@ -116,7 +116,7 @@ def previewed(lowered: Any, wish: Asked, *, subject: str, products: bool = True)
     platform = platform_of(wish.chip) if wish.chip else backend
     kind = devices[0].device_kind if devices else ""
     chip = wish.chip or (chip_of(kind) if kind else None)
-    done = passes.run(module, PASSES, subject=subject)
+    done = pipeline.run(module, PASSES, subject=subject)
     with module.context:
         if names := passes.apart(done):
             # The passes leave it to the partitioner to go from one such mesh to another.

@@ -2,7 +2,9 @@
 
 In the order of reading:
 
-- `passes`: the passes on a copy of a module, and what its attributes say.
+- `passes`: the operations of a module, and what their attributes say.
+- `ragged`: products in groups, for which Shardy has no rule and XLA one.
+- `pipeline`: Shardy's passes on a copy of a module.
 - `flow`: where values go, through calls, loops and branches, and how often loops run.
 - `propagation`: values, operations and steps, as plain data.
 - `flops`: what one call computes, of the whole program and of a device.

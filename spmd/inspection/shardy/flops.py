@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from spmd.inspection.hlo.cost import convolved
 from spmd.inspection.records.report import Shape
-from spmd.inspection.shardy import passes
+from spmd.inspection.shardy import passes, ragged
 from spmd.inspection.shardy.flow import trip_count
-from spmd.inspection.shardy.propagation import Propagation
+from spmd.inspection.shardy.propagation import Link, Propagation
 from spmd.inspection.timing.chips import Chip
 from spmd.inspection.timing.kernels import known_flops
 
@@ -93,12 +93,7 @@ def device_work(found: Propagation, chip: Chip | None = None) -> Work:
         found: the program with its annotations.
         chip: as `model_work` takes it.
     """
-    axes = {
-        found.values[link.values[-1]].operation: {
-            axis for i in link.values for one in found.values[i].axes for axis in one
-        }
-        for link in found.links
-    }
+    axes = {found.values[link.values[-1]].operation: _axes_of(link, found) for link in found.links}
 
     def of(operation: Any, path: str, parts: int) -> Work:
         split = passes.count_of(axes.get(operation, ()), found.axis_sizes)
@@ -106,6 +101,16 @@ def device_work(found: Propagation, chip: Chip | None = None) -> Work:
 
     with found.module.context:
         return _Walk(found.module, found.axis_sizes, of).all()
+
+
+def _axes_of(link: Link, found: Propagation) -> set[str]:
+    """The axes that split an operation."""
+    values = [found.values[i] for i in link.values]
+    if values[-1].operation is not None and values[-1].operation.name == ragged.NAME:
+        own = ragged.read(values[-1].operation)
+        chosen = ragged.split(own, [one.dimensions for one in values])
+        return {axis for axes in chosen.values() for axis in axes}
+    return {axis for value in values for axes in value.axes for axis in axes}
 
 
 def kernel_work(found: Propagation) -> Work:
@@ -252,7 +257,7 @@ def _convolution(operation: Any) -> int:
 _FLOPS: dict[str, Callable[[Any], int]] = {
     "stablehlo.dot_general": _dot,
     "stablehlo.convolution": _convolution,
-    "chlo.ragged_dot": _ragged,
+    ragged.NAME: _ragged,
 }
 _COUNTED = (*_FLOPS, "stablehlo.custom_call")
 

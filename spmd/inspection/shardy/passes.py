@@ -1,4 +1,4 @@
-"""Shardy's passes on a copy of a lowered module, and what its attributes say.
+"""A module of StableHLO or Shardy: its operations, and what their attributes say.
 
 The interface to MLIR is public (`jax.extend.mlir`); its attributes are read as text, whose form is
 the same at both ends of the range of JAX.
@@ -14,13 +14,11 @@ import math
 import re
 from typing import Any, NamedTuple
 
-from jax.extend.mlir import ir, passmanager
+from jax.extend.mlir import ir
 
-from spmd import _jax
 from spmd.errors import Failure, ReportError, explain
 from spmd.inspection.records.report import Source
 
-_HEAD = re.compile(r"[\w.-]+")
 _DTYPE = re.compile(r"(?:\d+|\?)x")
 
 
@@ -45,111 +43,6 @@ def module_of(lowered: Any, *, subject: str) -> Any:
         error=ReportError,
     )
     raise explain(subject, [failure])
-
-
-def run(module: Any, passes: Sequence[str], *, subject: str) -> Any:
-    """Runs passes, with their options, on a copy of a module, and gives the copy's operation."""
-    parse = passmanager.PassManager.parse
-    with module.context:
-        copy = module.operation.clone().operation
-        operations = _all_in(copy)
-        loops = any(one.name == LOOP for one in operations)
-        _tell_rules(operations)
-        del operations  # which the passes may replace
-        try:
-            manager = parse(f"builtin.module({', '.join(passes)})")
-            if loops:
-                manager = parse(_propagating_twice(str(manager)))
-        except (ValueError, ir.MLIRError) as error:
-            raise explain(subject, [_missing(passes, error)]) from None
-        # On JAX 0.10.2 the records of propagation fail verification on every loop.
-        manager.enable_verifier(False)
-        try:
-            manager.run(copy)
-        except ir.MLIRError as error:
-            failure = Failure(
-                what="cannot be read by Shardy's passes",
-                got=" ".join(str(error).split())[:300],
-                fix="compile it, and see its report",
-                error=ReportError,
-            )
-            raise explain(subject, [failure]) from None
-    return copy
-
-
-def _all_in(copy: Any) -> list[Any]:
-    """All operations of a module, inner ones first: sooner than by `operations_in`."""
-    found: list[Any] = []
-
-    def keep(operation: Any) -> Any:
-        found.append(operation)
-        return ir.WalkResult.ADVANCE
-
-    copy.walk(keep)
-    return found
-
-
-PROPAGATION = "sdy-propagation-pipeline"
-"""Shardy's propagation and what comes before and after it."""
-
-_PROPAGATE = re.compile(r"sdy-user-priority-propagate(\{[^{}]*\})?")
-
-
-def _propagating_twice(pipeline: str) -> str:
-    """A pipeline that propagates again where it does so once, for programs with loops.
-
-    Propagation is over before the shardings of a loop reach the functions that its body calls, such
-    as those that take its turn of a stacked array: whatever they give stays whole. A second one
-    starts from all that the first one knows; numbers of steps go on. Asked for origins, it would
-    say of each that it cannot be found. XLA needs no second one: it has no calls when it
-    propagates, and its loops do not carry what they only read.
-    """
-    # This one writes files if it is told where, and has no name that can be parsed.
-    pipeline = pipeline.replace("sdy-save-module,", "")
-    again = "debug-sharding-origins=true", "debug-sharding-origins=false"
-    return _PROPAGATE.sub(lambda one: f"{one[0]},{one[0].replace(*again)}", pipeline)
-
-
-#: What XLA keeps as a call that it does not partition.
-_OPAQUE = ("chlo.erf",) if _jax.versions.ERF_IS_OPAQUE else ()
-
-_LETTERS = "ijklmnopqrstuvwxyz"
-
-
-def _tell_rules(operations: Iterable[Any]) -> None:
-    """Tells Shardy how operations propagate that XLA replaces before it propagates.
-
-    JAX writes ``chlo.square`` where XLA then has ``stablehlo.multiply``; the pass that replaces it
-    cannot be reached from Python, and Shardy has no rule for it. All that have operands and
-    results of one shape work on each element by itself.
-    """
-    for operation in operations:
-        name = operation.name
-        if not name.startswith("chlo.") or name in _OPAQUE:
-            continue
-        values = [*operation.operands, *operation.results]
-        shape, *others = {dims_of(value.type)[0] for value in values}
-        if others or not 0 < len(shape) <= len(_LETTERS):
-            continue
-        names = _LETTERS[: len(shape)]
-        sizes = ", ".join(f"{name}={size}" for name, size in zip(names, shape, strict=True))
-        sides = (
-            ", ".join([f"[{', '.join(names)}]"] * len(side))
-            for side in (operation.operands, operation.results)
-        )
-        rule = f"#sdy.op_sharding_rule<({')->('.join(sides)}) {{{sizes}}}>"
-        operation.attributes["sdy.sharding_rule"] = ir.Attribute.parse(rule)
-
-
-def _missing(passes: Sequence[str], error: Exception) -> Failure:
-    names = dict.fromkeys(n for p in passes for n in _HEAD.findall(p) if "sdy-" in n)
-    return Failure(
-        what="needs passes of Shardy that this jaxlib does not have",
-        expected=", ".join(names),
-        got=" ".join(str(error).split())[:200],
-        fix="install a release of JAX that spmd is tested with: 0.10.2 up to 0.12",
-        error=ReportError,
-    )
 
 
 # Operations
@@ -245,7 +138,7 @@ def axis_sizes(module: Any) -> dict[str, int]:
     names = apart(module)
     return {
         names.get((symbol, name), name): size
-        for symbol, sizes in _meshes(module).items()
+        for symbol, sizes in meshes(module).items()
         for name, size in sizes.items()
     }
 
@@ -256,7 +149,7 @@ def count_devices(module: Any) -> int:
     return math.prod(int(text.partition(" ")[0] or 1) for text in counts)
 
 
-def _meshes(module: Any) -> dict[str, dict[str, int]]:
+def meshes(module: Any) -> dict[str, dict[str, int]]:
     """Sizes of the axes of each mesh, by its symbol."""
     found = (view.operation for view in block_of(module).operations)
     return {
@@ -277,7 +170,7 @@ def apart(module: Any) -> Names:
     """
     first: dict[str, int] = {}
     names = {}
-    for symbol, sizes in _meshes(module).items():
+    for symbol, sizes in meshes(module).items():
         for name, size in sizes.items():
             if first.setdefault(name, size) != size:
                 names[symbol, name] = f"{name}@{symbol}"
@@ -486,9 +379,23 @@ def count_of(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
     return math.prod(size_of(axis, sizes) for axis in axes)
 
 
+def sharding_text(entries: Iterable[Iterable[str]], mesh: str) -> str:
+    """A sharding as Shardy writes it, all of whose dimensions are closed."""
+    dimensions = ("{" + ", ".join(map(_axis_text, axes)) + "}" for axes in entries)
+    return f"#sdy.sharding<@{mesh}, [{', '.join(dimensions)}]>"
+
+
+def _axis_text(axis: str) -> str:
+    whole = whole_of(axis)
+    return quoted(whole) + axis.removeprefix(whole)
+
+
 def out_sharding(operation: Any) -> Dimensions:
     """The sharding that a collective of Shardy gives its result."""
     return _nth(text_of(operation, "out_sharding"), 0, operation.results[0])
+
+
+_PLACING = ("sdy.sharding_constraint", "sdy.reshard")
 
 
 def sharding_of(value: Any, default: Dimensions | None = None) -> Dimensions:
@@ -498,7 +405,7 @@ def sharding_of(value: Any, default: Dimensions | None = None) -> Dimensions:
         return _entering(value, default)
     if "out_sharding" in operation.attributes:
         return out_sharding(operation)
-    name = "sharding" if operation.name == "sdy.sharding_constraint" else "sdy.sharding"
+    name = "sharding" if operation.name in _PLACING else "sdy.sharding"
     return _nth(text_of(operation, name), value.result_number, value)
 
 

@@ -12,7 +12,7 @@ from spmd.inspection.shardy.flops import flops_of
 from spmd.inspection.shardy.flow import trip_count
 from spmd.inspection.shardy.propagation import Link, Propagation, Value
 
-PRODUCTS = ("dot_general", "convolution")
+PRODUCTS = ("dot_general", "convolution", "ragged_dot")
 
 
 class Product(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from jax.extend.mlir import ir
 
 from spmd.inspection.records.report import Source
-from spmd.inspection.shardy import passes
+from spmd.inspection.shardy import passes, pipeline
 from spmd.inspection.shardy.passes import Dimensions, Rule
 
 _RECORDS = " debug-sharding-origins=true debug-propagation-edge-sharding=true"
@@ -185,8 +185,8 @@ def propagate(module: Any, *, subject: str, steps: bool = True) -> Propagation:
     To record and read where axes come from, by which `steps` they travelled, and the lines of all
     operations, takes most of the time. Without, `frames_at` has the lines of results.
     """
-    pipeline = _PASSES if steps else [one.replace(_RECORDS, "") for one in _PASSES]
-    done = passes.run(module, pipeline, subject=subject)
+    wanted = _PASSES if steps else [one.replace(_RECORDS, "") for one in _PASSES]
+    done = pipeline.run(module, wanted, subject=subject)
     with module.context:
         return _Reader(module.operation, done, steps).read()
 

@@ -19,7 +19,7 @@ import spmd
 from spmd import P
 from spmd.inspection import Report, preview
 from spmd.inspection.compile import preview as compile_preview
-from spmd.inspection.shardy import exchanges, flow, passes
+from spmd.inspection.shardy import exchanges, flow, passes, pipeline
 from spmd.inspection.shardy.targets.sums import is_summed_whole, overlapped_from
 
 CPU = [name for name, (_, backends, _) in programs.PROGRAMS.items() if "cpu" in backends]
@@ -130,7 +130,7 @@ def _sent(f, *args, specs, outs, mesh, platform, slice_of=()):
 
     jitted = jax.jit(f, in_shardings=place(specs), out_shardings=place(outs))
     module = passes.module_of(jitted.lower(*args), subject="test")
-    done = passes.run(module, compile_preview.PASSES, subject="test")
+    done = pipeline.run(module, compile_preview.PASSES, subject="test")
     with module.context:
         return [
             (c.kind, c.mesh_axes, c.dtype, c.executions, c.total_wire_bytes)

@@ -16,7 +16,7 @@ from spmd.inspection import Shape
 from spmd.inspection.findings.values import LARGE, split_of, value_findings
 from spmd.inspection.hlo.text import Computation
 from spmd.inspection.records.report import FINDINGS
-from spmd.inspection.shardy import passes
+from spmd.inspection.shardy import pipeline
 from spmd.inspection.shardy.propagation import propagate
 
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
@@ -68,8 +68,8 @@ def test_nothing_to_say():
 def test_shardy_is_asked_when_the_findings_are(monkeypatch):
     """A report runs none of Shardy's passes before its findings are asked for, and then once."""
     runs = []
-    run = passes.run
-    monkeypatch.setattr(passes, "run", lambda *a, **k: (runs.append(True), run(*a, **k))[1])
+    run = pipeline.run
+    monkeypatch.setattr(pipeline, "run", lambda *a, **k: (runs.append(True), run(*a, **k))[1])
     report = spmd.report(pjit(loss, in_axis_resources=None, mesh=MESH), [W, W], X)
     assert not runs
     assert "unused-axis" in {one.kind for one in report.findings}
@@ -80,8 +80,8 @@ def test_shardy_is_asked_when_the_findings_are(monkeypatch):
 def test_a_time_and_the_findings_share_a_run(monkeypatch):
     """The products for the MFU are those of the run of Shardy's passes that the findings have."""
     runs = []
-    run = passes.run
-    monkeypatch.setattr(passes, "run", lambda *a, **k: (runs.append(True), run(*a, **k))[1])
+    run = pipeline.run
+    monkeypatch.setattr(pipeline, "run", lambda *a, **k: (runs.append(True), run(*a, **k))[1])
     report = spmd.report(pjit(loss, in_axis_resources=None, mesh=MESH), [W, W], X, chip="v5p")
     assert report.time.model_flops == 2 * 2 * 4096 * SIDE * SIDE
     assert report.findings

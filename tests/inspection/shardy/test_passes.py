@@ -5,7 +5,7 @@ from jax.extend.mlir import ir
 import programs
 import pytest
 
-from spmd.inspection.shardy import passes, propagation
+from spmd.inspection.shardy import passes, pipeline, propagation
 
 #: Calls, branches, a `shard_map` and constraints, and no loop.
 LOOPLESS = (
@@ -19,11 +19,11 @@ def test_without_loops_a_second_round_changes_nothing(name):
     """Only a program with loops is propagated twice: in any other the first round says all."""
     lowered, _ = programs.PROGRAMS[name][0](programs.cpu_target())
     module = passes.module_of(lowered, subject="test")
-    pipeline = [one.replace(propagation._RECORDS, "") for one in propagation._PASSES]
-    *before, propagate = pipeline
+    wanted = [one.replace(propagation._RECORDS, "") for one in propagation._PASSES]
+    *before, propagate = wanted
     assert "propagate" in propagate
-    once = passes.run(module, pipeline, subject="test")
-    twice = passes.run(module, [*before, propagate, propagate], subject="test")
+    once = pipeline.run(module, wanted, subject="test")
+    twice = pipeline.run(module, [*before, propagate, propagate], subject="test")
     assert not any(one.name == passes.LOOP for one in passes.operations_in(once))
     assert str(once) == str(twice)
 

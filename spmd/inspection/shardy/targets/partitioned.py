@@ -8,7 +8,7 @@ import functools
 from typing import Any
 
 from spmd.inspection.records.report import Shape, Shapes
-from spmd.inspection.shardy import passes
+from spmd.inspection.shardy import passes, ragged
 from spmd.inspection.shardy.flow import Flow
 from spmd.inspection.shardy.passes import Dimension
 from spmd.inspection.shardy.targets.base import AnyTarget, Exchange, axes_by_dimension, local_shape
@@ -50,7 +50,7 @@ class Partitioned(AnyTarget):
         An all-to-all splits the other operand as the first one is, and the results are summed.
         """
         user, i = only_use(operation)
-        if user is None or user.name != "stablehlo.dot_general":
+        if user is None or user.name != "stablehlo.dot_general" or ragged.stands_in(user):
             return None
         held = passes.sharding_of(operation.operands[0])
         gathered = {d for d, one in enumerate(held) if {*one.axes} & {*asked.mesh_axes}}

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from spmd.inspection.records.report import Shape, Shapes
-from spmd.inspection.shardy import passes
+from spmd.inspection.shardy import passes, ragged
 from spmd.inspection.shardy.targets.base import Exchange, axes_by_dimension, part_of
 from spmd.inspection.shardy.targets.partitioned import (
     Partitioned,
@@ -178,14 +178,14 @@ def _itemsize(shape: Shape) -> float:
 def _takes_bf16(user: Any) -> bool:
     if user.name == "stablehlo.convert":
         return passes.dims_of(user.results[0].type)[1] == "bf16"
-    if user.name != "stablehlo.dot_general":
+    if user.name != "stablehlo.dot_general" or ragged.stands_in(user):
         return False
     return "HIGH" not in passes.text_of(user, "precision_config")
 
 
 def _added(maker: Any, sizes: Mapping[str, int]) -> int:
     """How many products each device adds for an element of a product; 0 for what is none."""
-    if maker is None or maker.name != "stablehlo.dot_general":
+    if maker is None or maker.name != "stablehlo.dot_general" or ragged.stands_in(maker):
         return 0
     dims, _ = passes.dims_of(maker.operands[0].type)
     held = passes.sharding_of(maker.operands[0])

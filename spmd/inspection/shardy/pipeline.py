@@ -1,0 +1,134 @@
+"""Shardy's passes on a copy of a lowered module, as XLA runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+import re
+from typing import Any
+
+from jax.extend.mlir import ir, passmanager
+
+from spmd import _jax
+from spmd.errors import Failure, ReportError, explain
+from spmd.inspection.shardy import passes, ragged
+
+PROPAGATION = "sdy-propagation-pipeline"
+"""Shardy's propagation and what comes before and after it."""
+
+RESHARDS = "func.func(sdy-insert-explicit-reshards{enable-full-version=true})"
+"""Shardy's pass that makes explicit where an operation needs values placed otherwise."""
+
+_HEAD = re.compile(r"[\w.-]+")
+
+
+def run(module: Any, wanted: Sequence[str], *, subject: str) -> Any:
+    """Runs passes, with their options, on a copy of a module, and gives the copy's operation."""
+    with module.context:
+        copy = module.operation.clone().operation
+        operations = _all_in(copy)
+        has_ragged = any(one.name == ragged.NAME for one in operations)
+        _tell_rules(operations)
+        del operations  # which the passes may replace
+        i = wanted.index(RESHARDS) if has_ragged and RESHARDS in wanted else len(wanted)
+        _run(copy, wanted[:i], subject)
+        if i < len(wanted):
+            ragged.replace(copy)
+            _run(copy, wanted[i:], subject)
+    return copy
+
+
+def _run(copy: Any, wanted: Sequence[str], subject: str) -> None:
+    parse = passmanager.PassManager.parse
+    try:
+        manager = parse(f"builtin.module({', '.join(wanted)})")
+        if any(one.name == passes.LOOP for one in _all_in(copy)):
+            manager = parse(_propagating_twice(str(manager)))
+    except (ValueError, ir.MLIRError) as error:
+        raise explain(subject, [_missing(wanted, error)]) from None
+    # On JAX 0.10.2 the records of propagation fail verification on every loop.
+    manager.enable_verifier(False)
+    try:
+        manager.run(copy)
+    except ir.MLIRError as error:
+        failure = Failure(
+            what="cannot be read by Shardy's passes",
+            got=" ".join(str(error).split())[:300],
+            fix="compile it, and see its report",
+            error=ReportError,
+        )
+        raise explain(subject, [failure]) from None
+
+
+def _all_in(copy: Any) -> list[Any]:
+    """All operations of a module, inner ones first: sooner than by `operations_in`."""
+    found: list[Any] = []
+
+    def keep(operation: Any) -> Any:
+        found.append(operation)
+        return ir.WalkResult.ADVANCE
+
+    copy.walk(keep)
+    return found
+
+
+_PROPAGATE = re.compile(r"sdy-user-priority-propagate(\{[^{}]*\})?")
+
+
+def _propagating_twice(pipeline: str) -> str:
+    """A pipeline that propagates again where it does so once, for programs with loops.
+
+    Propagation is over before the shardings of a loop reach the functions that its body calls, such
+    as those that take its turn of a stacked array: whatever they give stays whole. A second one
+    starts from all that the first one knows; numbers of steps go on. Asked for origins, it would
+    say of each that it cannot be found. XLA needs no second one: it has no calls when it
+    propagates, and its loops do not carry what they only read.
+    """
+    # This one writes files if it is told where, and has no name that can be parsed.
+    pipeline = pipeline.replace("sdy-save-module,", "")
+    again = "debug-sharding-origins=true", "debug-sharding-origins=false"
+    return _PROPAGATE.sub(lambda one: f"{one[0]},{one[0].replace(*again)}", pipeline)
+
+
+#: What XLA keeps as a call that it does not partition.
+_OPAQUE = ("chlo.erf",) if _jax.versions.ERF_IS_OPAQUE else ()
+
+
+def _tell_rules(operations: Iterable[Any]) -> None:
+    """Tells Shardy how operations propagate that XLA replaces before it propagates.
+
+    The pass that replaces them cannot be reached from Python, and Shardy has no rule for those of
+    CHLO.
+    """
+    for operation in operations:
+        name = operation.name
+        if not name.startswith("chlo.") or name in _OPAQUE:
+            continue
+        rule = ragged.rule(operation) if name == ragged.NAME else _rule_of_each(operation)
+        if rule:
+            operation.attributes["sdy.sharding_rule"] = ir.Attribute.parse(rule)
+
+
+def _rule_of_each(operation: Any) -> str:
+    """That of an operation that works on each element by itself; empty for others.
+
+    JAX writes ``chlo.square`` where XLA then has ``stablehlo.multiply``. All that have operands and
+    results of one shape work on each element.
+    """
+    values = [*operation.operands, *operation.results]
+    shape, *others = {passes.dims_of(value.type)[0] for value in values}
+    if others or not 0 < len(shape) <= len(ragged.LETTERS):
+        return ""
+    names = ragged.LETTERS[: len(shape)]
+    sides = ([names] * len(side) for side in (operation.operands, operation.results))
+    return ragged.rule_text(*sides, sizes=dict(zip(names, shape, strict=True)))
+
+
+def _missing(wanted: Sequence[str], error: Exception) -> Failure:
+    names = dict.fromkeys(n for p in wanted for n in _HEAD.findall(p) if "sdy-" in n)
+    return Failure(
+        what="needs passes of Shardy that this jaxlib does not have",
+        expected=", ".join(names),
+        got=" ".join(str(error).split())[:200],
+        fix="install a release of JAX that spmd is tested with: 0.10.2 up to 0.12",
+        error=ReportError,
+    )
