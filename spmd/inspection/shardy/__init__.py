@@ -4,6 +4,7 @@ In the order of reading:
 
 - `passes`: the operations of a module, and what their attributes say.
 - `ragged`: products in groups, for which Shardy has no rule and XLA one.
+- `reshards`: the steps in which XLA places a value otherwise.
 - `pipeline`: Shardy's passes on a copy of a module.
 - `flow`: where values go, through calls, loops and branches, and how often loops run.
 - `propagation`: values, operations and steps, as plain data.

@@ -159,6 +159,12 @@ def meshes(module: Any) -> dict[str, dict[str, int]]:
     }
 
 
+def mesh_with(axes: Iterable[str], meshes: Mapping[str, Mapping[str, int]]) -> str | None:
+    """The symbol of a mesh that has some axes; None where there are none, or no such mesh."""
+    wanted = {whole_of(axis) for axis in axes}
+    return next((name for name, sizes in meshes.items() if wanted and wanted <= {*sizes}), None)
+
+
 Names = Mapping[tuple[str, str], str]
 """By symbol of a mesh and name of an axis, what to call it, where that is not its name."""
 
@@ -348,6 +354,12 @@ def shardings_of(text: str, names: Names) -> tuple[Dimensions, ...]:
     )
 
 
+def mesh_in(text: str) -> str:
+    """The symbol of the mesh of the first sharding in an attribute; empty where there is none."""
+    found = _SHARDING.search(text)
+    return found[1].strip('"') if found else ""
+
+
 def written(axis: str, names: Names) -> str:
     """An axis, or a part of one, as the program calls it, whatever `apart` calls it."""
     whole = whole_of(axis)
@@ -383,6 +395,11 @@ def sharding_text(entries: Iterable[Iterable[str]], mesh: str) -> str:
     """A sharding as Shardy writes it, all of whose dimensions are closed."""
     dimensions = ("{" + ", ".join(map(_axis_text, axes)) + "}" for axes in entries)
     return f"#sdy.sharding<@{mesh}, [{', '.join(dimensions)}]>"
+
+
+def per_value(sharding: str) -> str:
+    """The sharding of an operation's only result, as an attribute of the operation."""
+    return f"#sdy.sharding_per_value<[{sharding.removeprefix('#sdy.sharding')}]>"
 
 
 def _axis_text(axis: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 import re
 from typing import Any
 
@@ -10,7 +10,7 @@ from jax.extend.mlir import ir, passmanager
 
 from spmd import _jax
 from spmd.errors import Failure, ReportError, explain
-from spmd.inspection.shardy import passes, ragged
+from spmd.inspection.shardy import passes, ragged, reshards
 
 PROPAGATION = "sdy-propagation-pipeline"
 """Shardy's propagation and what comes before and after it."""
@@ -26,22 +26,34 @@ def run(module: Any, wanted: Sequence[str], *, subject: str) -> Any:
     with module.context:
         copy = module.operation.clone().operation
         operations = _all_in(copy)
-        has_ragged = any(one.name == ragged.NAME for one in operations)
+        has_loops = any(one.name == passes.LOOP for one in operations)
         _tell_rules(operations)
         del operations  # which the passes may replace
-        i = wanted.index(RESHARDS) if has_ragged and RESHARDS in wanted else len(wanted)
-        _run(copy, wanted[:i], subject)
-        if i < len(wanted):
-            ragged.replace(copy)
-            _run(copy, wanted[i:], subject)
+        for number, part in enumerate(_parts(wanted)):
+            if number == 1:
+                reshards.agree(copy, [o for o in _all_in(copy) if o.name not in _OPAQUE])
+                ragged.replace(copy, _all_in(copy))
+            if number == 2:
+                reshards.replace(copy, _all_in(copy))
+            if part:
+                _run(copy, part, subject, has_loops=has_loops)
     return copy
 
 
-def _run(copy: Any, wanted: Sequence[str], subject: str) -> None:
+def _parts(wanted: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Those before exchanges are explicit, the one that makes them so, and those after it."""
+    i = wanted.index(RESHARDS) if RESHARDS in wanted else len(wanted)
+    yield wanted[:i]
+    if i < len(wanted):
+        yield wanted[i : i + 1]
+        yield wanted[i + 1 :]
+
+
+def _run(copy: Any, wanted: Sequence[str], subject: str, *, has_loops: bool) -> None:
     parse = passmanager.PassManager.parse
     try:
         manager = parse(f"builtin.module({', '.join(wanted)})")
-        if any(one.name == passes.LOOP for one in _all_in(copy)):
+        if has_loops:
             manager = parse(_propagating_twice(str(manager)))
     except (ValueError, ir.MLIRError) as error:
         raise explain(subject, [_missing(wanted, error)]) from None

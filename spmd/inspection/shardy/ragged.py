@@ -150,20 +150,18 @@ def split(own: Ragged, shardings: Sequence[Dimensions]) -> dict[str, tuple[str, 
     return {name: axes for name, axes in found.items() if name not in own.whole}
 
 
-def replace(module: Any) -> None:
+def replace(module: Any, operations: Iterable[Any]) -> None:
     """Puts a product that asks for the same exchanges in the place of each one in groups."""
-    meshes = passes.meshes(module)
-    with ir.Location.unknown(module.context):
-        for one in [one for one in passes.operations_in(module) if one.name == NAME]:
-            _replace(one, meshes)
+    for one in [one for one in operations if one.name == NAME]:
+        _replace(one, passes.meshes(module))
 
 
 def _replace(operation: Any, meshes: Mapping[str, Mapping[str, int]]) -> None:
     own = read(operation)
     values = (*operation.operands, operation.results[0])
     shardings = [passes.sharding_of(value) for value in values]
-    axes = {passes.whole_of(a) for each in shardings for one in each for a in one.axes}
-    mesh = next((name for name, sizes in meshes.items() if axes and axes <= {*sizes}), None)
+    axes = {axis for each in shardings for one in each for axis in one.axes}
+    mesh = passes.mesh_with(axes, meshes)
     if mesh is None:
         return
     chosen = split(own, shardings)
@@ -173,10 +171,8 @@ def _replace(operation: Any, meshes: Mapping[str, Mapping[str, int]]) -> None:
 
     def placed(value: Any, names: Iterable[str]) -> Any:
         """A value that is made here, and where it is."""
-        text = passes.sharding_text(entries(names), mesh).removeprefix("#sdy.sharding")
-        value.owner.attributes["sdy.sharding"] = ir.Attribute.parse(
-            f"#sdy.sharding_per_value<[{text}]>"
-        )
+        text = passes.per_value(passes.sharding_text(entries(names), mesh))
+        value.owner.attributes["sdy.sharding"] = ir.Attribute.parse(text)
         return value
 
     def moved(value: Any, held: Dimensions, wanted: list[tuple[str, ...]]) -> Any:

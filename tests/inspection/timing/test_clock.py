@@ -228,7 +228,7 @@ def test_a_program_without_cycles_is_predicted():
     # A megabyte read and one written at 10 GB/s; 1,024 FLOPs of a million in a second.
     assert found.memory == pytest.approx(0.2e-3)
     assert found.compute == pytest.approx(1.024e-3)
-    assert found.unknown[0].startswith("every product is taken at the peak")
+    assert found.unknown[0].startswith("products are taken at the peak")
 
 
 def test_a_layer_is_one_iteration_of_the_longest_loop():
