@@ -195,7 +195,7 @@ def _steps(source: Placement, free: Atoms, target: Placement) -> Iterator[Placem
     asked = left * math.prod(before) // math.prod(after)
     new = [d for d in grown if before[d] == 1 and after[d] % left == 0]
     like = [d for d in sorted((*shrunk, *grown)) if before[d] * left == asked]
-    if left == asked and (moved := _moved(source, before, after)):
+    if left == asked and (moved := _moved(source, target)):
         yield from moved
     elif asked == 1 < left and not source[0] and (*source[1:], free) == target:
         yield (*source[1:], ())
@@ -212,17 +212,18 @@ def _steps(source: Placement, free: Atoms, target: Placement) -> Iterator[Placem
 def _sliced(source: Placement, d: int, free: Atoms, target: Placement) -> list[Placement]:
     """A dimension that nothing splits in slices of the devices that have the same, then moves."""
     sliced = _with(source, d, free)
-    before, after = (tuple(map(_count, one)) for one in (sliced, target))
-    moved = _moved(sliced, before, after)
-    return [sliced, *moved] if moved or before == after else []
+    moved = _moved(sliced, target)
+    return [sliced, *moved] if moved else []
 
 
-def _moved(source: Placement, before: Sequence[int], after: Sequence[int]) -> list[Placement]:
+def _moved(source: Placement, target: Placement) -> list[Placement]:
     """The placements while dimensions give parts of theirs to others; none where that cannot be.
 
     Each gives its minor parts where another one asks for as many times more; or else all of them,
-    where there are the numbers of parts of before, in another order.
+    where there are the numbers of parts of before, in another order. Where XLA takes an axis, or
+    several, apart in another order than they are in, Shardy's way is kept.
     """
+    before, after = (tuple(map(_count, one)) for one in (source, target))
     sizes = [*enumerate(zip(before, after, strict=True))]
     pairs = _alike(
         {d: a / b for d, (a, b) in sizes if a > b}, {d: b / a for d, (a, b) in sizes if b > a}
@@ -241,7 +242,7 @@ def _moved(source: Placement, before: Sequence[int], after: Sequence[int]) -> li
         one, d = pairs.pop(at)
         minor = source[one] if is_all else _minor(source[one], before[one] // after[one])
         if minor is None:
-            return []
+            return [target]
         kept = source[one][: len(source[one]) - len(minor)]
         source = _with(_with(source, one, kept), d, (*source[d], *minor))
         found.append(source)

@@ -51,6 +51,8 @@ def _between(before, after, sizes):
         ("m,d", "d,-", GRID, ["-,d"]),
         # Dimensions change their numbers of parts around.
         ("d,m,-", "m,-,d", GRID, ["-,m,d"]),
+        # The minor parts of 2 x 3 are three: XLA takes them apart in the other order, or aborts.
+        ("dm,-", "m,d", (("d", 2), ("m", 3)), []),
         # What stays in as many parts does; what was gathered is sliced in its order.
         ("dk,-,m", "-,m,d", CUBE, ["-,-,m", "-,d,m"]),
         ("dmk,-,-", "d,m,k", CUBE, ["d,-,-"]),
@@ -95,7 +97,7 @@ def _compared(seed, sizes):
     return (before, after), told.total.wire_bytes, made.total.wire_bytes
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_places(seed):
     """Whatever the two places are, a preview tells the bytes that the compiled program sends."""
     sizes = {"d": 4, "m": 2} if seed % 2 else {"d": 2, "m": 2, "k": 2}
