@@ -14,11 +14,11 @@ from jax.extend.mlir.dialects import sdy
 
 from spmd.errors import ArgumentError, Failure
 from spmd.inspection.records.plan import Entries, Pin
-from spmd.inspection.shardy import passes
+from spmd.inspection.shardy import passes, ragged
 from spmd.planner.demand import TABLES, Demand
 from spmd.planner.graph import TRANSPOSE, numbered, turned
 from spmd.planner.layout import Fixed, Layout, places_of, spec_entries
-from spmd.planner.structure import RAGGED, Graph, Operation, pinned
+from spmd.planner.structure import Graph, Operation, pinned
 from spmd.planner.sums import regroup
 
 
@@ -125,7 +125,7 @@ class Pinned:
 
 
 def _name_in_module(one: Operation) -> str:
-    return f"{'chlo' if one.name == RAGGED else 'stablehlo'}.{one.name}"
+    return ragged.NAME if one.name == ragged.KIND else f"stablehlo.{one.name}"
 
 
 def _together(
@@ -230,11 +230,8 @@ def pin(module: Any, pins: Sequence[Pin], mesh: str = "mesh") -> None:
                         operation, n, _sharding(entries, mesh), held
                     )
             for result, entries in _results(operation, one):
-                users, asked = [*result.uses], _sharding(entries, mesh)
-                with ir.InsertionPoint.after(result.owner):
-                    value = sdy.ShardingConstraintOp(result, asked).result
-                for use in users:
-                    passes.operation_of(use.owner).operands[use.operand_number] = value
+                asked = _sharding(entries, mesh)
+                value = passes.placed_after(result, sdy.ShardingConstraintOp, asked)
                 held[value, str(asked), operation.block] = value
 
 

@@ -7,10 +7,11 @@ import functools
 import math
 from typing import NamedTuple
 
+from spmd.inspection.shardy import ragged
 from spmd.inspection.shardy.targets.sums import is_left_whole, overlapped_from
 from spmd.planner.demand import Demand, Exchanged
 from spmd.planner.machine import Machine
-from spmd.planner.structure import RAGGED, WINDOW
+from spmd.planner.structure import WINDOW
 
 # Products of smaller sizes take as long as the matrix units are busy with parts of them, or as the
 # vector units are with what is fused into them: a `gelu` adds 16 of its 71 us to a compiled one,
@@ -129,7 +130,7 @@ class Product:
     def _seconds(self, sides: Sides, again: float) -> float:
         one, machine = self.demand.one, self.machine
         flops = one.flops / self.demand.times([*self.demand.chosen])
-        if one.name == RAGGED:
+        if one.name == ragged.KIND:
             return machine.kernels(flops)
         seconds = machine.computing(machine.chip.taken(flops, one.types))
         if _is_large(sides):
@@ -229,7 +230,7 @@ class Product:
     def _goes_around(self, sent: Exchanged) -> bool:
         """Whether an exchange is done in parts, beside the product that needs or makes them."""
         one = self.demand.one
-        if sent.kind not in _RINGS or not one.flops or one.name == RAGGED:
+        if sent.kind not in _RINGS or not one.flops or one.name == ragged.KIND:
             return False
         if not self.machine.chip.multipliers:
             return False

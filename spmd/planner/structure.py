@@ -15,9 +15,6 @@ _MOST_OTHERS = 12
 WINDOW = "window"
 """The factor of a convolution's window, where its rule has none: no layout splits it."""
 
-RAGGED = "ragged_dot"
-"""A product in groups, for which compilers have a kernel."""
-
 UPDATES = ("dynamic_update_slice", "scatter")
 """Operations that write into their first operand."""
 

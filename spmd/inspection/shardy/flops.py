@@ -106,7 +106,7 @@ def device_work(found: Propagation, chip: Chip | None = None) -> Work:
 def _axes_of(link: Link, found: Propagation) -> set[str]:
     """The axes that split an operation."""
     values = [found.values[i] for i in link.values]
-    if values[-1].operation is not None and values[-1].operation.name == ragged.NAME:
+    if link.name == ragged.KIND:
         own = ragged.read(values[-1].operation)
         chosen = ragged.split(own, [one.dimensions for one in values])
         return {axis for axes in chosen.values() for axis in axes}

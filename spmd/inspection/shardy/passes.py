@@ -256,6 +256,9 @@ class Rule(NamedTuple):
     stops: frozenset[str] = frozenset()
 
 
+FACTORS = "ijklmnopqrstuvwxyz"
+"""What factors are called in rules that are written here."""
+
 _FACTOR = re.compile(r"[a-z](?:_\d+)?")
 _FACTOR_SIZE = re.compile(r"([a-z](?:_\d+)?)=(\d+)")
 _STOPS = re.compile(r"blocked_propagation=\{([^}]*)\}")
@@ -272,6 +275,20 @@ def parse_rule(text: str) -> Rule:
     sizes = {name: int(size) for name, size in _FACTOR_SIZE.findall(rest.partition("}")[0])}
     stops = frozenset(name for found in _STOPS.findall(rest) for name in _FACTOR.findall(found))
     return Rule(factors, sizes, stops)
+
+
+def rule_text(
+    operands: Iterable[Iterable[str]],
+    results: Iterable[Iterable[str]],
+    *,
+    sizes: Mapping[str, int],
+    kinds: Mapping[str, Sequence[str]] | None = None,
+) -> str:
+    """A rule as Shardy writes it, from the factors of each dimension."""
+    sides = (", ".join(f"[{', '.join(one)}]" for one in side) for side in (operands, results))
+    said = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    more = (f"{kind}={{{', '.join(names)}}}" for kind, names in (kinds or {}).items() if names)
+    return f"#sdy.op_sharding_rule<({')->('.join(sides)}) {' '.join([f'{{{said}}}', *more])}>"
 
 
 def identity(count: int, shape: Sequence[int]) -> Rule:
@@ -442,6 +459,16 @@ def _nth(text: str, i: int, value: Any) -> Dimensions:
     found = shardings_in(text)
     dims, _ = dims_of(value.type)
     return found[i] if i < len(found) else open_sharding(len(dims))
+
+
+def placed_after(result: Any, kind: Any, sharding: Any) -> Any:
+    """What a kind of operation makes of a result, for all that used it before."""
+    users = [*result.uses]
+    with ir.InsertionPoint.after(result.owner):
+        placed = kind(result, sharding).result
+    for use in users:
+        operation_of(use.owner).operands[use.operand_number] = placed
+    return placed
 
 
 # Places

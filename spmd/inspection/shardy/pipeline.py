@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 import re
 from typing import Any
 
@@ -29,24 +29,17 @@ def run(module: Any, wanted: Sequence[str], *, subject: str) -> Any:
         has_loops = any(one.name == passes.LOOP for one in operations)
         _tell_rules(operations)
         del operations  # which the passes may replace
-        for number, part in enumerate(_parts(wanted)):
-            if number == 1:
-                reshards.agree(copy, [o for o in _all_in(copy) if o.name not in _OPAQUE])
-                ragged.replace(copy, _all_in(copy))
-            if number == 2:
-                reshards.replace(copy, _all_in(copy))
-            if part:
-                _run(copy, part, subject, has_loops=has_loops)
+        i = wanted.index(RESHARDS) if RESHARDS in wanted else len(wanted)
+        _run(copy, wanted[:i], subject, has_loops=has_loops)
+        if i < len(wanted):
+            operations = _all_in(copy)
+            reshards.agree(copy, [one for one in operations if one.name not in _OPAQUE])
+            ragged.replace(copy, operations)
+            del operations
+            _run(copy, [RESHARDS], subject, has_loops=has_loops)
+            reshards.replace(copy, _all_in(copy))
+            _run(copy, wanted[i + 1 :], subject, has_loops=has_loops)
     return copy
-
-
-def _parts(wanted: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Those before exchanges are explicit, the one that makes them so, and those after it."""
-    i = wanted.index(RESHARDS) if RESHARDS in wanted else len(wanted)
-    yield wanted[:i]
-    if i < len(wanted):
-        yield wanted[i : i + 1]
-        yield wanted[i + 1 :]
 
 
 def _run(copy: Any, wanted: Sequence[str], subject: str, *, has_loops: bool) -> None:
@@ -128,11 +121,11 @@ def _rule_of_each(operation: Any) -> str:
     """
     values = [*operation.operands, *operation.results]
     shape, *others = {passes.dims_of(value.type)[0] for value in values}
-    if others or not 0 < len(shape) <= len(ragged.LETTERS):
+    if others or not 0 < len(shape) <= len(passes.FACTORS):
         return ""
-    names = ragged.LETTERS[: len(shape)]
+    names = passes.FACTORS[: len(shape)]
     sides = ([names] * len(side) for side in (operation.operands, operation.results))
-    return ragged.rule_text(*sides, sizes=dict(zip(names, shape, strict=True)))
+    return passes.rule_text(*sides, sizes=dict(zip(names, shape, strict=True)))
 
 
 def _missing(wanted: Sequence[str], error: Exception) -> Failure:

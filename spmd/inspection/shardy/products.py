@@ -7,12 +7,12 @@ import functools
 import math
 from typing import NamedTuple
 
-from spmd.inspection.shardy import passes
+from spmd.inspection.shardy import passes, ragged
 from spmd.inspection.shardy.flops import flops_of
 from spmd.inspection.shardy.flow import trip_count
 from spmd.inspection.shardy.propagation import Link, Propagation, Value
 
-PRODUCTS = ("dot_general", "convolution", "ragged_dot")
+PRODUCTS = ("dot_general", "convolution", ragged.KIND)
 
 
 class Product(NamedTuple):

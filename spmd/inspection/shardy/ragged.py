@@ -9,7 +9,7 @@ rule; and where they make exchanges explicit, they are given a product that asks
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import math
 from typing import Any, NamedTuple
 
@@ -19,10 +19,8 @@ from jax.extend.mlir.dialects import sdy, stablehlo
 from spmd.inspection.shardy import passes
 from spmd.inspection.shardy.passes import Dimensions
 
-NAME = "chlo.ragged_dot"
-LETTERS = "ijklmnopqrstuvwxyz"
-"""The names of factors."""
-
+KIND = "ragged_dot"
+NAME = f"chlo.{KIND}"
 _MARK = "spmd.ragged"
 
 
@@ -57,7 +55,7 @@ def read(operation: Any) -> Ragged:
     """Reads a product in groups."""
     shapes = [passes.dims_of(one.type)[0] for one in operation.operands]
     numbers = passes.numbers_of(operation, "ragged_dot_dimension_numbers")
-    names, sizes = iter(LETTERS), {}
+    names, sizes = iter(passes.FACTORS), {}
 
     def new(size: int) -> str:
         name = next(names)
@@ -72,10 +70,7 @@ def read(operation: Any) -> Ragged:
     group = new(shapes[2][-1])
     for i in numbers.get("rhs_group_dimensions", ()):
         right[i] = group
-    rows, columns = (
-        [name for name in held if not name] and _fill(held, shape, new)
-        for held, shape in ((left, shapes[0]), (right, shapes[1]))
-    )
+    rows, columns = _fill(left, shapes[0], new), _fill(right, shapes[1], new)
     summed = [left[i] for i in numbers.get("lhs_contracting_dimensions", ())]
     batch = [left[i] for i in numbers.get("lhs_batching_dimensions", ())]
     ragged = {left[i] for i in numbers["lhs_ragged_dimensions"]}
@@ -92,7 +87,7 @@ def read(operation: Any) -> Ragged:
     )
 
 
-def _fill(held: list[str], shape: Sequence[int], new: Any) -> list[str]:
+def _fill(held: list[str], shape: Sequence[int], new: Callable[[int], str]) -> list[str]:
     """Names the dimensions that have none, and gives their names."""
     found = []
     for i, size in enumerate(shape):
@@ -106,24 +101,10 @@ def rule(operation: Any) -> str:
     """The rule of a product in groups, as Shardy writes it."""
     own = read(operation)
     added = [name for name in own.summed if name not in own.whole]
-    return rule_text(
+    return passes.rule_text(
         (own.left, own.right, own.counts), (own.made,), sizes=own.sizes,
         kinds={"reduction": added, "need_replication": own.whole},
     )  # fmt: skip
-
-
-def rule_text(
-    operands: Iterable[Iterable[str]],
-    results: Iterable[Iterable[str]],
-    *,
-    sizes: Mapping[str, int],
-    kinds: Mapping[str, Sequence[str]] | None = None,
-) -> str:
-    """A rule as Shardy writes it, from the factors of each dimension."""
-    sides = (", ".join(f"[{', '.join(one)}]" for one in side) for side in (operands, results))
-    said = ", ".join(f"{name}={size}" for name, size in sizes.items())
-    more = (f"{kind}={{{', '.join(names)}}}" for kind, names in (kinds or {}).items() if names)
-    return f"#sdy.op_sharding_rule<({')->('.join(sides)}) {' '.join([f'{{{said}}}', *more])}>"
 
 
 def split(own: Ragged, shardings: Sequence[Dimensions]) -> dict[str, tuple[str, ...]]:
@@ -152,8 +133,9 @@ def split(own: Ragged, shardings: Sequence[Dimensions]) -> dict[str, tuple[str, 
 
 def replace(module: Any, operations: Iterable[Any]) -> None:
     """Puts a product that asks for the same exchanges in the place of each one in groups."""
+    meshes = passes.meshes(module)
     for one in [one for one in operations if one.name == NAME]:
-        _replace(one, passes.meshes(module))
+        _replace(one, meshes)
 
 
 def _replace(operation: Any, meshes: Mapping[str, Mapping[str, int]]) -> None:

@@ -84,15 +84,10 @@ def agree(module: Any, operations: Iterable[Any]) -> None:
     known: dict[Any, Axes] = {}
     for one in operations:
         if one.name in _ELEMENTWISE or (one.name.startswith("chlo.") and one.name != ragged.NAME):
-            place = _place_of(one)
+            place = passes.entry_of(one.attributes, _PLACE)
             if not all(_is_at(operand, place) for operand in one.operands):
                 with one.location:
                     _agree(one, meshes, known)
-
-
-def _place_of(operation: Any) -> Any:
-    attributes = operation.attributes
-    return attributes[_PLACE] if _PLACE in attributes else None  # noqa: SIM401  MLIR's have no `get`
 
 
 def _is_at(value: Any, place: Any) -> bool:
@@ -100,7 +95,7 @@ def _is_at(value: Any, place: Any) -> bool:
     operation = passes.maker_of(value)
     if place is None or operation is None or len(operation.results) > 1:
         return False
-    own = _place_of(operation)
+    own = passes.entry_of(operation.attributes, _PLACE)
     return own is not None and own == place
 
 
@@ -122,13 +117,10 @@ def _agree(operation: Any, meshes: Mapping[str, Mapping[str, int]], known: dict[
         return
     asked = ir.Attribute.parse(passes.sharding_text(wanted, mesh))
     if len(places) == 1 < len(held):
-        users, (own,) = [*result.uses], places
+        (own,) = places
         text = passes.per_value(passes.sharding_text(own, mesh))
         operation.attributes[_PLACE] = ir.Attribute.parse(text)
-        with ir.InsertionPoint.after(operation):
-            moved = sdy.ReshardOp(result, asked).result
-        for use in users:
-            passes.operation_of(use.owner).operands[use.operand_number] = moved
+        passes.placed_after(result, sdy.ReshardOp, asked)
         return
     with ir.InsertionPoint(operation):
         for n, axes in held.items():

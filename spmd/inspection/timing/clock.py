@@ -61,8 +61,9 @@ _HOST_SPACE = "S(5)"
 ASSUMED_PEAK = (
     "products are taken at the peak of bf16, or at twice that for 8 bits where the chip has it"
 )
+"""What is assumed of products where no compiler tells how long they take."""
 PREDICTED = f"{ASSUMED_PEAK}, and all else at the bandwidth of main memory"
-"""What is assumed where no compiler tells how long anything takes."""
+"""What is assumed where none tells how long anything takes."""
 
 Axes: TypeAlias = tuple[str, ...]
 _Key: TypeAlias = str | tuple[str, str]
