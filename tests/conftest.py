@@ -1,6 +1,7 @@
 """Settings that every test runs under; they have to stand before anything imports JAX."""
 
 import collections
+import gc
 import os
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("SPMD_TEST_PLATFORM", "cpu")
@@ -21,6 +22,8 @@ import pytest
 
 import spmd
 import spmd.host_callback  # it asks for threads, which has to be before JAX starts
+
+gc.disable()  # until all tests are collected: they stay as long as the process
 
 
 def pytest_addoption(parser):
@@ -69,6 +72,14 @@ def pytest_collection_modifyitems(config, items):
     if others:
         config.hook.pytest_deselected(items=[item for item in items if item in others])
         items[:] = [item for item in items if item not in others]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop():
+    """Has the garbage collector pass over JAX and the tests: it would walk them at each pass."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

@@ -1111,7 +1111,7 @@ RISKY = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.parametrize("case", RISKY)
 def test_array_that_is_gone_never_crashes(case):
     """Using a donated or deleted array is an exception at every call, never a crash."""

@@ -323,7 +323,7 @@ def transforms_of(program):
     return found
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @programs
 def test_transformed_under_jit(program, mesh):
     """Every transformation of a program gives under `jax.jit` what the peer gives."""
@@ -435,6 +435,7 @@ def test_two_meshes_of_the_same_devices_in_one_jit(mesh):
 # Calls in calls
 
 
+@pytest.mark.slow
 def test_mixed_nesting_of_jit_and_pjit(mesh):
     """`pjit`, `jit` and loops nest four deep in every order, under a gradient."""
     wrap = by_pjit(mesh)

@@ -156,7 +156,7 @@ def test_counts_of_policies_differ():
 VALUES = ("default", "everything", "dots", "two names", "anything but names", "offloaded names")
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.parametrize("place", ["around", "inside"])
 @pytest.mark.parametrize("name", VALUES)
 def test_values_under_a_policy(name, place, mesh):

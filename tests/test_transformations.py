@@ -126,7 +126,7 @@ FOUND = {
 }  # fmt: skip
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.parametrize("case", FOUND.values(), ids=FOUND)
 def test_cases_that_once_failed(case):
     """What the sampler once found holds."""

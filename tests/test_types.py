@@ -342,7 +342,7 @@ def test_empty_beside_full(mesh):
 # Keys
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_arrays_of_keys(impl, mesh):
     """An array of typed keys is split like any other, in, out, moved, and under transformations."""

@@ -15,7 +15,7 @@ from spmd.errors import Failure, PlanError, explain
 from spmd.inspection.records.plan import Placed, Plan
 from spmd.planner.api import Wish, plan_program, versions
 from spmd.planner.asked import hardware
-from spmd.planner.plans import Pinner, other_mesh, stale, subject_of
+from spmd.planner.plans import other_mesh, pinner, stale, subject_of
 from spmd.planner.verify import Program, open_leaves, spec_of_entries
 from spmd.planner.written import fixed_of
 
@@ -54,7 +54,7 @@ def plan_of_call(binding: Binding, fun: Callable, options: Any, signature: Any) 
         call,
         in_axis_resources=ins,
         out_axis_resources=_given(call.out_axis_resources, plan.results),
-        pins=Pinner(subject_of(plan), plan.program, plan.pins) if plan.pins else None,
+        pins=pinner(plan, call.mesh),
     )
     return call, plan
 

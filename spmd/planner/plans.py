@@ -8,7 +8,7 @@ import hashlib
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 import jax.tree_util as jtu
 
 from spmd import _mesh
@@ -164,11 +164,15 @@ class Pinner:
         subject: the first words of a message.
         program: fingerprint of what was planned.
         pins: of the plan.
+        planned_for: the kind of the devices that it is for.
+        here: the kind of those that the program is lowered for.
     """
 
     subject: str
     program: str
     pins: tuple[Any, ...]
+    planned_for: str
+    here: str
 
     def __call__(self, module: Any) -> None:
         """Edits a module.
@@ -176,20 +180,40 @@ class Pinner:
         Raises:
             PlanError: it is of another program.
         """
-        if fingerprint(module) != self.program:
-            failure = Failure(
-                what="is of another program: its products, gathers or scatters differ",
-                expected=f"the program {self.program}, which was planned",
-                got=f"the program {fingerprint(module)}",
-                fix="plan again for this program",
-                error=PlanError,
-            )
-            raise explain(self.subject, [failure])
+        if (found := fingerprint(module)) != self.program:
+            raise explain(self.subject, [self._other_program(found)])
         try:
             pin(module, self.pins)
         except MisfitError as e:
             failure = dataclasses.replace(e.args[0], error=PlanError)
             raise explain(self.subject, [failure]) from None
+
+    def _other_program(self, found: str) -> Failure:
+        failure = Failure(
+            what="is of another program: its products, gathers or scatters differ",
+            expected=f"the program {self.program}, which was planned",
+            got=f"the program {found}",
+            fix="plan again for this program",
+            error=PlanError,
+        )
+        if self.planned_for == self.here:
+            return failure
+        # `jax.lax.ragged_dot` is one operation on TPUs and several elsewhere.
+        return dataclasses.replace(
+            failure,
+            expected=f"{failure.expected} as JAX lowers it for {self.planned_for!r}",
+            got=f"{failure.got}, lowered for {self.here!r}",
+            fix="plan again for these devices: JAX may lower a function otherwise for others",
+        )
+
+
+def pinner(plan: Plan, mesh: Any) -> Pinner | None:
+    """What writes the pins of a plan into a program for a mesh; None where it has none."""
+    if not plan.pins:
+        return None
+    is_abstract = isinstance(mesh, AbstractMesh)  # of which no device says its kind
+    here = plan.device_kind if is_abstract else mesh.devices.flat[0].device_kind
+    return Pinner(subject_of(plan), plan.program, plan.pins, plan.device_kind, here)
 
 
 def code_of(plan: Plan) -> str:

@@ -230,12 +230,24 @@ def _swaps(
     for name, found in files.items():
         for codes in found:
             known.setdefault((name, codes.plain.co_qualname), []).append(codes)
-    for one in gc.get_objects():
+    for one in _objects():
         if type(one) is types.FunctionType:
             code = one.__code__
             same = known.get((code.co_filename, code.co_qualname), ())
             if match := next((codes for codes in same if codes.plain == code), None):
                 yield one, _Codes(code, match.marked)
+
+
+def _objects() -> list[Any]:
+    """All that the garbage collector knows, what `gc.freeze` has set apart too."""
+    if not gc.get_freeze_count():
+        return gc.get_objects()
+    gc.collect()  # what is frozen again is what is there: no garbage is to be among it
+    gc.unfreeze()
+    try:
+        return gc.get_objects()
+    finally:
+        gc.freeze()
 
 
 def expressions_of(locations: Iterable[Any]) -> tuple[list[Expression], list[Span]]:

@@ -28,12 +28,10 @@ def run(role, path, **env):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "hoisted",
-    [
-        pytest.param("0", id="constants-inside"),
-        pytest.param("1", id="constants-as-arguments", marks=pytest.mark.slow),
-    ],
+    [pytest.param("0", id="constants-inside"), pytest.param("1", id="constants-as-arguments")],
 )
 def test_another_process(tmp_path, hoisted):
     """Values and report are the same, and the other process traces, lowers and compiles nothing.

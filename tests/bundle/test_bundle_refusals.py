@@ -131,6 +131,7 @@ def test_nan_beside_leaves(tmp_path):
     assert refused(lambda b: b.inside, tmp_path / "f", box) == NAN
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_devices_that_are_only_described(tmp_path):
     """A program for a described topology has no devices to run on, here or where it is loaded."""

@@ -287,6 +287,7 @@ def test_an_interrupt_before_any_plan(monkeypatch, capsys):
 # The planner itself
 
 
+@pytest.mark.slow
 def test_nothing_fits(capsys):
     """A memory that no plan keeps to is exit code 1, with the nearest one."""
     assert run(*ON_CPUS, "--memory", "1KB", "--top", "0", "--no-progress") == 1

@@ -48,7 +48,8 @@ def said_by(run, process):
     return [match[0] for match in found if match]
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
 def test_a_killed_worker(tmp_path, processes):
     """Who waits in a collective for it ends, and says where it was; so do all others."""
     run = train(tmp_path, 1, "os.kill(os.getpid(), signal.SIGKILL)", processes, 8 // processes)

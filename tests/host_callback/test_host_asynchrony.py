@@ -262,7 +262,7 @@ def test_nothing_starts_at_import():
     assert run_alone(script) == ["0"]
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.parametrize("way", ["one device", "eight devices", "pjit", "shard_map"])
 def test_pending_taps_at_exit(way):
     """What is pending when the interpreter ends is delivered, in order, and it ends with code 0."""

@@ -30,7 +30,7 @@ def run_row(cores, layout, way, touch, sizes):
     assert len(out.splitlines()) == 3 * len(sizes) + 1
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.parametrize(
     ("cores", "layout", "way", "touch"),
     [

@@ -72,7 +72,7 @@ def test_import_after_jax_has_started():
         assert (said, taps) == ([], str([i for i in range(3) for _ in range(8)]))
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.parametrize("given", [None, "5"])
 def test_threads_for_programs_of_host_functions(given):
     """There are threads for two more programs per device, or as many as the user says."""

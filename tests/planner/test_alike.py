@@ -14,6 +14,7 @@ from spmd.planner.verify import Program
 NAMES = ("q", "o", "up", "down")
 
 
+@pytest.mark.slow
 def test_layers_written_out_have_the_classes_of_one():
     """Four layers have as many classes as a scan of four, and each layer's are the first one's."""
     found, scanned = graph_named("unrolled"), graph_named("gpt")

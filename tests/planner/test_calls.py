@@ -190,8 +190,9 @@ def test_a_plan_of_another_program_is_refused(plan, args, mesh):
         with pytest.raises(spmd.PlanError, match="is of another program: x differs") as caught:
             pjit(step, plan=plan)(w, x[:32])
         assert "f32[64,32]" in str(caught.value)
-        with pytest.raises(spmd.PlanError, match="its products, gathers or scatters differ"):
+        with pytest.raises(spmd.PlanError, match="its products, gathers or scatters") as caught:
             pjit(other, plan=plan)(w, x)
+        assert "lowered for" not in str(caught.value)
         with pytest.raises(spmd.PlanError, match="result"):
             pjit(lambda w, x: x @ w["up"], plan=plan)(w, x)
 

@@ -135,6 +135,7 @@ def test_the_search_follows_what_is_fixed():
     assert best.cost.seconds >= free.cost.seconds - 1e-9
 
 
+@pytest.mark.slow
 def test_a_fixed_weight_makes_a_layout_of_its_own():
     """With the table of words split by `model`, that axis splits words first, not examples."""
     found = graph_named("gpt")

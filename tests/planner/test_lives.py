@@ -204,6 +204,7 @@ def test_operands_of_products_in_parts_are_kept():
 
 @needs_libtpu
 @pytest.mark.slow
+@pytest.mark.soak
 def test_operands_of_products_in_parts_are_kept_by_libtpu():
     """As many more hidden values are there at its peak."""
 

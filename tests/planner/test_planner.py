@@ -453,6 +453,7 @@ def test_pins_of_another_program_are_refused(mlp, mesh):
         pinned(other.lowered(mesh), pins)
 
 
+@pytest.mark.slow
 def test_choices_of_several_meshes():
     """The best one computes what the function computes, keeps to the budget, and comes first."""
     meshes = [spmd.make_mesh({"data": 8 // m, "model": m}) for m in (1, 2)]

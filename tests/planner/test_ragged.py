@@ -78,3 +78,8 @@ def test_a_plan_of_experts_that_drop_nothing():
     assert spmd.report(plain).time.seconds > 1.5 * plan.seconds
     told, made = spmd.preview(own), spmd.report(own)
     assert told.total.wire_bytes == pytest.approx(made.total.wire_bytes, rel=0.02)
+    # CPU devices multiply by other operations.
+    with spmd.make_mesh(dict(plan.axes)), pytest.raises(spmd.PlanError) as caught:
+        pjit(step, plan=plan).lower(PARAMS, X)
+    assert f"as JAX lowers it for {plan.device_kind!r}" in str(caught.value)
+    assert "lowered for 'cpu'" in str(caught.value)

@@ -199,7 +199,7 @@ def compiles_of_jax():
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.filterwarnings("ignore::spmd.DonationWarning")
 @pytest.mark.parametrize("case", TRANSFORMED)
 def test_an_eager_transformation_compiles_once(case):

@@ -135,7 +135,7 @@ def in_order(axis):
     return isinstance(axis, str) or [*axis] == sorted(axis)
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.parametrize("axis", ["i", "j", *slow(("i", "j"), ("j", "i"))], ids=str)
 def test_collectives_of_two_levels(axis):
     """Each collective over the outer, the inner and both axes, and its gradient, are vmap's."""

@@ -295,6 +295,7 @@ def holds(spec, shape, element, device):
     return True
 
 
+@pytest.mark.slow
 @many
 @given(spec_and_shape())
 def test_indices_are_those_of_brute_force(drawn):

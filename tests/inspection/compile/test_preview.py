@@ -377,7 +377,11 @@ def test_vectors_and_few_rows_are_summed_whole_on_tpu(shape, kind, newest):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", ["v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x2"])
+@pytest.mark.parametrize(
+    "topology",
+    ["v5e:2x4", "tpu7x:2x2x2"]
+    + [pytest.param(one, marks=pytest.mark.soak) for one in ("v5p:2x2x2", "v6e:2x4")],
+)
 def test_vectors_and_few_rows_as_the_compiler_sums_them(topology):
     """The prediction and libtpu agree on all of these."""
     require_libtpu()

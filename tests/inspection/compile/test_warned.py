@@ -256,6 +256,7 @@ def test_who_silences(config, variable, unwanted, monkeypatch):
     assert set_to == ([1, 1 + len(unwanted)] if unwanted else [])
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_described_tpus(capfd):
     """Their compiler logs its warnings to a file, and they become findings all the same."""

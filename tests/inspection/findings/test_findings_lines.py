@@ -106,7 +106,7 @@ def test_large_values(library, name):
     assert lines("replicated-value", fun, None, f32(N)) == calls
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.parametrize("name", ["scanned", "checkpointed"])
 def test_gradients_of_loops(library, name):
     """What the backward pass of a library's loop needs has the line that calls the library.

@@ -70,7 +70,10 @@ def test_small_values_have_no_finding():
 
 @pytest.mark.slow
 @needs_libtpu
-@pytest.mark.parametrize(("rows", "expected"), [(2**16, []), (2**18, ["recomputed"])])
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [pytest.param(2**16, [], marks=pytest.mark.soak), (2**18, ["recomputed"])],
+)
 def test_a_program_that_does_not_fit_otherwise(rows, expected):
     """Six hidden values of 4 GiB, on a chip of 15.75: some are made again; of 1 GiB none."""
 

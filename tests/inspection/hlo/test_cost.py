@@ -131,6 +131,7 @@ def _dimension(draw):
     return {**values, "pad": (pad[0], max(pad[1], reach - wide - pad[0], 1 - wide - pad[0]))}
 
 
+@pytest.mark.slow
 @given(st.lists(_dimension(), min_size=1, max_size=3))
 @settings(max_examples=400, deadline=None)
 def test_windows_agree_with_enumeration(dims):

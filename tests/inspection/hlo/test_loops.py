@@ -129,6 +129,7 @@ def _run(dtype, start, limit, step, direction, swapped, minus):
     return None, False
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(["s8[]", "u8[]"]),
     *[st.integers(0, 255)] * 3,

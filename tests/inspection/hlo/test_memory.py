@@ -590,7 +590,7 @@ def test_modules_without_a_program():
 # TPU
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @needs_libtpu
 @pytest.mark.parametrize("donated", [(), (0,)])
 def test_a_tpu_program_adds_up(donated):

@@ -362,7 +362,7 @@ def gradients(one):
     ]  # fmt: skip
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.parametrize("axes", [{"data": 4}, {"data": 4, "model": 2}, {"model": 2, "data": 4}])
 def test_gradients_of_sharded_weights(reported, axes):
     """With weights split over the batch's axis each device keeps its part of every gradient."""
@@ -376,6 +376,7 @@ def test_gradients_of_sharded_weights(reported, axes):
     assert [c.sliced for c in whole] == [()] * len(whole)
 
 
+@pytest.mark.slow
 def test_the_time_says_that_it_counts_all(reported):
     """A time for a chip counts such a sum as the all-reduce that it is, and says so."""
     one = reported(P(None, "data", None), {"data": 4}, chip="v5e")

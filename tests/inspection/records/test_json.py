@@ -147,6 +147,7 @@ def test_schema_knows_everything():
     assert list(data["collectives"][0]) == list(SCHEMA["$defs"]["Collective"]["properties"])
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(reports | timed_reports)
 def test_schema_holds(one):

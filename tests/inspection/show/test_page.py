@@ -571,7 +571,7 @@ def test_themes(browser, tmp_path):
 _CONTRAST = (Path(__file__).parent / "contrast.js").read_text(encoding="utf-8")
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_contrast(scheme, real, browser, tmp_path):
     """All text has the contrast of WCAG AA to what is behind it, heat and devices included."""

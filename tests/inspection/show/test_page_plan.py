@@ -16,6 +16,9 @@ from spmd.inspection.records.plan import Inside, Price
 from spmd.inspection.show.page import scatter
 from spmd.inspection.show.perfetto import trace_events
 
+#: Of the pages only those of reports open in Chromium by the README's command.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def browser():

@@ -18,6 +18,10 @@ EVIL = "</script><script>window.broken=1</script><img src=x onerror=window.broke
 _CONTRAST = (Path(__file__).parent / "contrast.js").read_text(encoding="utf-8")
 
 
+#: Of the pages only those of reports open in Chromium by the README's command.
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def browser():
     """One Chromium for all tests here."""

@@ -14,6 +14,9 @@ from timed import MS, TIME, TIMED, exchange, permute, timed_reports
 import spmd
 from spmd.inspection import Sweep, SweepRow
 
+#: Of the pages only those of reports open in Chromium by the README's command.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def browser():
