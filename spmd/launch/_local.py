@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 from dataclasses import dataclass
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ import threading
 import time
 from typing import IO
 
-from spmd.cli.options import cpu_variables
+from spmd.cli.options import CommandError, cpu_variables
 from spmd.launch import ADDRESS, PROCESS, PROCESSES
 
 _POLL = 0.02  # seconds
@@ -125,10 +126,20 @@ def unless_stopped(code: Callable[[], int], stop: Callable[[signal.Signals], Non
         return 128 + stopped.number
 
 
+#: Linux gives connections their own end from 32768 on, and Ray has its workers below 20000.
+_PORTS = range(20_000, 32_768)
+
+
 def free_port() -> int:
-    """A port of this machine at which nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """A port of this machine at which nobody listens.
+
+    The program that is to listen there takes seconds to start. A port that the system gives away
+    by itself might be taken until then, by any connection that another program makes.
+    """
+    for port in random.SystemRandom().sample(_PORTS, k=len(_PORTS)):
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
+    raise CommandError("no free port was found: name one with --port.")
 
 
 def started(

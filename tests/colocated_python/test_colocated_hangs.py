@@ -7,11 +7,12 @@ As a program, ``python test_colocated_hangs.py RUNS``, it counts how many of so 
 import contextlib
 import os
 from pathlib import Path
-import socket
 import subprocess
 import sys
 
 import pytest
+
+from spmd.launch._local import free_port
 
 HERE = Path(__file__).parent
 
@@ -152,9 +153,7 @@ def test_interrupts():
 @pytest.mark.slow
 def test_processes():
     """Of two processes each runs the function on its own shards; without any, it does not."""
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = str(s.getsockname()[1])
+    port = str(free_port())
     both = [start("processes", port, str(i), devices=4) for i in range(2)]
     try:
         for process in both:

@@ -15,6 +15,7 @@ from runs import HEAD, launch
 import spmd
 from spmd import distributed
 from spmd.distributed import _start
+from spmd.launch._local import free_port
 
 SUBJECT = "spmd.distributed.initialize"
 
@@ -24,12 +25,6 @@ def taken_port():
     """A port at which somebody listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1], server
-
-
-def free_port():
-    """A port at which nobody listens, for now."""
-    with taken_port() as (port, _):
-        return port
 
 
 def start(*calls, limit=60, prelude=""):

@@ -1,7 +1,9 @@
 """``spmd launch``: what it says to bad arguments, what it gives a process, and how it ends."""
 
 import os
+from pathlib import Path
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -9,6 +11,7 @@ import time
 import pytest
 
 from spmd import __main__ as cli
+from spmd.cli.options import CommandError
 from spmd.launch import _local
 from spmd.launch._local import Launch, environment
 
@@ -244,6 +247,20 @@ def test_a_signal_while_processes_start():
     )
     said = "spmd: stopped by SIGTERM, and so are the processes\n"
     assert (done.returncode, done.stderr) == (143, said)
+
+
+def test_a_port_that_nobody_takes_meanwhile(monkeypatch):
+    """It is none that the system gives away by itself, and none at which somebody listens."""
+    if sys.platform == "linux":
+        low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+        assert not {*_local._PORTS} & {*range(int(low), int(high) + 1)}
+    port = _local.free_port()
+    monkeypatch.setattr(_local, "_PORTS", range(port, port + 1))
+    taken, refused = socket.create_server(("127.0.0.1", port)), pytest.raises(CommandError)
+    with taken, refused as caught:
+        _local.free_port()
+    assert "name one with --port" in str(caught.value)
+    assert _local.free_port() == port
 
 
 def alive(pid):
