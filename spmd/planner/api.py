@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
-import importlib.metadata
 import inspect
 import itertools
-import os
 import time
 from typing import Any
 
@@ -105,7 +103,7 @@ def plan(
         seed: of ties; one seed gives one answer.
         seeds: whether experts (data parallel, FSDP, Megatron, ...) and the specs of `f` are
             compared too, so that the answer is never worse.
-        cache: whether plans are kept on disk and found again.
+        cache: whether plans, and what compilers say of layouts, are kept on disk and found again.
         progress: called with a :class:`Progress` now and then. Or whether the standard error shows
             it: True for lines, False for nothing; None for a line that moves in a terminal.
         **options: of `pjit`: ``donate_argnums``, ``static_argnums`` and the like.
@@ -224,7 +222,7 @@ def plan_program(
     module = module_of(lowered, subject=subject)
     key = cache.key_of((
         [(one.as_text(), one._call.compiler_options) for one in (lowered, *written)],
-        names, _identity(on), _identity_of_wish(wish), versions(), _compilers(),
+        names, _identity(on), _identity_of_wish(wish),
     ))  # fmt: skip
     if wish.cache and (kept := cache.find(key)):
         return _coded(kept, program, on)
@@ -238,7 +236,7 @@ def plan_program(
         fixed=keeps,
         deadline=None if wish.timeout is None else time.monotonic() + wish.timeout,
     )
-    options = {"top": wish.top, "seeds": wish.seeds, "seed": wish.seed}
+    options = {"top": wish.top, "seeds": wish.seeds, "seed": wish.seed, "keeps": wish.cache}
     with _telling(wish.progress, subject) as tell:
         found = choose(
             program, on.meshes, on.chip, rules=rules, written=written, tell=tell, **options
@@ -298,15 +296,6 @@ def _identity(on: Hardware) -> tuple[Any, ...]:
         [(one.id, one.platform, one.device_kind) for one in mesh.devices.flat] for mesh in on.meshes
     ]
     return (on.topology, [dict(mesh.shape) for mesh in on.meshes], devices, on.chip, on.budget)
-
-
-def _compilers() -> tuple[str | None, ...]:
-    """What compilers depend on beside versions of JAX."""
-    try:
-        libtpu = importlib.metadata.version("libtpu")
-    except importlib.metadata.PackageNotFoundError:
-        libtpu = None
-    return (libtpu, os.environ.get("XLA_FLAGS"), os.environ.get("LIBTPU_INIT_ARGS"))
 
 
 def _identity_of_wish(wish: Wish) -> tuple[Any, ...]:

@@ -1,41 +1,88 @@
 """Plans on disk, so that a second start of a program searches nothing.
 
 A file is found by what was planned: the lowered program, the hardware, what was asked for, and the
-versions. ``SPMD_PLAN_CACHE`` names another folder than that of the user's caches; empty: none.
+versions. What compilers said of layouts is there too, for who plans the same program with another
+budget, or goes on after an interrupt. ``SPMD_PLAN_CACHE`` names another folder than that of the
+user's caches; empty: none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import logging
 import os
 from pathlib import Path
 import tempfile
-from typing import Any
+from typing import Any, TypeVar
 
+import spmd
 from spmd.errors import SpmdError
 from spmd.inspection.records import codec
 from spmd.inspection.records.plan import Plan
 from spmd.inspection.records.plan_codec import encode, load
+from spmd.inspection.records.report import Report
+from spmd.inspection.timing.chips import Chip
+from spmd.stages import Lowered
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+#: What predicts, compiles and reads programs.
+_PACKAGES = ("spmd", "jax", "jaxlib", "libtpu")
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Compiled:
+    """What a compiler said of a program.
+
+    Attributes:
+        report: of the compiled program; None for one that it refused.
+        failure: what it said of that.
+        needed: bytes that a refused program needs, where the compiler says it.
+    """
+
+    report: Report | None = None
+    failure: str = ""
+    needed: int | None = None
 
 
 def key_of(parts: Sequence[Any]) -> str:
     """The name of a plan, by all that it depends on."""
     found = hashlib.sha256(_planner())
-    for one in parts:
+    for one in (*parts, *map(_version, _PACKAGES), *map(os.environ.get, _FLAGS)):
         found.update(f"{one!r}\0".encode())
     return found.hexdigest()
 
 
+def key_of_program(lowered: Lowered, chip: Chip) -> str:
+    """The name of what a compiler says of a program, by its text, its lines and its hardware."""
+    devices = [*lowered.mesh.devices.flat]
+    return "program-" + key_of((
+        lowered.as_text(debug_info=True), lowered._call.compiler_options, dict(lowered.mesh.shape),
+        [(one.id, one.device_kind, getattr(one, "coords", None)) for one in devices], chip,
+    ))  # fmt: skip
+
+
+def _version(package: str) -> str | None:
+    if package == "spmd":  # which need not be installed
+        return spmd.__version__
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 @functools.cache
 def _planner() -> bytes:
-    """Of this planner: another one may plan otherwise."""
+    """Of this planner, and of what it reads programs with: others may plan otherwise."""
     found = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    root = Path(__file__).parent
+    for path in sorted([*root.glob("*.py"), *(root.parent / "inspection").rglob("*.py")]):
         found.update(path.read_bytes())
     return found.digest()
 
@@ -54,26 +101,53 @@ def folder() -> Path | None:
 
 def find(key: str) -> Plan | None:
     """A plan that was kept, or None; a file that holds none counts as none."""
+    return _found(key, load)
+
+
+def find_compiled(key: str) -> Compiled | None:
+    """What a compiler said that was kept, or None."""
+    return _found(key, _load_compiled)
+
+
+def _load_compiled(path: Path) -> Compiled:
+    data = codec.read(path)
+    if set(data) != {"report", "failure", "needed"}:
+        raise OSError(f"{path} holds nothing that a compiler said")
+    report = data["report"]
+    return Compiled(**{**data, "report": report and codec.decode(report, subject=f"file `{path}`")})
+
+
+def _found(key: str, read: Callable[[Path], _T]) -> _T | None:
     where = folder()
     if where is None:
         return None
     try:
-        return load(where / f"{key}.json")
+        return read(where / f"{key}.json")
     except (OSError, SpmdError) as e:
-        logger.debug("No plan in %s: %s", where, e)
+        logger.debug("Nothing in %s: %s", where, e)
         return None
 
 
 def keep(key: str, plan: Plan) -> None:
     """Keeps a plan; another process that reads meanwhile finds all of it or nothing."""
+    _keep(key, lambda: encode(plan, force=False))
+
+
+def keep_compiled(key: str, one: Compiled) -> None:
+    """Keeps what a compiler said, likewise."""
+    report = one.report and codec.encode(one.report)
+    _keep(key, lambda: {"report": report, "failure": one.failure, "needed": one.needed})
+
+
+def _keep(key: str, data: Callable[[], Mapping[str, Any]]) -> None:
     where = folder()
     if where is None:
         return
     try:
         where.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=where) as own:
-            whole = Path(own) / "plan.json"
-            codec.write(encode(plan, force=False), whole)
+            whole = Path(own) / "whole.json"
+            codec.write(data(), whole)
             os.replace(whole, where / f"{key}.json")
     except OSError as e:
-        logger.debug("Cannot keep a plan in %s: %s", where, e)
+        logger.debug("Cannot keep anything in %s: %s", where, e)

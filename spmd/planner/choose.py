@@ -25,6 +25,7 @@ from spmd.inspection.records.plan import Entries, Pin, added_by_compiler
 from spmd.inspection.records.report import Collective, Report
 from spmd.inspection.records.sums import sum_of
 from spmd.inspection.timing.chips import Chip
+from spmd.planner import cache
 from spmd.planner.estimate import Estimate, Estimator
 from spmd.planner.experts import experts, roles_of
 from spmd.planner.layout import Layout
@@ -165,7 +166,7 @@ class Chosen:
         tried: layouts that were estimated.
         searched: seconds without compilers.
         compiled: seconds that compilers took.
-        compiles: how many programs they were asked for.
+        compiles: how many programs they were asked for, beside what they said before.
         complete: whether neither a time limit nor an interrupt ended it.
     """
 
@@ -196,6 +197,7 @@ def choose(
     written: Sequence[stages.Lowered] = (),
     tell: Callable[[Progress], None] = lambda one: None,
     named: int | None = None,
+    keeps: bool = True,
 ) -> Chosen:
     """The best layouts of all meshes, and the experts.
 
@@ -212,8 +214,9 @@ def choose(
         written: the program as its user wrote it, for meshes that it is for.
         tell: is told how far it is.
         named: how many experts are compiled; one less than `top` by default, and at least one.
+        keeps: whether what compilers say is kept on disk and found again.
     """
-    looking = _Looking(program, chip, rules or Rules(), top, seeds, seed, tell, named)
+    looking = _Looking(program, chip, rules or Rules(), top, seeds, seed, tell, named, keeps)
     try:
         looking.estimate(meshes)
         looking.add_written(written)
@@ -238,8 +241,10 @@ class _Looking:
         seeds: bool,
         seed: int,
         tell: Callable[[Progress], None],
-        named: int | None = None,
+        named: int | None,
+        keeps: bool,
     ):
+        self.keeps = keeps
         self.program, self.chip, self.rules = program, chip, rules
         self.top, self.seeds, self.seed, self.tell = top, seeds, seed, tell
         self.named = max(1, top - 1) if named is None else named
@@ -534,17 +539,30 @@ class _Looking:
             return True
         if one.told is None:
             one = self._previewed(one)
-        self.compiles += 1
-        start = time.monotonic()
         lowered = one.written or planned(self.program, one.mesh, one.ins, one.outs, one.pins)
         if one.is_stand_in:  # its compiler is asked for bytes, which are others than the chip's
             told = previewed(lowered, Asked(), subject="plan").collectives
             one = dataclasses.replace(one, told=told)
+        self.choices[i] = self._asked(one, lowered)
+        return True
+
+    def _asked(self, one: Choice, lowered: stages.Lowered) -> Choice:
+        """The same with what the compiler says of it, or said of it before."""
+        # Of what its user wrote, only the compiled program tells where results lie.
+        key = cache.key_of_program(lowered, self.chip) if self.keeps and not one.written else ""
+        if key and (found := cache.find_compiled(key)):
+            return dataclasses.replace(
+                one, report=found.report, failure=found.failure, needed=found.needed
+            )
+        self.compiles += 1
+        start = time.monotonic()
         try:
-            self.choices[i] = _compiled(one, lowered, self.chip)
+            one = _compiled(one, lowered, self.chip)
         finally:
             self.compiled += time.monotonic() - start
-        return True
+        if key and (one.report or one.needed is not None):  # any other failure may be of the moment
+            cache.keep_compiled(key, cache.Compiled(one.report, one.failure, one.needed))
+        return one
 
     def _unlike(self, ranked: Sequence[int]) -> list[int]:
         """The same choices: those that are not much slower than the first and unlike all before.

@@ -285,6 +285,63 @@ def test_a_broken_file_of_the_cache_is_no_plan(mesh, tmp_path, monkeypatch):
     assert cache.folder() is None
 
 
+def compiled_kept(folder):
+    """The files of what compilers said."""
+    return sorted(folder.glob("program-*.json"))
+
+
+@pytest.mark.slow
+def test_what_was_compiled_is_not_compiled_again(mesh, tmp_path, monkeypatch):
+    """With another budget, after an interrupt, or with more of them: only what is new is."""
+    monkeypatch.setenv("SPMD_PLAN_CACHE", str(tmp_path))
+    first = plan(mesh, cache=True, top=1)
+    assert first.compiles == len(compiled_kept(tmp_path)) > 0
+    again = plan(mesh, cache=True, top=1, memory="1GB")
+    assert (again.compiles, again.compiled, again.budget) == (0, 0.0, 10**9)
+    assert again.report == first.report
+    assert again.candidates == first.candidates
+    more = plan(mesh, cache=True, top=3)
+    assert more.compiles == len(compiled_kept(tmp_path)) - first.compiles > 0
+    # Who does not want it compiles, and keeps nothing.
+    kept = compiled_kept(tmp_path)
+    assert plan(mesh, top=1).compiles == first.compiles
+    assert compiled_kept(tmp_path) == kept
+    # What no report is in is compiled again.
+    for file in kept:
+        file.write_text(json.dumps({"report": None}))
+    assert plan(mesh, cache=True, top=1, memory="2GB").compiles == first.compiles
+
+
+@pytest.mark.slow
+def test_other_lines_are_another_program(mesh, tmp_path, monkeypatch):
+    """A report has the lines of its program: the same text further down is compiled anew."""
+    monkeypatch.setenv("SPMD_PLAN_CACHE", str(tmp_path))
+    text, found = "import jax.numpy as jnp\ndef f(w, x):\n    return jnp.sum(jnp.tanh(x @ w))\n", []
+    x = jax.ShapeDtypeStruct((64, 64), f32)
+    for down in (0, 0, 3):
+        space = {}
+        exec(compile("\n" * down + text, str(tmp_path / "source.py"), "exec"), space)
+        budget = f"{len(found) + 1}GB"
+        found.append(spmd.plan(space["f"], x, x, mesh=mesh, top=1, memory=budget, progress=False))
+    assert [one.compiles > 0 for one in found] == [True, False, True]
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_what_does_not_fit_is_not_compiled_again(tmp_path, monkeypatch):
+    """What the compiler refuses for its memory is known the next time, with what it needs."""
+    monkeypatch.setenv("SPMD_PLAN_CACHE", str(tmp_path))
+    big = jax.ShapeDtypeStruct((2**17, 2**17), f32)
+    found = []
+    for memory in ("15GB", "14GB"):
+        with pytest.raises(spmd.PlanError) as caught:
+            spmd.plan(lambda w: jnp.tanh(w) @ w, big, topology="v5e:2x2", top=1, memory=memory,
+                      progress=False)  # fmt: skip
+        found.append((str(caught.value), compiled_kept(tmp_path)))
+    assert found[0][1] == found[1][1] != []
+    assert any(json.loads(one.read_text())["needed"] for one in found[0][1])
+
+
 def test_progress_tells_what_is_tried(mesh):
     """A callable hears of layouts, of the best one so far, and of compiles."""
     heard = []

@@ -271,7 +271,7 @@ class Plan(Paged):
             more than 2% of all that is sent; the largest difference first.
         passed_over: meshes that the function cannot be traced for, such as ``data=16, model=1``,
             with what it raised.
-        compiles: how many programs compilers were asked for.
+        compiles: how many programs compilers were asked for, beside what they had said before.
         inside: the constraints that a person writes; None where that is not known.
     """
 
