@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import copy
+import math
 import os
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax._src.lib.mlir.dialects import func as func_dialect, hlo
 import numpy as np
 
 from spmd._jax.core import ShapedArray, inner_jaxpr
+from spmd._jax.mesh import is_described
 from spmd._jax.versions import CRASHES_ON_NESTED_TOKENS, MERGED_JAXPR
 
 
@@ -329,6 +331,16 @@ def compile_lowering(lowering: Any) -> tuple[Any, Sequence[Any], bool]:
 def is_compiled(lowering: Any) -> bool:
     """Whether JAX keeps an executable with this lowering: compiling again costs nothing."""
     return lowering._executable is not None
+
+
+def stored_if_it_runs(lowering: Any) -> Any:
+    """A context in which JAX's persistent cache stores no program of devices that are described.
+
+    It cannot read one again: it would warn of that at every start, and compile.
+    """
+    if is_described(next(iter(lowering._device_list or ()), None)):
+        return config.persistent_cache_min_compile_time_secs(math.inf)
+    return contextlib.nullcontext()
 
 
 def lines_in_cache_key() -> Any:

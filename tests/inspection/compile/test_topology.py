@@ -583,6 +583,33 @@ def test_processes_describe_at_once():
     assert in_new_process(DESCRIBE).stdout == "4 devices\n"
 
 
+STORED = """
+import jax
+from jax.sharding import NamedSharding
+import spmd
+mesh = spmd.topology("v5e:2x2", {"data": 4})
+x = jax.ShapeDtypeStruct((64, 64), "float32")
+spmd.pjit(lambda x: x @ x, spmd.P("data"), mesh=mesh).lower(x).compile()
+placed = jax.ShapeDtypeStruct((64, 64), "float32", sharding=NamedSharding(mesh, spmd.P("data")))
+print(spmd.report(jax.jit(lambda x: x.T @ x), placed).collectives[0].kind)
+jax.jit(lambda x: x + 1)(1.0)
+"""
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_jax_stores_no_program_that_it_cannot_read(tmp_path):
+    """Those of described devices it could not run: it would warn of each at every start."""
+    env = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+           "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+           "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}  # fmt: skip
+    for _ in range(2):
+        done = in_new_process(STORED, **env)
+        assert (done.stdout, done.stderr) == ("all-reduce\n", "")
+    assert [*tmp_path.glob("*lambda*")]  # of this machine's devices
+    assert not [one for one in tmp_path.glob("*-cache") if one.stat().st_size > 50_000]
+
+
 @needs_libtpu
 def test_a_machine_with_tpus_keeps_its_settings(monkeypatch):
     """Where TPUs are, and where a user has set a variable, libtpu is not told anything else."""
