@@ -237,7 +237,7 @@ class Lowered(Stage):
         if options is not None or not _jax.lowering.is_compiled(self._lowering):
             count("compiles")
         try:
-            with _jax.lowering.stored_if_it_runs(self._lowering):
+            with _jax.lowering.stored_if_it_runs(self):
                 executable = self._lowering.compile(options)
         except RuntimeError as error:
             if failure := opened("oom_failure")(error, given=show_mesh(self.mesh)):

@@ -333,12 +333,13 @@ def is_compiled(lowering: Any) -> bool:
     return lowering._executable is not None
 
 
-def stored_if_it_runs(lowering: Any) -> Any:
+def stored_if_it_runs(lowered: Any) -> Any:
     """A context in which JAX's persistent cache stores no program of devices that are described.
 
     It cannot read one again: it would warn of that at every start, and compile.
     """
-    if is_described(next(iter(lowering._device_list or ()), None)):
+    devices = lowered_devices(lowered) if hasattr(lowered, "_lowering") else ()
+    if is_described(next(iter(devices), None)):
         return config.persistent_cache_min_compile_time_secs(math.inf)
     return contextlib.nullcontext()
 

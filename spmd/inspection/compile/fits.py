@@ -188,7 +188,8 @@ class _Question:
 
     def judge(self, lowered: Any) -> Fit:
         """Compiles what was lowered, and says whether it fits."""
-        with program.entered(self.mesh), _jax.lowering.lines_in_cache_key():
+        stored = _jax.lowering.stored_if_it_runs(lowered)
+        with program.entered(self.mesh), _jax.lowering.lines_in_cache_key(), stored:
             try:
                 compiled = lowered.compile() if hasattr(lowered, "compile") else lowered
             except Exception as e:

@@ -210,7 +210,7 @@ def compile_and_catch(lowered: Any, *, by_lines: bool = True) -> Any:
             who compile it.
     """
     key = _jax.lowering.lines_in_cache_key() if by_lines else contextlib.nullcontext()
-    with caught() as lines, key, _jax.lowering.stored_if_it_runs(lowered._lowering):
+    with caught() as lines, key, _jax.lowering.stored_if_it_runs(lowered):
         compiled = lowered.compile()
     if lines:
         _lines_of.setdefault(_jax.lowering.executable_of(compiled), tuple(lines))

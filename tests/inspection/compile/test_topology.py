@@ -591,7 +591,8 @@ mesh = spmd.topology("v5e:2x2", {"data": 4})
 x = jax.ShapeDtypeStruct((64, 64), "float32")
 spmd.pjit(lambda x: x @ x, spmd.P("data"), mesh=mesh).lower(x).compile()
 placed = jax.ShapeDtypeStruct((64, 64), "float32", sharding=NamedSharding(mesh, spmd.P("data")))
-print(spmd.report(jax.jit(lambda x: x.T @ x), placed).collectives[0].kind)
+reduced = jax.jit(lambda x: x.T @ x)
+print(spmd.report(reduced, placed).collectives[0].kind, bool(spmd.fits(reduced, placed)))
 jax.jit(lambda x: x + 1)(1.0)
 """
 
@@ -605,7 +606,7 @@ def test_jax_stores_no_program_that_it_cannot_read(tmp_path):
            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}  # fmt: skip
     for _ in range(2):
         done = in_new_process(STORED, **env)
-        assert (done.stdout, done.stderr) == ("all-reduce\n", "")
+        assert (done.stdout, done.stderr) == ("all-reduce True\n", "")
     assert [*tmp_path.glob("*lambda*")]  # of this machine's devices
     assert not [one for one in tmp_path.glob("*-cache") if one.stat().st_size > 50_000]
 
