@@ -236,7 +236,7 @@ def plan_program(
         fixed=keeps,
         deadline=None if wish.timeout is None else time.monotonic() + wish.timeout,
     )
-    options = {"top": wish.top, "seeds": wish.seeds, "seed": wish.seed, "keeps": wish.cache}
+    options = {"top": wish.top, "seeds": wish.seeds, "seed": wish.seed, "cached": wish.cache}
     with _telling(wish.progress, subject) as tell:
         found = choose(
             program, on.meshes, on.chip, rules=rules, written=written, tell=tell, **options

@@ -111,7 +111,7 @@ def find_compiled(key: str) -> Compiled | None:
 
 def _load_compiled(path: Path) -> Compiled:
     data = codec.read(path)
-    if set(data) != {"report", "failure", "needed"}:
+    if not isinstance(data, dict) or set(data) != {"report", "failure", "needed"}:
         raise OSError(f"{path} holds nothing that a compiler said")
     report = data["report"]
     return Compiled(**{**data, "report": report and codec.decode(report, subject=f"file `{path}`")})

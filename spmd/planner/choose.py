@@ -197,7 +197,7 @@ def choose(
     written: Sequence[stages.Lowered] = (),
     tell: Callable[[Progress], None] = lambda one: None,
     named: int | None = None,
-    keeps: bool = True,
+    cached: bool = True,
 ) -> Chosen:
     """The best layouts of all meshes, and the experts.
 
@@ -214,9 +214,9 @@ def choose(
         written: the program as its user wrote it, for meshes that it is for.
         tell: is told how far it is.
         named: how many experts are compiled; one less than `top` by default, and at least one.
-        keeps: whether what compilers say is kept on disk and found again.
+        cached: whether what compilers say is kept on disk and found again.
     """
-    looking = _Looking(program, chip, rules or Rules(), top, seeds, seed, tell, named, keeps)
+    looking = _Looking(program, chip, rules or Rules(), top, seeds, seed, tell, named, cached)
     try:
         looking.estimate(meshes)
         looking.add_written(written)
@@ -242,9 +242,9 @@ class _Looking:
         seed: int,
         tell: Callable[[Progress], None],
         named: int | None,
-        keeps: bool,
+        cached: bool,
     ):
-        self.keeps = keeps
+        self.cached = cached
         self.program, self.chip, self.rules = program, chip, rules
         self.top, self.seeds, self.seed, self.tell = top, seeds, seed, tell
         self.named = max(1, top - 1) if named is None else named
@@ -549,7 +549,7 @@ class _Looking:
     def _asked(self, one: Choice, lowered: stages.Lowered) -> Choice:
         """The same with what the compiler says of it, or said of it before."""
         # Of what its user wrote, only the compiled program tells where results lie.
-        key = cache.key_of_program(lowered, self.chip) if self.keeps and not one.written else ""
+        key = cache.key_of_program(lowered, self.chip) if self.cached and not one.written else ""
         if key and (found := cache.find_compiled(key)):
             return dataclasses.replace(
                 one, report=found.report, failure=found.failure, needed=found.needed
