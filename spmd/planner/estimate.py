@@ -499,6 +499,7 @@ class Estimator:
         product = Product(
             demand,
             self.machine,
+            [self.graph.tensors[i].shape for i in one.tensors],
             steps,
             self.lasting,
             is_last=is_last,

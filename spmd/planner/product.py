@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 import functools
 import math
 from typing import NamedTuple
@@ -67,6 +67,7 @@ class Product:
     Args:
         demand: the operation under a layout.
         machine: what it is for.
+        shapes: of what it takes and makes, on all devices.
         steps: of vector units in one run, for what is done beside it.
         lasting: values that are whole before the product: it is not given parts of these.
         is_last: whether no product depends on it: what it sums is sent with others.
@@ -77,13 +78,15 @@ class Product:
         self,
         demand: Demand,
         machine: Machine,
+        shapes: Sequence[Sequence[int]],
         steps: float,
         lasting: Collection[int],
         *,
         is_last: bool = False,
         is_packed: bool = False,
     ):
-        self.demand, self.machine, self.is_packed = demand, machine, is_packed
+        self.demand, self.machine, self.shapes = demand, machine, shapes
+        self.is_packed = is_packed
         self.steps, self.lasting, self.is_last = steps, lasting, is_last
         self.sent = [*demand.exchanges()]
         self.around = [one for one in self.sent if self._goes_around(one)]
@@ -211,7 +214,7 @@ class Product:
         demand, machine = self.demand, self.machine
         if machine.sums_whole and demand.times(sent.axes) == machine.count:
             return True
-        part = [demand.one.sizes[name] if name else 1 for name in demand.one.factors[-1]]
+        part = [*self.shapes[-1]]
         for axis, d in demand.places[-1].items():
             part[d] //= demand.sizes[axis]
         kept: dict[int, int] = {}
@@ -223,8 +226,7 @@ class Product:
 
     def _itemsize(self, n: int) -> float:
         """Bytes of an element of an operand, or of the result."""
-        one, demand = self.demand.one, self.demand
-        elements = math.prod(one.sizes[name] for name in one.factors[n] if name)
+        demand, elements = self.demand, math.prod(self.shapes[n])
         return demand.nbytes[n] * demand.times([*demand.places[n]]) / max(1, elements)
 
     def _goes_around(self, sent: Exchanged) -> bool:

@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import itertools
+import math
 import random
 
 from hardware import needs_libtpu
@@ -14,6 +16,7 @@ import spmd
 from spmd import P
 from spmd.inspection.compile.timed import links_of
 from spmd.inspection.timing.chips import CHIPS
+from spmd.planner import product
 from spmd.planner.estimate import Estimator
 from spmd.planner.layout import Fixed, Layout
 from spmd.planner.machine import Machine
@@ -683,3 +686,29 @@ def test_narrow_results_take_whole_rows():
     )
     assert narrow == wide
     assert wide * CHIPS["v5e"].clock == pytest.approx(10 * 4096 * 32 * 128 / 1024)
+
+
+def flattened(w, x):
+    """Heads are one dimension again before they are projected."""
+    heads = jnp.einsum("bsd,dhk->bshk", x, w["q"])
+    return heads.reshape(*x.shape[:2], -1) @ w["o"]
+
+
+def test_sums_of_merged_dimensions_have_the_shapes_of_values(monkeypatch):
+    """Whatever a layout splits: the parts of a sum, and the bytes of its elements."""
+    asked, ours = [], product.is_left_whole
+
+    def is_left_whole(part, kept, itemsize, chip):
+        asked.append((math.prod(part) * math.prod(kept.values()), itemsize))
+        return ours(part, kept, itemsize, chip)
+
+    monkeypatch.setattr(product, "is_left_whole", is_left_whole)
+    args = {"q": f32(32, 12, 64), "o": f32(768, 32)}, f32(8, 256, 32)
+    found = read(Program(function=flattened, args=args))
+    estimate = Estimator(found, tpu())
+    for pair in itertools.permutations(found.classes, 2):
+        estimate(Layout.of({axis: [c] for axis, c in zip(MESH, pair, strict=True)}))
+        estimate(Layout.of({"data": [*pair], "model": []}))
+    assert {itemsize for _, itemsize in asked} == {4}
+    whole = {math.prod(one.shape) for one in found.tensors}
+    assert {n for n, _ in asked} <= {n // parts for n in whole for parts in (1, 2, 4)}
