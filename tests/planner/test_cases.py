@@ -187,6 +187,23 @@ def test_a_case_is_lowered_for_a_tpu(name):
             assert compiled.lowered(case, expert, mesh).as_text(), expert.name
 
 
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [one if one == "Equinox" else pytest.param(one, marks=pytest.mark.soak) for one in NAMES],
+)
+def test_a_case_is_planned_for_a_tpu(name):
+    """With its real sizes, by predictions alone: other rules hold than on CPUs."""
+    case = built(name)
+    plan = spmd.plan(
+        case.step, *case.args, topology="v5e:4x4", axes=("data", "model"), top=0, cache=False,
+        progress=False, **case.options,
+    )  # fmt: skip
+    assert plan.tried > 100
+    assert 0 < plan.predicted <= min(one.predicted for one in plan.candidates)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_the_planned_step_equals_the_unsharded_one(name):
