@@ -23,6 +23,8 @@ from spmd import P
 NAMES = [*CASES]
 #: All of them, of which the nightly run takes what is not among the first three.
 SOME = [*NAMES[:3], *(pytest.param(name, marks=pytest.mark.soak) for name in NAMES[3:])]
+#: Those with merged heads, and with a `shard_map`.
+PLANNED = ("Llama, GQA, splash", "Equinox")
 #: Of the axes ``data`` and ``model``, for 8 devices.
 MESHES = ((8, 1), (4, 2), (2, 4))
 
@@ -191,7 +193,7 @@ def test_a_case_is_lowered_for_a_tpu(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [one if one == "Equinox" else pytest.param(one, marks=pytest.mark.soak) for one in NAMES],
+    [one if one in PLANNED else pytest.param(one, marks=pytest.mark.soak) for one in NAMES],
 )
 def test_a_case_is_planned_for_a_tpu(name):
     """With its real sizes, by predictions alone: other rules hold than on CPUs."""

@@ -146,7 +146,11 @@ def _is_for_table(operation: Any) -> bool:
 
 def _replace(operation: Any, mesh: str, sizes: tuple[tuple[str, int], ...]) -> None:
     value, result = operation.operands[0], operation.results[0]
-    for axes in between(_axes_of(value), _axes_of(result), sizes):
+    before, after = _axes_of(value), _axes_of(result)
+    used = {passes.whole_of(axis) for axes in (*before, *after) for axis in axes}
+    if not used <= {axis for axis, _ in sizes}:
+        return  # Shardy may split values of a `shard_map` over its axes, which XLA never does
+    for axes in between(before, after, sizes):
         text = passes.sharding_text(axes, mesh)
         with ir.InsertionPoint(operation), operation.location:
             value = sdy.ReshardOp(value, ir.Attribute.parse(text)).result

@@ -4,12 +4,13 @@ import random
 
 import jax
 from jax import lax
+from jax.extend.mlir import ir
 import jax.numpy as jnp
 import pytest
 
 import spmd
 from spmd import P, pjit
-from spmd.inspection.shardy import reshards
+from spmd.inspection.shardy import passes, pipeline, reshards
 
 GRID = (("d", 4), ("m", 2))
 CUBE = (("d", 2), ("m", 2), ("k", 2))
@@ -140,3 +141,32 @@ def test_operations_on_each_element(f, one, other, out):
         lowered = pjit(g, in_axis_resources=(one, other), out_axis_resources=out).lower(x, x)
     told, made = spmd.preview(lowered), spmd.report(lowered)
     assert told.total.wire_bytes == made.total.wire_bytes
+
+
+#: A `shard_map` whose body says nothing, and asks once for a place.
+MANUAL = """
+sdy.mesh @mesh = <["d"=4, "m"=2]>
+func.func @main(%x: tensor<8x8xf32>) -> tensor<8x8xf32> {
+  %y = sdy.manual_computation(%x) in_shardings=[<@mesh, [{"d"}, {}]>]
+      out_shardings=[<@mesh, [{"d"}, {}]>] manual_axes={"d"} (%a: tensor<2x8xf32>) {
+    %b = sdy.reshard %a <@mesh, [{}, {}]> : tensor<2x8xf32>
+    sdy.return %b : tensor<2x8xf32>
+  } : (tensor<8x8xf32>) -> tensor<8x8xf32>
+  return %y : tensor<8x8xf32>
+}
+"""
+
+
+@pytest.mark.parametrize("place", ["d", "m"])
+def test_axes_that_a_shard_map_has_taken(place):
+    """Shardy's propagation may split values inside over them: that is left as it is."""
+    context = jax.jit(lambda: 0).lower().compiler_ir("stablehlo").context
+    with context:
+        module = ir.Module.parse(MANUAL)
+        operations = pipeline._all_in(module.operation)
+        (one,) = (each for each in operations if each.name == "sdy.reshard")
+        wanted = passes.sharding_text(((), (place,)), "mesh")
+        one.attributes["sharding"] = ir.Attribute.parse(wanted)
+        reshards.replace(module.operation, operations)
+        found = [each.name for each in pipeline._all_in(module.operation)]
+    assert found.count("sdy.reshard") == 1
