@@ -241,8 +241,8 @@ class _Looking:
         seeds: bool,
         seed: int,
         tell: Callable[[Progress], None],
-        named: int | None,
-        cached: bool,
+        named: int | None = None,
+        cached: bool = True,
     ):
         self.cached = cached
         self.program, self.chip, self.rules = program, chip, rules
