@@ -549,7 +549,8 @@ class _Looking:
     def _asked(self, one: Choice, lowered: stages.Lowered) -> Choice:
         """The same with what the compiler says of it, or said of it before."""
         # Of what its user wrote, only the compiled program tells where results lie.
-        key = cache.key_of_program(lowered, self.chip) if self.cached and not one.written else ""
+        is_kept = self.cached and cache.folder() is not None and not one.written
+        key = cache.key_of_program(lowered, self.chip) if is_kept else ""
         if key and (found := cache.find_compiled(key)):
             return dataclasses.replace(
                 one, report=found.report, failure=found.failure, needed=found.needed
