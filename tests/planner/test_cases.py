@@ -203,7 +203,9 @@ def test_a_case_is_planned_for_a_tpu(name):
         progress=False, **case.options,
     )  # fmt: skip
     assert plan.tried > 100
-    assert 0 < plan.predicted <= min(one.predicted for one in plan.candidates)
+    # What Shardy was not asked of comes later, though it may seem a little faster.
+    least = min(one.predicted for one in plan.candidates)
+    assert 0 < least <= plan.predicted <= 1.01 * least
 
 
 @pytest.mark.slow
