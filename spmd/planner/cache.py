@@ -31,8 +31,8 @@ from spmd.stages import Lowered
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-#: What predicts, compiles and reads programs.
-_PACKAGES = ("spmd", "jax", "jaxlib", "libtpu")
+#: What compiles programs.
+_PACKAGES = ("jax", "jaxlib", "libtpu")
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
@@ -54,7 +54,7 @@ class Compiled:
 def key_of(parts: Sequence[Any]) -> str:
     """The name of a plan, by all that it depends on."""
     found = hashlib.sha256(_planner())
-    for one in (*parts, *map(_version, _PACKAGES), *map(os.environ.get, _FLAGS)):
+    for one in (*parts, spmd.__version__, *compilers(), *map(os.environ.get, _FLAGS)):
         found.update(f"{one!r}\0".encode())
     return found.hexdigest()
 
@@ -68,9 +68,12 @@ def key_of_program(lowered: Lowered, chip: Chip) -> str:
     ))  # fmt: skip
 
 
+def compilers() -> list[tuple[str, str | None]]:
+    """The packages that compile programs, with their versions; None where one is not there."""
+    return [(name, _version(name)) for name in _PACKAGES]
+
+
 def _version(package: str) -> str | None:
-    if package == "spmd":  # which need not be installed
-        return spmd.__version__
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -112,7 +115,7 @@ def find_compiled(key: str) -> Compiled | None:
 def _load_compiled(path: Path) -> Compiled:
     data = codec.read(path)
     if not isinstance(data, dict) or set(data) != {"report", "failure", "needed"}:
-        raise OSError(f"{path} holds nothing that a compiler said")
+        raise ValueError(f"{path} holds nothing that a compiler said")
     report = data["report"]
     return Compiled(**{**data, "report": report and codec.decode(report, subject=f"file `{path}`")})
 
@@ -123,7 +126,7 @@ def _found(key: str, read: Callable[[Path], _T]) -> _T | None:
         return None
     try:
         return read(where / f"{key}.json")
-    except (OSError, SpmdError) as e:
+    except (OSError, ValueError, SpmdError) as e:
         logger.debug("Nothing in %s: %s", where, e)
         return None
 

@@ -302,6 +302,23 @@ def test_what_was_compiled_is_not_compiled_again(mesh, tmp_path, monkeypatch):
     assert again.candidates == first.candidates
     more = plan(mesh, cache=True, top=3)
     assert more.compiles == len(compiled_kept(tmp_path)) - first.compiles > 0
+    assert more.compiles > 1
+    # An interrupt ends a plan, and what was compiled until then is there.
+    for file in tmp_path.glob("*.json"):
+        file.unlink()
+    compile_one, asked = choose._compiled, []
+
+    def interrupted(*args):
+        asked.append(args)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return compile_one(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(choose, "_compiled", interrupted)
+        assert not plan(mesh, cache=True, top=3).complete
+    assert len(compiled_kept(tmp_path)) == 1
+    assert plan(mesh, cache=True, top=3).compiles == more.compiles + first.compiles - 1
     # Who does not want it compiles, and keeps nothing.
     kept = compiled_kept(tmp_path)
     assert plan(mesh, top=1).compiles == first.compiles

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 import functools
 import hashlib
-import importlib.metadata
 import json
 import os
 from pathlib import Path
@@ -17,10 +16,10 @@ from typing import Any
 
 import spmd
 from spmd.errors import OutOfMemoryError
+from spmd.planner import cache
 
 CACHE = "SPMD_PLAN_CACHE"
 """The environment variable of the folder of plans, and of these figures."""
-_PACKAGES = "jax", "jaxlib", "libtpu"
 _READ = "inspection/hlo", "inspection/timing"
 _PLANNED = *_READ, "planner"
 
@@ -78,11 +77,7 @@ def _key(lowered: Any, sources: tuple[str, ...]) -> str:
 def _reader(sources: tuple[str, ...]) -> bytes:
     """Of what compiles a program, and of our folders that have a part in it."""
     found = hashlib.sha256(os.environ.get("LIBTPU_INIT_ARGS", "").encode())
-    for name in _PACKAGES:
-        try:
-            found.update(f"{name} {importlib.metadata.version(name)}\0".encode())
-        except importlib.metadata.PackageNotFoundError:
-            found.update(f"no {name}\0".encode())
+    found.update(f"{cache.compilers()}\0".encode())
     root = Path(spmd.__file__).parent
     for path in sorted(path for one in sources for path in (root / one).glob("*.py")):
         found.update(path.read_bytes())
