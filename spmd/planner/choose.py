@@ -530,8 +530,6 @@ class _Looking:
         if self._is_late():
             return False
         one = self.choices[i]
-        doing = f"{one.name} on {show_axes(one.mesh.shape)}"
-        self.tell(Progress(self.tried, self.best, doing))
         own = program_of(one)
         same = next((c for c in self.choices if c.report and program_of(c) == own), None)
         if same:
@@ -555,6 +553,8 @@ class _Looking:
             return dataclasses.replace(
                 one, report=found.report, failure=found.failure, needed=found.needed
             )
+        doing = f"{one.name} on {show_axes(one.mesh.shape)}"
+        self.tell(Progress(self.tried, self.best, doing))
         self.compiles += 1
         start = time.monotonic()
         try:

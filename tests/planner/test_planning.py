@@ -296,7 +296,10 @@ def test_what_was_compiled_is_not_compiled_again(mesh, tmp_path, monkeypatch):
     monkeypatch.setenv("SPMD_PLAN_CACHE", str(tmp_path))
     first = plan(mesh, cache=True, top=1)
     assert first.compiles == len(compiled_kept(tmp_path)) > 0
-    again = plan(mesh, cache=True, top=1, memory="1GB")
+    heard = []
+    again = plan(mesh, cache=True, top=1, memory="1GB", progress=heard.append)
+    assert heard
+    assert not any(one.compiling for one in heard)
     assert (again.compiles, again.compiled, again.budget) == (0, 0.0, 10**9)
     assert again.report == first.report
     assert again.candidates == first.candidates
