@@ -8,7 +8,7 @@ import math
 from typing import NamedTuple
 
 from spmd.inspection.shardy import ragged
-from spmd.inspection.shardy.targets.sums import is_left_whole, overlapped_from
+from spmd.inspection.shardy.targets.sums import goes_around, is_left_whole
 from spmd.planner.demand import Demand, Exchanged
 from spmd.planner.machine import Machine
 from spmd.planner.structure import WINDOW
@@ -255,7 +255,8 @@ class Product:
         own = {*one.factors[n]}
         # The rows that a gathered matrix is applied to, or the terms of a scattered sum.
         lacking = math.prod(size for name, size in one.sizes.items() if name not in own)
-        return lacking > overlapped_from(self.machine.chip.name, self._itemsize(n))
+        parts = self.demand.times(sent.axes)
+        return goes_around(lacking, parts, self._itemsize(n), self.machine.chip.name)
 
     def _index(self, sent: Exchanged) -> int:
         """Which operand is sent, or else the result."""

@@ -272,9 +272,12 @@ def rows_around(x, v, w):
     return jnp.tanh(x @ v) @ w
 
 
-@pytest.mark.parametrize(("sizes", "goes_around"), [(FLAT, True), (MESH, False)])
-def test_nothing_goes_around_where_devices_do_the_same(sizes, goes_around):
-    """Those along an axis that nothing is split over."""
+@pytest.mark.parametrize(
+    ("sizes", "goes_around"),
+    [(FLAT, True), ({"data": 32}, True), ({"data": 64}, False), (MESH, False)],
+)
+def test_nothing_goes_around_many_devices_or_where_they_do_the_same(sizes, goes_around):
+    """More than 32, or those along an axis that nothing is split over."""
     args = (f32(4096, 8), f32(8, 1024), f32(1024, 131_072))
     found = priced(rows_around, args, SPLIT, on=tpu(sizes))[1]
     rows = 4096 * 1024 * F32

@@ -20,7 +20,7 @@ from spmd import P
 from spmd.inspection import Report, preview
 from spmd.inspection.compile import preview as compile_preview
 from spmd.inspection.shardy import exchanges, flow, passes, pipeline
-from spmd.inspection.shardy.targets.sums import is_summed_whole, overlapped_from
+from spmd.inspection.shardy.targets.sums import goes_around, is_summed_whole
 
 CPU = [name for name, (_, backends, _) in programs.PROGRAMS.items() if "cpu" in backends]
 
@@ -426,7 +426,26 @@ _OVERLAPS = [
 def test_what_goes_around_is_longer_than_its_parts_take_to_send(topology, dtype, few, many):
     """By the chip's figures: operations for a byte that is sent."""
     chip, itemsize = topology.partition(":")[0], jnp.dtype(dtype).itemsize
-    assert few <= overlapped_from(chip, itemsize) < many
+    assert not goes_around(few, 8, itemsize, chip)
+    assert goes_around(many, 8, itemsize, chip)
+
+
+def test_nothing_goes_around_more_than_32_devices():
+    """However many terms there are."""
+    assert goes_around(1e6, 32, 2, "v5e")
+    assert not goes_around(1e6, 33, 2, "v5e")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("topology", "kind"), [("v5e:4x8", "collective-permute"), ("v5e:4x16", "reduce-scatter")]
+)
+def test_around_many_devices_in_what_the_compiler_makes(topology, kind):
+    """The prediction and libtpu agree for 32 devices and for 64."""
+    require_libtpu()
+    lowered = _long(spmd.topology(topology, {"data": -1}), "bfloat16", 65_536)
+    for found_by in (preview, spmd.report):
+        assert {one.kind for one in found_by(lowered).collectives} == {kind}
 
 
 @pytest.mark.slow

@@ -12,6 +12,25 @@ from spmd.inspection.timing.chips import CHIPS
 _OVERLAPPED = 0.96
 
 
+#: XLA does no product in more parts (`max_windowed_einsum_iteration` of its partitioner).
+_MOST_PARTS = 32
+
+
+def goes_around(rows: float, parts: int, itemsize: float, chip: str) -> bool:
+    """Whether a product is done in parts, which go around a ring of devices beside it.
+
+    Found by compiling for v5e, v5p and v6e: over 4 to 32 devices of an axis they do, and over 64
+    and 128 not, however many devices there are, and however large the parts.
+
+    Args:
+        rows: that a gathered matrix is applied to, or terms of a sum of which devices keep parts.
+        parts: devices that one ring has.
+        itemsize: bytes of an element of what is sent.
+        chip: the name of its generation; where it is unknown, a v5e.
+    """
+    return parts <= _MOST_PARTS and rows > overlapped_from(chip, itemsize)
+
+
 def overlapped_from(chip: str, itemsize: float) -> float:
     """How many terms or rows a product needs, at least, for its parts to go around beside it.
 

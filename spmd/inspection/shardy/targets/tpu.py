@@ -20,7 +20,7 @@ from spmd.inspection.shardy.targets.partitioned import (
     slice_after,
     sliced_over,
 )
-from spmd.inspection.shardy.targets.sums import is_left_whole, is_summed_whole, overlapped_from
+from spmd.inspection.shardy.targets.sums import goes_around, is_left_whole, is_summed_whole
 
 _PRODUCTS = "stablehlo.dot_general", "stablehlo.convolution", "stablehlo.custom_call"
 
@@ -92,7 +92,7 @@ class Tpu(Partitioned):
         added = n * _added(maker, self.sizes)
         if not added or not self._is_split_by_all(maker):
             return False
-        return added > overlapped_from(self.chip, _itemsize(self.local(maker.results[0])))
+        return goes_around(added, n, _itemsize(self.local(maker.results[0])), self.chip)
 
     def _is_split_by_all(self, maker: Any) -> bool:
         """Whether no two devices do the same part of a product."""
