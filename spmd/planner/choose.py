@@ -259,6 +259,7 @@ class _Looking:
     def estimate(self, meshes: Iterable[Any]) -> None:
         """The best layouts of each mesh, and its experts, by classes alone."""
         estimate: Estimator | None = None
+        best = math.inf
         for mesh in meshes:
             if self.choices and self._is_late():
                 return
@@ -273,9 +274,9 @@ class _Looking:
                 estimate = estimate.on(machine)
             else:
                 estimate = Estimator(graph, machine, self.rules.fixed)
-            found = search(
-                estimate, self.rules, starts=known.values(), seed=self.seed, saw=self._saw
-            )
+            beside = {"best": best, "seed": self.seed, "saw": self._saw}
+            found = search(estimate, self.rules, starts=known.values(), **beside)
+            best = min(best, found[0].score)
             self.choices += self._kept(found, estimate, mesh)
             for name, layout in known.items():
                 named = Candidate(layout, estimate(layout), 0.0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 import dataclasses
+import math
 import random
 import time
 from typing import NamedTuple, Protocol
@@ -25,6 +26,11 @@ _FEW = 5000
 """Layouts that are all looked at, if there are no more."""
 _STARTS = 8
 """Starts from which moves are tried, of those that are given and of others."""
+_NEAR = 2.0
+"""How much slower than the best of the given starts another one may be for that. Of 450 descents
+for the benchmark's cases 105 were from farther ones, and none of these found anything better."""
+_FAR = 1.3
+"""Where what comes of the given starts is so much slower than another mesh, no others are tried."""
 _AGAIN = 3
 """Searches from what a few moves at random make of the best layout."""
 _SHAKEN = 3
@@ -89,6 +95,7 @@ def search(
     rules: Rules,
     *,
     starts: Iterable[Layout] = (),
+    best: float = math.inf,
     seed: int = 0,
     saw: Callable[[Candidate], None] = lambda one: None,
 ) -> list[Candidate]:
@@ -100,13 +107,16 @@ def search(
         estimate: of the program on a machine.
         rules: what a layout may do.
         starts: to begin from, beside those that split one class on each axis.
+        best: the score of the best layout of other meshes.
         seed: of what is tried at random.
         saw: is told each one.
     """
     found = _Search(estimate, rules, saw)
     with found:
         found.look(Layout.of(dict.fromkeys(found.space.allowed, ())))
-        found.descend_from(starts, found.space.starts())
+        if found.descend_from(starts, within=_NEAR) and found.best().score > _FAR * best:
+            return found.ranked()
+        found.descend_from(found.space.starts())
         found.enumerate(_FEW)
         found.shake(random.Random(seed), _AGAIN)
     return found.ranked()
@@ -142,12 +152,18 @@ class _Search:
             self.saw(self.seen[layout])
         return self.seen[layout]
 
-    def descend_from(self, given: Iterable[Layout], own: Iterable[Layout]) -> None:
-        """Descends from the best of the layouts that are given, and of others."""
-        for starts in (given, own):
-            seen = [self.begin(start) for start in starts]
-            for one in sorted(seen, key=_score)[:_STARTS]:
+    def descend_from(self, starts: Iterable[Layout], within: float = math.inf) -> bool:
+        """Descends from the best of some layouts, and says whether there are any.
+
+        Args:
+            starts: the layouts.
+            within: how often the best one's score another one may have.
+        """
+        seen = sorted(map(self.begin, starts), key=_score)
+        for one in seen[:_STARTS]:
+            if one.score <= within * seen[0].score:
                 self.descend(one.layout)
+        return bool(seen)
 
     def begin(self, start: Layout) -> Candidate:
         """A layout that others may be near; it is told by its own name, too."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import random
 import time
 
@@ -145,6 +146,27 @@ def test_the_search_is_at_least_as_good_as_its_starts():
         seen = search(Estimator(found, on), Rules(), starts=known.values())
         assert seen[0].cost.seconds <= min(cost(one).seconds for one in known.values())
         assert {*known.values()} <= {one.layout for one in seen}
+
+
+def test_a_mesh_far_behind_another_is_looked_at_less():
+    """Only near what comes of the given starts, and not near one that is over the budget."""
+    found, on = graph_named("gpt"), machine(MESHES[0])
+    cost = Estimator(found, on)
+    first = min(experts(found, MESHES[0]).values(), key=lambda one: cost(one).seconds)
+    large = Layout.of({"data": (), "model": ()})
+    rules = Rules(budget=2 * cost(first).peak)
+    assert not rules.fits(cost(large))
+
+    def seen(starts, best=math.inf):
+        layouts = search(Estimator(found, on), rules, starts=starts, best=best)
+        return {one.layout for one in layouts}, layouts[0].score
+
+    whole, score = seen([first])
+    assert seen([first], score)[0] == whole
+    few, _ = seen([first], score / 2)
+    assert few < whole
+    assert seen([first, large], score / 2)[0] == few
+    assert len(seen((), score / 2)[0]) > len(few)
 
 
 def test_a_seed_gives_one_answer():
