@@ -61,6 +61,7 @@ def test_rows_and_groups_are_split_by_no_layout():
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @needs_libtpu
 def test_a_plan_of_experts_that_drop_nothing():
     """The plan splits the hidden numbers of all experts, and is what was predicted."""
