@@ -54,6 +54,8 @@ _NEAR = 1.2
 """Up to so many times the best prediction, what is unlike comes before what is alike."""
 _AS_MUCH = 1.05
 """Up to so many times the seconds of exchanges, fewer pins are worth a compile."""
+_FEWER = 0.9
+"""Below so many times what is predicted with pins, a layout is looked at without any as well."""
 _INSTEAD = 2
 """Up to so many times as many are compiled where some do not keep to the memory."""
 _HARDLY = 1.01
@@ -350,9 +352,26 @@ class _Looking:
             fitting = [i for i in ranked if self.choices[i].fits(self.rules.budget)]
             at = min(fitting, key=lambda i: self.choices[i].predicted, default=None)
             if at is None or self.choices[at].told is not None or self._is_late():
-                return
+                break
             self.tell(Progress(self.tried, self.best, ""))
             self.choices[at] = self._previewed(self.choices[at])
+        self._unpin()
+
+    def _unpin(self) -> None:
+        """The best layout of each mesh without pins, where Shardy then makes far fewer exchanges.
+
+        Most layouts need their pins: without, propagation places the activations otherwise.
+        """
+        every = enumerate(self.choices)
+        told = [i for i, one in every if one.told is not None and one.layout is not None]
+        told.sort(key=lambda i: self._rank(self.choices[i]))
+        for one in [self.choices[i] for i in self._unlike_in(told, lambda one: one.mesh)]:
+            pins = self._pins(one, Way(free=True))
+            if pins == one.pins or self._is_late():
+                continue
+            free = self._previewed(dataclasses.replace(one, pins=pins))
+            if free.predicted < _FEWER * one.predicted:
+                self.choices.append(free)
 
     def _previewed(self, one: Choice) -> Choice:
         ins = [one.ins[i] for i in one.kept]
@@ -481,7 +500,9 @@ class _Looking:
 
     def _pin_otherwise(self, at: int) -> None:
         """One again, whose products gather and add up in other ways, or as they will."""
-        way = Way()
+        best, way = self.choices[at], Way()
+        if best.layout is None or best.pins == self._pins(best, Way(free=True)):
+            return
         for change in (
             {"whole": True},
             {"ahead": False},
@@ -490,7 +511,7 @@ class _Looking:
             {"free": True},
         ):
             best = self.choices[at]
-            if best.is_stand_in or best.layout is None or self._is_late():
+            if best.is_stand_in or self._is_late():
                 return
             other = way._replace(**change)
             pins = self._pins(best, other)

@@ -63,6 +63,37 @@ def test_a_fixed_path_stands_for_all_below_it(mesh):
     assert marked == ["batch['x']", "batch['y']", "result[1]"]
 
 
+def agreement(w, batch):
+    """The gradient of how well each row tells its own pair from all others, both ways."""
+
+    def told(scores):
+        own = jnp.take_along_axis(scores, jnp.arange(len(scores))[:, None], 1)[:, 0]
+        return jnp.mean(jax.nn.logsumexp(scores, -1) - own)
+
+    def loss(w):
+        scores = (batch["x"] @ w["x"]) @ (batch["y"] @ w["y"]).T
+        return told(scores) + told(scores.T)
+
+    return jax.grad(loss)(w)
+
+
+@pytest.mark.slow
+def test_a_layout_may_be_better_without_constraints(mesh, monkeypatch):
+    """Where they ask for far more exchanges: propagation finds what the compiler exchanges less."""
+    w, batch = ({n: jax.ShapeDtypeStruct((size, 256), f32) for n in "xy"} for size in (256, 8192))
+    sent = {}
+    for fewer in (choose._FEWER, 0.0):
+        monkeypatch.setattr(choose, "_FEWER", fewer)
+        options = {"mesh": mesh, "top": 0, "cache": False, "progress": False}
+        found = spmd.plan(agreement, w, batch, **options)
+        assert bool(found.pins) == (not fewer)
+        report = spmd.report(spmd.pjit(agreement, plan=found).lower(w, batch).compile())
+        sent[fewer] = found.predicted, report.total.wire_bytes
+    (first, least), (second, most) = sent.values()
+    assert first < 0.5 * second
+    assert least < 0.5 * most
+
+
 @pytest.mark.slow
 def test_an_axis_that_must_not_split_a_dimension_does_not(mesh):
     """By path and dimension, by a pair, or by a name that the user gave."""
