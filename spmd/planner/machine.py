@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import functools
 import itertools
 import math
@@ -12,7 +12,7 @@ import numpy as np
 
 from spmd.inspection.compile.timed import slice_of
 from spmd.inspection.hlo.groups import expand_replica_groups
-from spmd.inspection.shardy.targets.sums import is_summed_whole
+from spmd.inspection.shardy.targets.sums import is_gathered_by_sum, is_summed_whole
 from spmd.inspection.timing.chips import Chip
 from spmd.inspection.timing.clock import KERNEL, REACHED, Links
 
@@ -93,7 +93,8 @@ class Machine:
         self.chip = chip
         self.sizes = dict(sizes)
         self.count = math.prod(sizes.values())
-        self.sums_whole = is_summed_whole(slice_of(chip, links), chip.name)
+        self._slice_of = slice_of(chip, links)
+        self.sums_whole = is_summed_whole(self._slice_of, chip.name)
         self._counted = _COUNTED.get(chip.name, _Counted())
         self.near, self.brief, self.room, self.evicted = 0, 0, _NEAR, _EVICTED
         if self._counted.is_near:
@@ -107,6 +108,11 @@ class Machine:
         """Seconds of a collective over axes, of so many bytes on its larger side."""
         delay, per_byte = self._line(kind, axes)
         return delay + nbytes * per_byte
+
+    def gathers_by_sum(self, axes: Iterable[str], nbytes: float) -> bool:
+        """Whether so many bytes are gathered over axes by a sum, as `is_gathered_by_sum` has it."""
+        over_all = math.prod(self.sizes[axis] for axis in axes) == self.count
+        return over_all and is_gathered_by_sum(nbytes, self._slice_of, self.chip.name)
 
     def delay(self, kind: str, axes: tuple[str, ...]) -> float:
         """Seconds of a collective over axes that sends nothing."""

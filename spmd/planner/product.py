@@ -194,8 +194,11 @@ class Product:
             return Sending(seconds - machine.delay(kind, sent.axes), joined=sent.axes)
         if kind != "all-gather":
             return Sending(seconds)
+        ahead = seconds
+        if machine.gathers_by_sum(sent.axes, sent.nbytes):  # no sum starts ahead of its use
+            seconds, ahead = machine.exchange("all-reduce", sent.axes, sent.nbytes), 0.0
         turned = sent.nbytes if self._is_turned(sent) else 0.0
-        return Sending(seconds, ahead=seconds, nbytes=sent.nbytes, turned=turned)
+        return Sending(seconds, ahead=ahead, nbytes=sent.nbytes, turned=turned)
 
     def _is_turned(self, sent: Exchanged) -> bool:
         """Whether what is gathered is copied: its parts are of the last dimension of an operand.

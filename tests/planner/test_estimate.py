@@ -312,6 +312,21 @@ def test_a_weight_is_gathered_ahead_of_its_product():
     assert found.exchange == pytest.approx(on.exchange("all-gather", ("data",), 2048 * 2048 * F32))
 
 
+@pytest.mark.parametrize(
+    ("devices", "columns", "kind"),
+    [(64, 2048, "all-reduce"), (64, 2304, "all-gather"), (32, 2048, "all-gather")],
+)
+def test_a_small_weight_is_gathered_by_a_sum_over_many_devices(devices, columns, kind):
+    """And not ahead of its product."""
+    sizes = {"data": devices}
+    links, _ = links_of(CHIPS["v5e"], [], sizes)
+    on = Machine(CHIPS["v5e"], links, sizes)
+    args = (f32(65_536, 2048), f32(2048, columns))
+    _, found = priced(jnp.matmul, args, {"data": ["a:0", "b:0"]}, on=on)
+    assert found.exchange == pytest.approx(on.exchange(kind, ("data",), 2048 * columns * F32))
+    assert (found.hidden > 0) == (kind == "all-gather")
+
+
 def test_a_product_that_sums_over_little_takes_as_long_as_its_results():
     """Over 64 as over 128 it gives a result a time; over 2,048 it takes what its FLOPs take."""
     on = tpu(hbm=1e18, vmem=1e18)

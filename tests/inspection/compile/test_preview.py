@@ -20,7 +20,7 @@ from spmd import P
 from spmd.inspection import Report, preview
 from spmd.inspection.compile import preview as compile_preview
 from spmd.inspection.shardy import exchanges, flow, passes, pipeline
-from spmd.inspection.shardy.targets.sums import goes_around, is_summed_whole
+from spmd.inspection.shardy.targets.sums import goes_around, is_gathered_by_sum, is_summed_whole
 
 CPU = [name for name, (_, backends, _) in programs.PROGRAMS.items() if "cpu" in backends]
 
@@ -461,6 +461,55 @@ def test_what_goes_around_in_what_the_compiler_makes(topology, dtype, few, many)
         ]
         assert kinds[0] == kinds[1], (sizes, terms)
         assert (kinds[0] == {"collective-permute"}) == (sizes == flat and terms == many)
+
+
+def _gathered(mesh, shape, dtype="bfloat16"):
+    """Rows of which each device has a part, and then all."""
+    rows, whole = (NamedSharding(mesh, spec) for spec in (P("data"), P()))
+    f = jax.jit(lambda x: x * 2, in_shardings=rows, out_shardings=whole)
+    return f.lower(jax.ShapeDtypeStruct(shape, dtype))
+
+
+#: Slices, shapes of which all devices have a part, and what gathers them.
+_GATHERS = [
+    ("v5e:8x8", (4096, 2048), "all-reduce"), ("v5e:8x8", (4096, 2112), "all-gather"),
+    ("v6e:8x16", (4096, 2048), "all-reduce"), ("v5e:4x8", (1024, 512), "all-gather"),
+    ("v5p:4x4x4", (1024, 512), "all-gather"), ("v6e:16x16", (1024, 512), "all-gather"),
+]  # fmt: skip
+#: Likewise, of vectors.
+_VECTORS = [
+    ((8,), "all-reduce"), ((1016,), "all-reduce"), ((1024,), "all-gather"),
+    ((1040,), "all-reduce"), ((8, 1), "all-reduce"), ((8, 32), "all-gather"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("topology", "shape", "kind"), _GATHERS)
+def test_small_gathers_over_many_devices_are_sums(topology, shape, kind):
+    """Up to 16 MiB, over 64 devices and more of a slice of two dimensions."""
+    chip, _, sizes = topology.partition(":")
+    slice_of = [*map(int, sizes.split("x"))]
+    assert is_gathered_by_sum(2 * math.prod(shape), slice_of, chip) == (kind == "all-reduce")
+    assert not is_gathered_by_sum(1, (), chip)
+
+
+@pytest.mark.parametrize(("shape", "kind"), _VECTORS)
+def test_vectors_are_gathered_by_sums_on_tpu(shape, kind):
+    """Those of which a device has no whole registers; as whole as the sum's result."""
+    (found,) = preview(_gathered(spmd.make_mesh({"data": 8}), shape), chip="v5e").collectives
+    assert found.kind == kind
+    assert found.shapes.results[0].dims == shape
+
+
+@pytest.mark.slow
+def test_gathers_as_the_compiler_makes_them():
+    """The prediction and libtpu agree on all of these, in bytes too."""
+    require_libtpu()
+    vectors = [("v5e:2x4", shape, kind) for shape, kind in _VECTORS]
+    for topology, shape, kind in (*_GATHERS, *vectors):
+        lowered = _gathered(spmd.topology(topology, {"data": -1}), shape)
+        told, made = (found(lowered).collectives for found in (preview, spmd.report))
+        assert [one.kind for one in made] == [kind], (topology, shape)
+        assert [one.wire_bytes for one in told] == [one.wire_bytes for one in made]
 
 
 _SLICES = [

@@ -140,3 +140,38 @@ def is_summed_whole(slice_of: Sequence[int], chip: str) -> bool:
     sides = [size for size in slice_of if size > 1]
     is_square = len(sides) == 2 and sides[0] == sides[1] > 2
     return not slice_of or (chip not in _SCATTERS_MORE and (is_square or len(sides) > 2))
+
+
+#: A gather over all devices of so many, of which generations, is a sum where it gives few bytes.
+_GATHERING = {"v5e": (64, 256), "v6e": (64, 128)}
+_GATHERED = 16 * 2**20
+
+
+def is_gathered_by_sum(nbytes: float, slice_of: Sequence[int], chip: str) -> bool:
+    """Whether a gather over all devices of a slice is made as a sum, to which each adds its part.
+
+    Found by compiling for v5e (2x4 to 16x16) and v6e (4x4 to 16x16): from 64 devices on up to 16
+    MiB of what is gathered, and not above; of a v6e not on 16x16. Over an axis that has not all
+    devices none was, nor any of v4, v5p (64 to 256 devices) and tpu7x.
+
+    Args:
+        nbytes: of what is gathered.
+        slice_of: the sizes of its dimensions; where they are unknown, one that does not.
+        chip: the name of its generation.
+    """
+    least, most = _GATHERING.get(chip, (1, 0))
+    return bool(slice_of) and least <= math.prod(slice_of) <= most and nbytes <= _GATHERED
+
+
+def is_vector_of_sums(whole: Sequence[int], n: int) -> bool:
+    """Whether what is gathered is a vector whose parts are no whole registers.
+
+    Such a one is made as a sum, on all generations. Found by compiling for v4, v5e, v5p, v6e and
+    tpu7x, over 4, 8 and 16 devices: parts of 1 to 127 and of 130 numbers, of two bytes and of four,
+    and not of 128 and 1,024.
+
+    Args:
+        whole: the shape of what is gathered.
+        n: devices that have a part of it.
+    """
+    return bool(whole) and max(whole) == math.prod(whole) and max(whole) // n % _LANES != 0

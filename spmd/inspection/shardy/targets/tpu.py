@@ -20,7 +20,13 @@ from spmd.inspection.shardy.targets.partitioned import (
     slice_after,
     sliced_over,
 )
-from spmd.inspection.shardy.targets.sums import goes_around, is_left_whole, is_summed_whole
+from spmd.inspection.shardy.targets.sums import (
+    goes_around,
+    is_gathered_by_sum,
+    is_left_whole,
+    is_summed_whole,
+    is_vector_of_sums,
+)
 
 _PRODUCTS = "stablehlo.dot_general", "stablehlo.convolution", "stablehlo.custom_call"
 
@@ -44,12 +50,22 @@ class Tpu(Partitioned):
             return []
         found = self._sent(operation, asked)
         if all(one.kind != "all-reduce" for one in found):
-            return found
+            return [self._added_up(one) if one.kind == "all-gather" else one for one in found]
         turn = self._turn(operation.results[0])
         return [
             dataclasses.replace(one, turn=turn) if one.kind == "all-reduce" else one
             for one in found
         ]
+
+    def _added_up(self, one: Exchange) -> Exchange:
+        """A gather, or the sum that it is made as."""
+        whole, n = one.shapes.results, one.group_size
+        nbytes = sum(shape.nbytes for shape in whole)
+        over_all = n == math.prod(self.sizes.values())
+        is_sum = over_all and is_gathered_by_sum(nbytes, self.slice_of, self.chip)
+        if is_sum or all(is_vector_of_sums(shape.dims, n) for shape in whole):
+            return dataclasses.replace(one, kind="all-reduce", shapes=Shapes(whole, whole))
+        return one
 
     def _turn(self, total: Any) -> int | None:
         """Of sums that no product depends on, 0 for those that others do, and 1 for the others."""
