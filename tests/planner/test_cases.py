@@ -206,9 +206,10 @@ def test_a_case_is_planned_for_a_tpu(name):
         progress=False, **case.options,
     )  # fmt: skip
     assert plan.tried > 100
-    # What Shardy was not asked of comes later, though it may seem a little faster.
-    least = min(one.predicted for one in plan.candidates)
-    assert 0 < least <= plan.predicted <= 1.01 * least
+    # What Shardy was not asked of comes later: it may seem faster, since exchanges can only add.
+    asked = [one.predicted for one in plan.candidates if one.told is not None]
+    assert 2 <= len(asked) < len(plan.candidates)
+    assert 0 < plan.predicted == min(asked)
 
 
 @pytest.mark.slow
