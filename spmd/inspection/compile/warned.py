@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 import contextlib
+import fcntl
 import os
 import re
 import select
@@ -29,8 +30,8 @@ _MESSAGE = rf"^{_HEAD}(?:[^\n]* is taking > [\s\S]*?attach the results\.|[^\n]*)
 #: Seconds between two times that what was written is passed on.
 _INTERVAL = 0.05
 
-#: Seconds that a write of another thread has to end in once the descriptor leads elsewhere.
-_GRACE = 0.01
+#: Seconds for which processes are waited for that were given the descriptor, and may write yet.
+_GRACE = 0.1
 
 _one_at_a_time = threading.Lock()
 
@@ -131,6 +132,7 @@ def _redirected(
     thread.start()
     try:
         os.dup2(file, 2)
+        os.dup2(passing.at, file)  # so that nothing else is open for writing
         yield
     finally:
         try:
@@ -141,10 +143,24 @@ def _redirected(
         finally:
             os.dup2(real, 2)
             dismiss()
-        # A write that began before may still be under way, and a file does not say so.
+        # A write that began before may still be under way.
         passing.on()
-        time.sleep(_GRACE)
+        _wait_for_writes(file)
         passing.on(to_the_end=True)
+
+
+def _wait_for_writes(descriptor: int) -> None:
+    """Waits until nothing can write to a file any more, or for a while.
+
+    Linux leases a file for reading only where it is not open for writing, nor a write under way.
+    """
+    end = time.monotonic() + _GRACE
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError, AttributeError):
+            fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+            fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            return
+        time.sleep(0.001)
 
 
 class _Passing:
@@ -155,7 +171,7 @@ class _Passing:
     """
 
     def __init__(self, file: int, rest: int, real: int, lines: list[str], unwanted: str):
-        self._file, self._at, self._real, self._lines = file, rest, real, lines
+        self._file, self.at, self._real, self._lines = file, rest, real, lines
         self._place, self._rest = 0, b""
         pattern = f"{_WARNING}|{_MESSAGE % unwanted}" if unwanted else _WARNING
         self._taken = re.compile(pattern.encode(), re.MULTILINE)
@@ -170,7 +186,7 @@ class _Passing:
             self._sort(text[:end])
             self._rest = text[end:]
             # From here on another process writes it, should this one end.
-            os.lseek(self._at, self._place - len(self._rest), os.SEEK_SET)
+            os.lseek(self.at, self._place - len(self._rest), os.SEEK_SET)
         if to_the_end:
             self._sort(self._rest)
 

@@ -147,6 +147,27 @@ def test_threads(capfdbinary):
     assert sorted(rows) == sorted(b"%d %d" % (k, i) for k in range(3) for i in range(count))
 
 
+def test_a_write_under_way_is_waited_for(tmp_path, monkeypatch):
+    """However slow: what it writes would be lost. What a child process may write is not."""
+    path = tmp_path / "written"
+    writing, ended = os.open(path, os.O_WRONLY | os.O_CREAT), threading.Event()
+    file = os.open(path, os.O_RDONLY)
+
+    def end():
+        ended.set()
+        os.close(writing)
+
+    try:
+        warned._wait_for_writes(file)  # it gives up
+        monkeypatch.setattr(warned, "_GRACE", 60)
+        assert not ended.is_set()
+        threading.Timer(0.2, end).start()
+        warned._wait_for_writes(file)
+        assert ended.is_set()
+    finally:
+        os.close(file)
+
+
 def test_closed():
     """Where descriptor 2 is closed, nothing is caught, and it is closed afterwards."""
     saved = os.dup(2)
