@@ -276,8 +276,14 @@ class _Looking:
                 estimate = estimate.on(machine)
             else:
                 estimate = Estimator(graph, machine, self.rules.fixed)
-            beside = {"best": best, "seed": self.seed, "saw": self._saw}
-            found = search(estimate, self.rules, starts=known.values(), **beside)
+            found = search(
+                estimate,
+                self.rules,
+                starts=known.values(),
+                best=best,
+                seed=self.seed,
+                saw=self._saw,
+            )
             best = min(best, found[0].score)
             self.choices += self._kept(found, estimate, mesh)
             for name, layout in known.items():
@@ -362,10 +368,11 @@ class _Looking:
 
         Most layouts need their pins: without, propagation places the activations otherwise.
         """
-        every = enumerate(self.choices)
-        told = [i for i, one in every if one.told is not None and one.layout is not None]
-        told.sort(key=lambda i: self._rank(self.choices[i]))
-        for one in [self.choices[i] for i in self._unlike_in(told, lambda one: one.mesh)]:
+        told = [one for one in self.choices if one.told is not None and one.layout is not None]
+        best: dict[Any, Choice] = {}
+        for one in sorted(told, key=self._rank):
+            best.setdefault(one.mesh, one)
+        for one in best.values():
             pins = self._pins(one, Way(free=True))
             if pins == one.pins or self._is_late():
                 continue

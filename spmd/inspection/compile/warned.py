@@ -33,6 +33,9 @@ _INTERVAL = 0.05
 #: Seconds for which processes are waited for that were given the descriptor, and may write yet.
 _GRACE = 0.1
 
+#: Seconds that a write has to end in where nothing says when it does.
+_BLIND = 0.01
+
 _one_at_a_time = threading.Lock()
 
 
@@ -156,11 +159,15 @@ def _wait_for_writes(descriptor: int) -> None:
     """
     end = time.monotonic() + _GRACE
     while time.monotonic() < end:
-        with contextlib.suppress(OSError, AttributeError):
+        try:
             fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
             fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
             return
-        time.sleep(0.001)
+        except BlockingIOError:
+            time.sleep(0.001)
+        except (OSError, AttributeError):  # no leases: another system, or a file system without
+            time.sleep(_BLIND)
+            return
 
 
 class _Passing:

@@ -11,7 +11,6 @@ from spmd.inspection.timing.chips import CHIPS
 #: by the figures of the chip; the compiler's own are a little lower.
 _OVERLAPPED = 0.96
 
-
 #: XLA does no product in more parts (`max_windowed_einsum_iteration` of its partitioner).
 _MOST_PARTS = 32
 
@@ -160,7 +159,7 @@ def is_gathered_by_sum(nbytes: float, slice_of: Sequence[int], chip: str) -> boo
         chip: the name of its generation.
     """
     least, most = _GATHERING.get(chip, (1, 0))
-    return bool(slice_of) and least <= math.prod(slice_of) <= most and nbytes <= _GATHERED
+    return least <= math.prod(slice_of) <= most and nbytes <= _GATHERED
 
 
 def is_vector_of_sums(whole: Sequence[int], n: int) -> bool:
