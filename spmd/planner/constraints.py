@@ -346,8 +346,13 @@ def _told(
         note += said
     if trials.is_late:
         note += " Not all was tried: fewer lines may do."
-    records.sort(key=lambda one: (one.file, one.line, one.column or 0, -(one.end_line or 0)))
+    records.sort(key=_place)
     return Constraints(records=tuple(records), exact=exact, note=note)
+
+
+def _place(one: SourceConstraint) -> tuple[str, int, int, int, int]:
+    """Where it stands: of several that begin at one place, the longest is first."""
+    return one.file, one.line, one.column or 0, -(one.end_line or 0), -(one.end_column or 0)
 
 
 def _shown(missing: Sequence[Span]) -> str:

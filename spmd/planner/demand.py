@@ -11,11 +11,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
+from spmd.inspection.shardy.places import stand_ins
 from spmd.planner.layout import Layout
 from spmd.planner.structure import Graph, Operation
 
 # A table is looked up, or added to, where its rows are whole, or where parts of all of them are.
 TABLES = ("gather", "scatter")
+
+_PRODUCTS = ("dot_general", "convolution")
 
 Places: TypeAlias = Sequence[Mapping[str, int]]
 """By operand and result, the dimension that each axis splits."""
@@ -29,12 +32,16 @@ class Exchanged(NamedTuple):
         axes: that it goes over.
         nbytes: on its larger side.
         tensor: the operand that is sent, or the sum that is added up; None for another result.
+        before: where parts change places, the axes that split it, as Shardy writes them.
+        after: the axes that split it then.
     """
 
     kind: str
     axes: tuple[str, ...]
     nbytes: float
     tensor: int | None = None
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
 
 
 class Demand:
@@ -47,6 +54,7 @@ class Demand:
         places: of what it takes and makes.
         nbytes: on a device, of what it takes and makes.
         total: the value that its results are added to before they are used.
+        one_sum: whether its sums over several axes are one, as `is_one_sum` has it.
     """
 
     def __init__(
@@ -57,7 +65,10 @@ class Demand:
         places: Places,
         nbytes: Sequence[float],
         total: int | None = None,
+        *,
+        one_sum: bool = False,
     ):
+        self.one_sum = one_sum
         self.one, self.layout, self.sizes, self.total = one, layout, sizes, total
         self.places, self.nbytes = places, nbytes
         self.chosen = self._chosen()
@@ -144,6 +155,9 @@ class Demand:
                 found["all-gather"].append(axis)
             elif names[d] != name:
                 yield Exchanged("all-to-all", (axis,), self.nbytes[n])
+        if sums := self._at_once(n, found["reduce-scatter"], found["all-reduce"]):
+            yield from sums
+            del found["reduce-scatter"], found["all-reduce"]
         for kind, axes in found.items():
             if axes:
                 more = self.times(axes) if kind == "reduce-scatter" else 1
@@ -151,6 +165,32 @@ class Demand:
                 if kind == "reduce-scatter" and (inner := self._inside(n, axes)):
                     kind, more = "all-reduce", more * self.times(inner)
                 yield Exchanged(kind, tuple(axes), self.nbytes[n] * more, total)
+
+    def _at_once(self, n: int, kept: Sequence[str], rest: Sequence[str]) -> list[Exchanged]:
+        """The sum of a product over all its axes, where along other ones devices do the same.
+
+        Those make each another part of what is kept, so that a sum of parts is enough, and then the
+        parts change places. Too few of them have it summed whole, if no part is kept over some of
+        the axes: see `spmd.inspection.shardy.targets.partitioned`.
+        """
+        free = [
+            axis
+            for axis, size in self.sizes.items()
+            if size > 1 and axis not in self.places[n] and axis not in self.chosen
+        ]
+        is_one = bool(free) or (self.one_sum and bool(rest))
+        if not kept or not is_one or self.one.name not in _PRODUCTS:
+            return []
+        others, summed = stand_ins(kept, free, self.sizes), (*kept, *rest)
+        if others is None:
+            whole = self.nbytes[n] * self.times(kept)
+            return [Exchanged("all-reduce", summed, whole, self.total)] if rest else []
+        after = tuple(self.places[n])
+        before = tuple(part for axis in after for part in others.get(axis, (axis,)))
+        return [
+            Exchanged("all-reduce", summed, self.nbytes[n]),
+            Exchanged("collective-permute", after, self.nbytes[n], None, before, after),
+        ]
 
     def _inside(self, n: int, moved: Sequence[str]) -> list[str]:
         """The axes that split a dimension within the parts that these axes make of it, and stay.

@@ -493,7 +493,15 @@ class Estimator:
         kinds = [self.kind_of[i] for i in one.tensors]
         nbytes = [self.nbytes[i] * parts[k] for i, k in zip(one.tensors, kinds, strict=True)]
         total = self.totals.get(one.tensors[-1])
-        demand = Demand(one, layout, self.sizes, [places[k] for k in kinds], nbytes, total)
+        demand = Demand(
+            one,
+            layout,
+            self.sizes,
+            [places[k] for k in kinds],
+            nbytes,
+            total,
+            one_sum=self.machine.one_sum,
+        )
         steps = sum(steps * parts[k] for k, steps in part.beside.items()) / part.runs
         is_last = part.turn is not None
         product = Product(

@@ -11,10 +11,17 @@ from typing import NamedTuple
 import numpy as np
 
 from spmd.inspection.compile.timed import slice_of
-from spmd.inspection.hlo.groups import expand_replica_groups
-from spmd.inspection.shardy.targets.sums import is_gathered_by_sum, is_summed_whole
+from spmd.inspection.hlo.groups import Groups, expand_replica_groups
+from spmd.inspection.shardy.passes import Dimension
+from spmd.inspection.shardy.places import moves
+from spmd.inspection.shardy.targets.sums import (
+    is_gathered_by_sum,
+    is_one_sum,
+    is_summed_whole,
+)
 from spmd.inspection.timing.chips import Chip
 from spmd.inspection.timing.clock import KERNEL, REACHED, Links
+from spmd.inspection.timing.torus import Torus
 
 _PROBE = 2**30
 _SIDE, _ROWS = 128, 8
@@ -52,6 +59,8 @@ class _Counted(NamedTuple):
         hides: whether gathers start ahead of their use.
         copied: what is left of the time of elementwise work by itself, such as an optimizer's,
             whose values fit in vector memory: they are copied there and back beside other work.
+        waits: of a slice of so many devices, what goes around a line is waited for; what goes
+            around a ring that links close is not, nor is anything on smaller slices.
     """
 
     slots: float = 1.5
@@ -62,10 +71,11 @@ class _Counted(NamedTuple):
     start: float = 0.0
     hides: bool = False
     copied: float = 1.0
+    waits: float = math.inf
 
 
 _COUNTED = {
-    "v5e": _Counted(packs=14.5, hides=True, copied=0.55),
+    "v5e": _Counted(packs=14.5, hides=True, copied=0.55, waits=32),
     "v5p": _Counted(packs=11.5, is_near=False, fed=0.62, start=1.7e-6),
     "v6e": _Counted(slots=4.0, pops=2.3),
     "tpu7x": _Counted(slots=2.5, pops=4.1, is_near=False, fed=0.8, start=0.9e-6),
@@ -82,6 +92,7 @@ class Machine:
         evicted: the share of them in main memory, of those that are there for more than a few
             products, although there is room.
         sums_whole: whether a sum over all devices is made whole where devices keep parts of it.
+        one_sum: whether sums over several axes are one, where devices keep parts over some of them.
 
     Args:
         chip: whose figures to use.
@@ -95,6 +106,7 @@ class Machine:
         self.count = math.prod(sizes.values())
         self._slice_of = slice_of(chip, links)
         self.sums_whole = is_summed_whole(self._slice_of, chip.name)
+        self.one_sum = is_one_sum(chip.name)
         self._counted = _COUNTED.get(chip.name, _Counted())
         self.near, self.brief, self.room, self.evicted = 0, 0, _NEAR, _EVICTED
         if self._counted.is_near:
@@ -103,6 +115,8 @@ class Machine:
             self.near = self.brief = self.room = 0
         self._links = links
         self._line = functools.cache(self._measured)
+        self._trade = functools.cache(self._traded)
+        self._beside = functools.cache(self._is_beside)
 
     def exchange(self, kind: str, axes: tuple[str, ...], nbytes: float) -> float:
         """Seconds of a collective over axes, of so many bytes on its larger side."""
@@ -122,14 +136,51 @@ class Machine:
         """Seconds of parts that go around a ring of devices."""
         return times * self.exchange("collective-permute", axes, nbytes)
 
-    def _measured(self, kind: str, axes: tuple[str, ...]) -> tuple[float, float]:
+    def trading(self, before: tuple[str, ...], after: tuple[str, ...], nbytes: float) -> float:
+        """Seconds in which devices change places: each sends as many bytes to another one.
+
+        Args:
+            before: the axes that split what they have, as Shardy writes them.
+            after: those that split it then.
+            nbytes: on a device.
+        """
+        delay, per_byte = self._trade(before, after)
+        return delay + nbytes * per_byte
+
+    def _traded(self, before: tuple[str, ...], after: tuple[str, ...]) -> tuple[float, float]:
+        pairs = moves((Dimension(before),), (Dimension(after),), self.sizes)
+        return self._of_groups("collective-permute", pairs)
+
+    def is_beside(self, axes: tuple[str, ...]) -> bool:
+        """Whether parts that go around the devices along axes are sent beside a product.
+
+        Found by compiling: on v5e slices of 32 chips and more (4x8 to 16x16) libtpu waits for each
+        part, over axes of 4 to 32 devices, but for those whose links close a ring. On smaller
+        slices, and on v4, v5p and v6e, it waits for none.
+        """
+        return self._beside(axes)
+
+    def _is_beside(self, axes: tuple[str, ...]) -> bool:
+        if self.count < self._counted.waits or not isinstance(self._links, Torus):
+            return True
+        return all(line.is_ring for line in self._links.lines(self._groups(axes)).values())
+
+    def _groups(self, axes: Iterable[str]) -> Groups:
+        """Devices along axes."""
         mesh = ",".join(f"'{name}'={size}" for name, size in self.sizes.items())
         names = ",".join(f"'{name}'" for name in self.sizes if name in axes)
-        groups = expand_replica_groups(f"mesh[{mesh}] {{{names}}}")
+        return expand_replica_groups(f"mesh[{mesh}] {{{names}}}")
+
+    def _measured(self, kind: str, axes: tuple[str, ...]) -> tuple[float, float]:
+        groups = self._groups(axes)
         if kind == "collective-permute":
             groups = tuple(
                 pair for group in groups for pair in zip(group, (*group[1:], group[0]), strict=True)
             )
+        return self._of_groups(kind, groups)
+
+    def _of_groups(self, kind: str, groups: Groups) -> tuple[float, float]:
+        """Seconds of delay, and those for a byte."""
         delay = self._links.transfer(kind, groups, 0, 0).seconds
         return delay, (self._links.transfer(kind, groups, _PROBE, _PROBE).seconds - delay) / _PROBE
 

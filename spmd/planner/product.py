@@ -185,10 +185,14 @@ class Product:
         """What an exchange takes; parts that go around a ring go on beside the product itself."""
         machine = self.machine
         if sent in self.around:
-            return Sending(ring := self._ring(sent), beside=min(_BESIDE * ring, self.seconds()))
+            ring = self._ring(sent)
+            share = _BESIDE if machine.is_beside(sent.axes) else 0.0
+            return Sending(ring, beside=min(share * ring, self.seconds()))
         kind = sent.kind
         if kind == "reduce-scatter" and machine.chip.multipliers and self._is_left_whole(sent):
             kind = "all-reduce"
+        if sent.before:
+            return Sending(machine.trading(sent.before, sent.after, sent.nbytes))
         seconds = machine.exchange(kind, sent.axes, sent.nbytes)
         if kind == "all-reduce" and self.is_last and machine.chip.multipliers:
             return Sending(seconds - machine.delay(kind, sent.axes), joined=sent.axes)
@@ -212,7 +216,8 @@ class Product:
     def _is_left_whole(self, sent: Exchanged) -> bool:
         """Whether a sum of which devices keep parts is made whole by compilers for TPUs.
 
-        So is one over all devices of some slices, and one of parts of some shapes.
+        So is one over all devices of some slices, and one of parts of some shapes, or of parts
+        along several dimensions.
         """
         demand, machine = self.demand, self.machine
         if machine.sums_whole and demand.times(sent.axes) == machine.count:
@@ -224,6 +229,8 @@ class Product:
         for axis, d in demand.places[-1].items():
             if axis in sent.axes:
                 kept[d] = kept.get(d, 1) * demand.sizes[axis]
+        if len(kept) > 1:  # of rows and of columns
+            return True
         itemsize = round(self._itemsize(-1))
         return bool(kept and itemsize) and is_left_whole(part, kept, itemsize, machine.chip.name)
 

@@ -210,9 +210,79 @@ def test_a_sum_of_odd_parts_is_made_whole_on_most_tpus(chip, dtype, part, is_who
     """Of bf16, in parts of 128 columns: twice the bytes of a sum that is scattered."""
     args = (jax.ShapeDtypeStruct((64, 512), dtype), jax.ShapeDtypeStruct((512, 2 * part), dtype))
     on = Machine(CHIPS[chip], sending(**MESH)._links, MESH)
-    found = sent(jnp.matmul, args, {"model": ["a:1", "b:1"]}, on=on)
-    scattered = 64 * 2 * part * jnp.dtype(dtype).itemsize / 2
+    found = sent(jnp.matmul, args, {"data": ["a:0"], "model": ["a:1", "b:1"]}, on=on)
+    scattered = 16 * 2 * part * jnp.dtype(dtype).itemsize / 2
     assert found == pytest.approx(scattered * (1 + is_whole))
+
+
+def test_devices_that_would_do_the_same_sum_other_parts():
+    """Of two parts each is summed by two pairs of four, and then they change places."""
+    args = f32(64, 512), f32(512, 256)
+    layout = {"model": ["a:1", "b:1"]}
+    part = 64 * 128 * F32
+    assert sent(jnp.matmul, args, layout) == pytest.approx(part + part)
+    # Two devices are too few for four parts: the sum is scattered.
+    whole = 64 * 256 * F32
+    assert sent(jnp.matmul, args, {"data": ["a:1", "b:1"]}) == pytest.approx(whole * 3 / 4)
+
+
+def test_a_sum_of_parts_of_rows_and_columns_is_whole_on_tpus():
+    """Over both axes; another chip's is scattered."""
+    args = f32(64, 512), f32(512, 256)
+    layout = {"data": ["a:1", "a:0"], "model": ["a:1", "b:1"]}
+    whole = 64 * 256 * F32 * 7 / 8
+    tpu7x = Machine(CHIPS["tpu7x"], sending(**MESH)._links, MESH)
+    assert sent(jnp.matmul, args, layout) == pytest.approx(whole)
+    assert sent(jnp.matmul, args, layout, on=tpu7x) == pytest.approx(2 * whole)
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("topology", "sizes", "is_beside"),
+    [
+        ("v5e:4x4", {"data": 4, "model": 4}, True),
+        ("v5e:4x8", {"data": 4, "model": 8}, False),
+        ("v5e:8x8", {"data": 16, "model": 4}, False),
+        ("v5e:8x16", {"data": 16, "model": 8}, False),
+        ("v5e:8x16", {"data": 8, "model": 16}, True),
+        ("v6e:4x8", {"data": 8, "model": 4}, True),
+        ("v5p:4x4x4", {"data": 8, "model": 8}, True),
+    ],
+)
+def test_what_goes_around_lines_of_many_chips_is_waited_for(topology, sizes, is_beside):
+    """As libtpu schedules it: parts that it does not start ahead are not hidden."""
+    mesh = spmd.topology(topology, sizes)
+    chip = CHIPS[topology.split(":")[0]]
+    links, _ = links_of(chip, [*mesh.devices.flat], sizes)
+    assert Machine(chip, links, sizes).is_beside(("model",)) == is_beside
+    specs = P("data", "model"), P(None, "model")
+    step = spmd.pjit(
+        jnp.matmul, mesh=mesh, in_axis_resources=specs, out_axis_resources=P("data", "model")
+    )
+    shapes = (2048 * sizes["data"], 4096), (4096, 16_384)
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    text = step.lower(*args).compile().as_text()
+    assert ("collective-permute-start(" in text) == is_beside
+    assert ("collective-permute(" in text) != is_beside
+
+
+def test_devices_change_places_as_a_preview_has_it():
+    """Both have each device send to the one with its column and row: a mesh that is turned."""
+    sizes = {"data": 4, "model": 4}
+    mesh = spmd.topology("cpu:16", sizes)
+    step = spmd.pjit(
+        lambda x, y: spmd.with_sharding_constraint(x.T @ y, P("data")) * 2,
+        mesh=mesh,
+        in_axis_resources=(P("data"), P("data")),
+        out_axis_resources=P("data"),
+    )
+    lowered = step.lower(f32(64, 512), f32(64, 256))
+    _, permute = spmd.preview(lowered, chip="v5e").time.exchanges
+    links, _ = links_of(CHIPS["v5e"], [], sizes)
+    nbytes = 512 * 256 * F32 / 4
+    machine = Machine(CHIPS["v5e"], links, sizes)
+    assert machine.trading(("model",), ("data",), nbytes) == pytest.approx(permute.seconds)
 
 
 # Time

@@ -27,6 +27,7 @@ from spmd.inspection.shardy.exchanges import Exchanges, read
 from spmd.inspection.shardy.flops import Work, device_work
 from spmd.inspection.shardy.propagation import propagate
 from spmd.inspection.shardy.targets import target_of
+from spmd.inspection.shardy.targets.sums import is_placed_by_shardy
 from spmd.inspection.shardy.why import function_of, origins_later
 from spmd.inspection.timing.chips import Chip, chip_of, platform_of
 
@@ -116,7 +117,8 @@ def previewed(lowered: Any, wish: Asked, *, subject: str, products: bool = True)
     platform = platform_of(wish.chip) if wish.chip else backend
     kind = devices[0].device_kind if devices else ""
     chip = wish.chip or (chip_of(kind) if kind else None)
-    done = pipeline.run(module, PASSES, subject=subject)
+    own = chip is not None and is_placed_by_shardy(chip.name)
+    done = pipeline.run(module, PASSES, subject=subject, own=own)
     with module.context:
         if names := passes.apart(done):
             # The passes leave it to the partitioner to go from one such mesh to another.

@@ -166,7 +166,7 @@ def time_of_prediction(
                 exposed=seconds,
             )
         )
-        if one.kind == "collective-permute":
+        if one.kind == "collective-permute" and not one.groups:
             doubts = (*doubts, _NEIGHBOURS)
         if one.executions is None:
             doubts = (*doubts, f"an exchange that runs {UNKNOWN_TIMES} is left out")
@@ -227,6 +227,8 @@ def _model_work(lowered: Any, chip: Chip | None) -> tuple[Work | None, tuple[str
 
 def _groups(one: Collective, axis_sizes: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
     """Logical devices that exchange with each other, as the axes say; of a permute, the pairs."""
+    if one.groups:
+        return expand_replica_groups(one.groups)
     mesh = ",".join(f"'{name}'={size}" for name, size in axis_sizes.items())
     # A part that no name describes counts as all of its axis.
     refs = (axis.removesuffix(":part").partition(":") for axis in one.mesh_axes)

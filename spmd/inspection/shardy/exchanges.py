@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
-import math
 import re
 from typing import Any, NamedTuple
 
@@ -13,9 +12,8 @@ import numpy as np
 from spmd.inspection.hlo import groups as hlo_groups
 from spmd.inspection.records.names import direction_of, user_source
 from spmd.inspection.records.report import Collective, Shapes
-from spmd.inspection.shardy import passes
+from spmd.inspection.shardy import passes, places
 from spmd.inspection.shardy.flow import trip_count
-from spmd.inspection.shardy.passes import Dimensions
 from spmd.inspection.shardy.targets import target_of
 from spmd.inspection.shardy.targets.base import AXES, Exchange, axes_by_dimension, local_shape
 
@@ -184,6 +182,7 @@ def _record(operation: Any, found: Exchange) -> Collective:
         is_async=False,
         combined=1 if found.kind == "all-to-all" else max(1, len(found.shapes.operands)),
         name=operation.name,
+        groups=found.groups,
     )
 
 
@@ -277,28 +276,8 @@ def _in_order(axes: Iterable[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
 def _permuted(kind: str, operation: Any, sizes: Mapping[str, int]) -> Exchange:
     after = passes.out_sharding(operation)
     before = passes.sharding_of(operation.operands[0], after)
-    # Which device sends its shard to which; replicas keep the order of the axes left over.
-    pairs = zip(_order(before, sizes), _order(after, sizes), strict=True)
-    groups = hlo_groups.connected(pairs)
-    return dataclasses.replace(
-        _resharded(kind, operation, sizes),
-        mesh_axes=hlo_groups.mesh_axes_of(groups, sizes),
-        group_size=max(map(len, groups), default=1),
-    )
-
-
-def _order(dimensions: Dimensions, sizes: Mapping[str, int]) -> list[int]:
-    """The devices in the order of their places along the axes that a sharding names, in turn."""
-    shape = tuple(sizes.values())
-    devices = np.arange(math.prod(shape))
-    places = dict(zip(sizes, np.unravel_index(devices, shape), strict=True))
-    keys = [devices]
-    for axis in (axis for one in reversed(dimensions) for axis in reversed(one.axes)):
-        name, size = passes.whole_of(axis), passes.size_of(axis, sizes)
-        part = _PART.search(axis.removeprefix(name))
-        parts = int(part[1]) * size if part else size
-        keys.append(places[name] * parts // sizes[name] % size)
-    return np.lexsort(keys).tolist()
+    asked = _resharded(kind, operation, sizes)
+    return asked.between(places.moves(before, after, sizes), sizes)
 
 
 # What the user's own collectives send

@@ -21,8 +21,15 @@ RESHARDS = "func.func(sdy-insert-explicit-reshards{enable-full-version=true})"
 _HEAD = re.compile(r"[\w.-]+")
 
 
-def run(module: Any, wanted: Sequence[str], *, subject: str) -> Any:
-    """Runs passes, with their options, on a copy of a module, and gives the copy's operation."""
+def run(module: Any, wanted: Sequence[str], *, subject: str, own: bool = False) -> Any:
+    """Runs passes, with their options, on a copy of a module, and gives the copy's operation.
+
+    Args:
+        module: the lowered program.
+        wanted: the passes, in their order.
+        subject: the first words of a message.
+        own: whether values are placed otherwise as Shardy asks for it, and not as XLA does it.
+    """
     with module.context:
         copy = module.operation.clone().operation
         operations = _all_in(copy)
@@ -33,11 +40,13 @@ def run(module: Any, wanted: Sequence[str], *, subject: str) -> Any:
         _run(copy, wanted[:i], subject, has_loops=has_loops)
         if i < len(wanted):
             operations = _all_in(copy)
-            reshards.agree(copy, [one for one in operations if one.name not in _OPAQUE])
+            if not own:
+                reshards.agree(copy, [one for one in operations if one.name not in _OPAQUE])
             ragged.replace(copy, operations)
             del operations
             _run(copy, [RESHARDS], subject, has_loops=has_loops)
-            reshards.replace(copy, _all_in(copy))
+            if not own:
+                reshards.replace(copy, _all_in(copy))
             _run(copy, wanted[i + 1 :], subject, has_loops=has_loops)
     return copy
 

@@ -21,7 +21,9 @@ from jax.extend.mlir.dialects import sdy
 from spmd.inspection.shardy import passes, ragged
 
 _PART = re.compile(r"\((\d+)\)(\d+)$")
+_LABELS = re.compile(r"\[([^\]]*)\]")
 _PLACE = "sdy.sharding"
+_PRODUCTS = "stablehlo.dot_general", "stablehlo.convolution"
 _ELEMENTWISE = frozenset(
     f"stablehlo.{name}"
     for name in (
@@ -78,11 +80,15 @@ def agree(module: Any, operations: Iterable[Any]) -> None:
     """Places the operands of operations on each element as their results are, as XLA does.
 
     Operands that are all in one place stay there, and the result is placed otherwise. Shardy's pass
-    would have all done where operands and results are split by most axes together.
+    would have all done where operands and results are split by most axes together. So it would with
+    products: see `_sum_first`.
     """
     meshes = passes.meshes(module)
     known: dict[Any, Axes] = {}
     for one in operations:
+        if one.name in _PRODUCTS and not ragged.stands_in(one) and not _is_grouped(one):
+            with one.location:
+                _sum_first(one, meshes)
         if one.name in _ELEMENTWISE or (one.name.startswith("chlo.") and one.name != ragged.NAME):
             place = passes.entry_of(one.attributes, _PLACE)
             if not all(_is_at(operand, place) for operand in one.operands):
@@ -126,6 +132,68 @@ def _agree(operation: Any, meshes: Mapping[str, Mapping[str, int]], known: dict[
         for n, axes in held.items():
             if axes != wanted:
                 operation.operands[n] = sdy.ReshardOp(operation.operands[n], asked).result
+
+
+def _sum_first(product: Any, meshes: Mapping[str, Mapping[str, int]]) -> None:
+    """Sums a product where its operands lie, if both are split alike along what is summed over.
+
+    The result is placed otherwise after that. Shardy's pass would gather operands that are smaller
+    than the result; XLA sums, however large it is.
+    """
+    result = product.results[0]
+    places = [*map(_axes_of, (*product.operands, result))]
+    *sides, made = _names_of(product)
+    held: Mapping[str, tuple[str, ...]] = {}
+    for names, place in zip(sides, places, strict=False):
+        own = dict(zip(names, place, strict=True))
+        if any(held.get(name, axes) != axes for name, axes in own.items()):
+            return
+        held = {**held, **own}
+    summed = {axis for name, axes in held.items() if name not in made for axis in axes}
+    wanted = places[-1]
+    kept = tuple(tuple(axis for axis in axes if axis not in summed) for axes in wanted)
+    if kept == wanted or kept != tuple(held.get(name, ()) for name in made):
+        return
+    mesh = passes.mesh_with({axis for one in places for axes in one for axis in axes}, meshes)
+    if mesh is not None:
+        text = passes.per_value(passes.sharding_text(kept, mesh))
+        product.attributes[_PLACE] = ir.Attribute.parse(text)
+        asked = ir.Attribute.parse(passes.sharding_text(wanted, mesh))
+        passes.placed_after(result, sdy.ReshardOp, asked)
+
+
+def _is_grouped(product: Any) -> bool:
+    """Whether a convolution is one of groups of channels, or of batches."""
+    counts = "feature_group_count", "batch_group_count"
+    return any(int(product.attributes[one]) > 1 for one in counts if one in product.attributes)
+
+
+def _names_of(product: Any) -> tuple[list[str], list[str], list[str]]:
+    """Names of the dimensions of a product's operands and result: those that are one have one."""
+    if product.name == "stablehlo.convolution":
+        text = passes.text_of(product, "dimension_numbers")
+        left, right, made = (one.split(", ") for one in _LABELS.findall(text))
+        # What goes over the window has a name of its own in each.
+        return (
+            [{"f": "i"}.get(name, f"input {name}") for name in left],
+            [{"i": "i"}.get(name, f"kernel {name}") for name in right],
+            [{"b": "input b", "f": "kernel o"}.get(name, f"result {name}") for name in made],
+        )
+    numbers = passes.numbers_of(product, "dot_dimension_numbers")
+    sides = []
+    for side, operand in zip(("lhs", "rhs"), product.operands, strict=True):
+        batch, terms = (
+            numbers.get(f"{side}_{kind}_dimensions", ()) for kind in ("batching", "contracting")
+        )
+        names = [f"{side} {d}" for d in range(len(passes.dims_of(operand.type)[0]))]
+        for kind, numbered in (("batch", batch), ("term", terms)):
+            for n, d in enumerate(numbered):
+                names[d] = f"{kind} {n}"
+        sides.append(names)
+    free = (name for names in sides for name in names if name[:3] in ("lhs", "rhs"))
+    shared = (name for name in sides[0] if name.startswith("batch"))
+    batch = sorted(shared, key=lambda name: int(name.split()[1]))
+    return sides[0], sides[1], [*batch, *free]
 
 
 def _is_of_shape(value: Any, result: Any) -> bool:

@@ -159,7 +159,14 @@ class Torus:
         return self.widths[dimension] > self.widths[0]
 
     def _permute(self, pairs: Groups, nbytes: int) -> Transfer:
-        """Every pair takes the shortest way, one dimension after the other."""
+        per_byte, delay, lanes = _permuted(self, pairs)
+        return Transfer(nbytes * per_byte + delay, lanes)
+
+    def permuted(self, pairs: Groups) -> tuple[float, float, frozenset[Lane]]:
+        """Seconds for a byte of the busiest link, seconds of the longest way, and the links.
+
+        Every pair takes the shortest way, one dimension after the other.
+        """
         loads: Counter[tuple[tuple[int, ...], int, int]] = Counter()
         farthest = 0
         for source, target in pairs:
@@ -168,7 +175,7 @@ class Torus:
             farthest = max(farthest, len(ways))
         busiest = max((load / self.widths[d] for (_, d, _), load in loads.items()), default=0.0)
         lanes = frozenset((d, way) for _, d, way in loads)
-        return Transfer(nbytes * busiest + farthest * self.hop, lanes)
+        return busiest, farthest * self.hop, lanes
 
     def _way(
         self, source: tuple[int, ...], target: tuple[int, ...]
@@ -189,6 +196,12 @@ class Torus:
 def _lines(torus: Torus, groups: Groups) -> dict[int, _Line]:
     """`Torus.lines`, kept: many exchanges of a program have the same groups."""
     return torus.lines(groups)
+
+
+@functools.lru_cache(maxsize=256)
+def _permuted(torus: Torus, pairs: Groups) -> tuple[float, float, frozenset[Lane]]:
+    """`Torus.permuted`, kept likewise."""
+    return torus.permuted(pairs)
 
 
 @functools.lru_cache(maxsize=8)

@@ -402,6 +402,179 @@ def test_the_shape_of_the_part_that_a_device_keeps():
     assert shapes == [[(8, 64, 512)], [(8, 16, 512)]]
 
 
+def _convolved(x, g):
+    """The gradient of a kernel of 3 x 3."""
+
+    def f(kernel):
+        return jax.lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    kernel = jnp.zeros((3, 3, x.shape[-1], g.shape[-1]), x.dtype)
+    (found,) = jax.vjp(f, kernel)[1](g)
+    return found
+
+
+def _twice(x, y):
+    """Two sums, which are added."""
+    return x.T @ y + x.T @ (2 * y)
+
+
+_MATRIX, _IMAGES = (512, 1024), (8, 8, 8, 256)
+#: Mesh sizes, a function of two arguments of one shape, what splits these, and what the result; of
+#: each there is an axis along which devices would do the same.
+_APART = {
+    "rows": ((4, 2), lambda x, y: x.T @ y, _MATRIX, P("b"), P("b")),
+    "columns": ((4, 2), lambda x, y: x.T @ y, _MATRIX, P("b"), P(None, "b")),
+    "first axis": ((2, 4), lambda x, y: x.T @ y, _MATRIX, P("a"), P("a")),
+    "beside another": (
+        (2, 2, 2),
+        lambda x, y: x.T @ y,
+        _MATRIX,
+        (P("b", "a"), P("b")),
+        P("a", "b"),
+    ),
+    "of two axes": ((2, 2, 2), lambda x, y: x.T @ y, _MATRIX, P(("a", "b")), P("a")),
+    "of all parts": ((2, 2, 2), lambda x, y: x.T @ y, _MATRIX, P(("a", "c")), P("c")),
+    "transposed": ((4, 2), lambda x, y: (x.T @ y).T, _MATRIX, P("b"), P("b")),
+    "convolution": ((4, 2), _convolved, _IMAGES, P("b"), P(None, None, "b")),
+}
+
+
+def _apart(mesh, function, shape, given, kept):
+    """A sum of which devices keep parts, and then something of each."""
+
+    def f(x, y):
+        return 2 * spmd.with_sharding_constraint(function(x, y), kept)
+
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32)] * 2
+    given = given if isinstance(given, tuple) and not isinstance(given, P) else (given, given)
+    with mesh:
+        return spmd.pjit(f, in_axis_resources=given, out_axis_resources=kept).lower(*args)
+
+
+def _said(found):
+    """What is sent, over what, and of a permute between which."""
+    return sorted(
+        (
+            one.kind,
+            one.mesh_axes,
+            one.wire_bytes,
+            sorted(spmd.inspection.expand_replica_groups(one.groups))
+            if one.kind == "collective-permute"
+            else (),
+        )
+        for one in found.collectives
+    )
+
+
+@pytest.mark.parametrize("name", _APART)
+def test_devices_that_would_do_the_same_sum_other_parts(name):
+    """The parts then change places: the prediction and XLA agree on bytes, axes and pairs."""
+    sizes, *program = _APART[name]
+    mesh = spmd.make_mesh(dict(zip("abc", sizes, strict=False)))
+    lowered = _apart(mesh, *program)
+    found = _said(preview(lowered))
+    assert found == _said(spmd.report(lowered))
+    assert {kind for kind, *_ in found} == {"all-reduce", "collective-permute"}
+
+
+def test_where_too_few_devices_do_the_same_a_sum_is_scattered():
+    """Of four parts two would be made apart."""
+    mesh = spmd.make_mesh({"a": 4, "b": 2})
+    lowered = _apart(mesh, lambda x, y: x.T @ y, _MATRIX, P("a"), P("a"))
+    (found,) = preview(lowered, chip="v5e").collectives
+    assert found.kind == "reduce-scatter"
+
+
+@pytest.mark.parametrize("terms", [64, 4096])
+@pytest.mark.parametrize("kept", [P("a"), P(None, "a"), P(("a", "b")), P("a", "b"), P("b", "a")])
+def test_a_sum_is_made_where_its_terms_lie_however_large_it_is(terms, kept):
+    """Of few terms, too, where fewer bytes would be gathered than are summed."""
+    mesh = spmd.make_mesh({"a": 4, "b": 2})
+    lowered = _apart(mesh, lambda x, y: x.T @ y, (terms, 512), P(("a", "b")), kept)
+    found = _said(preview(lowered))
+    assert found == _said(spmd.report(lowered))
+    assert {kind for kind, *_ in found} <= {"all-reduce", "collective-permute"}
+
+
+def test_in_a_shard_map_no_device_does_the_same():
+    """Each has its own rows: what the other axis sums up is scattered."""
+    mesh = spmd.make_mesh({"a": 4, "b": 2})
+
+    def body(x):
+        x = spmd.with_sharding_constraint(x, P("b"))
+        return spmd.with_sharding_constraint(x.T @ x, P("b"))
+
+    with mesh:
+        rows = P("a")
+        f = jax.shard_map(body, mesh=mesh, in_specs=rows, out_specs=rows, axis_names={"a"})
+        lowered = spmd.pjit(f, in_axis_resources=rows, out_axis_resources=rows).lower(f32(512, 64))
+    found, made = (each(lowered).collectives for each in (preview, spmd.report))
+    assert "collective-permute" not in {one.kind for one in found}
+    assert {one.kind for one in found} == {one.kind for one in made}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5e:4x4", "v5p:2x2x4"])
+@pytest.mark.parametrize("name", _APART)
+def test_what_is_summed_apart_as_the_compiler_for_tpus_does(topology, name):
+    """The prediction agrees with libtpu, in time as well."""
+    require_libtpu()
+    (first, *others), *program = _APART[name]
+    sizes = dict(zip("abc", (2 * first, *others), strict=False))
+    lowered = _apart(spmd.topology(topology, sizes), *program)
+    found = preview(lowered), spmd.report(lowered)
+    assert _said(found[0]) == _said(found[1])
+    times = [sorted(one.seconds for one in each.time.exchanges) for each in found]
+    assert times[0] == pytest.approx(times[1])
+
+
+#: Sizes of a mesh whose first two axes a sum goes over, the parts that are kept, and what sums it
+#: on which chips.
+_KEPT = [
+    ((2, 4, 2), P("b"), {"v5e": ["all-reduce"], "tpu7x": ["all-reduce"]}),
+    ((2, 4, 2), P("a", "b"), {"v5e": ["all-reduce"], "tpu7x": ["all-reduce"]}),
+    ((2, 4, 2), P(("a", "b")), {"v5e": ["reduce-scatter"], "tpu7x": ["reduce-scatter"]}),
+    ((2, 4), P("b"), {"v5e": ["all-reduce", "reduce-scatter"], "tpu7x": ["all-reduce"]}),
+    ((2, 4), P("a", "b"), {"v5e": ["all-reduce"], "tpu7x": ["all-reduce"]}),
+]
+
+
+def _summed(mesh, kept):
+    return _apart(mesh, lambda x, y: x.T @ y, (2048, 512), P(("a", "b")), kept)
+
+
+@pytest.mark.parametrize("chip", ["v5e", "tpu7x"])
+@pytest.mark.parametrize(("sizes", "kept", "kinds"), _KEPT)
+def test_sums_over_two_axes_of_which_parts_are_kept(sizes, kept, kinds, chip):
+    """Those of parts of rows and of columns are whole, and one where devices do the same."""
+    axes = dict(zip("abc", sizes, strict=False))
+    lowered = _summed(spmd.topology(f"cpu:{math.prod(sizes)}", axes), kept)
+    assert sorted(one.kind for one in preview(lowered, chip=chip).collectives) == kinds[chip]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5e:4x4", "v5e:2x4", "tpu7x:2x2x2", "tpu7x:2x2x1"])
+@pytest.mark.parametrize("kept", [P("b"), P("a", "b"), P(("a", "b"))])
+def test_sums_over_two_axes_as_the_compiler_for_tpus_makes_them(topology, kept):
+    """The prediction agrees with libtpu, with a third axis and without."""
+    require_libtpu()
+    axes = {"a": 2, "b": 4, "c": 2 if topology in ("v5e:4x4", "tpu7x:2x2x2") else 1}
+    lowered = _summed(spmd.topology(topology, axes), kept)
+    assert _said(preview(lowered)) == _said(spmd.report(lowered))
+
+
+@pytest.mark.slow
+def test_two_sums_that_are_made_apart_are_both_sent():
+    """Parts of each change places before they are added; other sums are one by then."""
+    require_libtpu()
+    mesh = spmd.topology("v5e:2x4", {"a": 4, "b": 2})
+    lowered = _apart(mesh, _twice, (256, 256), P("b"), P("b"))
+    sent = [found(lowered).total.wire_bytes for found in (preview, spmd.report)]
+    assert sent[0] == sent[1]
+
+
 def _over_all(mesh):
     """A sum over all devices of a mesh with one axis."""
     specs = P(None, "device"), P("device"), P("device")

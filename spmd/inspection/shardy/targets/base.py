@@ -7,6 +7,7 @@ import dataclasses
 import re
 from typing import Any
 
+from spmd.inspection.hlo import groups as hlo_groups
 from spmd.inspection.hlo.ledger import wire_bytes
 from spmd.inspection.records.report import Shape, Shapes
 from spmd.inspection.shardy import passes
@@ -45,7 +46,8 @@ class Exchange:
     """What one operation sends: kind, crossed axes, devices in a group, and shapes per device.
 
     The operation sends it `times` times in one execution, or once after the loop `after`, which
-    only adds up what is sent. Sums of one `turn` are sent together, where they have one.
+    only adds up what is sent. Sums of one `turn` are sent together, where they have one. Of a
+    permute `groups` are the pairs of source and target, as XLA writes them, where they are known.
     """
 
     kind: str
@@ -55,6 +57,7 @@ class Exchange:
     times: int = 1
     after: Any = None
     turn: int | None = None
+    groups: str = ""
 
     @property
     def payload(self) -> int:
@@ -73,6 +76,17 @@ class Exchange:
     def over(self, axes: tuple[str, ...], sizes: Mapping[str, int]) -> Exchange:
         """The same over other axes."""
         return dataclasses.replace(self, mesh_axes=axes, group_size=passes.count_of(axes, sizes))
+
+    def between(self, pairs: hlo_groups.Groups, sizes: Mapping[str, int]) -> Exchange:
+        """A permute of the same between pairs of source and target."""
+        joined = hlo_groups.connected(pairs)
+        return dataclasses.replace(
+            self,
+            kind="collective-permute",
+            mesh_axes=hlo_groups.mesh_axes_of(joined, sizes),
+            group_size=max(map(len, joined), default=1),
+            groups=f"{{{','.join(f'{{{source},{target}}}' for source, target in pairs)}}}",
+        )
 
     def with_shapes(self, change: Callable[[Shape], Shape]) -> Exchange:
         """The same of other shapes."""

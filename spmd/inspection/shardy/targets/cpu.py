@@ -22,7 +22,8 @@ class Cpu(Partitioned):
     def sent(self, operation: Any, asked: Exchange) -> Sequence[Exchange]:
         """Numbers that the CPU cannot add are wider; sums over several dimensions are apart."""
         found = super().sent(operation, asked)
-        if [*found] == [asked] and operation.name == "sdy.all_reduce":
+        is_own = operation.name == "sdy.all_reduce" and not self.is_summed_at_once(operation)
+        if [*found] == [asked] and is_own:
             found = self._by_kept(operation, asked) or [
                 asked.over(axes, self.sizes) for axes in _apart(operation, asked.mesh_axes)
             ]

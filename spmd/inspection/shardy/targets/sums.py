@@ -50,7 +50,7 @@ def overlapped_from(chip: str, itemsize: float) -> float:
 
 #: A register of a TPU has eight rows of so many lanes, and two rows of two bytes each are one.
 _LANES, _ROWS, _FEW_ROWS = 128, 8, 4
-_SCATTERS_MORE = ("tpu7x",)
+_NEWEST = ("tpu7x",)
 
 
 def is_left_whole(part: Sequence[int], kept: Mapping[int, int], itemsize: int, chip: str) -> bool:
@@ -87,7 +87,7 @@ def _has_odd_columns(size: int, itemsize: int, chip: str) -> bool:
     of 128, 384, 640, 896 and 1,152 along the last dimension, and not of 16, 32, 48, 64, 96, 160,
     192, 256, 512 and 768. (Parts that are no multiple of 16 differ with the rank.)
     """
-    return itemsize == 2 and size % (2 * _LANES) == _LANES and chip not in _SCATTERS_MORE
+    return itemsize == 2 and size % (2 * _LANES) == _LANES and chip not in _NEWEST
 
 
 def _has_few_rows(part: Sequence[int], chip: str) -> bool:
@@ -97,7 +97,7 @@ def _has_few_rows(part: Sequence[int], chip: str) -> bool:
     not of 5, 6, 8 and more. A tpu7x scatters these, and no vectors.
     """
     rows = [size for size in part[:-1] if size > 1]
-    return not rows or (rows[-1] <= _FEW_ROWS and chip not in _SCATTERS_MORE)
+    return not rows or (rows[-1] <= _FEW_ROWS and chip not in _NEWEST)
 
 
 def _is_narrow(part: Sequence[int], chip: str, *, turned: bool) -> bool:
@@ -109,7 +109,7 @@ def _is_narrow(part: Sequence[int], chip: str, *, turned: bool) -> bool:
     """
     *_, rows, columns = (1, *part)
     is_more = columns > rows or (columns == rows and not turned)
-    return columns < _LANES and is_more and chip not in _SCATTERS_MORE
+    return columns < _LANES and is_more and chip not in _NEWEST
 
 
 def _has_broken_rows(part: Sequence[int], itemsize: int, chip: str) -> bool:
@@ -120,7 +120,7 @@ def _has_broken_rows(part: Sequence[int], itemsize: int, chip: str) -> bool:
     of four bytes, and not of 16 and 48, and of 8, 16, 24 and 48. A tpu7x has no such tiles.
     """
     *outer, rows, _ = part
-    if math.prod(outer) == 1 or chip in _SCATTERS_MORE:
+    if math.prod(outer) == 1 or chip in _NEWEST:
         return rows < _ROWS
     return rows % (_ROWS * 4 // itemsize) != 0
 
@@ -138,7 +138,24 @@ def is_summed_whole(slice_of: Sequence[int], chip: str) -> bool:
     """
     sides = [size for size in slice_of if size > 1]
     is_square = len(sides) == 2 and sides[0] == sides[1] > 2
-    return not slice_of or (chip not in _SCATTERS_MORE and (is_square or len(sides) > 2))
+    return not slice_of or (chip not in _NEWEST and (is_square or len(sides) > 2))
+
+
+def is_placed_by_shardy(chip: str) -> bool:
+    """Whether the compiler for a chip places values otherwise as Shardy asks for it.
+
+    Found by compiling 80 products whose operands and results lie anywhere: libtpu for a tpu7x does.
+    """
+    return chip in _NEWEST
+
+
+def is_one_sum(chip: str) -> bool:
+    """Whether a sum over several axes is one, and whole, where parts are kept over some of them.
+
+    Found by compiling: on a tpu7x (2x2x1 to 2x2x4), and not on v4, v5e, v5p and v6e, which sum over
+    the axes of the parts first, and over the others what is kept.
+    """
+    return chip in _NEWEST
 
 
 #: A gather over all devices of so many, of which generations, is a sum where it gives few bytes.

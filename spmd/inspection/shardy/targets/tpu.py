@@ -24,6 +24,7 @@ from spmd.inspection.shardy.targets.sums import (
     goes_around,
     is_gathered_by_sum,
     is_left_whole,
+    is_placed_by_shardy,
     is_summed_whole,
     is_vector_of_sums,
 )
@@ -46,7 +47,7 @@ class Tpu(Partitioned):
 
     def sent(self, operation: Any, asked: Exchange) -> Sequence[Exchange]:
         """Sums are merged, scattered, or moved out of loops; gathers and permutes narrower."""
-        if operation in self.merged:
+        if operation in self.merged and self.made_apart(operation) is None:
             return []
         found = self._sent(operation, asked)
         if all(one.kind != "all-reduce" for one in found):
@@ -81,7 +82,7 @@ class Tpu(Partitioned):
             return self._scattered(operation, asked)
         if asked.kind == "all-reduce":
             return [dataclasses.replace(asked, after=self._added_up_by(operation))]
-        if asked.kind in ("all-gather", "collective-permute") and self._for_products(operation):
+        if self._is_narrowed(operation, asked.kind) and self._for_products(operation):
             return [asked.with_shapes(lambda shape: dataclasses.replace(shape, dtype="bf16"))]
         return [asked]
 
@@ -116,6 +117,17 @@ class Tpu(Partitioned):
         splits = {passes.whole_of(axis) for one in held for axis in one.axes}
         return all(size == 1 or axis in splits for axis, size in self.sizes.items())
 
+    def _is_narrowed(self, operation: Any, kind: str) -> bool:
+        """Whether what is sent may be of fewer bytes: of an all-to-all it is what nothing made.
+
+        On a tpu7x it is all of them.
+        """
+        if kind != "all-to-all":
+            return kind in ("all-gather", "collective-permute")
+        maker = passes.maker_of(operation.operands[0])
+        is_given = maker is None or maker.name.startswith("sdy.")
+        return is_given or is_placed_by_shardy(self.chip)
+
     def _for_products(self, operation: Any) -> bool:
         """Whether all that is computed with a result is products of the default precision."""
         if passes.dims_of(operation.results[0].type)[1] != "f32":
@@ -129,7 +141,7 @@ class Tpu(Partitioned):
         over = tuple(axis for axis in asked.mesh_axes if axis in kept)
         rest = tuple(axis for axis in asked.mesh_axes if axis not in kept)
         n = passes.count_of(over, self.sizes)
-        if n < 2:
+        if n < 2 or self.is_summed_at_once(operation):
             return [asked]
         maker = passes.maker_of(operation.operands[0])
         if not rest and self._goes_around(maker, n):
@@ -137,10 +149,13 @@ class Tpu(Partitioned):
         user = slice_after(operation, self.flow)
         slices = axes_by_dimension(user, "slicing_axes")
         parts = {d: passes.count_of(axes, self.sizes) for d, axes in slices.items()}
-        if maker is None or self._stays_whole(n, self.local(user.results[0]), parts):
+        if maker is None:
             return [asked]
         part = asked.with_shapes(lambda shape: self._kept_part(operation, shape, over))
-        first = _kept_in_parts(asked, part.shapes.results).over(over, self.sizes)
+        first = asked.over(over, self.sizes)
+        along = [d for d, axes in slices.items() if {*axes} & {*over}]
+        if len(along) == 1 and not self._stays_whole(n, self.local(user.results[0]), parts):
+            first = _kept_in_parts(first, part.shapes.results)
         return [first, part.over(rest, self.sizes)] if rest else [first]
 
     def _kept_part(self, operation: Any, whole: Shape, over: Sequence[str]) -> Shape:
