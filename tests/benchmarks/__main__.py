@@ -3,7 +3,7 @@
 Where there is a peer, it took turns with us in the same process, and the figure is a ratio. No
 timing is asserted: timings belong to machines, not to tests. Bytes and predictions come out the
 same on all of them: the exit status is 1 where the part `grad` finds more than the peer's, or
-`time` misses a target.
+`time` misses a target, or `predictions` finds one that is moved.
 """
 
 import argparse
@@ -30,7 +30,7 @@ PARTS = (
     *("taps", "pmap", "colocated", "bundle", "page", "fits"),
 )
 #: Parts that run only where they are named, since they take long.
-LONG = ("models", "time", "operations", "plan", "others", "steps")
+LONG = ("models", "time", "operations", "plan", "predictions", "others", "steps")
 
 
 def main() -> int:
@@ -40,20 +40,23 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=101, help="turns per comparison of calls")
     parser.add_argument(
         "--topology",
-        help="of the parts `models`, with 16 devices, and `others` (v5e:4x4); for `plan`, "
-        "instead of its own",
+        help="of the parts `models`, with 16 devices, and `others` (v5e:4x4); for `plan` and "
+        "`predictions`, instead of their own",
     )
     parser.add_argument(
         "--case",
         action="append",
         default=[],
-        help="of the parts `plan`, `others` and `steps`; all else",
+        help="of the parts `plan`, `predictions`, `others` and `steps`; all else",
     )
     parser.add_argument(
         "--quick", action="store_true", help="the part `plan` with fewer compiles, and no seeds"
     )
     parser.add_argument(
         "--kept", default="", help="a folder for what `plan` compiled, to go on where it was ended"
+    )
+    parser.add_argument(
+        "--record", action="store_true", help="the part `predictions`: record what is found"
     )
     options = parser.parse_args()
     os.environ[kept.CACHE] = options.kept  # never the plans of the person who runs this
@@ -93,6 +96,7 @@ def _lines(part: str, options: argparse.Namespace) -> tuple[str | None, Iterable
         others,
         paging,
         planning,
+        predicting,
         previewing,
         stepping,
         tapping,
@@ -119,6 +123,10 @@ def _lines(part: str, options: argparse.Namespace) -> tuple[str | None, Iterable
         "operations": lambda: (clocking.OPERATIONS_HEADER, clocking.run_operations()),
         "steps": lambda: (stepping.HEADER, stepping.run(options.case)),
         "others": lambda: (others.HEADER, others.run(options.case, where or "v5e:4x4")),
+        "predictions": lambda: (
+            predicting.HEADER,
+            predicting.run(options.case, where, record=options.record),
+        ),
         "plan": lambda: (
             planning.HEADER,
             planning.run(options.case, where, quick=options.quick),
