@@ -9,8 +9,14 @@ import jax
 import pytest
 
 ONE = Prediction(case="MLP", topology="v5e:4x4", mesh="4x4", ms=20.0)
-#: Planned in seconds; the nightly run takes the others.
+#: Planned in seconds, and alike at both ends of JAX; the nightly run takes the others.
 FAST = ("decoding", "v5e:4x4")
+#: Before 0.12 JAX lowers some of these otherwise: the demo is predicted 0.6 % slower on 0.10.2.
+OTHERWISE = jax.__version_info__ < (0, 12)
+OTHERS = [
+    pytest.mark.soak,
+    pytest.mark.skipif(OTHERWISE, reason="recorded with JAX 0.12, which lowers some otherwise"),
+]
 
 
 @pytest.mark.parametrize(
@@ -57,17 +63,12 @@ def test_what_is_recorded_is_read(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "where"),
-    [
-        row if row == FAST else pytest.param(*row, marks=pytest.mark.soak)
-        for row in predicting.rows()
-    ],
+    [row if row == FAST else pytest.param(*row, marks=OTHERS) for row in predicting.rows()],
 )
 def test_a_prediction_is_the_recorded_one(name, where):
     """Else plan it again with the compiler, and record it: `tests/benchmarks/predicting.py`."""
     require_libtpu()
     before = predicting.recorded()[name, where]
-    if before.jax != jax.__version__:
-        pytest.skip(f"recorded with JAX {before.jax}, whose programs are other ones")
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         found = predicting.predicted(name, where)
     assert found.is_as(before), f"{found.mesh}, {found.ms} ms; recorded {before.mesh}, {before.ms}"

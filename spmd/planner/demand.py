@@ -173,13 +173,14 @@ class Demand:
         parts change places. Too few of them have it summed whole, if no part is kept over some of
         the axes: see `spmd.inspection.shardy.targets.partitioned`.
         """
+        if not kept or self.one.name not in _PRODUCTS:
+            return []
         free = [
             axis
             for axis, size in self.sizes.items()
             if size > 1 and axis not in self.places[n] and axis not in self.chosen
         ]
-        is_one = bool(free) or (self.one_sum and bool(rest))
-        if not kept or not is_one or self.one.name not in _PRODUCTS:
+        if not free and not (self.one_sum and rest):
             return []
         others, summed = stand_ins(kept, free, self.sizes), (*kept, *rest)
         if others is None:

@@ -26,9 +26,9 @@ from spmd.planner.alike import tied
 from spmd.planner.demand import early
 from spmd.planner.optimizer import with_state
 from spmd.planner.structure import WINDOW, Graph, Operation, Tensor, with_weights
-from spmd.planner.sums import PRODUCTS, regroup
+from spmd.planner.sums import regroup
 
-PINNED = (*PRODUCTS, ragged.NAME, "stablehlo.gather", "stablehlo.scatter")
+PINNED = (*passes.PRODUCTS, ragged.NAME, "stablehlo.gather", "stablehlo.scatter")
 """Operations whose operands and results a plan constrains: what decides how a program is split.
 
 Beside them stand reshapes to and from the blocks that a loop takes one after the other. What a
@@ -101,7 +101,7 @@ def graph_of(module: Any, *, subject: str) -> Graph:
         regroup(copy)
         kind = ir.IntegerType.get_signless(64)
         for number, one in enumerate(numbered(copy)):
-            after = turned(one) if one.name in PRODUCTS else None
+            after = turned(one) if one.name in passes.PRODUCTS else None
             for each in (one, after) if after else (one,):
                 each.attributes[_NUMBER] = ir.IntegerAttr.get(kind, number)
     found = propagate(_Copy(copy, module.context), subject=subject, steps=False)

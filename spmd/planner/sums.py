@@ -15,8 +15,6 @@ from jax.extend.mlir.dialects import stablehlo
 
 from spmd.inspection.shardy import passes
 
-PRODUCTS = ("stablehlo.dot_general", "stablehlo.convolution")
-
 _ADD = "stablehlo.add"
 _LINEAR = ("stablehlo.convert", "stablehlo.reshape", "stablehlo.transpose")
 
@@ -62,7 +60,7 @@ def _sum_of(root: Any) -> tuple[list[Any], list[Any]]:
 def _is_product(value: Any) -> bool:
     """Whether a value is that of a product, and of no other use."""
     while passes.is_used_once(value) and (maker := passes.maker_of(value)):
-        if maker.name in PRODUCTS:
+        if maker.name in passes.PRODUCTS:
             return True
         if maker.name not in _LINEAR:
             return False

@@ -95,7 +95,7 @@ def predicted(name: str, where: str) -> Prediction:
         **options,
     )  # fmt: skip
     mesh = shape_of(plan.axes)
-    return Prediction(case=name, topology=where, mesh=mesh, ms=round(plan.predicted * 1e3, 3))
+    return Prediction(case=name, topology=where, mesh=mesh, ms=round(plan.predicted * 1e3, 5))
 
 
 def recorded() -> dict[tuple[str, str], Prediction]:

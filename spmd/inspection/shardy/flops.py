@@ -20,7 +20,6 @@ from spmd.inspection.shardy.propagation import Link, Propagation
 from spmd.inspection.timing.chips import Chip
 from spmd.inspection.timing.kernels import known_flops
 
-_MANUAL = "sdy.manual_computation"
 # The scope that JAX gives to what the backward pass of `jax.checkpoint` computes again.
 _AGAIN = "rematted_computation"
 _BRANCHES = ("stablehlo.case", "stablehlo.if")
@@ -162,7 +161,7 @@ class _Walk:
         if name not in passes.HOLDERS:
             return Work()
         path = _short(path, operation)
-        if name == _MANUAL:
+        if name == passes.MANUAL:
             parts *= _parts(operation, self.sizes)
         inside = [self.block(block, path, parts) for block in passes.blocks(operation)]
         if name in _BRANCHES:
@@ -237,12 +236,8 @@ def _ragged(operation: Any) -> int:
     return _per_term(operation) * math.prod(left) * columns
 
 
-_LABELS = re.compile(r"\[([^\]]*)\]")
-
-
 def _convolution(operation: Any) -> int:
-    found = _LABELS.findall(passes.text_of(operation, "dimension_numbers"))
-    labels = [text.split(", ") for text in found]
+    labels = passes.labels_of(operation)
     attributes, rank = operation.attributes, len(labels[0]) - 2
 
     def read(name: str, default: int) -> list[int]:

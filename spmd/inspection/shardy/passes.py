@@ -48,11 +48,13 @@ def module_of(lowered: Any, *, subject: str) -> Any:
 # Operations
 
 LOOP = "stablehlo.while"
+MANUAL = "sdy.manual_computation"
+PRODUCTS = "stablehlo.dot_general", "stablehlo.convolution"
 
 HOLDERS = frozenset(
     (
         *(LOOP, "stablehlo.case", "stablehlo.if"),
-        *("sdy.manual_computation", "sdy.named_computation"),
+        *(MANUAL, "sdy.named_computation"),
     )
 )
 """Operations whose regions are part of the program; others' say how to reduce or compare."""
@@ -97,6 +99,11 @@ def holders_of(operation: Any) -> Iterator[Any]:
     """
     while (operation := operation.parent.operation).name != "func.func":
         yield operation
+
+
+def is_manual(operation: Any) -> bool:
+    """Whether it is inside of a `shard_map`."""
+    return any(one.name == MANUAL for one in holders_of(operation))
 
 
 def maker_of(value: Any, through: str = "") -> Any:
@@ -206,6 +213,15 @@ def numbers_of(operation: Any, name: str) -> dict[str, tuple[int, ...]]:
     """The lists of numbers in an attribute such as the dimensions of a product, by their names."""
     found = _NUMBERS.findall(text_of(operation, name))
     return {key: tuple(map(int, text.split(", "))) if text else () for key, text in found}
+
+
+_LABELS = re.compile(r"\[([^\]]*)\]")
+
+
+def labels_of(convolution: Any) -> list[list[str]]:
+    """The labels of the dimensions of a convolution's input, kernel and result, as `convolved`."""
+    found = _LABELS.findall(text_of(convolution, "dimension_numbers"))
+    return [text.split(", ") for text in found]
 
 
 # Types
@@ -389,7 +405,7 @@ def open_sharding(rank: int) -> Dimensions:
     return (Dimension(),) * rank
 
 
-_PART = re.compile(r":\(\d+\)(\d+)$")
+_PART = re.compile(r":\((\d+)\)(\d+)$")
 
 
 def whole_of(axis: str) -> str:
@@ -400,7 +416,13 @@ def whole_of(axis: str) -> str:
 def size_of(axis: str, sizes: Mapping[str, int]) -> int:
     """How many devices an axis, or a part of one, has."""
     part = _PART.search(axis) if axis not in sizes else None
-    return int(part[1]) if part else sizes.get(axis, 1)
+    return int(part[2]) if part else sizes.get(axis, 1)
+
+
+def part_of(axis: str, sizes: Mapping[str, int]) -> tuple[str, int, int]:
+    """The axis that one is, or is a part of, the devices along more major parts, and its own."""
+    part = _PART.search(axis) if axis not in sizes else None
+    return whole_of(axis), int(part[1]) if part else 1, size_of(axis, sizes)
 
 
 def count_of(axes: Iterable[str], sizes: Mapping[str, int]) -> int:

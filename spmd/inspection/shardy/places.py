@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import math
-import re
 
 import numpy as np
 
 from spmd.inspection.hlo.groups import Groups
 from spmd.inspection.shardy import passes
 from spmd.inspection.shardy.passes import Dimensions
-
-_PART = re.compile(r"\((\d+)\)(\d+)")
 
 
 def moves(before: Dimensions, after: Dimensions, sizes: Mapping[str, int]) -> Groups:
@@ -33,10 +30,8 @@ def _order(dimensions: Dimensions, sizes: Mapping[str, int]) -> list[int]:
     places = dict(zip(sizes, np.unravel_index(devices, shape), strict=True))
     keys = [devices]
     for axis in (axis for one in reversed(dimensions) for axis in reversed(one.axes)):
-        name, size = passes.whole_of(axis), passes.size_of(axis, sizes)
-        part = _PART.search(axis.removeprefix(name))
-        parts = int(part[1]) * size if part else size
-        keys.append(places[name] * parts // sizes[name] % size)
+        name, before, size = passes.part_of(axis, sizes)
+        keys.append(places[name] * before * size // sizes[name] % size)
     return np.lexsort(keys).tolist()
 
 

@@ -23,7 +23,6 @@ _PASSES = (
     "sdy-import-func-calls",
     f"sdy-user-priority-propagate{{keep-sharding-rules=true{_RECORDS}}}",
 )
-_MANUAL = "sdy.manual_computation"
 _EDGE = "sdy.data_flow_edge"
 _CONSTRAINT = "sdy.sharding_constraint"
 _STEPS = "sdy.propagation_edges"
@@ -221,7 +220,7 @@ class _Reader:
         operations = [*passes.operations_in(self.main, passes.HOLDERS)]
         self._stand_ins(operations)
         self._arguments(body.arguments)
-        self.has_manual = any(operation.name == _MANUAL for operation in operations)
+        self.has_manual = any(operation.name == passes.MANUAL for operation in operations)
         # What enters a loop is used inside of it before the loop's results come.
         for operation in operations:
             self._results(operation)
@@ -343,7 +342,7 @@ class _Reader:
         owner = _owner(raw)
         values = (*map(self._at, _sources(raw)), self._at(edge.results[0]))
         # Inside of a shard_map a value has another shape, and only some of the axes: none relate.
-        shape = () if owner.name == _MANUAL else self.found.values[values[-1]].shape
+        shape = () if owner.name == passes.MANUAL else self.found.values[values[-1]].shape
         self._link(
             passes.identity(len(values), shape),
             name=_owner_name(raw),
@@ -364,7 +363,7 @@ class _Reader:
         owner = _owner(operation.operands[0]) if edge else operation
         op_name = passes.op_name_of(owner.location)
         frames = self.frames_of(operation) if self.steps else ()
-        local = self.has_manual and _is_local(operation)
+        local = self.has_manual and passes.is_manual(operation)
         for i, result in enumerate(operation.results):
             if result in self.stands_for and not edge:
                 continue
@@ -397,7 +396,7 @@ class _Reader:
         if operation.name == _EDGE:
             raw = operation.operands[0]
             manual = _owner(raw)
-            if manual.name != _MANUAL:
+            if manual.name != passes.MANUAL:
                 return None
             kind, frames = "shard_map", passes.frames_of(manual.location)
             name, dimensions = _manual_mark(manual, raw, self.names)
@@ -421,10 +420,6 @@ class _Reader:
 
 
 # Control flow
-
-
-def _is_local(operation: Any) -> bool:
-    return any(one.name == _MANUAL for one in passes.holders_of(operation))
 
 
 def _owner(raw: Any) -> Any:
@@ -468,7 +463,7 @@ def _manual_mark(manual: Any, raw: Any, names: passes.Names) -> tuple[str, Dimen
 
 def _owner_name(raw: Any) -> str:
     owner = _owner(raw)
-    if owner.name == _MANUAL:
+    if owner.name == passes.MANUAL:
         return "shard_map"
     if owner.name == "sdy.named_computation":
         return "call of " + passes.text_of(owner, "name").strip('"')

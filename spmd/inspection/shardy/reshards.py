@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 import functools
 import math
-import re
 from typing import Any, NamedTuple, TypeAlias
 
 from jax.extend.mlir import ir
@@ -20,10 +19,7 @@ from jax.extend.mlir.dialects import sdy
 
 from spmd.inspection.shardy import passes, ragged
 
-_PART = re.compile(r"\((\d+)\)(\d+)$")
-_LABELS = re.compile(r"\[([^\]]*)\]")
 _PLACE = "sdy.sharding"
-_PRODUCTS = "stablehlo.dot_general", "stablehlo.convolution"
 _ELEMENTWISE = frozenset(
     f"stablehlo.{name}"
     for name in (
@@ -72,7 +68,7 @@ def replace(module: Any, operations: Iterable[Any]) -> None:
 
 def _manual_axes(operation: Any) -> set[str]:
     """Those of the `shard_map`s around an operation: no value inside is split over them."""
-    around = (one for one in passes.holders_of(operation) if one.name == "sdy.manual_computation")
+    around = (one for one in passes.holders_of(operation) if one.name == passes.MANUAL)
     return {axis for one in around for axis in passes.axes_in(passes.text_of(one, "manual_axes"))}
 
 
@@ -86,7 +82,7 @@ def agree(module: Any, operations: Iterable[Any]) -> None:
     meshes = passes.meshes(module)
     known: dict[Any, Axes] = {}
     for one in operations:
-        if one.name in _PRODUCTS and not ragged.stands_in(one) and not _is_grouped(one):
+        if one.name in passes.PRODUCTS and not ragged.stands_in(one) and not _is_grouped(one):
             with one.location:
                 _sum_first(one, meshes)
         if one.name in _ELEMENTWISE or (one.name.startswith("chlo.") and one.name != ragged.NAME):
@@ -171,8 +167,7 @@ def _is_grouped(product: Any) -> bool:
 def _names_of(product: Any) -> tuple[list[str], list[str], list[str]]:
     """Names of the dimensions of a product's operands and result: those that are one have one."""
     if product.name == "stablehlo.convolution":
-        text = passes.text_of(product, "dimension_numbers")
-        left, right, made = (one.split(", ") for one in _LABELS.findall(text))
+        left, right, made = passes.labels_of(product)
         # What goes over the window has a name of its own in each.
         return (
             [{"f": "i"}.get(name, f"input {name}") for name in left],
@@ -373,9 +368,7 @@ def _major(atoms: Atoms, count: int) -> Atoms | None:
 
 def _atoms(axis: str, sizes: Mapping[str, int]) -> Iterator[Atom]:
     """The smallest parts of an axis, or of a part of one, the major one first."""
-    own = passes.whole_of(axis)
-    part = _PART.search(axis.removeprefix(own))
-    before, size = map(int, part.groups()) if part else (1, sizes[own])
+    own, before, size = passes.part_of(axis, sizes)
     while size > 1:
         prime = next(n for n in range(2, size + 1) if size % n == 0)
         yield Atom(own, before, prime)

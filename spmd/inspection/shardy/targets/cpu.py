@@ -22,8 +22,8 @@ class Cpu(Partitioned):
     def sent(self, operation: Any, asked: Exchange) -> Sequence[Exchange]:
         """Numbers that the CPU cannot add are wider; sums over several dimensions are apart."""
         found = super().sent(operation, asked)
-        is_own = operation.name == "sdy.all_reduce" and not self.is_summed_at_once(operation)
-        if [*found] == [asked] and is_own:
+        is_own = [*found] == [asked] and operation.name == "sdy.all_reduce"
+        if is_own and not self.is_summed_at_once(operation):
             found = self._by_kept(operation, asked) or [
                 asked.over(axes, self.sizes) for axes in _apart(operation, asked.mesh_axes)
             ]

@@ -14,9 +14,6 @@ from spmd.inspection.shardy.passes import Dimension, Dimensions
 from spmd.inspection.shardy.targets.base import AnyTarget, Exchange, axes_by_dimension, local_shape
 from spmd.inspection.shardy.targets.sums import is_one_sum
 
-_PRODUCTS = "stablehlo.dot_general", "stablehlo.convolution"
-_MANUAL = "sdy.manual_computation"
-
 
 class _Kept(NamedTuple):
     """What devices keep of a product's sum.
@@ -153,28 +150,28 @@ class Partitioned(AnyTarget):
     def is_summed_at_once(self, total: Any) -> bool:
         """Whether a product's sum is one over all its axes, although parts over some are kept.
 
-        So it is where devices do the same along other axes, and are too few to make other parts.
+        Of one that is not made apart: so it is where devices do the same along other axes, but are
+        too few to make other parts.
         """
         kept = self._kept_of(total)
-        if kept is None or not kept.rest or self.made_apart(total):
-            return False
-        return bool(kept.free) or is_one_sum(self.chip)
+        return kept is not None and bool(kept.rest) and (bool(kept.free) or is_one_sum(self.chip))
 
     def _kept_of(self, total: Any) -> _Kept | None:
         """What is kept of a product's sum; None where all of it is, or where it is no such sum."""
         maker, user = passes.maker_of(total.operands[0]), slice_after(total, self.flow)
-        if user is None or maker is None or maker.name not in _PRODUCTS:
+        if user is None or maker is None or maker.name not in passes.PRODUCTS:
             return None
         summed = passes.axes_in(passes.text_of(total, "reduction_axes"))
-        holders = (one.name for one in passes.holders_of(total))
-        if ragged.stands_in(maker) or not {*summed} <= {*self.sizes} or _MANUAL in holders:
+        is_of_parts = not {*summed} <= {*self.sizes}
+        if ragged.stands_in(maker) or is_of_parts or passes.is_manual(total):
             return None
         after = passes.out_sharding(user)
         held = {passes.whole_of(axis) for one in after for axis in one.axes}
         slices = axes_by_dimension(user, "slicing_axes").values()
         kept = [axis for axes in slices for axis in axes if axis in summed]
         free = [a for a, size in self.sizes.items() if size > 1 and a not in (*held, *summed)]
-        return _Kept(after, kept, free, [*{*summed} - {*kept}]) if kept else None
+        rest = [axis for axis in summed if axis not in kept]
+        return _Kept(after, kept, free, rest) if kept else None
 
     def local(self, value: Any, but: Container[str] = ()) -> Shape:
         """The shape of a value on a device, as if some axes did not split it."""

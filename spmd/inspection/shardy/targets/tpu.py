@@ -29,7 +29,7 @@ from spmd.inspection.shardy.targets.sums import (
     is_vector_of_sums,
 )
 
-_PRODUCTS = "stablehlo.dot_general", "stablehlo.convolution", "stablehlo.custom_call"
+_PRODUCTS = *passes.PRODUCTS, "stablehlo.custom_call"
 
 
 class Tpu(Partitioned):
