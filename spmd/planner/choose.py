@@ -366,13 +366,16 @@ class _Looking:
     def _unpin(self) -> None:
         """The best layout of each mesh without pins, where Shardy then makes far fewer exchanges.
 
-        Most layouts need their pins: without, propagation places the activations otherwise.
+        Most layouts need their pins: without, propagation places the activations otherwise. Where
+        exchanges are little of the time, none is looked at.
         """
         told = [one for one in self.choices if one.told is not None and one.layout is not None]
         best: dict[Any, Choice] = {}
         for one in sorted(told, key=self._rank):
             best.setdefault(one.mesh, one)
         for one in best.values():
+            if one.estimate.seconds >= _FEWER * one.predicted:  # were there none beyond these
+                continue
             pins = self._pins(one, Way(free=True))
             if pins == one.pins or self._is_late():
                 continue

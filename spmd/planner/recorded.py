@@ -170,6 +170,7 @@ def nothing_fits(plan: Plan, on: Hardware, choices: Sequence[Choice]) -> Failure
     buffers = memory.buffers[:1] if memory else ()
     held += [f"inside {one.name} {show_bytes(one.nbytes)}" for one in buffers]
     enough = _enough(choices, on)
+    is_asked = any(one.report or one.failure for one in choices)
     return Failure(
         what="finds no layout that fits",
         given=f"memory={show_bytes(budget)} on each device",
@@ -178,6 +179,7 @@ def nothing_fits(plan: Plan, on: Hardware, choices: Sequence[Choice]) -> Failure
         f"is nearest: {show_bytes(nearest.needed - budget)} too much;\n"
         f"largest on a device: {', '.join(held)}",
         fix=(f"take {enough}, by the estimate; or " if enough else "")
+        + ("" if is_asked else "ask the compiler with top=1, which may need less than this; or ")
         + "take a smaller batch, donate what is returned, or recompute with jax.checkpoint",
         error=PlanMemoryError,
     )

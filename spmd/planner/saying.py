@@ -113,7 +113,8 @@ class Sayings:
 
     def __init__(self, groups: Iterable[Group]):
         self.groups = [*groups]
-        self._known: dict[Hashable, list[int]] = {}
+        self._columns: dict[Hashable, tuple[int, list[int]]] = {}
+        self._numbers: dict[tuple[int, ...], int] = {}
 
     def anew(self) -> Sayings:
         """The same groups, of which nothing was found out yet."""
@@ -123,12 +124,21 @@ class Sayings:
 
     def keys(self, said: Said) -> Iterable[tuple[int, ...]]:
         """By group, its key."""
-        columns = []
-        for one in said:
-            if one not in self._known:
-                self._known[one] = [group.number(*one) for group in self.groups]
-            columns.append(self._known[one])
+        columns = [self._column(one)[1] for one in said]
         return zip(*columns, strict=True) if columns else ((),) * len(self.groups)
+
+    def numbers(self, said: Said) -> tuple[int, ...]:
+        """Equal for layouts that say the same of all groups."""
+        return tuple([self._column(one)[0] for one in said])
+
+    def _column(self, one: Any) -> tuple[int, list[int]]:
+        """What is said of one axis: its number, and by group a part of the key."""
+        found = self._columns.get(one)
+        if found is None:
+            column = [group.number(*one) for group in self.groups]
+            number = self._numbers.setdefault(tuple(column), len(self._numbers))
+            found = self._columns[one] = number, column
+        return found
 
 
 def grouped(members: Iterable[tuple[Any, frozenset[Pattern]]]) -> list[Group]:

@@ -294,6 +294,7 @@ def test_nothing_fits(capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("spmd: plan of `step` finds no layout that fits.\n")
+    assert "ask the compiler with top=1" in err  # estimates may be too large
 
 
 @pytest.mark.slow

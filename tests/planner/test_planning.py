@@ -470,6 +470,7 @@ def test_nothing_fits(mesh):
     assert "w['down'] 2.0 KiB" in text or "w['up'] 2.0 KiB" in text
     assert "which is nearest" in text
     assert "devices (data=" in text
+    assert "top=1" not in text  # the compiler was asked
 
 
 def test_scalars_have_nothing_to_split(mesh):
