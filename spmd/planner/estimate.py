@@ -19,7 +19,7 @@ import numpy as np
 from spmd.planner.demand import TABLES, Demand, Exchanged, last, totals
 from spmd.planner.fusion import Fusion, is_fusible, passes_on
 from spmd.planner.layout import Fixed, Layout
-from spmd.planner.lives import Lives
+from spmd.planner.lives import Lives, wider
 from spmd.planner.machine import Machine
 from spmd.planner.prefetch import Prefetch
 from spmd.planner.product import Product, Sending
@@ -58,7 +58,10 @@ class Estimate:
 
 
 class Kind(NamedTuple):
-    """What tensors that a layout places alike have in common; one that is `apart` is by itself."""
+    """What tensors that a layout places alike have in common; one that is `apart` is by itself.
+
+    A product's result that is kept as a wider value has `own` bytes before that.
+    """
 
     shape: tuple[int, ...]
     classes: tuple[int | None, ...]
@@ -66,6 +69,7 @@ class Kind(NamedTuple):
     nbytes: float
     fixed: tuple[tuple[str, int], ...] | None
     apart: int | None = None
+    own: float | None = None
 
 
 class _Part(NamedTuple):
@@ -101,6 +105,24 @@ class _Costs(NamedTuple):
     shared: dict[Exchanged, Sending]
     joined: frozenset[_Joined]
     in_parts: frozenset[int]
+
+
+class _Placed(NamedTuple):
+    """By kind, where its tensors lie under a layout, and what a device has of them.
+
+    Attributes:
+        places: the dimension that each axis splits.
+        parts: the share of a device.
+        kept: likewise, of the bytes that are kept of other values than arguments.
+        ends: what that is in memory of an argument, with its padding.
+        inside: likewise, of others, with wider rows.
+    """
+
+    places: list[dict[str, int]]
+    parts: list[float]
+    kept: list[float]
+    ends: list[float]
+    inside: list[float]
 
 
 class _Gathered(NamedTuple):
@@ -144,11 +166,13 @@ class Estimator:
         self.fixed = fixed or Fixed()
         left = dict(_left_by_manual(graph))
         kept = {**left, **dict(self.fixed.places)}
+        narrower = {w: graph.tensors[i].nbytes for i, w in wider(graph).items()}
         kinds: dict[Kind, int] = {}
         self.kind_of = []
         for i, one in enumerate(graph.tensors):
             own = i if i in apart else None
-            kind = Kind(one.shape, one.classes, one.is_state, one.nbytes, kept.get(i), own)
+            known = one.shape, one.classes, one.is_state, one.nbytes, kept.get(i)
+            kind = Kind(*known, own, narrower.get(i))
             self.kind_of.append(kinds.setdefault(kind, len(kinds)))
         self.kinds = [*kinds]
         self.nbytes = [one.nbytes for one in graph.tensors]
@@ -185,6 +209,7 @@ class Estimator:
         work = ((part, self._patterns(part)) for part in self._parts(graph, fusion))
         self._work = Sayings(regrouped(grouped(work)))
         self.totals = {self.alike[i]: self.alike[j] for i, j in totals(graph).items()}
+        self._known: dict[Hashable, Estimate] = {}
 
     def on(self, machine: Machine) -> Estimator:
         """The same program on another mesh of as many devices."""
@@ -205,7 +230,7 @@ class Estimator:
     def _anew(self) -> Estimator:
         """The same, that remembers nothing of layouts."""
         found = copy.copy(self)
-        found._places, found._work = self._places.anew(), self._work.anew()
+        found._places, found._work, found._known = self._places.anew(), self._work.anew(), {}
         return found
 
     def _parts(self, graph: Graph, fusion: Fusion) -> Iterator[_Part]:
@@ -293,18 +318,25 @@ class Estimator:
     def __call__(self, layout: Layout) -> Estimate:
         """What a layout costs."""
         said = said_by(layout)
-        places, parts, ends, inside = self._placed(layout, said)
-        shares = np.array(parts)
+        key = self._places.numbers(said), self._work.numbers(said)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._estimate(layout, said)
+        return found
+
+    def _estimate(self, layout: Layout, said: Said) -> Estimate:
+        at = self._placed(layout, said)
+        shares = np.array(at.parts)
         compute, exchange, beside, ahead = self.machine.kernels(self.graph.kernels), 0.0, 0.0, 0.0
         memory = self.machine.passing(self.moved * shares, self.sizes_of_kinds * shares)
-        memory += self._passing(shares)
+        memory += self._passing(shares, np.array(at.kept))
         shared: dict[Exchanged, Sending] = {}
         joined: set[_Joined] = set()
         in_parts: set[int] = set()
         for group, key in zip(self._work.groups, self._work.keys(said), strict=True):
             costs = group.known.get(key)
             if costs is None:
-                found = [self._of_alike(one, layout, said, places, parts) for one in group.members]
+                found = [self._of_alike(one, layout, said, at) for one in group.members]
                 costs = group.known[key] = _together(found)
             compute += costs.compute
             memory += costs.memory
@@ -320,7 +352,7 @@ class Estimator:
         if self.prefetch.slices:
             sent = {one.tensor: one.kind for one in shared if one.tensor is not None}
             at_once = in_parts.union(i for i, kind in sent.items() if kind == "all-gather")
-            spilled = self.prefetch.spilled(parts, at_once, in_parts.union(sent), self.machine)
+            spilled = self.prefetch.spilled(at.parts, at_once, in_parts.union(sent), self.machine)
             memory += self.machine.moving(spilled)
         for sent, sending in shared.items():
             exchange += sending.seconds
@@ -333,23 +365,27 @@ class Estimator:
             memory=float(memory),
             exchange=float(exchange),
             hidden=float(beside + self.machine.hidden(ahead, compute + memory)),
-            peak=self._peak(np.array(ends), np.array(inside), self._gathered(shared, in_parts)),
+            peak=self._peak(
+                np.array(at.ends), np.array(at.inside), self._gathered(shared, in_parts)
+            ),
         )
 
-    def _passing(self, shares: np.ndarray) -> float:
+    def _passing(self, shares: np.ndarray, kept: np.ndarray) -> float:
         """Seconds of passes over what is in main memory, between products."""
-        sizes = self.sizes_of_kinds * shares
-        limits = self.machine.near, self.machine.brief
-        rows = zip(self.passes, limits, strict=True)
-        return self.machine.moving(
-            sum(float((row * shares)[sizes > limit].sum()) for row, limit in rows)
+        sizes, machine = self.sizes_of_kinds, self.machine
+        limits = (shares, machine.near), (kept, machine.brief)
+        return machine.moving(
+            sum(
+                float((row * shares)[sizes * own > limit].sum())
+                for row, (own, limit) in zip(self.passes, limits, strict=True)
+            )
         )
 
     def said(self, layout: Layout) -> Hashable:
         """All that a layout says of the program: layouts that say the same have the same pins."""
         said = said_by(layout)
         sayings = self._places, self._work, self._pinned
-        return tuple(key for one in sayings for key in one.keys(said))
+        return tuple(one.numbers(said) for one in sayings)
 
     def _gathered(self, shared: Mapping[Exchanged, Sending], in_parts: set[int]) -> _Gathered:
         """What exchanges of operands, and products in parts, have in memory."""
@@ -396,63 +432,60 @@ class Estimator:
         always = self.code + lives.ends @ ends + gathered.beside
         return float(always + (far + beside).max(initial=0.0))
 
-    def _placed(
-        self, layout: Layout, said: Said
-    ) -> tuple[list[dict[str, int]], list[float], list[float], list[float]]:
-        """By kind, the dimension that each axis splits, and the share that a device has.
-
-        Then what that is in memory: of an argument with its padding, of others with wider rows.
-        """
-        places: list[dict[str, int]] = [{}] * len(self.kinds)
-        parts = [1.0] * len(self.kinds)
-        ends = [1.0] * len(self.kinds)
-        inside = [1.0] * len(self.kinds)
+    def _placed(self, layout: Layout, said: Said) -> _Placed:
+        count = len(self.kinds)
+        found = _Placed([{}] * count, *([1.0] * count for _ in range(4)))
+        places, parts, keeps, ends, inside = found
         for group, key in zip(self._places.groups, self._places.keys(said), strict=True):
-            found = group.known.get(key)
-            if found is None:
-                found = [self._place(k, layout) for k in group.members]
-                group.known[key] = found
-            for k, place, part, end, within in found:
+            known = group.known.get(key)
+            if known is None:
+                known = group.known[key] = [(k, *self._place(k, layout)) for k in group.members]
+            for k, place, part, kept, end, within in known:
                 places[k] = place
                 parts[k] = part
+                keeps[k] = kept
                 ends[k] = end
                 inside[k] = within
-        return places, parts, ends, inside
+        return found
 
-    def _place(self, k: int, layout: Layout) -> tuple[int, dict[str, int], float, float, float]:
+    def _place(self, k: int, layout: Layout) -> tuple[dict[str, int], float, float, float, float]:
         kind = self.kinds[k]
         found = layout.places(kind, self.sizes) if kind.fixed is None else dict(kind.fixed)
         part = 1 / math.prod(self.sizes[axis] for axis in found)
         shape: list[float] = [*kind.shape]
         for axis, d in found.items():
             shape[d] /= self.sizes[axis]
+        kept = part
+        # A dimension that is split to 1 stands between a product and the work on its result.
+        if kind.own is not None and any(shape[d] == 1 for d in found.values()):
+            kept *= kind.own / kind.nbytes
         end = part * self.machine.padded(tuple(shape))
-        within = part * self.machine.widened(shape[-1]) if k in self.tables else part
-        return k, found, part, end, within
+        within = kept * self.machine.widened(shape[-1]) if k in self.tables else kept
+        return found, part, kept, end, within
 
     def _of_alike(
         self,
         group: Group,
         layout: Layout,
         said: Said,
-        places: list[dict[str, int]],
-        parts: list[float],
+        at: _Placed,
     ) -> _Costs:
         """What operations of the same patterns cost."""
         key = group.key(said)
         costs = group.known.get(key)
         if costs is None:
-            found = [self._cost(part, layout, places, parts) for part in group.members]
+            found = [self._cost(part, layout, at) for part in group.members]
             costs = group.known[key] = _together(found)
         return costs
 
-    def _is_far(self, tensor: int, nbytes: float, parts: list[float]) -> bool:
+    def _is_far(self, tensor: int, at: _Placed) -> bool:
         """Whether a value is in main memory: it is given, too large, or a slice of such a one."""
-        machine = self.machine
-        most = machine.brief if tensor in self.lives.brief else machine.near
-        return self.given[tensor] or nbytes > most or self._source(tensor, parts) > machine.near
+        machine, is_brief = self.machine, tensor in self.lives.brief
+        most, shares = (machine.brief, at.kept) if is_brief else (machine.near, at.parts)
+        is_large = self.nbytes[tensor] * shares[self.kind_of[tensor]] > most
+        return self.given[tensor] or is_large or self._source(tensor, at.parts) > machine.near
 
-    def _read(self, part: _Part, product: Product, parts: list[float]) -> Iterator[float]:
+    def _read(self, part: _Part, product: Product, at: _Placed) -> Iterator[float]:
         """Bytes of each value in main memory that a product reads.
 
         What is gathered for a product is in use only there.
@@ -462,23 +495,23 @@ class Estimator:
             if is_operand and (gathered := product.gathered(k)):
                 yield gathered if gathered > brief else 0.0
                 continue
-            for nbytes in (self._size(i, parts) for i in found):
+            for nbytes in (self._size(i, at) for i in found):
                 is_again = is_operand and product.around and nbytes > brief
                 yield nbytes * product.passes(k) if is_again else nbytes
 
-    def _size(self, tensor: int, parts: list[float]) -> float:
+    def _size(self, tensor: int, at: _Placed) -> float:
         """Bytes on a device of a value that is in main memory, or else 0."""
-        nbytes = self.nbytes[tensor] * parts[self.kind_of[tensor]]
-        return nbytes if self._is_far(tensor, nbytes, parts) else 0.0
+        is_far = self._is_far(tensor, at)
+        return self.nbytes[tensor] * at.parts[self.kind_of[tensor]] if is_far else 0.0
 
-    def _multiplied(self, part: _Part, product: Product, parts: list[float]) -> tuple[float, float]:
+    def _multiplied(self, part: _Part, product: Product, at: _Placed) -> tuple[float, float]:
         """Seconds of one run of a product, as compute or as memory: whichever decides."""
         machine, computing = self.machine, product.seconds()
-        read = [*self._read(part, product, parts)]
+        read = [*self._read(part, product, at)]
         fetched = sum(n for n in read if n > machine.brief)
         if fetched and not product.is_large:  # while it is read, no results are written
             computing = max(computing, machine.fetching(fetched) + product.popping)
-        moving = machine.feeding(sum(read) + self._size(part.written, parts))
+        moving = machine.feeding(sum(read) + self._size(part.written, at))
         return (computing, 0.0) if computing >= moving else (0.0, moving)
 
     def _source(self, tensor: int, parts: list[float]) -> float:
@@ -486,23 +519,21 @@ class Estimator:
         i = self.sources.get(tensor)
         return 0.0 if i is None else self.nbytes[i] * parts[self.kind_of[i]]
 
-    def _cost(
-        self, part: _Part, layout: Layout, places: list[dict[str, int]], parts: list[float]
-    ) -> _Costs:
+    def _cost(self, part: _Part, layout: Layout, at: _Placed) -> _Costs:
         one = part.one
         kinds = [self.kind_of[i] for i in one.tensors]
-        nbytes = [self.nbytes[i] * parts[k] for i, k in zip(one.tensors, kinds, strict=True)]
+        nbytes = [self.nbytes[i] * at.parts[k] for i, k in zip(one.tensors, kinds, strict=True)]
         total = self.totals.get(one.tensors[-1])
         demand = Demand(
             one,
             layout,
             self.sizes,
-            [places[k] for k in kinds],
+            [at.places[k] for k in kinds],
             nbytes,
             total,
             one_sum=self.machine.one_sum,
         )
-        steps = sum(steps * parts[k] for k, steps in part.beside.items()) / part.runs
+        steps = sum(steps * at.parts[k] for k, steps in part.beside.items()) / part.runs
         is_last = part.turn is not None
         product = Product(
             demand,
@@ -530,12 +561,11 @@ class Estimator:
             return _Costs(0.0, 0.0, *sent)
         if not one.flops:
             far = [
-                n if self._is_far(i, n, parts) else 0.0
-                for i, n in zip(one.tensors, nbytes, strict=True)
+                n if self._is_far(i, at) else 0.0 for i, n in zip(one.tensors, nbytes, strict=True)
             ]
             moving = self.machine.moving(_traffic(one, far))
             return _Costs(0.0, part.runs * moving, *sent)
-        compute, memory = self._multiplied(part, product, parts)
+        compute, memory = self._multiplied(part, product, at)
         return _Costs(part.runs * compute, part.runs * memory, *sent)
 
 

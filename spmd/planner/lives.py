@@ -58,11 +58,9 @@ class Lives:
         self.makers = {
             result: n for n, one in enumerate(graph.operations) for result, _ in one.results
         }
-        self.readers: dict[int, list[int]] = defaultdict(list)
-        for n, one in enumerate(graph.operations):
-            for i in {*one.tensors[: one.operands]}:
-                self.readers[i].append(n)
+        self.readers = _readers(graph)
         self.users = {i: len(found) for i, found in self.readers.items()}
+        self.wider = wider(graph)
         self.stored: set[int] = set()
         self.deaths: dict[int, int] = {}
         self._bury()
@@ -244,25 +242,8 @@ class Lives:
         return found
 
     def written(self, i: int) -> int:
-        """What is kept in place of a value: of a wider type, if a product's result ends in one.
-
-        A compiler writes a product's result as the work leaves it that alone reads it, such as the
-        mask of scores in float32. What is made wider and nothing else is written as it is: logits
-        are made wider where they are read.
-        """
-        maker = self.makers.get(i)
-        if maker is None or not self.graph.operations[maker].flops:
-            return i
-        last, is_worked = i, False
-        while len(readers := self.readers.get(last, ())) == 1:
-            one = self.graph.operations[readers[0]]
-            if not _is_part(one):
-                break
-            last = one.tensors[-1]
-            is_worked |= one.name not in NO_WORK and one.name != "convert"
-        made, own = self.graph.tensors[last], self.graph.tensors[i]
-        is_wider = made.nbytes > own.nbytes and math.prod(made.shape) == math.prod(own.shape)
-        return last if is_worked and is_wider else i
+        """What is kept in place of a value."""
+        return self.wider.get(i, i)
 
     def _behind(self) -> list[frozenset[int]]:
         graph = self.graph
@@ -296,6 +277,39 @@ class Lives:
         maker = self.makers.get(i, 0)
         one = self.graph.operations[maker]
         return self.spans[one.loops[-1]][0] if one.name == "while" else maker
+
+
+def wider(graph: Graph) -> dict[int, int]:
+    """Of products' results that are kept as values of a wider type, these values.
+
+    A compiler writes a product's result as the work leaves it that alone reads it, such as the mask
+    of scores in float32. What is made wider and nothing else is written as it is: logits are made
+    wider where they are read.
+    """
+    readers = _readers(graph)
+    found: dict[int, int] = {}
+    for product in graph.operations:
+        last, is_worked = product.tensors[-1], False
+        while product.flops and len(after := readers.get(last, ())) == 1:
+            one = graph.operations[after[0]]
+            if not _is_part(one):
+                break
+            last = one.tensors[-1]
+            is_worked |= one.name not in NO_WORK and one.name != "convert"
+        made, own = graph.tensors[last], graph.tensors[product.tensors[-1]]
+        is_wider = made.nbytes > own.nbytes and math.prod(made.shape) == math.prod(own.shape)
+        if is_worked and is_wider:
+            found[product.tensors[-1]] = last
+    return found
+
+
+def _readers(graph: Graph) -> dict[int, list[int]]:
+    """By value, the operations that take it."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for n, one in enumerate(graph.operations):
+        for i in {*one.tensors[: one.operands]}:
+            found[i].append(n)
+    return found
 
 
 def _is_part(one: Operation) -> bool:

@@ -1,6 +1,7 @@
 """What is thought to be in memory at the worst moment, against counts by hand."""
 
 import functools
+import re
 
 from hardware import needs_libtpu
 import jax
@@ -337,3 +338,36 @@ def test_scores_are_kept_as_their_mask_leaves_them():
     length = 4096
     _, cost = priced(f, (bf16(length, 16),) * 3, {})
     assert cost.peak == pytest.approx(length * length * 4, rel=0.05)
+
+
+def _masked(q, k, v):
+    """Attention of ``[batch, length, width]``, whose mask is of float32."""
+    scores = jnp.einsum("btd,bsd->bts", q, k).astype(jnp.float32)
+    scores = jnp.where(jnp.tri(q.shape[1], dtype=bool), scores, -1e9)
+    return jnp.einsum("bts,bsd->btd", jax.nn.softmax(scores).astype(v.dtype), v)
+
+
+@pytest.mark.parametrize(("axis", "itemsize"), [("data", 2), ("model", 4)])
+def test_scores_of_a_row_each_are_kept_as_their_product_makes_them(axis, itemsize):
+    """A dimension that is split to 1 stands between the product and its mask."""
+    batch, length = 4, 2048
+    _, cost = priced(_masked, (bf16(batch, length, 16),) * 3, {axis: ["q:0"]})
+    rows = batch // MESH[axis]
+    assert cost.peak == pytest.approx(rows * length * length * itemsize, rel=0.05)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
+@pytest.mark.parametrize(("rows", "kept"), [(1, "bf16"), (2, "f32")])
+def test_what_libtpu_keeps_of_scores(topology, rows, kept):
+    """In bfloat16 where each device has a row of the batch, and else in float32 behind the mask."""
+    mesh = spmd.topology(topology, {"data": -1})
+    length = 1024
+    args = (bf16(rows * mesh.shape["data"], length, 128),) * 3
+    attend = spmd.pjit(_masked, in_axis_resources=P("data"), out_axis_resources=P("data"))
+    with mesh:
+        text = attend.lower(*args).compile().as_text()
+    _, _, main = text.partition("\nENTRY")
+    results = [line.partition(" fusion(")[0] for line in main.splitlines() if " fusion(" in line]
+    shape = re.compile(rf"(bf16|f32)\[(?:{rows},)?{length},{length}\]")
+    assert {found for one in results for found in shape.findall(one)} == {kept}
