@@ -166,7 +166,8 @@ class Estimator:
         self.fixed = fixed or Fixed()
         left = dict(_left_by_manual(graph))
         kept = {**left, **dict(self.fixed.places)}
-        narrower = {w: graph.tensors[i].nbytes for i, w in wider(graph).items()}
+        wide = wider(graph)
+        narrower = {w: graph.tensors[i].nbytes for i, w in wide.items()}
         kinds: dict[Kind, int] = {}
         self.kind_of = []
         for i, one in enumerate(graph.tensors):
@@ -182,7 +183,7 @@ class Estimator:
         # What a `shard_map` leaves is pinned as a layout says.
         free = {self.kinds[self.kind_of[i]]._replace(fixed=None) for i in left}
         self._pinned = Sayings(grouped((one, frozenset((self._pattern(one),))) for one in free))
-        lives = Lives(graph, self.kind_of, len(kinds))
+        lives = Lives(graph, self.kind_of, len(kinds), wide)
         fusion = Fusion(graph, self.kind_of, len(kinds), lives)
         self.reads = Reads(graph, fusion, lives)
         # Of values that may be near, and of brief ones.
@@ -372,14 +373,9 @@ class Estimator:
 
     def _passing(self, shares: np.ndarray, kept: np.ndarray) -> float:
         """Seconds of passes over what is in main memory, between products."""
-        sizes, machine = self.sizes_of_kinds, self.machine
-        limits = (shares, machine.near), (kept, machine.brief)
-        return machine.moving(
-            sum(
-                float((row * shares)[sizes * own > limit].sum())
-                for row, (own, limit) in zip(self.passes, limits, strict=True)
-            )
-        )
+        (near, brief), sizes, machine = self.passes, self.sizes_of_kinds, self.machine
+        away = (near * shares)[sizes * shares > machine.near].sum()
+        return machine.moving(float(away + (brief * shares)[sizes * kept > machine.brief].sum()))
 
     def said(self, layout: Layout) -> Hashable:
         """All that a layout says of the program: layouts that say the same have the same pins."""

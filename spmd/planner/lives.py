@@ -8,7 +8,7 @@ buffer; an output has that of a donated argument. Arguments and outputs are ther
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import itertools
 import math
 
@@ -47,9 +47,10 @@ class Lives:
         graph: the program.
         kinds: by tensor, the number of its kind.
         count: of kinds.
+        wide: the values that products' results are kept as, where these are of a wider type.
     """
 
-    def __init__(self, graph: Graph, kinds: Sequence[int], count: int):
+    def __init__(self, graph: Graph, kinds: Sequence[int], count: int, wide: Mapping[int, int]):
         self.graph = graph
         self.end = len(graph.operations)
         self.buffers = _Joined(len(graph.tensors))
@@ -60,7 +61,7 @@ class Lives:
         }
         self.readers = _readers(graph)
         self.users = {i: len(found) for i, found in self.readers.items()}
-        self.wider = wider(graph)
+        self.wide = wide
         self.stored: set[int] = set()
         self.deaths: dict[int, int] = {}
         self._bury()
@@ -243,7 +244,7 @@ class Lives:
 
     def written(self, i: int) -> int:
         """What is kept in place of a value."""
-        return self.wider.get(i, i)
+        return self.wide.get(i, i)
 
     def _behind(self) -> list[frozenset[int]]:
         graph = self.graph

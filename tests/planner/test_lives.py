@@ -11,7 +11,7 @@ import pytest
 
 import spmd
 from spmd import P
-from spmd.planner.lives import Lives
+from spmd.planner.lives import Lives, wider
 
 F32 = 4
 
@@ -302,7 +302,7 @@ def test_values_side_by_side_are_not_kept_twice():
 
     args = f32(512, 8), f32(8, 256), f32(8, 256), f32(512, 8), f32(512, 8)
     found, _ = priced(f, args, {})
-    lives = Lives(found, [0] * len(found.tensors), 1)
+    lives = Lives(found, [0] * len(found.tensors), 1, wider(found))
     (both,) = (one for one in found.operations if one.name == "concatenate")
     assert len(lives.readers[both.tensors[-1]]) == 2
     assert both.tensors[-1] not in lives.stored
