@@ -179,7 +179,7 @@ def nothing_fits(plan: Plan, on: Hardware, choices: Sequence[Choice]) -> Failure
         f"is nearest: {show_bytes(nearest.needed - budget)} too much;\n"
         f"largest on a device: {', '.join(held)}",
         fix=(f"take {enough}, by the estimate; or " if enough else "")
-        + ("" if is_asked else "ask the compiler with top=1, which may need less than this; or ")
+        + ("" if is_asked else "ask the compiler with top=1, which may need less than this;\nor ")
         + "take a smaller batch, donate what is returned, or recompute with jax.checkpoint",
         error=PlanMemoryError,
     )
