@@ -4,12 +4,11 @@ import collections
 import gc
 import os
 
+from hardware import xla_flags
+
 os.environ["JAX_PLATFORMS"] = os.environ.get("SPMD_TEST_PLATFORM", "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":
-    # Without LLVM's optimizations, which take a quarter of the time, XLA's programs are the same.
-    os.environ["XLA_FLAGS"] = (
-        "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-    )
+    os.environ["XLA_FLAGS"] = xla_flags()
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # A user's own setting must not change what a test of the default sees.

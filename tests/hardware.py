@@ -1,5 +1,6 @@
-"""Marks for tests that need a compiler or a device which not every machine has."""
+"""Marks for tests that need what not every machine has, and what XLA is started with."""
 
+import importlib.metadata
 import importlib.util
 import os
 
@@ -16,3 +17,18 @@ def require_libtpu():
     """Skips the test that calls it where programs for TPUs cannot be compiled."""
     if not HAS_LIBTPU:
         pytest.skip(WITHOUT_LIBTPU)
+
+
+#: Before jaxlib 0.11 XLA can do without its emitters of fusions, and under `xla_flags` it does.
+#: A test that needs them, as users have them, says `lowered.compile(EMITTERS)`.
+CAN_LEAVE_EMITTERS = importlib.metadata.version("jaxlib").startswith("0.10.")
+EMITTERS = {"xla_cpu_use_fusion_emitters": True} if CAN_LEAVE_EMITTERS else {}
+
+
+def xla_flags(devices=8):
+    """What XLA starts virtual CPU devices with, to make the same partitioned programs faster.
+
+    LLVM's optimizations take a quarter of a compilation, and emitters of fusions up to 3 quarters.
+    """
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    return flags + " --xla_cpu_use_fusion_emitters=false" * CAN_LEAVE_EMITTERS

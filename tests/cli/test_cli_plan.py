@@ -311,7 +311,7 @@ def test_devices_of_this_machine(capsys, here):
 
 def demo(*args):
     """`spmd plan` of the demo's step, in a process of its own: what it prints."""
-    env = {name: v for name, v in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+    env = {name: v for name, v in os.environ.items() if not name.startswith("JAX_")}
     program = ("spmd.demo.train:step", "--args", "spmd.demo.train:example", "--no-progress")
     done = subprocess.run(
         [sys.executable, "-m", "spmd", "plan", *program, "--save", "plan.json", *args],

@@ -10,6 +10,7 @@ from pathlib import Path
 import subprocess
 import sys
 
+from hardware import xla_flags
 import pytest
 
 from spmd.launch._local import free_port
@@ -23,9 +24,9 @@ LONG = 600
 def start(case, *args, devices=8, limit=60, **environ):
     """Starts a case in a process of its own."""
     environ = {
-        **{k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")},
+        **{k: v for k, v in os.environ.items() if k != "NPROC"},
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": xla_flags(devices),
         **environ,
     }
     command = [sys.executable, str(HERE / "colocated_cases.py"), case, str(limit), *args]

@@ -63,7 +63,7 @@ def launch(
     path, said = tmp_path / "program.py", tmp_path / "said"
     path.write_text(head + textwrap.dedent(program))
     said.mkdir(exist_ok=True)
-    outer = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    outer = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
     command = [sys.executable, "-m", "spmd", "launch", "-n", str(processes)]
     command += ["--devices", str(devices), *options, str(path), *map(str, arguments)]
     with subprocess.Popen(

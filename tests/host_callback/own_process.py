@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 
+from hardware import xla_flags
 import pytest
 
 HEAD = """
@@ -45,7 +46,7 @@ def run_alone(source, limit=60, stderr="", head=HEAD, **env):
     environ = {
         **{name: value for name, value in os.environ.items() if name != "NPROC"},  # set at import
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": xla_flags(),
         **env,
     }
     command = [sys.executable, "-c", script]

@@ -26,8 +26,6 @@ FEW, SOME = (
     [*NAMES[:n], *(pytest.param(name, marks=pytest.mark.soak) for name in NAMES[n:])]
     for n in (2, 3)
 )
-#: One with merged heads; the nightly run takes the others.
-PLANNED = "Equinox"
 #: Of the axes ``data`` and ``model``, for 8 devices.
 MESHES = ((8, 1), (4, 2), (2, 4))
 
@@ -194,10 +192,8 @@ def test_a_case_is_lowered_for_a_tpu(name):
 
 @needs_libtpu
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [one if one == PLANNED else pytest.param(one, marks=pytest.mark.soak) for one in NAMES],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("name", NAMES)
 def test_a_case_is_planned_for_a_tpu(name):
     """With its real sizes, by predictions alone: other rules hold than on CPUs."""
     case = built(name)

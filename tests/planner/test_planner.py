@@ -893,5 +893,5 @@ def test_the_compiler_agrees_about_the_order():
         compiled.append(report.time.seconds)
     for i, j in itertools.permutations(range(len(ours)), 2):
         assert not (ours[i] > 1.25 * ours[j] and compiled[i] < compiled[j]), (ours, compiled)
-    best = choose(BIG, [pod], CHIPS["v5e"], top=2).choices[0]
+    best = choose(BIG, [pod], CHIPS["v5e"], top=1, seeds=False).choices[0]
     assert best.seconds <= min(compiled)

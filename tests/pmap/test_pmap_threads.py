@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+from hardware import xla_flags
 import jax
 import pytest
 
@@ -25,7 +26,7 @@ def alone(case, *args, devices=8, limit=60, script="thread_cases.py"):
     environ = {
         **{name: value for name, value in os.environ.items() if name != "NPROC"},  # set at import
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": xla_flags(devices),
     }
     command = [sys.executable, str(HERE / script), case, str(limit), *map(str, args)]
     with subprocess.Popen(

@@ -4,7 +4,7 @@ from pathlib import Path
 import random
 from types import SimpleNamespace
 
-from hardware import needs_libtpu
+from hardware import EMITTERS, needs_libtpu
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 import jax.numpy as jnp
@@ -277,7 +277,7 @@ def test_buffers_add_up_to_the_compilers_figures(name):
         lambda p: NamedSharding(mesh, p), (ins, outs), is_leaf=lambda p: isinstance(p, P)
     )
     jitted = jax.jit(f, in_shardings=ins, out_shardings=outs, donate_argnums=donated)
-    memory = _memory(jitted.lower(*args).compile())
+    memory = _memory(jitted.lower(*args).compile(EMITTERS))
     found = dict.fromkeys(("argument", "output", "temporary"), 0)
     for buffer in memory.buffers:
         found[buffer.kind] += buffer.nbytes * buffer.at_peak
