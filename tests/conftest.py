@@ -51,19 +51,21 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """Marks the cases of a test as slow that its mark `few` leaves out, spread evenly.
 
-    Of these, ``--half`` keeps every other one, or all of a test that says ``halved=False``.
+    Of its slow cases ``--half`` keeps every other one, or all if it says ``halved=False``.
     """
     half = config.getoption("--half")
     others = set()
     cases = collections.defaultdict(list)
     for item in items:
-        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+        if item.get_closest_marker("few"):
             cases[item.parent, item.originalname].append(item)
     for of_one in cases.values():
         few = of_one[0].get_closest_marker("few")
         (count,) = few.args
-        kept = {i * len(of_one) // count for i in range(count)}
-        left_out = [item for i, item in enumerate(of_one) if i not in kept]
+        marks = [{mark.name for mark in item.iter_markers()} for item in of_one]
+        fast = [item for item, own in zip(of_one, marks, strict=True) if not own & {"slow", "soak"}]
+        kept = {fast[i * len(fast) // count] for i in range(count)}
+        left_out = [item for item in of_one if item not in kept]
         for item in left_out:
             item.add_marker("slow")
         if half and few.kwargs.get("halved", True):

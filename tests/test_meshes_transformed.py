@@ -182,7 +182,7 @@ EXPLICIT = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.few(0)
 @pytest.mark.parametrize("axes", EXPLICIT)
 @pytest.mark.parametrize("how", ["mesh=", "set_mesh"])
 def test_explicit_mesh(axes, how):

@@ -28,7 +28,7 @@ def run(role, path, **env):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.few(0)
 @pytest.mark.parametrize(
     "hoisted",
     [pytest.param("0", id="constants-inside"), pytest.param("1", id="constants-as-arguments")],

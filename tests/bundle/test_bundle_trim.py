@@ -167,7 +167,7 @@ def _algebra(x, w):
     return low, jnp.linalg.solve(square, w) - w, jnp.tanh(filtered), jax.nn.relu(products)
 
 
-@pytest.mark.slow  # a compile and a file of each
+@pytest.mark.few(0)  # a compile and a file of each
 @pytest.mark.parametrize(
     "f", [_loops, _in_place, _trained, _collectives, _sorts, _types, _drawn, _algebra]
 )

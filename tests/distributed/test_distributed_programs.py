@@ -65,6 +65,7 @@ def test_pjit(tmp_path, processes, devices):
     )
 
 
+@pytest.mark.few(0)
 @pytest.mark.parametrize(("processes", "devices"), SLOW)
 def test_local_semantics(tmp_path, processes, devices):
     """Under local semantics host arrays are parts, results too; sizes are those of the part."""
@@ -93,6 +94,7 @@ def test_local_semantics(tmp_path, processes, devices):
     )
 
 
+@pytest.mark.few(0)
 @pytest.mark.parametrize(("processes", "devices"), SLOW)
 def test_pmap(tmp_path, processes, devices):
     """Each process passes its rows and gets its rows; collectives and indices count over all."""
@@ -220,6 +222,7 @@ def test_host_callbacks(tmp_path, processes, devices):
     )
 
 
+@pytest.mark.few(0)
 @pytest.mark.parametrize(("processes", "devices"), SLOW)
 def test_reports(tmp_path, processes, devices):
     """The report of a program says the same in every process, and what a hand count says."""

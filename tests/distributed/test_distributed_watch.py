@@ -48,7 +48,7 @@ def said_by(run, process):
     return [match[0] for match in found if match]
 
 
-@pytest.mark.slow
+@pytest.mark.few(0)
 @pytest.mark.parametrize("processes", [2, 4])
 def test_a_killed_worker(tmp_path, processes):
     """Who waits in a collective for it ends, and says where it was; so do all others."""

@@ -576,7 +576,7 @@ NESTED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.few(0)
 @pytest.mark.parametrize("where", NESTED)
 @pytest.mark.parametrize("size", [pytest.param(4, marks=pytest.mark.slow), 256])
 def test_host_functions_that_run_jax(where, size):

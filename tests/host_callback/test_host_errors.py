@@ -655,7 +655,7 @@ def test_a_log_handler_that_raises():
 # The end of the process
 
 
-@pytest.mark.slow
+@pytest.mark.few(0)
 @pytest.mark.parametrize("asked", ["both", "at the result", "at the barrier", "nowhere"])
 def test_exit_after_errors(asked):
     """After errors of every kind the process ends with code 0 and writes nothing more."""

@@ -59,7 +59,7 @@ def test_a_wrong_pass_is_left_out(given, set_to):
 def test_import_after_jax_has_started():
     """Where loops would be copied it is said, at lowering, what to do; nothing is changed then."""
     script = COUNT_TAPS + "say(os.environ['XLA_FLAGS'], 'NPROC' in os.environ)"
-    *said, taps, state = run_alone(script, head=LATE)
+    *said, taps, state = run_alone(script, head=LATE, XLA_FLAGS=DEVICES)
     assert state == f"{DEVICES} False"
     if COPIES:
         assert said == [

@@ -224,6 +224,7 @@ def test_an_operand_lies_where_the_plan_takes_it(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_where_nothing_is_the_program_of_the_plan_what_is_nearest_to_it(tmp_path):
     """Compiled, it exchanges less otherwise than what the preview alone finds."""
     orders = ([HEAD, UP], ["w['embed']:0", EMBED, HEAD])

@@ -100,7 +100,7 @@ def test_a_tap_calls_a_mapped_function():
     alone("from_taps")
 
 
-@pytest.mark.slow
+@pytest.mark.few(0)
 @pytest.mark.parametrize(
     ("way", "size"),
     [("call", 1), ("call", 8), ("io", 1), ("io", 8)],

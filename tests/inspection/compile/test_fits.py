@@ -766,7 +766,7 @@ def test_jit_with_shardings_of_described_chips(v5e):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.few(0)
 @needs_libtpu
 @pytest.mark.parametrize(
     ("name", "rows"),

@@ -335,7 +335,7 @@ def test_narrow_sums_are_in_memory_the_other_way_on_tpu(shape, kept, kind, batch
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.few(0)
 @pytest.mark.parametrize("topology", ["v5e:2x4", "v5p:2x2x2", "v6e:2x4"])
 def test_narrow_sums_as_the_compiler_makes_them(topology):
     """The prediction and libtpu agree on all of these."""
@@ -376,7 +376,7 @@ def test_vectors_and_few_rows_are_summed_whole_on_tpu(shape, kind, newest):
     assert [one.kind for one in preview(lowered, chip="tpu7x").collectives] == [newest]
 
 
-@pytest.mark.slow
+@pytest.mark.few(0)
 @pytest.mark.parametrize(
     "topology",
     ["v5e:2x4", "tpu7x:2x2x2"]
@@ -621,7 +621,7 @@ def test_around_many_devices_in_what_the_compiler_makes(topology, kind):
         assert {one.kind for one in found_by(lowered).collectives} == {kind}
 
 
-@pytest.mark.slow
+@pytest.mark.few(0)
 @pytest.mark.parametrize(("topology", "dtype", "few", "many"), _OVERLAPS)
 def test_what_goes_around_in_what_the_compiler_makes(topology, dtype, few, many):
     """The prediction and libtpu agree; nothing goes around where devices do the same."""
@@ -819,7 +819,7 @@ def test_models_for_tpu():
 @pytest.mark.parametrize(
     "name", ["gpt_megatron_scan_bf16", "gpt_fsdp_unrolled_bf16", "t5", "zero_1", "decode"]
 )
-@pytest.mark.slow
+@pytest.mark.few(0)
 def test_models_for_cpu(name):
     """Bytes by axis are those of XLA's CPU backend, widened ones too."""
     build, axes = models.MODELS[name]

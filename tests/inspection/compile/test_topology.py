@@ -170,7 +170,7 @@ def test_rings_are_those_of_real_slices(monkeypatch):
 # What compiles
 
 
-@pytest.mark.slow
+@pytest.mark.few(0)
 @needs_libtpu
 @pytest.mark.parametrize(
     ("name", "axes"),

@@ -106,7 +106,7 @@ def test_random_places(seed):
     assert told == made, places
 
 
-@pytest.mark.slow
+@pytest.mark.few(0)
 @pytest.mark.parametrize("seed", range(100, 112))
 def test_many_random_places(seed):
     """The same for more of them."""
