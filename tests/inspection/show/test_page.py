@@ -177,6 +177,15 @@ def test_one_device_is_told_that_findings_were_skipped(browser, tmp_path):
             assert tab.inner_text("#findings").split("\n")[-1] == wanted
 
 
+@pytest.mark.parametrize("predicted", [False, True])
+def test_a_preview_has_no_figures_of_what_it_does_not_count(predicted):
+    """FLOPs and bytes of main memory are of compiled programs; 0 of them would be told else."""
+    labels = re.findall(r"<dt>(.*?)</dt>", report(predicted=predicted).to_html())
+    assert ("FLOPs" in labels) != predicted
+    assert ("Main memory traffic" in labels) != predicted
+    assert "Collectives" in labels
+
+
 @pytest.mark.slow
 def test_a_line_is_never_broken(browser, tmp_path):
     """On screens from 320 pixels on no `transformer.py:42` is split, nor in details and facts."""

@@ -102,9 +102,10 @@ def _figures(report: Report, times: Times) -> Iterator[tuple[str, str, str]]:
     yield "On the wire", typeset(words.wire(total)), f"sent by each device in a call{took}"
     runs = words.plural(total.executions, "run")
     yield "Collectives", f"{total.sites:,}", f"{runs} in a call{unknown}"
-    loops = "a lower bound: a loop of unknown length" if cost.unknown_loops else "per device"
-    yield "FLOPs", count(cost.flops), loops
-    yield "Main memory traffic", show_bytes(cost.hbm_bytes), "read and written per device"
+    if not report.predicted:  # a preview counts neither
+        loops = "a lower bound: a loop of unknown length" if cost.unknown_loops else "per device"
+        yield "FLOPs", count(cost.flops), loops
+        yield "Main memory traffic", show_bytes(cost.hbm_bytes), "read and written per device"
     if report.memory:
         yield "Memory", show_bytes(report.memory.peak), "needed on each device"
 
