@@ -408,14 +408,27 @@ def test_few_cases_of_a_test_run_by_default(request, count, few, kept):
     assert not any(item.marks for item in other)
 
 
+@pytest.mark.parametrize("mark", ["slow", "soak"])
+def test_few_are_none_that_are_slow_by_hand(request, mark):
+    """The first one would be kept; it is slow, or soaks, so the one after it is."""
+    _, cases, other = cases_of(2, 1)
+    cases[0].marks[mark] = getattr(pytest.mark, mark).mark
+    marked(request, [*cases, *other])
+    assert ["slow" in item.marks for item in cases] == [True, False]
+
+
 def test_halves_of_slow_cases(request):
-    """Each of the cases that the mark `few` leaves out is in one half; all else is in both."""
-    halves = []
+    """Each slow case of a test with the mark `few` is in one half; all else is in both.
+
+    Those that the mark leaves out are slow, and those that have a mark of their own.
+    """
+    halves, by_hand = [], []
     for half in ("first", "second"):
         slow, cases, other = cases_of(7, 3)
         left, out = marked(request, [slow, *cases, *other], half)
         assert [one for one in (slow, *cases, *other) if one not in out] == left
         halves.append([i for i, item in enumerate(cases) if item in left])
-    assert halves == [[0, 1, 2, 4, 5], [0, 2, 3, 4, 6]]
+        by_hand.append(slow in left)
+    assert (halves, by_hand) == ([[0, 2, 3, 4, 6], [0, 1, 2, 4, 5]], [True, False])
     slow, cases, other = cases_of(7, 3, halved=False)
     assert marked(request, [slow, *cases, *other], "first") == ([slow, *cases, *other], [])
