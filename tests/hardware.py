@@ -29,6 +29,15 @@ def xla_flags(devices=8):
     """What XLA starts virtual CPU devices with, to make the same partitioned programs faster.
 
     LLVM's optimizations take a quarter of a compilation, and emitters of fusions up to 3 quarters.
+    With `SPMD_TEST_EMITTERS` in the environment they stay; `.ci/nightly` runs some tests so.
     """
     flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-    return flags + " --xla_cpu_use_fusion_emitters=false" * CAN_LEAVE_EMITTERS
+    if CAN_LEAVE_EMITTERS and "SPMD_TEST_EMITTERS" not in os.environ:
+        flags += " --xla_cpu_use_fusion_emitters=false"
+    return flags
+
+
+def environment(devices=8):
+    """Of a process of its own, with so many virtual CPU devices."""
+    kept = {name: value for name, value in os.environ.items() if name != "NPROC"}  # set at import
+    return {**kept, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags(devices)}

@@ -1,16 +1,15 @@
 """What may hang, or needs a process with other settings; see `colocated_cases.py`.
 
-As a program, ``python test_colocated_hangs.py RUNS``, it counts how many of so many runs of
-`programs_with_consumers` end while the machine is busy.
+As a program, ``PYTHONPATH=tests python tests/colocated_python/test_colocated_hangs.py RUNS``, it
+counts how many of so many runs of `programs_with_consumers` end while the machine is busy.
 """
 
 import contextlib
-import os
 from pathlib import Path
 import subprocess
 import sys
 
-from hardware import xla_flags
+from hardware import environment
 import pytest
 
 from spmd.launch._local import free_port
@@ -23,15 +22,13 @@ LONG = 600
 
 def start(case, *args, devices=8, limit=60, **environ):
     """Starts a case in a process of its own."""
-    environ = {
-        **{k: v for k, v in os.environ.items() if k != "NPROC"},
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": xla_flags(devices),
-        **environ,
-    }
     command = [sys.executable, str(HERE / "colocated_cases.py"), case, str(limit), *args]
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(devices) | environ,
     )
 
 

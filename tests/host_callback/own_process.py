@@ -1,11 +1,10 @@
 """Runs a script in a process of its own, under a hard limit."""
 
-import os
 import subprocess
 import sys
 import textwrap
 
-from hardware import xla_flags
+from hardware import environment
 import pytest
 
 HEAD = """
@@ -43,15 +42,13 @@ def run_alone(source, limit=60, stderr="", head=HEAD, **env):
         env: More environment variables.
     """
     script = head + textwrap.dedent(source)
-    environ = {
-        **{name: value for name, value in os.environ.items() if name != "NPROC"},  # set at import
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": xla_flags(),
-        **env,
-    }
     command = [sys.executable, "-c", script]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment() | env,
     ) as process:
         try:
             out, err = process.communicate(timeout=limit)

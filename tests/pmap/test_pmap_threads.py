@@ -1,12 +1,11 @@
 """Mapped functions in threads: each case in a process of its own, since what is wrong is a hang."""
 
-import os
 from pathlib import Path
 import re
 import subprocess
 import sys
 
-from hardware import xla_flags
+from hardware import environment
 import jax
 import pytest
 
@@ -23,14 +22,13 @@ def alone(case, *args, devices=8, limit=60, script="thread_cases.py"):
         limit: Seconds after which it counts as hanging; it then prints its stacks.
         script: Where the case is.
     """
-    environ = {
-        **{name: value for name, value in os.environ.items() if name != "NPROC"},  # set at import
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": xla_flags(devices),
-    }
     command = [sys.executable, str(HERE / script), case, str(limit), *map(str, args)]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(devices),
     ) as process:
         try:
             out, err = process.communicate(timeout=limit + 20)
