@@ -180,10 +180,20 @@ def test_one_device_is_told_that_findings_were_skipped(browser, tmp_path):
 @pytest.mark.parametrize("predicted", [False, True])
 def test_a_preview_has_no_figures_of_what_it_does_not_count(predicted):
     """FLOPs and bytes of main memory are of compiled programs; 0 of them would be told else."""
-    labels = re.findall(r"<dt>(.*?)</dt>", report(predicted=predicted).to_html())
+    page = report(predicted=predicted).to_html()
+    labels = re.findall(r"<dt>(.*?)</dt>", page)
     assert ("FLOPs" in labels) != predicted
     assert ("Main memory traffic" in labels) != predicted
     assert "Collectives" in labels
+
+
+@pytest.mark.parametrize("predicted", [False, True])
+def test_no_compiler_is_named_that_was_not_asked(predicted):
+    """What a preview does not have is not told to be what a backend keeps to itself."""
+    page = report(predicted=predicted, collectives=(collective(source=None),)).to_html()
+    for text in ("The backend tells", "the compiler left nothing", "The report holds no"):
+        assert (text in page) != predicted, text
+    assert ("A preview does not know" in page) == predicted
 
 
 @pytest.mark.slow
