@@ -53,7 +53,11 @@ class Compiled:
 
 def key_of(parts: Sequence[Any]) -> str:
     """The name of a plan, by all that it depends on."""
-    found = hashlib.sha256(_planner())
+    return _key(_sources("planner", "inspection"), parts)
+
+
+def _key(sources: bytes, parts: Sequence[Any]) -> str:
+    found = hashlib.sha256(sources)
     for one in (*parts, spmd.__version__, *compilers(), *map(os.environ.get, _FLAGS)):
         found.update(f"{one!r}\0".encode())
     return found.hexdigest()
@@ -62,7 +66,7 @@ def key_of(parts: Sequence[Any]) -> str:
 def key_of_program(lowered: Lowered, chip: Chip) -> str:
     """The name of what a compiler says of a program, by its text, its lines and its hardware."""
     devices = [*lowered.mesh.devices.flat]
-    return "program-" + key_of((
+    return "program-" + _key(_sources("inspection"), (
         lowered.as_text(debug_info=True), lowered._call.compiler_options, dict(lowered.mesh.shape),
         [(one.id, one.device_kind, getattr(one, "coords", None)) for one in devices], chip,
     ))  # fmt: skip
@@ -81,12 +85,12 @@ def _version(package: str) -> str | None:
 
 
 @functools.cache
-def _planner() -> bytes:
-    """Of this planner, and of what it reads programs with: others may plan otherwise."""
+def _sources(*packages: str) -> bytes:
+    """Of this planner, and of what it reads programs with: others may plan or read otherwise."""
     found = hashlib.sha256()
-    root = Path(__file__).parent
-    for path in sorted([*root.glob("*.py"), *(root.parent / "inspection").rglob("*.py")]):
-        found.update(path.read_bytes())
+    for package in packages:
+        for path in sorted(Path(spmd.__file__).parent.joinpath(package).rglob("*.py")):
+            found.update(path.read_bytes())
     return found.digest()
 
 

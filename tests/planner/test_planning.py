@@ -1,6 +1,7 @@
 """spmd.plan: what it is asked, what it answers, and what it refuses."""
 
 import dataclasses
+import functools
 import json
 import subprocess
 import sys
@@ -361,6 +362,28 @@ def test_what_was_compiled_is_not_compiled_again(mesh, tmp_path, monkeypatch):
     for file in kept:
         file.write_text("1")
     assert plan(mesh, cache=True, top=1, memory="2GB").compiles == first.compiles
+
+
+def test_what_compilers_said_is_found_by_another_planner(mesh, tmp_path, monkeypatch):
+    """It was read with the same code; a plan is made again."""
+    chip, lowered = CHIPS["v5e"], spmd.pjit(jnp.sin, mesh=mesh).lower(1.0)
+    files = [tmp_path / package / "file.py" for package in ("planner", "inspection")]
+    for file in files:
+        file.parent.mkdir()
+        file.touch()
+    monkeypatch.setattr(spmd, "__file__", str(tmp_path / "__init__.py"))
+
+    def keys():
+        monkeypatch.setattr(cache, "_sources", functools.cache(cache._sources.__wrapped__))
+        return cache.key_of(()), cache.key_of_program(lowered, chip)
+
+    first = keys()
+    assert keys() == first
+    files[0].write_text("another planner")
+    second = keys()
+    assert (second[0] == first[0], second[1] == first[1]) == (False, True)
+    files[1].write_text("another reader")
+    assert {*keys()}.isdisjoint({*first, *second})
 
 
 @pytest.mark.slow
