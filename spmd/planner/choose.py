@@ -58,8 +58,10 @@ _FEWER = 0.9
 """Below so many times what is predicted with pins, a layout is looked at without any as well."""
 _INSTEAD = 2
 """Up to so many times as many are compiled where some do not keep to the memory."""
-_HARDLY = 1.01
-"""Up to so many times the seconds of the best, one on another mesh is pinned in other ways too."""
+_HARDLY = 1.02
+"""Up to so many times the seconds of the best, what is unlike it is pinned in other ways too."""
+_SAME = 0.998
+"""Above so many times the seconds before, a change of pins does not stay for the next ones."""
 
 
 class Progress(NamedTuple):
@@ -461,10 +463,10 @@ class _Looking:
             self._pin_otherwise(i)
 
     def _best(self) -> list[int]:
-        """The best one that was compiled, and another that is hardly slower, if there is one.
+        """The best one that was compiled, and others that are hardly slower, if there are any.
 
-        The other is of another mesh, or an expert beside what was found. Where none keeps to the
-        memory, the smallest of each mesh.
+        One is of another mesh, or an expert beside what was found; and one places large arguments
+        otherwise. Where none keeps to the memory, the smallest of each mesh.
         """
         asked = [i for i, one in enumerate(self.choices) if one.report or one.needed is not None]
         ranked = sorted(asked, key=lambda i: self._standing(self.choices[i]))
@@ -472,8 +474,10 @@ class _Looking:
         if not fitting:
             return self._unlike_in(ranked, lambda one: one.mesh)[: self.top]
         most = _HARDLY * self.choices[fitting[0]].seconds
-        near = [i for i in fitting if self.choices[i].seconds <= most]
-        return self._unlike_in(near, lambda one: (one.mesh, one.name == FOUND))[:2]
+        near = [i for i in fitting if self.choices[i].seconds <= most and self.choices[i].layout]
+        by_name = self._unlike_in(near, lambda one: (one.mesh, one.name == FOUND))
+        by_place = self._unlike_in(near, lambda one: (one.mesh, _places_of_large(one)))
+        return [*dict.fromkeys([*by_name[:2], *by_place[:2]])]
 
     def _unlike_in(self, ranked: Iterable[int], key: Callable[[Choice], Any]) -> list[int]:
         """The first one of each key."""
@@ -538,12 +542,19 @@ class _Looking:
             found = self.choices.pop()
             is_known = found.report or found.needed is not None
             if is_known and self._standing(found) < self._standing(best):
-                self.choices[at], way = found, other
+                self.choices[at] = found
+                if not self._is_same(found, best):
+                    way = other
 
     def _standing(self, one: Choice) -> tuple[bool, float]:
         """Of two that were compiled, the faster one is better, or the smaller one if none fits."""
         fits = one.fits(self.rules.budget)
         return not fits, one.seconds if fits else one.peak
+
+    def _is_same(self, one: Choice, other: Choice) -> bool:
+        """Whether one that was compiled is as good as another, but for what is noise."""
+        (over, own), (is_other_over, before) = self._standing(one), self._standing(other)
+        return over == is_other_over and own > _SAME * before
 
     def _pins(self, one: Choice, way: Way) -> tuple[Pin, ...]:
         assert one.layout is not None
@@ -555,7 +566,7 @@ class _Looking:
         return self._known[id(graph)]
 
     def _gathers_ahead(self, one: Choice, way: Way) -> bool:
-        return self._pins(one, way._replace(ahead=False)) != one.pins
+        return self._pins(one, way._replace(ahead=False)) != self._pins(one, way)
 
     def _compile(self, i: int) -> bool:
         """Compiles one; False where the time is up."""

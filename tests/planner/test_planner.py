@@ -549,6 +549,10 @@ def test_a_width_that_is_far_is_not_split(monkeypatch):
     [
         ({}, 5, Way()),
         ({Way(whole=True): 0.5}, 5, Way(whole=True)),
+        ({Way(whole=True): 0.999}, 5, Way(whole=True)),
+        ({Way(whole=True): 0.999, Way(turned=False): 0.5}, 5, Way(turned=False)),
+        ({Way(whole=True): 0.999, Way(ahead=False): 0.5}, 6, Way(ahead=False)),
+        ({Way(ahead=False): 0.999, Way(free=True): 0.5}, 5, Way(ahead=False)),
         ({Way(ahead=False): 0.5}, 6, Way(ahead=False)),
         ({Way(whole=True): 0.5, Way(ahead=False, whole=True): 0.4}, 6, Way(False, True)),
         ({Way(whole=True): 0.5, Way(ahead=False): 0.1}, 5, Way(whole=True)),
@@ -560,7 +564,7 @@ def test_a_width_that_is_far_is_not_split(monkeypatch):
     ],
 )
 def test_the_best_one_is_pinned_in_other_ways(monkeypatch, seconds, compiled, best):
-    """What makes it faster is kept, and the second change is made to the better one."""
+    """What makes it faster is kept; the next change is made to it, if it is so beyond noise."""
     pytest.importorskip("libtpu", reason=WITHOUT_LIBTPU)
     pod = spmd.topology("v5e:2x2", {"data": 2, "model": 2})
     seen = []
@@ -587,7 +591,7 @@ def test_the_best_one_is_pinned_in_other_ways(monkeypatch, seconds, compiled, be
     assert [way_of(one) for one in looking.choices] == [best]
 
 
-@pytest.mark.parametrize(("behind", "answer"), [(1.005, "second"), (1.02, "first")])
+@pytest.mark.parametrize(("behind", "answer"), [(1.015, "second"), (1.03, "first")])
 def test_a_second_mesh_that_is_hardly_slower_is_pinned_in_other_ways(monkeypatch, behind, answer):
     """Which of two is better is known only when both are compiled as they are fastest."""
     pytest.importorskip("libtpu", reason=WITHOUT_LIBTPU)
@@ -610,7 +614,7 @@ def test_a_second_mesh_that_is_hardly_slower_is_pinned_in_other_ways(monkeypatch
     assert (best.mesh, best.seconds) == wanted[answer]
 
 
-@pytest.mark.parametrize(("behind", "seconds"), [(1.005, 0.5), (1.02, 0.9)])
+@pytest.mark.parametrize(("behind", "seconds"), [(1.015, 0.5), (1.03, 0.9)])
 def test_what_was_found_is_pinned_in_other_ways_beside_an_expert(monkeypatch, behind, seconds):
     """An expert that is hardly faster does not keep the search's own answer from its best form."""
     pytest.importorskip("libtpu", reason=WITHOUT_LIBTPU)
@@ -623,6 +627,30 @@ def test_what_was_found_is_pinned_in_other_ways_beside_an_expert(monkeypatch, be
         own = found if one.layout == found.layout else expert
         plain = behind if own is found else 1.0
         other = 0.5 if own is found else 0.9
+        time = types.SimpleNamespace(seconds=plain if one.pins == own.pins else other)
+        return dataclasses.replace(one, report=types.SimpleNamespace(time=time, memory=None))
+
+    monkeypatch.setattr(choosing, "_compiled", report)
+    monkeypatch.setattr(Choice, "fits", lambda one, budget: True)
+    looking.compile()
+    assert looking.chosen().choices[0].seconds == seconds
+
+
+@pytest.mark.parametrize(("behind", "seconds"), [(1.015, 0.5), (1.03, 0.9)])
+def test_what_is_placed_otherwise_is_pinned_in_other_ways_beside_an_expert(
+    monkeypatch, behind, seconds
+):
+    """An expert that is laid out as the answer does not keep another layout from its best form."""
+    pytest.importorskip("libtpu", reason=WITHOUT_LIBTPU)
+    pod = spmd.topology("v5e:2x2", {"data": 2, "model": 2})
+    looking, other = looking_at(pod, 3, "bd", "f"), looking_at(pod, 3, "bd", "")
+    (first,), (second,) = looking.choices, other.choices
+    looking.choices += [dataclasses.replace(first, name="an expert"), second]
+
+    def report(one, lowered, chip):
+        own = second if one.layout == second.layout else first
+        plain = behind if own is second else 1.0
+        other = 0.5 if own is second else 0.9
         time = types.SimpleNamespace(seconds=plain if one.pins == own.pins else other)
         return dataclasses.replace(one, report=types.SimpleNamespace(time=time, memory=None))
 
