@@ -49,7 +49,7 @@ def test_mpirun(tmp_path):
     assert {"[0] line 0", "[1] line 1"} <= {*run.err.splitlines()}
 
 
-@pytest.mark.slow
+@pytest.mark.few(0)  # no JAX in it: one of the two ends is enough
 def test_mpirun_says_what_failed(tmp_path):
     """The exit code of a process that fails is that of the run, and the others are stopped."""
     require_mpirun()
@@ -92,7 +92,7 @@ def test_ray(tmp_path):
     assert {"[0] line 0", "[1] line 1"} <= {*run.err.splitlines()}
 
 
-@pytest.mark.slow
+@pytest.mark.few(0)  # no JAX in it: one of the two ends is enough
 def test_ray_says_what_failed(tmp_path):
     """The first process that fails is named, the others are stopped with their actors."""
     require_ray()

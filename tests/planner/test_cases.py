@@ -71,12 +71,12 @@ def experts_of(name):
 
 
 def pairs():
-    """Every case with each of its experts; the nightly run takes those that are both known."""
+    """Every case with each of its experts; the nightly run takes what an expert is not new in."""
     known = set()
     for name in NAMES:
         for expert in reversed(experts_of(name)):
-            is_known = {name, expert} <= known
-            known |= {name, expert}
+            is_known = expert in known
+            known.add(expert)
             yield pytest.param(name, expert, marks=[pytest.mark.soak] * is_known)
 
 
