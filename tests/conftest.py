@@ -51,7 +51,8 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """Marks the cases of a test as slow that its mark `few` leaves out, spread evenly.
 
-    Of its slow cases ``--half`` keeps every other one, or all if it says ``halved=False``.
+    Of its slow cases ``--half`` keeps every other one, or all if it says ``halved=False``. A test
+    of one case runs at the end that has the first half.
     """
     half = config.getoption("--half")
     others = set()

@@ -513,16 +513,22 @@ class _Looking:
             self._compile(len(self.choices) - 1)
 
     def _pin_otherwise(self, at: int) -> None:
-        """One again, whose products gather and add up in other ways, or as they will."""
+        """One again, whose products gather and add up in other ways, or as they will.
+
+        What gains nothing but noise does not stay for the next changes, which it may bar; all of
+        that is tried together in the end.
+        """
         best, way = self.choices[at], Way()
         if best.layout is None or best.pins == self._pins(best, Way(free=True)):
             return
+        little: dict[str, bool] = {}
         for change in (
             {"whole": True},
             {"ahead": False},
             {"turned": False},
             {"loose": True},
             {"free": True},
+            little,
         ):
             best = self.choices[at]
             if best.is_stand_in or self._is_late():
@@ -543,7 +549,9 @@ class _Looking:
             is_known = found.report or found.needed is not None
             if is_known and self._standing(found) < self._standing(best):
                 self.choices[at] = found
-                if not self._is_same(found, best):
+                if self._is_same(found, best):
+                    little |= change
+                else:
                     way = other
 
     def _standing(self, one: Choice) -> tuple[bool, float]:
