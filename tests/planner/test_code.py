@@ -264,6 +264,7 @@ def test_each_constraint_is_needed(tmp_path):
         assert preview(made, pasted(SOURCE, rest, tmp_path, f"without_{i}")) != expected
 
 
+@pytest.mark.slow
 def test_one_constraint_is_not_none(tmp_path):
     """Where there is one, the code without any has another preview."""
     made = plan(coded.mlp_step, ARGS["mlp_step"], (["x:0", UP], [UP]))
