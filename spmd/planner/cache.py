@@ -53,11 +53,11 @@ class Compiled:
 
 def key_of(parts: Sequence[Any]) -> str:
     """The name of a plan, by all that it depends on."""
-    return _key(_sources("planner", "inspection"), parts)
+    return _key(("planner", "inspection"), parts)
 
 
-def _key(sources: bytes, parts: Sequence[Any]) -> str:
-    found = hashlib.sha256(sources)
+def _key(packages: Sequence[str], parts: Sequence[Any]) -> str:
+    found = hashlib.sha256(b"".join(map(_sources, packages)))
     for one in (*parts, spmd.__version__, *compilers(), *map(os.environ.get, _FLAGS)):
         found.update(f"{one!r}\0".encode())
     return found.hexdigest()
@@ -66,7 +66,7 @@ def _key(sources: bytes, parts: Sequence[Any]) -> str:
 def key_of_program(lowered: Lowered, chip: Chip) -> str:
     """The name of what a compiler says of a program, by its text, its lines and its hardware."""
     devices = [*lowered.mesh.devices.flat]
-    return "program-" + _key(_sources("inspection"), (
+    return "program-" + _key(("inspection",), (
         lowered.as_text(debug_info=True), lowered._call.compiler_options, dict(lowered.mesh.shape),
         [(one.id, one.device_kind, getattr(one, "coords", None)) for one in devices], chip,
     ))  # fmt: skip
@@ -85,12 +85,11 @@ def _version(package: str) -> str | None:
 
 
 @functools.cache
-def _sources(*packages: str) -> bytes:
-    """Of this planner, and of what it reads programs with: others may plan or read otherwise."""
+def _sources(package: str) -> bytes:
+    """Of the planner, or of what it reads programs with: others may plan or read otherwise."""
     found = hashlib.sha256()
-    for package in packages:
-        for path in sorted(Path(spmd.__file__).parent.joinpath(package).rglob("*.py")):
-            found.update(path.read_bytes())
+    for path in sorted(Path(spmd.__file__).parent.joinpath(package).rglob("*.py")):
+        found.update(path.read_bytes())
     return found.digest()
 
 

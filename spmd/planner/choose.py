@@ -474,7 +474,7 @@ class _Looking:
         if not fitting:
             return self._unlike_in(ranked, lambda one: one.mesh)[: self.top]
         most = _HARDLY * self.choices[fitting[0]].seconds
-        near = [i for i in fitting if self.choices[i].seconds <= most and self.choices[i].layout]
+        near = [i for i in fitting if self.choices[i].seconds <= most]
         by_name = self._unlike_in(near, lambda one: (one.mesh, one.name == FOUND))
         by_place = self._unlike_in(near, lambda one: (one.mesh, _places_of_large(one)))
         return [*dict.fromkeys([*by_name[:2], *by_place[:2]])]

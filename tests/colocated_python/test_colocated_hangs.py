@@ -18,8 +18,6 @@ HERE = Path(__file__).parent
 
 #: Seconds for a case on a busy machine.
 LONG = 600
-#: Calls in a row on a busy machine, and as the nightly run has them.
-FEW, MANY = "90", "300"
 
 
 def start(case, *args, devices=8, limit=60, **environ):
@@ -87,18 +85,14 @@ def busy(loops=10):
 
 @pytest.mark.slow
 @pytest.mark.timeout(LONG + 120)  # ten busy loops beside it
-@pytest.mark.parametrize(
-    ("devices", "rounds"),
-    [(8, FEW), *(pytest.param(n, MANY, marks=pytest.mark.soak) for n in (8, 2))],
-)
-def test_programs_with_consumers(devices, rounds):
+@pytest.mark.parametrize("devices", [8, pytest.param(2, marks=pytest.mark.soak)])
+def test_programs_with_consumers(devices):
     """Functions compute on all devices, while programs that need their results wait for them.
 
     However little of the processors they get.
     """
     with busy():
-        process = start("programs_with_consumers", rounds, devices=devices, limit=LONG)
-        out, err = finish(process, LONG + 60)
+        out, err = finish(start("programs_with_consumers", devices=devices, limit=LONG), LONG + 60)
     assert (out, err) == ("passed\n", "")
 
 
@@ -174,7 +168,7 @@ def soak(runs):
     with busy():
         for i in range(runs):
             with contextlib.suppress(pytest.fail.Exception, AssertionError):
-                finish(start("programs_with_consumers", MANY, limit=LONG), LONG + 60)
+                finish(start("programs_with_consumers", limit=LONG), LONG + 60)
                 ended += 1
             print(f"{ended} of {i + 1} runs ended", flush=True)
 

@@ -628,42 +628,29 @@ def test_a_second_mesh_that_is_hardly_slower_is_pinned_in_other_ways(monkeypatch
 
 
 @pytest.mark.parametrize(("behind", "seconds"), [(1.015, 0.5), (1.03, 0.9)])
-def test_what_was_found_is_pinned_in_other_ways_beside_an_expert(monkeypatch, behind, seconds):
-    """An expert that is hardly faster does not keep the search's own answer from its best form."""
+@pytest.mark.parametrize(
+    ("names", "is_alike"),
+    [(("an expert",), False), (("an expert",), True), ((choosing.FOUND, "an expert"), False)],
+)
+def test_what_was_found_is_pinned_in_other_ways_beside_an_expert(
+    monkeypatch, names, is_alike, behind, seconds
+):
+    """What is hardly faster does not keep another layout that was found from its best form.
+
+    Whether an expert is that, which may place arguments alike, or what was found and an expert.
+    """
     pytest.importorskip("libtpu", reason=WITHOUT_LIBTPU)
     pod = spmd.topology("v5e:2x2", {"data": 2, "model": 2})
-    looking, other = looking_at(pod, 3, "bd", "f"), looking_at(pod, 3, "bd", "")
-    (found,), (expert,) = looking.choices, other.choices
-    looking.choices.append(dataclasses.replace(expert, name="an expert"))
+    looking = looking_at(pod, 3, "bd", "f")
+    (found,), (best,) = looking.choices, looking_at(pod, 3, "bd", "").choices
+    if is_alike:
+        looking.choices = [found := dataclasses.replace(found, ins=best.ins)]
+    looking.choices += [dataclasses.replace(best, name=name) for name in names]
 
     def report(one, lowered, chip):
-        own = found if one.layout == found.layout else expert
+        own = found if one.layout == found.layout else best
         plain = behind if own is found else 1.0
         other = 0.5 if own is found else 0.9
-        time = types.SimpleNamespace(seconds=plain if one.pins == own.pins else other)
-        return dataclasses.replace(one, report=types.SimpleNamespace(time=time, memory=None))
-
-    monkeypatch.setattr(choosing, "_compiled", report)
-    monkeypatch.setattr(Choice, "fits", lambda one, budget: True)
-    looking.compile()
-    assert looking.chosen().choices[0].seconds == seconds
-
-
-@pytest.mark.parametrize(("behind", "seconds"), [(1.015, 0.5), (1.03, 0.9)])
-def test_what_is_placed_otherwise_is_pinned_in_other_ways_beside_an_expert(
-    monkeypatch, behind, seconds
-):
-    """An expert that is laid out as the answer does not keep another layout from its best form."""
-    pytest.importorskip("libtpu", reason=WITHOUT_LIBTPU)
-    pod = spmd.topology("v5e:2x2", {"data": 2, "model": 2})
-    looking, other = looking_at(pod, 3, "bd", "f"), looking_at(pod, 3, "bd", "")
-    (first,), (second,) = looking.choices, other.choices
-    looking.choices += [dataclasses.replace(first, name="an expert"), second]
-
-    def report(one, lowered, chip):
-        own = second if one.layout == second.layout else first
-        plain = behind if own is second else 1.0
-        other = 0.5 if own is second else 0.9
         time = types.SimpleNamespace(seconds=plain if one.pins == own.pins else other)
         return dataclasses.replace(one, report=types.SimpleNamespace(time=time, memory=None))
 

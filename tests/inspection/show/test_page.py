@@ -180,8 +180,7 @@ def test_one_device_is_told_that_findings_were_skipped(browser, tmp_path):
 @pytest.mark.parametrize("predicted", [False, True])
 def test_a_preview_has_no_figures_of_what_it_does_not_count(predicted):
     """FLOPs and bytes of main memory are of compiled programs; 0 of them would be told else."""
-    page = report(predicted=predicted).to_html()
-    labels = re.findall(r"<dt>(.*?)</dt>", page)
+    labels = re.findall(r"<dt>(.*?)</dt>", report(predicted=predicted).to_html())
     assert ("FLOPs" in labels) != predicted
     assert ("Main memory traffic" in labels) != predicted
     assert "Collectives" in labels
