@@ -24,12 +24,12 @@ from spmd.inspection.show.progress import planning, quiet
 from spmd.planner import asked, cache
 from spmd.planner.asked import Hardware
 from spmd.planner.choose import Progress, choose
-from spmd.planner.inside import inside_of
-from spmd.planner.layout import Fixed
+from spmd.planner.code.inside import inside_of
 from spmd.planner.plans import fingerprint
+from spmd.planner.program.layout import Fixed
+from spmd.planner.program.structure import Graph
 from spmd.planner.recorded import nothing_fits, recorded
-from spmd.planner.search import Rules
-from spmd.planner.structure import Graph
+from spmd.planner.search.descent import Rules
 from spmd.planner.verify import Program, open_avals, open_leaves, structs
 from spmd.planner.written import given_specs, has_auto, has_specs, lowered_as_written
 

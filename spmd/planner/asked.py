@@ -28,7 +28,7 @@ from spmd.inspection.compile.topology import given_mesh, limit_of, topology as d
 from spmd.inspection.records.plan import Placed
 from spmd.inspection.records.sizes import parse_bytes
 from spmd.inspection.timing.chips import CHIPS, Chip, chip_of
-from spmd.planner.structure import Graph
+from spmd.planner.program.structure import Graph
 
 STAND_IN = "v5e"
 """Whose figures a plan uses for devices that have none, such as CPUs."""

@@ -26,13 +26,13 @@ from spmd.inspection.records.report import Collective, Report
 from spmd.inspection.records.sums import sum_of
 from spmd.inspection.timing.chips import Chip
 from spmd.planner import cache
-from spmd.planner.estimate import Estimate, Estimator
-from spmd.planner.experts import experts, roles_of
-from spmd.planner.layout import Layout
-from spmd.planner.machine import Machine
+from spmd.planner.cost.estimate import Estimate, Estimator
+from spmd.planner.cost.machine import Machine
 from spmd.planner.pins import Pinned, Way
-from spmd.planner.search import Candidate, Rules, search
-from spmd.planner.structure import Graph
+from spmd.planner.program.layout import Layout
+from spmd.planner.program.structure import Graph
+from spmd.planner.search.descent import Candidate, Rules, search
+from spmd.planner.search.experts import experts, roles_of
 from spmd.planner.verify import Program, annotated, entries_of, places_of_compiled, planned
 
 FOUND = "found"

@@ -15,11 +15,11 @@ from jax.extend.mlir.dialects import sdy
 from spmd.errors import ArgumentError, Failure
 from spmd.inspection.records.plan import Entries, Pin
 from spmd.inspection.shardy import passes, ragged
-from spmd.planner.demand import TABLES, Demand
-from spmd.planner.graph import TRANSPOSE, numbered, turned
-from spmd.planner.layout import Fixed, Layout, places_of, spec_entries
-from spmd.planner.structure import Graph, Operation, pinned
-from spmd.planner.sums import regroup
+from spmd.planner.cost.demand import TABLES, Demand
+from spmd.planner.program.graph import TRANSPOSE, numbered, turned
+from spmd.planner.program.layout import Fixed, Layout, places_of, spec_entries
+from spmd.planner.program.structure import Graph, Operation, pinned
+from spmd.planner.program.sums import regroup
 
 
 class Way(NamedTuple):

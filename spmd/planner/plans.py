@@ -17,8 +17,8 @@ from spmd.inspection.records.plan import Placed, Plan
 from spmd.inspection.records.plan_codec import load as load, save as save
 from spmd.inspection.records.report import Shape
 from spmd.inspection.show.plan import difference as difference, why as why
-from spmd.planner.graph import numbered
 from spmd.planner.pins import MisfitError, pin
+from spmd.planner.program.graph import numbered
 from spmd.planner.verify import spec_of_entries
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from spmd.inspection.records.plan import Entries, Price
 from spmd.planner.choose import Choice
-from spmd.planner.estimate import Estimator
-from spmd.planner.layout import Fixed, places_of, spec_entries
-from spmd.planner.machine import Machine
-from spmd.planner.optimizer import outputs_of
-from spmd.planner.structure import Tensor
+from spmd.planner.cost.estimate import Estimator
+from spmd.planner.cost.machine import Machine
+from spmd.planner.program.layout import Fixed, places_of, spec_entries
+from spmd.planner.program.optimizer import outputs_of
+from spmd.planner.program.structure import Tensor
 
 _MOST_KINDS = 60
 """Programs have more arguments, which are mostly of few kinds."""

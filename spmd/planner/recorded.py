@@ -17,11 +17,11 @@ from spmd.inspection.records.sizes import show_bytes
 from spmd.inspection.records.sums import sum_of
 from spmd.planner.asked import Hardware, label_of
 from spmd.planner.choose import FOUND, Choice, Chosen, program_of
+from spmd.planner.cost.estimate import Estimator
+from spmd.planner.cost.machine import Machine
 from spmd.planner.deviations import deviations
-from spmd.planner.estimate import Estimator
-from spmd.planner.layout import Fixed
-from spmd.planner.machine import Machine
 from spmd.planner.prices import prices_of
+from spmd.planner.program.layout import Fixed
 
 
 def recorded(

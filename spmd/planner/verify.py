@@ -21,10 +21,10 @@ from spmd._resolve import trimmed
 from spmd._spec import UNSPECIFIED, ParsedPartitionSpec, spec_of
 from spmd.inspection.records.plan import Entries, Pin, Placed
 from spmd.inspection.shardy.passes import module_of, quoted
-from spmd.planner.graph import graph_of
-from spmd.planner.layout import Fixed, Layout, places_of, spec_entries
 from spmd.planner.pins import annotate, pin
-from spmd.planner.structure import Graph
+from spmd.planner.program.graph import graph_of
+from spmd.planner.program.layout import Fixed, Layout, places_of, spec_entries
+from spmd.planner.program.structure import Graph
 
 logger = logging.getLogger(__name__)
 

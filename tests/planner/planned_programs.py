@@ -10,10 +10,10 @@ import spmd
 from spmd.inspection.shardy.passes import module_of
 from spmd.inspection.timing.chips import CHIPS
 from spmd.inspection.timing.torus import Transfer
-from spmd.planner.estimate import Estimator, Machine
-from spmd.planner.graph import graph_of
-from spmd.planner.layout import Layout
+from spmd.planner.cost.estimate import Estimator, Machine
 from spmd.planner.pins import Pinned, Way
+from spmd.planner.program.graph import graph_of
+from spmd.planner.program.layout import Layout
 from spmd.planner.verify import Program
 
 

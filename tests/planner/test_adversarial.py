@@ -12,11 +12,11 @@ import spmd
 from spmd.inspection.compile.timed import links_of
 from spmd.inspection.shardy.passes import module_of
 from spmd.inspection.timing.chips import CHIPS
-from spmd.planner.estimate import Estimator
-from spmd.planner.experts import experts
-from spmd.planner.graph import graph_of
-from spmd.planner.machine import Machine
-from spmd.planner.search import Rules, search
+from spmd.planner.cost.estimate import Estimator
+from spmd.planner.cost.machine import Machine
+from spmd.planner.program.graph import graph_of
+from spmd.planner.search.descent import Rules, search
+from spmd.planner.search.experts import experts
 from spmd.planner.verify import Program, entries_of, planned
 
 #: Seconds each: the README's command is to be short.

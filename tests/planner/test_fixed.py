@@ -8,9 +8,9 @@ import pytest
 
 import spmd
 from spmd import P
-from spmd.planner.estimate import Estimator
-from spmd.planner.layout import Fixed, Layout, places_of, spec_of
-from spmd.planner.search import Rules, search
+from spmd.planner.cost.estimate import Estimator
+from spmd.planner.program.layout import Fixed, Layout, places_of, spec_of
+from spmd.planner.search.descent import Rules, search
 from spmd.planner.verify import Program, entries_of, planned
 
 MESH = {"data": 4, "model": 2}

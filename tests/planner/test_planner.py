@@ -20,11 +20,11 @@ from spmd.inspection.timing.chips import CHIPS
 from spmd.inspection.timing.torus import Transfer
 from spmd.planner import choose as choosing
 from spmd.planner.choose import Choice, choose
-from spmd.planner.estimate import Estimate, Estimator, Machine
-from spmd.planner.graph import graph_of
-from spmd.planner.layout import Layout
+from spmd.planner.cost.estimate import Estimate, Estimator, Machine
 from spmd.planner.pins import MisfitError, Way
-from spmd.planner.search import Candidate, Rules, search
+from spmd.planner.program.graph import graph_of
+from spmd.planner.program.layout import Layout
+from spmd.planner.search.descent import Candidate, Rules, search
 from spmd.planner.verify import Program, entries_of, pinned, planned
 
 B, D, F = 64, 32, 128

@@ -9,7 +9,7 @@ import pytest
 import spmd
 from spmd import P, pjit
 from spmd.inspection.shardy import passes
-from spmd.planner.graph import graph_of
+from spmd.planner.program.graph import graph_of
 
 ROWS, WIDTH, HIDDEN, EXPERTS = 4096, 512, 2048, 8
 

@@ -79,6 +79,6 @@ def _reader(sources: tuple[str, ...]) -> bytes:
     found = hashlib.sha256(os.environ.get("LIBTPU_INIT_ARGS", "").encode())
     found.update(f"{cache.compilers()}\0".encode())
     root = Path(spmd.__file__).parent
-    for path in sorted(path for one in sources for path in (root / one).glob("*.py")):
+    for path in sorted(path for one in sources for path in (root / one).rglob("*.py")):
         found.update(path.read_bytes())
     return found.digest()

@@ -9,7 +9,7 @@ from typing import Any
 import spmd
 from spmd.planner import asked
 from spmd.planner.choose import choose
-from spmd.planner.search import Rules
+from spmd.planner.search.descent import Rules
 from spmd.planner.verify import Program, structs
 
 from . import kept

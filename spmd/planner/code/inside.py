@@ -1,0 +1,82 @@
+"""What a person pastes for a plan, worked out when it is first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax.tree_util as jtu
+
+from spmd import stages
+from spmd.inspection.records.plan import Inside, Placed, Plan
+from spmd.planner.code.constraints import constraints_of
+from spmd.planner.code.folded import folded
+from spmd.planner.code.text import code_of
+from spmd.planner.verify import Program, spec_of_entries
+
+_COMPILES = 6
+"""So many programs of codes are compiled at most: what the preview says of one may not be all."""
+
+
+def inside_of(plan: Plan, program: Program, mesh: Any) -> Inside:
+    """The constraints of a plan in the user's source, and the text with them.
+
+    Args:
+        plan: what was chosen.
+        program: what was planned.
+        mesh: that the plan is for.
+    """
+    ins, outs = ([*map(_spec, side)] for side in (plan.arguments, plan.results))
+    found = constraints_of(
+        program,
+        mesh,
+        ins=ins,
+        outs=outs,
+        pins=plan.pins,
+        report=plan.report,
+        compiles=_COMPILES,
+    )
+    traced = program.traced(mesh)
+    signature = traced._signature
+    args, _ = jtu.tree_unflatten(signature.in_tree, ins)
+    names = [*_argument_names(traced, len(args))]
+    text = code_of(
+        name=plan.name,
+        axes=plan.axes,
+        ins=folded(tuple(args), names),
+        outs=folded(jtu.tree_unflatten(signature.out_tree, outs), "results"),
+        constraints=found,
+        arguments=names,
+        options=dict(_options(traced)),
+        topology=plan.topology or None,
+    )
+    return Inside(constraints=found.records, exact=found.exact, note=found.note, code=text)
+
+
+def _spec(one: Placed) -> Any:
+    return spec_of_entries(one.spec)
+
+
+def _argument_names(traced: stages.Traced, count: int) -> Iterator[str]:
+    """What each positional argument that is not static is called."""
+    signature = traced._signature
+    names = signature.params.names
+    for at in signature.positions[:count]:
+        variadic = signature.params.variadic or "args"
+        yield names[at] if at < len(names) else f"{variadic}[{at - len(names)}]"
+
+
+def _options(traced: stages.Traced) -> Iterator[tuple[str, Any]]:
+    """Options of `pjit` that are not the default."""
+    params, call = traced._signature.params, traced._call
+    found: tuple[tuple[str, Any], ...] = (
+        ("static_argnums", params.static_nums),
+        ("static_argnames", () if params.static_nums else params.static_names),
+        ("donate_argnums", params.donate_nums),
+        ("donate_argnames", () if params.donate_nums else params.donate_names),
+        ("keep_unused", call.keep_unused),
+        ("compiler_options", dict(call.compiler_options)),
+    )
+    for name, value in found:
+        if value:
+            yield name, value[0] if isinstance(value, tuple) and len(value) == 1 else value

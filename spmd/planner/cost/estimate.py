@@ -1,0 +1,636 @@
+"""What a layout costs, from classes alone: a fraction of a millisecond, so that many are compared.
+
+An operation is as long as its products or its bytes take. Exchanges run one after the other; some
+of them go on beside work.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
+import copy
+import dataclasses
+import itertools
+import math
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from spmd.planner.cost.demand import TABLES, Demand, Exchanged, last, totals
+from spmd.planner.cost.fusion import Fusion, is_fusible, passes_on
+from spmd.planner.cost.lives import Lives, wider
+from spmd.planner.cost.machine import Machine
+from spmd.planner.cost.prefetch import Prefetch
+from spmd.planner.cost.product import Product, Sending
+from spmd.planner.cost.reads import Reads
+from spmd.planner.cost.saying import Group, Pattern, Said, Sayings, grouped, regrouped, said_by
+from spmd.planner.program.layout import Fixed, Layout
+from spmd.planner.program.structure import UPDATES, Graph, Operation
+
+_SLICES = ("dynamic_slice", "slice")
+_SUM = 4
+"""Bytes of float32."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a layout is thought to cost a device in one call.
+
+    Attributes:
+        compute: seconds of products.
+        memory: seconds in which main memory decides.
+        exchange: seconds of exchanges, one after the other.
+        hidden: seconds of them that go on beside work.
+        peak: bytes of the program's code, of arguments, and of what is alive beside them at the
+            worst moment.
+    """
+
+    compute: float
+    memory: float
+    exchange: float
+    hidden: float
+    peak: float
+
+    @property
+    def seconds(self) -> float:
+        """Of one call."""
+        return self.compute + self.memory + self.exchange - self.hidden
+
+
+class Kind(NamedTuple):
+    """What tensors that a layout places alike have in common; one that is `apart` is by itself.
+
+    A product's result that is kept as a wider value has `own` bytes before that.
+    """
+
+    shape: tuple[int, ...]
+    classes: tuple[int | None, ...]
+    is_state: bool
+    nbytes: float
+    fixed: tuple[tuple[str, int], ...] | None
+    apart: int | None = None
+    own: float | None = None
+
+
+class _Part(NamedTuple):
+    """An operation that runs often, with the vector work beside it, by kind.
+
+    Its turn is the number of sums up to its own, where no product depends on it. A product reads
+    each operand as so many values, and then others beside them; its result is written as one.
+    """
+
+    one: Operation
+    runs: int
+    beside: Mapping[int, float]
+    turn: int | None
+    reads: tuple[tuple[int, ...], ...]
+    written: int
+
+
+_Joined: TypeAlias = tuple[tuple[str, ...], int, int]
+"""The axes of sums that are sent together, how often they are, and after how many others."""
+
+
+class _Costs(NamedTuple):
+    """Seconds of a group; and exchanges of operands and sums, which others may ask for as well.
+
+    Of sums that are sent together it is told which: each of these is a delay. What products take
+    and make that are done in parts, one for each device, is told as well.
+    """
+
+    compute: float
+    memory: float
+    exchange: float
+    beside: float
+    shared: dict[Exchanged, Sending]
+    joined: frozenset[_Joined]
+    in_parts: frozenset[int]
+
+
+class _Placed(NamedTuple):
+    """By kind, where its tensors lie under a layout, and what a device has of them.
+
+    Attributes:
+        places: the dimension that each axis splits.
+        parts: the share of a device.
+        kept: likewise, of the bytes that are kept of other values than arguments.
+        ends: what that is in memory of an argument, with its padding.
+        inside: likewise, of others, with wider rows.
+    """
+
+    places: list[dict[str, int]]
+    parts: list[float]
+    kept: list[float]
+    ends: list[float]
+    inside: list[float]
+
+
+class _Gathered(NamedTuple):
+    """By kind, what products make of memory beside a device's shares.
+
+    Attributes:
+        whole: how much of an operand is there that is gathered.
+        large: likewise, where that is too large for vector memory.
+        kept: 1 where an operand is kept for a product that is done in parts, or else 0.
+        beside: bytes of what is gathered while the one before is in use.
+    """
+
+    whole: np.ndarray
+    large: np.ndarray
+    kept: np.ndarray
+    beside: float
+
+
+class Estimator:
+    """A program on a machine, whose layouts are compared.
+
+    What does not depend on a layout is worked out once: operations of the same kinds of tensors
+    are one that runs more often, and those that no layout makes cost anything are left out. What
+    depends on a layout is worked out once for all layouts that say the same of its classes.
+
+    Args:
+        graph: the program.
+        machine: what it is for.
+        fixed: places that arguments and outputs keep.
+        apart: arguments and outputs that are each of a kind of its own, for `keeping`.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        machine: Machine,
+        fixed: Fixed | None = None,
+        apart: Container[int] = (),
+    ):
+        self.graph, self.machine, self.sizes = graph, machine, machine.sizes
+        self.fixed = fixed or Fixed()
+        left = dict(_left_by_manual(graph))
+        kept = {**left, **dict(self.fixed.places)}
+        wide = wider(graph)
+        narrower = {w: graph.tensors[i].nbytes for i, w in wide.items()}
+        kinds: dict[Kind, int] = {}
+        self.kind_of = []
+        for i, one in enumerate(graph.tensors):
+            own = i if i in apart else None
+            known = one.shape, one.classes, one.is_state, one.nbytes, kept.get(i)
+            kind = Kind(*known, own, narrower.get(i))
+            self.kind_of.append(kinds.setdefault(kind, len(kinds)))
+        self.kinds = [*kinds]
+        self.nbytes = [one.nbytes for one in graph.tensors]
+        self.sizes_of_kinds = np.array([kind.nbytes for kind in self.kinds])
+        patterns = (frozenset((self._pattern(one),)) for one in self.kinds)
+        self._places = Sayings(grouped(enumerate(patterns)))
+        # What a `shard_map` leaves is pinned as a layout says.
+        free = {self.kinds[self.kind_of[i]]._replace(fixed=None) for i in left}
+        self._pinned = Sayings(grouped((one, frozenset((self._pattern(one),))) for one in free))
+        lives = Lives(graph, self.kind_of, len(kinds), wide)
+        fusion = Fusion(graph, self.kind_of, len(kinds), lives)
+        self.reads = Reads(graph, fusion, lives)
+        # Of values that may be near, and of brief ones.
+        self.passes = np.zeros((2, len(kinds)))
+        for i, runs in self.reads.passes:
+            self.passes[int(i in lives.brief), self.kind_of[i]] += runs * graph.tensors[i].nbytes
+        # What has fewer bytes than sums in float32 have.
+        self.packed = [one.nbytes < _SUM * math.prod(one.shape) for one in graph.tensors]
+        self.last = last(graph)
+        self.lives = lives
+        self.tables = {self.kind_of[i] for i in _tables(graph)}
+        self.prefetch = Prefetch(graph, self.kind_of)
+        self.moved = fusion.alone
+        self.code = sum(machine.code(one.flops) for one in graph.operations)
+        self.early = graph.early
+        users = Counter(
+            i for one in graph.operations if one.flops for i in {*one.tensors[: one.operands]}
+        )
+        # What products find whole: what is gathered ahead, and once for several of them.
+        self.lasting = self.early | {i for i, count in users.items() if count > 1}
+        self.given = [one.kind == "argument" for one in graph.tensors]
+        self.sources = _sources(graph)
+        self.alike = {i: i for i in range(len(graph.tensors))}
+        work = ((part, self._patterns(part)) for part in self._parts(graph, fusion))
+        self._work = Sayings(regrouped(grouped(work)))
+        self.totals = {self.alike[i]: self.alike[j] for i, j in totals(graph).items()}
+        self._known: dict[Hashable, Estimate] = {}
+
+    def on(self, machine: Machine) -> Estimator:
+        """The same program on another mesh of as many devices."""
+        assert machine.count == self.machine.count
+        found = self._anew()
+        found.machine, found.sizes = machine, machine.sizes
+        return found
+
+    def keeping(self, places: Mapping[int, Mapping[str, int]]) -> Estimator:
+        """The same program, of which more keeps its place: tensors that are `apart`."""
+        found = self._anew()
+        found.kinds = [*self.kinds]
+        for i, at in places.items():
+            k = self.kind_of[i]
+            found.kinds[k] = self.kinds[k]._replace(fixed=tuple(at.items()))
+        return found
+
+    def _anew(self) -> Estimator:
+        """The same, that remembers nothing of layouts."""
+        found = copy.copy(self)
+        found._places, found._work, found._known = self._places.anew(), self._work.anew(), {}
+        return found
+
+    def _parts(self, graph: Graph, fusion: Fusion) -> Iterator[_Part]:
+        """The operations; those of the same kinds are one, about the first of alike values.
+
+        Two values are alike that are the same operands and results of the same operations.
+        """
+        keys: dict[int, Any] = {}
+        for n, one in enumerate(graph.operations):
+            if not is_fusible(one) or len({self.kind_of[i] for i in one.tensors}) > 1:
+                kinds = tuple(self.kind_of[i] for i in one.tensors)
+                steps = tuple(sorted(fusion.beside.get(n, {}).items()))
+                turn = self.last.get(one.tensors[-1])
+                brief = tuple(i in self.lives.brief for i in one.tensors)
+                own = one.name, one.factors, kinds, one.flops, one.types, one.runs
+                *reads, written = self._reads(n, one)
+                read = tuple(tuple(sorted(self.kind_of[i] for i in found)) for found in reads)
+                keys[n] = *own, steps, turn, brief, read, self.kind_of[written]
+        self._find_alike(graph, keys)
+        merged: dict[Any, list[int]] = defaultdict(list)
+        for n, key in keys.items():
+            merged[key, tuple(self.alike[i] for i in graph.operations[n].tensors)].append(n)
+        for (_, tensors), found in merged.items():
+            first = graph.operations[found[0]]
+            one = dataclasses.replace(first, tensors=tensors)
+            beside = {k: len(found) * n for k, n in fusion.beside.get(found[0], {}).items()}
+            turn = self.last.get(first.tensors[-1])
+            *reads, written = self._reads(found[0], first)
+            yield _Part(one, len(found) * one.runs, beside, turn, tuple(reads), written)
+
+    def _reads(self, n: int, one: Operation) -> tuple[Any, ...]:
+        """What a product reads for each operand, what beside them, and what its result is."""
+        if not one.flops:
+            return (one.tensors[-1],)
+        found = *self.reads.operands[n], self.reads.beside[n]
+        return *(tuple(sorted(each)) for each in found), self.lives.written(one.tensors[-1])
+
+    def _find_alike(self, graph: Graph, keys: Mapping[int, Any]) -> None:
+        """Finds, for each value, the first one that has the same part in the same operations."""
+        numbers: dict[Any, int] = {}
+        uses: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for n, key in keys.items():
+            number = numbers.setdefault(key, len(numbers))
+            for place, i in enumerate(graph.operations[n].tensors):
+                uses[i].append((number, place))
+        first: dict[Any, int] = {}
+        for i, found in uses.items():
+            self.alike[i] = first.setdefault((self.kind_of[i], tuple(sorted(found))), i)
+
+    def _patterns(self, part: _Part) -> frozenset[Pattern]:
+        """What an operation and the values that it is about have."""
+        one = part.one
+        tensors = {*one.tensors, *(self.sources[i] for i in one.tensors if i in self.sources)}
+        tensors.update(itertools.chain(*part.reads), (part.written,))
+        kinds = {self.kind_of[i] for i in tensors} | {*part.beside}
+        found = {self._pattern(self.kinds[k]) for k in kinds}
+        own = frozenset(one.by_class)
+        sure = frozenset(
+            c
+            for c, names in one.by_class.items()
+            if all(self._is_sure(one.sizes[n]) for n in names)
+        ) - {c for c, names in one.by_class.items() if one.whole.intersection(names)}
+        turning = frozenset(c for c, names in one.by_class.items() if len(names) > 1)
+        if one.name in TABLES:
+            sure = frozenset()
+        return frozenset((*found, Pattern(own, sure, turning, one.is_state)))
+
+    def _pattern(self, kind: Kind) -> Pattern:
+        pairs = [(c, n) for c, n in zip(kind.classes, kind.shape, strict=True) if c is not None]
+        classes = frozenset(c for c, _ in pairs)
+        own = [c for c, _ in pairs]
+        if kind.fixed is not None:
+            return Pattern(frozenset(), frozenset(), frozenset(), kind.is_state)
+        return Pattern(
+            classes,
+            classes - {c for c, n in pairs if not self._is_sure(n)},
+            frozenset(c for c in classes if own.count(c) > 1),
+            kind.is_state,
+        )
+
+    def _is_sure(self, size: int) -> bool:
+        """Whether no axis passes over a dimension, whatever others do with it."""
+        return size % self.machine.count == 0
+
+    def __call__(self, layout: Layout) -> Estimate:
+        """What a layout costs."""
+        said = said_by(layout)
+        key = self._places.numbers(said), self._work.numbers(said)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._estimate(layout, said)
+        return found
+
+    def _estimate(self, layout: Layout, said: Said) -> Estimate:
+        at = self._placed(layout, said)
+        shares = np.array(at.parts)
+        compute, exchange, beside, ahead = self.machine.kernels(self.graph.kernels), 0.0, 0.0, 0.0
+        memory = self.machine.passing(self.moved * shares, self.sizes_of_kinds * shares)
+        memory += self._passing(shares, np.array(at.kept))
+        shared: dict[Exchanged, Sending] = {}
+        joined: set[_Joined] = set()
+        in_parts: set[int] = set()
+        for group, key in zip(self._work.groups, self._work.keys(said), strict=True):
+            costs = group.known.get(key)
+            if costs is None:
+                found = [self._of_alike(one, layout, said, at) for one in group.members]
+                costs = group.known[key] = _together(found)
+            compute += costs.compute
+            memory += costs.memory
+            exchange += costs.exchange
+            beside += costs.beside
+            if costs.joined:
+                joined |= costs.joined
+            if costs.in_parts:
+                in_parts |= costs.in_parts
+            if costs.shared:
+                _add(shared, costs.shared)
+        exchange += sum(runs * self.machine.delay("all-reduce", axes) for axes, runs, _ in joined)
+        if self.prefetch.slices:
+            sent = {one.tensor: one.kind for one in shared if one.tensor is not None}
+            at_once = in_parts.union(i for i, kind in sent.items() if kind == "all-gather")
+            spilled = self.prefetch.spilled(at.parts, at_once, in_parts.union(sent), self.machine)
+            memory += self.machine.moving(spilled)
+        for sent, sending in shared.items():
+            exchange += sending.seconds
+            if sent.tensor in self.early:
+                ahead += sending.ahead
+            if sending.nbytes > self.machine.near:
+                memory += self.machine.moving(2 * sending.turned)
+        return Estimate(
+            compute=float(compute),
+            memory=float(memory),
+            exchange=float(exchange),
+            hidden=float(beside + self.machine.hidden(ahead, compute + memory)),
+            peak=self._peak(
+                np.array(at.ends), np.array(at.inside), self._gathered(shared, in_parts)
+            ),
+        )
+
+    def _passing(self, shares: np.ndarray, kept: np.ndarray) -> float:
+        """Seconds of passes over what is in main memory, between products."""
+        (near, brief), sizes, machine = self.passes, self.sizes_of_kinds, self.machine
+        away = (near * shares)[sizes * shares > machine.near].sum()
+        return machine.moving(float(away + (brief * shares)[sizes * kept > machine.brief].sum()))
+
+    def said(self, layout: Layout) -> Hashable:
+        """All that a layout says of the program: layouts that say the same have the same pins."""
+        said = said_by(layout)
+        sayings = self._places, self._work, self._pinned
+        return tuple(one.numbers(said) for one in sayings)
+
+    def _gathered(self, shared: Mapping[Exchanged, Sending], in_parts: set[int]) -> _Gathered:
+        """What exchanges of operands, and products in parts, have in memory."""
+        whole: dict[int, float] = {}
+        large: dict[int, float] = {}
+        buffers = [0.0, 0.0]
+        for sent, sending in shared.items():
+            if sent.tensor is None or not sending.nbytes:
+                continue
+            k = self.kind_of[sent.tensor]
+            whole[k] = max(whole.get(k, 0.0), sending.nbytes / self.nbytes[sent.tensor])
+            if sending.nbytes > self.machine.near:
+                large[k] = whole[k]
+                buffers.append(sending.nbytes)
+        kept = dict.fromkeys((self.kind_of[i] for i in in_parts), 1.0)
+        by_kind = (self._by_kind(one) for one in (whole, large, kept))
+        return _Gathered(*by_kind, beside=sorted(buffers)[-2])
+
+    def _by_kind(self, values: Mapping[int, float]) -> np.ndarray:
+        found = np.zeros(len(self.kinds))
+        if values:
+            found[[*values]] = [*values.values()]
+        return found
+
+    def _peak(self, ends: np.ndarray, inside: np.ndarray, gathered: _Gathered) -> float:
+        """Bytes of code, of arguments and outputs, and of what is beside them at the worst moment.
+
+        Args:
+            ends: by kind, the share of an argument that a device has.
+            inside: likewise, of other values.
+            gathered: what is whole, or kept for a product in parts.
+        """
+        lives, machine = self.lives, self.machine
+        near = np.array(self.sizes_of_kinds * inside <= machine.brief)
+        away = inside * ~near
+        counted = away, away, gathered.whole, gathered.large, inside * gathered.kept
+        far = lives.all @ np.concatenate(counted)
+        long, short = lives.rows @ (inside * near), lives.short @ (inside * near)
+        beside = np.where(
+            long + short > machine.room,
+            long + np.maximum(short - machine.room, 0.0),
+            machine.evicted * long,
+        )
+        always = self.code + lives.ends @ ends + gathered.beside
+        return float(always + (far + beside).max(initial=0.0))
+
+    def _placed(self, layout: Layout, said: Said) -> _Placed:
+        count = len(self.kinds)
+        found = _Placed([{}] * count, *([1.0] * count for _ in range(4)))
+        places, parts, keeps, ends, inside = found
+        for group, key in zip(self._places.groups, self._places.keys(said), strict=True):
+            known = group.known.get(key)
+            if known is None:
+                known = group.known[key] = [(k, *self._place(k, layout)) for k in group.members]
+            for k, place, part, kept, end, within in known:
+                places[k] = place
+                parts[k] = part
+                keeps[k] = kept
+                ends[k] = end
+                inside[k] = within
+        return found
+
+    def _place(self, k: int, layout: Layout) -> tuple[dict[str, int], float, float, float, float]:
+        kind = self.kinds[k]
+        found = layout.places(kind, self.sizes) if kind.fixed is None else dict(kind.fixed)
+        part = 1 / math.prod(self.sizes[axis] for axis in found)
+        shape: list[float] = [*kind.shape]
+        for axis, d in found.items():
+            shape[d] /= self.sizes[axis]
+        kept = part
+        # A dimension that is split to 1 stands between a product and the work on its result.
+        if kind.own is not None and any(shape[d] == 1 for d in found.values()):
+            kept *= kind.own / kind.nbytes
+        end = part * self.machine.padded(tuple(shape))
+        within = kept * self.machine.widened(shape[-1]) if k in self.tables else kept
+        return found, part, kept, end, within
+
+    def _of_alike(
+        self,
+        group: Group,
+        layout: Layout,
+        said: Said,
+        at: _Placed,
+    ) -> _Costs:
+        """What operations of the same patterns cost."""
+        key = group.key(said)
+        costs = group.known.get(key)
+        if costs is None:
+            found = [self._cost(part, layout, at) for part in group.members]
+            costs = group.known[key] = _together(found)
+        return costs
+
+    def _is_far(self, tensor: int, at: _Placed) -> bool:
+        """Whether a value is in main memory: it is given, too large, or a slice of such a one."""
+        machine, is_brief = self.machine, tensor in self.lives.brief
+        most, shares = (machine.brief, at.kept) if is_brief else (machine.near, at.parts)
+        is_large = self.nbytes[tensor] * shares[self.kind_of[tensor]] > most
+        return self.given[tensor] or is_large or self._source(tensor, at.parts) > machine.near
+
+    def _read(self, part: _Part, product: Product, at: _Placed) -> Iterator[float]:
+        """Bytes of each value in main memory that a product reads.
+
+        What is gathered for a product is in use only there.
+        """
+        for k, found in enumerate(part.reads):
+            is_operand, brief = k < part.one.operands, self.machine.brief
+            if is_operand and (gathered := product.gathered(k)):
+                yield gathered if gathered > brief else 0.0
+                continue
+            for nbytes in (self._size(i, at) for i in found):
+                is_again = is_operand and product.around and nbytes > brief
+                yield nbytes * product.passes(k) if is_again else nbytes
+
+    def _size(self, tensor: int, at: _Placed) -> float:
+        """Bytes on a device of a value that is in main memory, or else 0."""
+        is_far = self._is_far(tensor, at)
+        return self.nbytes[tensor] * at.parts[self.kind_of[tensor]] if is_far else 0.0
+
+    def _multiplied(self, part: _Part, product: Product, at: _Placed) -> tuple[float, float]:
+        """Seconds of one run of a product, as compute or as memory: whichever decides."""
+        machine, computing = self.machine, product.seconds()
+        read = [*self._read(part, product, at)]
+        fetched = sum(n for n in read if n > machine.brief)
+        if fetched and not product.is_large:  # while it is read, no results are written
+            computing = max(computing, machine.fetching(fetched) + product.popping)
+        moving = machine.feeding(sum(read) + self._size(part.written, at))
+        return (computing, 0.0) if computing >= moving else (0.0, moving)
+
+    def _source(self, tensor: int, parts: list[float]) -> float:
+        """Bytes on a device of what a value is a slice of; 0 for one that is none."""
+        i = self.sources.get(tensor)
+        return 0.0 if i is None else self.nbytes[i] * parts[self.kind_of[i]]
+
+    def _cost(self, part: _Part, layout: Layout, at: _Placed) -> _Costs:
+        one = part.one
+        kinds = [self.kind_of[i] for i in one.tensors]
+        nbytes = [self.nbytes[i] * at.parts[k] for i, k in zip(one.tensors, kinds, strict=True)]
+        total = self.totals.get(one.tensors[-1])
+        demand = Demand(
+            one,
+            layout,
+            self.sizes,
+            [at.places[k] for k in kinds],
+            nbytes,
+            total,
+            one_sum=self.machine.one_sum,
+        )
+        steps = sum(steps * at.parts[k] for k, steps in part.beside.items()) / part.runs
+        is_last = part.turn is not None
+        product = Product(
+            demand,
+            self.machine,
+            [self.graph.tensors[i].shape for i in one.tensors],
+            steps,
+            self.lasting,
+            is_last=is_last,
+            is_packed=self.packed[part.written],
+        )
+        exchange, beside, shared = 0.0, 0.0, {}
+        joined: set[_Joined] = set()
+        for sent in product.sent:
+            sending = product.sending(sent)
+            if sending.joined:
+                joined.add((sending.joined, one.runs, part.turn or 0))
+            if sent.tensor is None or sent in product.around:
+                exchange += part.runs * sending.seconds
+                beside += part.runs * sending.beside
+            else:
+                shared[sent] = sending.times(part.runs)
+        in_parts = frozenset(one.tensors if product.around else ())
+        sent = exchange, beside, shared, frozenset(joined), in_parts
+        if is_fusible(one):
+            return _Costs(0.0, 0.0, *sent)
+        if not one.flops:
+            far = [
+                n if self._is_far(i, at) else 0.0 for i, n in zip(one.tensors, nbytes, strict=True)
+            ]
+            moving = self.machine.moving(_traffic(one, far))
+            return _Costs(0.0, part.runs * moving, *sent)
+        compute, memory = self._multiplied(part, product, at)
+        return _Costs(part.runs * compute, part.runs * memory, *sent)
+
+
+def _tables(graph: Graph) -> Iterator[int]:
+    """Whole rows, as a gather makes them and a scatter takes them, and the tables that it makes."""
+    for one in graph.operations:
+        if one.name not in TABLES:
+            continue
+        table, *rows = (0, -1) if one.name == "gather" else (-1, 2, -1)
+        for n in rows:
+            columns = one.factors[n][-1:]
+            is_wide = columns not in ((), (None,)) and columns == one.factors[table][-1:]
+            if is_wide and len(graph.tensors[one.tensors[n]].shape) == 2:
+                yield one.tensors[n]
+
+
+def _sources(graph: Graph) -> dict[int, int]:
+    """What slices are taken of: they are read where that is."""
+    found: dict[int, int] = {}
+    for one in graph.operations:
+        first = one.tensors[0]
+        if one.name in _SLICES:
+            found[one.tensors[-1]] = found.get(first, first)
+        elif passes_on(one) and first in found:
+            found[one.tensors[-1]] = found[first]
+    return found
+
+
+def _left_by_manual(graph: Graph) -> Iterator[tuple[int, tuple[tuple[str, int], ...]]]:
+    """Where a `shard_map` leaves its results."""
+    for one in graph.operations:
+        names = one.factors[-1]
+        if one.manual and names.count(None) < len(names):
+            at = ((axis, names.index(name)) for axis, name in one.manual if name is not None)
+            yield one.tensors[-1], tuple(at)
+
+
+def _together(found: Sequence[_Costs]) -> _Costs:
+    """What several cost."""
+    if len(found) == 1:
+        return found[0]
+    shared: dict[Exchanged, Sending] = {}
+    for one in found:
+        _add(shared, one.shared)
+    return _Costs(
+        compute=sum(one.compute for one in found),
+        memory=sum(one.memory for one in found),
+        exchange=sum(one.exchange for one in found),
+        beside=sum(one.beside for one in found),
+        shared=shared,
+        joined=frozenset().union(*(one.joined for one in found)),
+        in_parts=frozenset().union(*(one.in_parts for one in found)),
+    )
+
+
+def _add(shared: dict[Exchanged, Sending], more: Mapping[Exchanged, Sending]) -> None:
+    """Adds exchanges; of those that are one, the one that takes longest counts."""
+    for sent, sending in more.items():
+        known = shared.get(sent)
+        if known is None or known.seconds < sending.seconds:
+            shared[sent] = sending
+
+
+def _traffic(one: Operation, nbytes: list[float]) -> float:
+    """Bytes that an operation reads and writes on a device."""
+    if one.name in _SLICES:
+        return 0.0  # what uses a slice reads it where it is
+    if one.name == "gather":
+        return sum(nbytes[one.operands :])
+    if one.name in UPDATES:
+        return 2 * min(nbytes[1:2], default=0.0)
+    return sum(nbytes)

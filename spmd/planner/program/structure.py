@@ -1,0 +1,199 @@
+"""A program as a plan sees it: values, the operations between them, and classes of dimensions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterator
+import dataclasses
+import itertools
+
+# An argument is large from this share of all arguments and outputs on; the classes of such are
+# few, since programs of many small arguments have nothing that is worth an exchange.
+_LARGE = 0.01
+_MOST_OTHERS = 12
+
+WINDOW = "window"
+"""The factor of a convolution's window, where its rule has none: no layout splits it."""
+
+UPDATES = ("dynamic_update_slice", "scatter")
+"""Operations that write into their first operand."""
+
+# What computes nothing: names for places, and what is made of nothing.
+NO_WORK = frozenset((
+    "bitcast_convert", "broadcast_in_dim", "constant", "iota", "optimization_barrier", "pad",
+    "reshape", "return", "sharding_constraint", "transpose", "while",
+))  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """A value of the program.
+
+    Attributes:
+        kind: ``argument``, ``output`` or ``result``.
+        name: path of an argument or output, else the operation that makes it.
+        shape: of the whole array.
+        classes: of each dimension; None for one of size 1.
+        nbytes: of the whole array.
+        is_state: whether only the optimizer has it: moments, and gradients on the way to them.
+        donated: whether an argument's memory may be a result's.
+    """
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    classes: tuple[int | None, ...]
+    nbytes: float
+    is_state: bool = False
+    donated: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """An operation, and how the dimensions of what it takes and makes belong together.
+
+    Attributes:
+        name: of the operation.
+        tensors: indices of its operands, then of its results.
+        operands: how many of them are operands.
+        factors: by tensor and dimension, a factor of the operation, or None.
+        by_class: the factors of a class, those of results first, in the order of dimensions.
+        sizes: by factor.
+        runs: in one call.
+        flops: of one run, where it is a product.
+        is_fused: whether a compiler makes it a part of its neighbours.
+        number: among the operations that a plan pins; None for another one.
+        is_state: whether all that it makes is the optimizer's, and so is how it is split.
+        whole: factors along which it needs all of its operands, such as that which it sorts.
+        loops: around it, the outermost first; what enters or leaves a loop is in it.
+        manual: by axis, the factor that it splits, or None, where a `shard_map` takes or gives a
+            value: no layout changes that.
+        types: the element types of a product's operands, by the names of HLO.
+    """
+
+    name: str
+    tensors: tuple[int, ...]
+    operands: int
+    factors: tuple[tuple[str | None, ...], ...]
+    by_class: dict[int, tuple[str, ...]]
+    sizes: dict[str, int]
+    runs: int
+    flops: int
+    is_fused: bool
+    number: int | None
+    is_state: bool = False
+    whole: frozenset[str] = frozenset()
+    loops: tuple[int, ...] = ()
+    manual: tuple[tuple[str, str | None], ...] = ()
+    types: frozenset[str] = frozenset()
+
+    @property
+    def results(self) -> Iterator[tuple[int, tuple[str | None, ...]]]:
+        """Its results, with the factors of their dimensions."""
+        return zip(self.tensors[self.operands :], self.factors[self.operands :], strict=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """A program as a plan sees it.
+
+    Attributes:
+        tensors: of the program, arguments first, outputs last.
+        operations: between them.
+        classes: that a plan may split, those of most products first: each with the dimensions of
+            arguments that are in it, such as ``("batch", 0)``. Classes that are alike in layers
+            which are written out are one.
+        sizes: of these classes: the largest dimension.
+        constants: values that come from no argument: a compiler makes them where they are used.
+        early: values that come from arguments without a product or a sum: they can be sent ahead.
+        kernels: FLOPs of the kernels written by hand on a device, which no layout splits.
+    """
+
+    tensors: tuple[Tensor, ...]
+    operations: tuple[Operation, ...]
+    classes: dict[int, tuple[tuple[str, int], ...]]
+    sizes: dict[int, int]
+    constants: frozenset[int] = frozenset()
+    early: frozenset[int] = frozenset()
+    kernels: int = 0
+
+
+def with_weights(graph: Graph) -> Graph:
+    """A graph with the classes that a plan may split, and their sizes.
+
+    Those are of products, and of large arguments that have none of these: a program without
+    products has only such.
+    """
+    weights: Counter[int] = Counter()
+    for one in graph.operations:
+        if one.flops:
+            weights.update(dict.fromkeys(one.by_class, one.flops * one.runs))
+    numbers = [number for number, _ in weights.most_common()]
+    others = _of_arguments(graph, weights) + _of_tables(graph, weights)
+    numbers += [number for number, _ in others.most_common(_MOST_OTHERS)]
+    names: dict[int, list[tuple[str, int]]] = {number: [] for number in numbers}
+    sizes: dict[int, int] = {}
+    for tensor in graph.tensors:
+        for d, (number, size) in enumerate(zip(tensor.classes, tensor.shape, strict=True)):
+            if number in names:
+                sizes[number] = max(size, sizes.get(number, 0))
+                if tensor.kind == "argument":
+                    names[number].append((tensor.name, d))
+    classes = {n: tuple(found) for n, found in names.items() if n in sizes}
+    return dataclasses.replace(graph, classes=classes, sizes=sizes)
+
+
+def _of_arguments(graph: Graph, known: Container[int]) -> Counter[int]:
+    """Classes of large arguments and outputs that have no class of these, by their bytes."""
+    found: Counter[int] = Counter()
+    for one in _large(graph):
+        if not any(c in known for c in one.classes if c is not None):
+            found.update(dict.fromkeys((c for c in one.classes if c is not None), one.nbytes))
+    return found
+
+
+def _of_tables(graph: Graph, known: Container[int]) -> Counter[int]:
+    """Classes of large tables that rows are looked up in, such as the words of an embedding."""
+    shapes = {one.shape for one in _large(graph)}
+    tables = (graph.tensors[one.tensors[0]] for one in graph.operations if one.name == "gather")
+    found: Counter[int] = Counter()
+    for table in tables:
+        if table.shape in shapes:
+            own = (c for c in table.classes if c is not None and c not in known)
+            found |= Counter(dict.fromkeys(own, round(table.nbytes)))
+    return found
+
+
+def _large(graph: Graph) -> list[Tensor]:
+    """The arguments and outputs that are worth an exchange."""
+    ends = [one for one in graph.tensors if one.kind != "result"]
+    least = sum(one.nbytes for one in ends) * _LARGE
+    return [one for one in ends if one.nbytes >= least]
+
+
+# What comes early with its operands, beside what is fused with their users.
+_CHEAP = ("concatenate", "dynamic_slice", "slice")
+
+
+def early(graph: Graph) -> set[int]:
+    """Values that come from arguments without a product or a sum: they can be sent ahead."""
+    found = {i for i, one in enumerate(graph.tensors) if one.kind == "argument"}
+    before = 0
+    while before < len(found):  # what enters a loop is known after what is in it
+        before = len(found)
+        for one in graph.operations:
+            own = [i for i in one.tensors[: one.operands] if graph.tensors[i].shape]
+            if one.name == "while":
+                own = own[:1] if one.tensors[1:2] == one.tensors[-1:] else []
+            if own and found.issuperset(own) and (one.is_fused or one.name in _CHEAP):
+                found.update(result for result, _ in one.results)
+    return found
+
+
+def pinned(graph: Graph) -> Iterator[tuple[int, Operation]]:
+    """The operations that a plan constrains, by their number; of several calls the first one."""
+    found = sorted(
+        (one.number, i) for i, one in enumerate(graph.operations) if one.number is not None
+    )
+    for number, group in itertools.groupby(found, lambda pair: pair[0]):
+        yield number, graph.operations[next(group)[1]]

@@ -1,0 +1,1 @@
+"""Where this file is, the tests below can import `planned_programs`."""
