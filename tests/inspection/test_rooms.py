@@ -24,9 +24,18 @@ FOLDERS = (
     "launch",
     "planner",
 )
+#: The rooms of the planner that do not know those after them, nor what is on top of them.
+PLANNER = ("program", "cost", "search")
 
 
-@pytest.mark.parametrize("room", [*(f"inspection/{room}" for room in ROOMS), *FOLDERS])
+@pytest.mark.parametrize(
+    "room",
+    [
+        *(f"inspection/{room}" for room in ROOMS),
+        *(f"planner/{room}" for room in (*PLANNER, "code")),
+        *FOLDERS,
+    ],
+)
 def test_a_room_lists_its_files(room):
     """A reader of a folder's docstring sees every file of it, once."""
     folder = PACKAGE / room
@@ -36,6 +45,15 @@ def test_a_room_lists_its_files(room):
         p.parent.name for p in folder.glob("*/*.py")
     }
     assert sorted(listed) == sorted(files - {"__init__"})
+
+
+@pytest.mark.parametrize("room", PLANNER)
+def test_rooms_of_the_planner_point_one_way(room):
+    """What a plan sees of a program knows no costs, and costs know no search."""
+    before = PLANNER[: PLANNER.index(room) + 1]
+    for path in (PACKAGE / "planner" / room).glob("*.py"):
+        taken = re.findall(r"^ *(?:from|import) spmd\.planner\S*", path.read_text(), re.MULTILINE)
+        assert {one.split(".")[2] for one in taken} <= {*before}, path.name
 
 
 @pytest.mark.parametrize("room", ["records", "hlo"])
