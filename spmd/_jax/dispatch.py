@@ -290,6 +290,25 @@ def tiled_sharding(
     return sharding_impls.GSPMDSharding(tuple(devices), proto, memory_kind=memory)
 
 
+def options_of_jit(function: Any) -> dict[str, Any]:
+    """What `jax.jit` was given for a function, as its keywords; nothing for another function.
+
+    No public attribute of a jitted function tells which arguments are static or donated.
+    """
+    info = getattr(function, "_jit_info", None)
+    if info is None:
+        return {}
+    found = {
+        "static_argnums": info.static_argnums,
+        "static_argnames": info.static_argnames,
+        "donate_argnums": info.donate_argnums,
+        "donate_argnames": info.donate_argnames,
+        "keep_unused": info.keep_unused,
+        "compiler_options": dict(info.compiler_options_kvs),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
 def make_dispatcher(
     fun: Callable | None,
     name: str,

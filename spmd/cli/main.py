@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("spmd: interrupted", file=sys.stderr)
         return _INTERRUPTED
-    except Exception:
+    except (Exception, SystemExit):
         # The user's code, mostly. Python's own exit code for it would be that of a failed check.
         traceback.print_exc()
         return USAGE

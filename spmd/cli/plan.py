@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import contextlib
 import inspect
 import json
@@ -108,11 +108,14 @@ def _wish(args: argparse.Namespace) -> dict[str, Any]:
         "axes": tuple(name.strip() for name in args.axes.split(",")),
         "memory": _memory(args.memory),
         "chip": args.chip,
-        "fixed": dict(map(_fixed, args.fix)),
+        "fixed": _once("--fix", map(_fixed, args.fix)),
         "never": [_pair("--never", text, "tokens:1=data") for text in args.never],
-        "classes": dict(
-            _pair("--class", text, "vocab=state['embed']:0", first=True)
-            for text in getattr(args, "class")
+        "classes": _once(
+            "--class",
+            (
+                _pair("--class", text, "vocab=state['embed']:0", first=True)
+                for text in getattr(args, "class")
+            ),
         ),
         "top": args.top,
         "timeout": _timeout(args.timeout),
@@ -120,6 +123,16 @@ def _wish(args: argparse.Namespace) -> dict[str, Any]:
         "seeds": not args.no_seeds,
         "cache": not args.no_cache,
     }
+
+
+def _once(option: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """A dict, whose keys are given once each."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise CommandError(f"{option} names {key} twice.")
+        found[key] = value
+    return found
 
 
 def _memory(text: str | None) -> int | None:

@@ -131,7 +131,13 @@ def shapes(path: str | None, mesh: Any) -> tuple[tuple, dict[str, Any]]:
 
     given = () if path is None else options.load(path, "--args")
     with mesh if mesh is not None else contextlib.nullcontext():
-        given = given() if callable(given) else given
+        if callable(given):
+            if why := misfit(given):
+                raise CommandError(
+                    f"--args {path} is a function that needs arguments: {why}. Name one that gives "
+                    "what the function is called with, or the values themselves."
+                )
+            given = given()
     given = jax.tree_util.tree_map_with_path(
         lambda at, leaf: shape_on(leaf, mesh, f"--args {path}{jax.tree_util.keystr(at)}"), given
     )

@@ -23,6 +23,7 @@ _SOCKET, _ASKED = "SPMD_PARENT_SOCKET", "SPMD_COMPILER_ENDED"
 _LAST_WORDS = 5
 
 _asked = False
+_terminated = False
 
 
 def is_child() -> bool:
@@ -36,10 +37,16 @@ def asked_for_lines() -> bool:
 
 
 def run(argv: Sequence[str]) -> int:
-    """The exit code of a command in a child; 2, and the reason on stderr, if a signal ended it."""
+    """The exit code of a command in a child; 2, and the reason on stderr, if its compiler ended it.
+
+    Who interrupts or terminates the command gets the code that a shell gives such an end.
+    """
     code = _wait(argv)
     if code >= 0:
         return code
+    if -code == signal.SIGINT or _terminated:
+        print("spmd: interrupted", file=sys.stderr, flush=True)
+        return 128 - code
     name = signal.Signals(-code).name
     text = f"spmd: the compiler ended its process with {name}; its last words are above."
     print(text, file=sys.stderr, flush=True)
@@ -58,7 +65,7 @@ def _wait(argv: Sequence[str], **more: str) -> int:
                 env={**os.environ, _SOCKET: str(theirs.fileno()), **more},
                 pass_fds=[theirs.fileno()],
             )
-        before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+        before = signal.signal(signal.SIGTERM, lambda *_: _terminate(child))
         try:
             code = _ended(child)
         finally:
@@ -68,6 +75,12 @@ def _wait(argv: Sequence[str], **more: str) -> int:
             with contextlib.suppress(KeyboardInterrupt):
                 select.select([ours], [], [], _LAST_WORDS)
         return code
+
+
+def _terminate(child: subprocess.Popen) -> None:
+    global _terminated
+    _terminated = True
+    child.terminate()
 
 
 def _ended(child: subprocess.Popen) -> int:

@@ -128,25 +128,26 @@ def plan(
     if not callable(function):
         raise explain(subject, [not_callable(function, "spmd.plan(f, *args, topology=...)")])
     asked.check_options(subject, top=top, timeout=timeout, seed=seed)
+    asked.check_kinds(subject, axes=axes, never=never, classes=classes)
     _check_names(options, subject)
     if mesh is None and topology is None and isinstance(f, PjitFunction):
         mesh = f._line.options.mesh
     on = asked.hardware(topology, mesh, axes, memory, chip, subject=subject)
     given = structs(args)
     if has_auto(f):
-        fixed = {**dict(given_specs(f, given, on.meshes[0])), **(fixed or {})}
+        fixed = {**given_specs(f, given, on.meshes), **(fixed or {})}
     wish = Wish(
         fixed=fixed or {},
-        never=never,
+        never=never or (),
         classes=classes or {},
         top=top,
         timeout=timeout,
-        seed=seed,
+        seed=int(seed),
         seeds=seeds,
         cache=cache,
         progress=progress,
     )
-    program = Program(function=function, args=given, options={**own, **options})
+    program = Program(function=function, args=given, options=_merged(own, options))
     written = [*lowered_as_written(f, given, on.meshes)] if seeds and has_specs(f) else []
     return plan_program(program, on, wish, name=name, subject=subject, written=written)
 
@@ -174,10 +175,16 @@ def _check_names(options: Mapping[str, Any], subject: str) -> None:
         raise explain(subject, failures)
 
 
+def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options, of which those that are given count: by number, by name, or by both."""
+    what = {name.partition("_")[0] for name in given if name.endswith(("_argnums", "_argnames"))}
+    return {k: v for k, v in own.items() if k.partition("_")[0] not in what} | {**given}
+
+
 def _function_of(f: Any) -> tuple[Any, dict[str, Any]]:
     """The function that `pjit` gets, and what is known of its options."""
     if not isinstance(f, PjitFunction):
-        return f, {}
+        return f, _jax.dispatch.options_of_jit(f)
     options = f._line.options
     return f.__wrapped__, {
         "static_argnums": options.params.static_nums,

@@ -172,6 +172,23 @@ def check_options(subject: str, *, top: Any, timeout: Any, seed: Any) -> None:
         raise explain(subject, failures)
 
 
+def check_kinds(subject: str, *, axes: Any, never: Any, classes: Any) -> None:
+    """Checks what the options are that hold several things."""
+    failures = [
+        Failure(
+            what=f"cannot read {name}", expected=expected, got=repr(value)[:60], error=ArgumentError
+        )
+        for name, value, expected, kind in (
+            ("axes", axes, "names of mesh axes, such as ('data', 'model')", Iterable),
+            ("never", never, "pairs of a dimension and a mesh axis", Iterable),
+            ("classes", classes, "a dict, such as {'vocab': \"state['embed']:0\"}", Mapping),
+        )
+        if value is not None and not isinstance(value, kind)
+    ]
+    if failures:
+        raise explain(subject, failures)
+
+
 def _is_whole(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 

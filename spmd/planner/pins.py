@@ -73,7 +73,14 @@ class Pinned:
             one.whole,
             one.name,
             *(
-                (t.shape, t.classes, t.is_state, t.nbytes, is_early, at and (*at.items(),))
+                (
+                    t.shape,
+                    t.classes,
+                    t.is_state,
+                    t.nbytes,
+                    is_early,
+                    None if at is None else (*at.items(),),
+                )
                 for t, at, is_early in found
             ),
         )
@@ -236,13 +243,28 @@ def pin(module: Any, pins: Sequence[Pin], mesh: str = "mesh") -> None:
 
 
 def annotate(
-    module: Any, ins: Sequence[Entries], outs: Sequence[Entries], mesh: str = "mesh"
+    module: Any,
+    sizes: Mapping[str, int],
+    ins: Sequence[Entries],
+    outs: Sequence[Entries],
+    mesh: str = "mesh",
 ) -> None:
     """Writes the places of arguments and results into a module, as lowering them would.
 
     Constants that are arguments of the module come before those that have places.
+
+    Args:
+        module: of a program whose places are open. Without arguments it names no mesh.
+        sizes: of the axes of the mesh.
+        ins: of the last arguments, by dimension the axes that split it.
+        outs: the same of the last results.
+        mesh: what the module calls the mesh.
     """
-    with module.context:
+    with module.context, ir.Location.unknown(module.context):
+        if mesh not in passes.meshes(module.operation):
+            axes = [sdy.MeshAxisAttr.get(axis, size) for axis, size in sizes.items()]
+            with ir.InsertionPoint.at_block_begin(passes.block_of(module.operation)):
+                sdy.MeshOp(mesh, sdy.MeshAttr.get(axes))
         main = passes.functions(module.operation)["main"]
         kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
         for name, count, entries in (
@@ -251,6 +273,11 @@ def annotate(
         ):
             given = passes.entries_of(main, name) or [None] * count
             main.attributes[name] = _with_places(given, entries, mesh)
+
+
+def _key(at: Mapping[str, int] | None) -> tuple[tuple[str, int], ...] | None:
+    """Where a value is fixed; whole on every device is not the same as nowhere."""
+    return None if at is None else tuple(at.items())
 
 
 def _with_places(given: Sequence[Any], entries: Sequence[Entries], mesh: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import hashlib
@@ -65,7 +66,7 @@ def _misplaced(leaves: Sequence[Any], wanted: Sequence[Placed], plan: Plan) -> I
         yield Failure(
             what=f"cannot place {len(leaves)} arrays",
             expected=f"the arguments that were planned, which are {len(plan.arguments)} arrays",
-            fix="plan.place(*args), with the arguments of the function",
+            fix="plan.place(*args), with the arguments of the function that are not static",
             error=ArgumentError,
         )
         return
@@ -119,17 +120,20 @@ def stale(plan: Plan, now: Sequence[Placed], versions: Mapping[str, str]) -> lis
 
 
 def _other_values(made: Sequence[Any], found: Sequence[Any]) -> Iterator[Failure]:
-    by_name = {name: rest for name, *rest in found}
-    for name, dtype, shape in made:
-        if name not in by_name:
-            got = "no such argument or result"
-        elif by_name.pop(name) != [dtype, shape]:
-            got = next(_show_array(d, s) for n, d, s in found if n == name)
-        else:
-            continue
-        yield _other_program(name, _show_array(dtype, shape), got)
-    for name in by_name:
-        yield _other_program(name, "no such argument or result", "one that was not planned")
+    there, none = dict(_told_apart(found)), "no such argument or result"
+    for (name, n), array in _told_apart(made):
+        if (got := there.pop((name, n), none)) != array:
+            yield _other_program(name, array, got)
+    for name, _ in there:
+        yield _other_program(name, none, "one that was not planned")
+
+
+def _told_apart(values: Sequence[Any]) -> Iterator[tuple[tuple[str, int], str]]:
+    """Arrays by their name, and by how many have it before: an argument may be called `result`."""
+    seen: Counter[str] = Counter()
+    for name, dtype, shape in values:
+        yield (name, seen[name]), _show_array(dtype, shape)
+        seen[name] += 1
 
 
 def _other_program(name: str, expected: str, got: str) -> Failure:

@@ -80,11 +80,12 @@ _MOST = 40
 def _placed(
     leaves: Sequence[Placed], entries: Sequence[Entries], fixed: Collection[str]
 ) -> tuple[Placed, ...]:
-    """Leaves with their places."""
+    """Leaves with their places; tokens of effects that are ordered come before them."""
+    own = entries[len(entries) - len(leaves) :]
     return tuple(
         # A key is an array of one dimension more inside of the program.
         dataclasses.replace(leaf, spec=spec[: len(leaf.shape)], is_fixed=leaf.name in fixed)
-        for leaf, spec in zip(leaves, entries, strict=True)
+        for leaf, spec in zip(leaves, own, strict=True)
     )
 
 

@@ -13,6 +13,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import spmd
 from spmd import P, _jax, stages
@@ -204,7 +205,7 @@ def annotated(
     """
 
     def edit(module: Any) -> None:
-        annotate(module, ins, outs)
+        annotate(module, lowered.mesh.shape, ins, outs)
         pin(module, pins)
 
     own = copy.copy(lowered)
@@ -245,7 +246,8 @@ def structs(args: Any) -> Any:
 
 
 def _struct(leaf: Any) -> Any:
-    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+    # A number of NumPy may be a static argument, or a part of one.
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, np.generic):
         weak = getattr(leaf, "weak_type", False)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
     return leaf
@@ -276,5 +278,7 @@ def _dtype(aval: Any) -> str:
     """XLA's name of an element type; of keys, that of what they are made of."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return "u32"
+    if aval.dtype == jax.dtypes.float0:  # lowered as what is false
+        return "pred"
     kind, size, rest = re.findall(r"([a-z]+)(\d*)(.*)", aval.dtype.name)[0]
     return "pred" if kind == "bool" else _LETTERS[kind] + size + rest.replace("_", "")

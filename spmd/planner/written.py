@@ -35,8 +35,22 @@ def _leaves(f: PjitFunction) -> Sequence[Any]:
     return (*options.in_specs.leaves, *options.out_specs.leaves)
 
 
-def given_specs(f: PjitFunction, args: Sequence[Any], mesh: Any) -> Iterator[tuple[str, Any]]:
-    """By name of an argument or result the PartitionSpec that its user gave."""
+def given_specs(f: PjitFunction, args: Sequence[Any], meshes: Sequence[Any]) -> dict[str, Any]:
+    """By name of an argument or result the PartitionSpec that its user gave.
+
+    Raises:
+        SpmdError: they fit none of the meshes; what the first one says.
+    """
+    errors: list[SpmdError] = []
+    for mesh in meshes:
+        try:
+            return dict(_given_on(f, args, mesh))
+        except SpmdError as e:
+            errors.append(e)
+    raise errors[0]
+
+
+def _given_on(f: PjitFunction, args: Sequence[Any], mesh: Any) -> Iterator[tuple[str, Any]]:
     options = dataclasses.replace(f._line.options, mesh=mesh)
     flat = flatten(options, tuple(args), {})
     signature = flat.signature

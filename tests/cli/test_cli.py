@@ -3,9 +3,11 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import jax
 import numpy as np
@@ -645,3 +647,33 @@ def test_an_answer_goes_through_the_child(here):
     assert (code, out) == (0, "")
     assert "lowering" not in err
     assert dict(Report.load(here / "r.json").mesh) == {"a": 2, "b": 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_who_ends_a_command_is_not_told_that_its_compiler_did(sent, here):
+    """The code is that of the signal, as a shell gives it."""
+    waiting = (
+        "import signal, time; signal.signal(2, signal.SIG_DFL); "
+        'open("there", "w").close(); time.sleep(60)'
+    )
+    (here / "a_ended.py").write_text(ENDED.replace("HOW", waiting))
+    command = [sys.executable, "-m", "spmd", "report", "a_ended:step", "--args", "a_ended:args"]
+    with subprocess.Popen(
+        [*command, "--mesh", "a=2,b=3"],
+        cwd=here,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as running:
+        while not (here / "there").exists():
+            assert running.poll() is None
+            time.sleep(0.05)
+        if sent is signal.SIGTERM:
+            running.terminate()
+        else:
+            os.killpg(running.pid, sent)
+        _, err = running.communicate(timeout=60)
+    assert running.returncode == 128 + sent
+    assert err.endswith("spmd: interrupted\n")
+    assert "compiler ended" not in err

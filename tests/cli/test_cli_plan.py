@@ -167,6 +167,8 @@ BAD = [
     ((*ON_CPUS, "--fix", "x=P(P.UNCONSTRAINED)"), "leaves a dimension open: a plan has a place"),
     ((*ON_CPUS, "--never", "tokens:1"), "--never tokens:1 says nothing: write it as in tokens:1="),
     ((*ON_CPUS, "--class", "vocab"), "--class vocab says nothing: write it as in vocab=state["),
+    ((*ON_CPUS, "--fix", "x=P()", "--fix", "x=P('data')"), "--fix names x twice."),
+    ((*ON_CPUS, "--class", "n=x:0", "--class", "n=x:1"), "--class names n twice."),
     ((*ON_CPUS, "--save", "plan.txt"), "--save plan.txt does not end in .json."),
     ((*ON_CPUS, "--html", "no/p.html"), "--html no/p.html is in a folder that does not exist."),
 ]
@@ -181,6 +183,20 @@ def test_a_bad_option_gets_one_sentence(args, sentence, asked, capsys):
     assert err.startswith("spmd: ")
     assert sentence in err
     assert asked == []
+
+
+def test_what_needs_arguments_is_none_of_them(asked, capsys):
+    """A function that is named for the arguments takes none itself."""
+    assert run(*ON_CPUS, given="step") == 2
+    assert "--args a_planned:step is a function that needs arguments" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", ["0", "1", "'bye'"])
+def test_a_program_that_ends_itself_is_an_error(code, here, capsys):
+    """Its exit code is not that of a plan, or of one that does not fit."""
+    (here / "ending.py").write_text(f"import sys\nsys.exit({code})\n")
+    assert cli.main(["plan", "ending:step", *ON_CPUS]) == 2
+    assert "SystemExit" in capsys.readouterr().err
 
 
 def test_words_of_the_planner(capsys):

@@ -348,7 +348,7 @@ class Plan(Paged):
         """Puts arrays where the plan wants them.
 
         Args:
-            *args: the arguments of the function, or the first ones of them.
+            *args: the arguments of the function that are not static, or the first ones of them.
 
         Returns:
             The same trees on the mesh that is active, else on that of the plan: one tree for one

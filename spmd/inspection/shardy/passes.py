@@ -245,6 +245,8 @@ def hlo_dtype(dtype: str) -> str:
     """XLA's name of an element type that MLIR writes otherwise."""
     if dtype == "i1":
         return "pred"
+    if dtype.endswith(".token"):
+        return "token"
     if found := re.fullmatch(r"complex<f(\d+)>", dtype):
         return f"c{2 * int(found[1])}"
     if found := re.fullmatch(r"(u?)i(\d+)", dtype):
@@ -436,9 +438,10 @@ def sharding_text(entries: Iterable[Iterable[str]], mesh: str) -> str:
     return f"#sdy.sharding<@{mesh}, [{', '.join(dimensions)}]>"
 
 
-def per_value(sharding: str) -> str:
-    """The sharding of an operation's only result, as an attribute of the operation."""
-    return f"#sdy.sharding_per_value<[{sharding.removeprefix('#sdy.sharding')}]>"
+def per_value(*shardings: str) -> str:
+    """The shardings of an operation's results, as an attribute of the operation."""
+    own = ", ".join(one.removeprefix("#sdy.sharding") for one in shardings)
+    return f"#sdy.sharding_per_value<[{own}]>"
 
 
 def _axis_text(axis: str) -> str:
@@ -480,7 +483,9 @@ def _entering(value: Any, default: Dimensions | None) -> Dimensions:
 def _nth(text: str, i: int, value: Any) -> Dimensions:
     found = shardings_in(text)
     dims, _ = dims_of(value.type)
-    return found[i] if i < len(found) else open_sharding(len(dims))
+    # What one device has alone, such as a value of the host, is told without dimensions.
+    is_told = i < len(found) and len(found[i]) == len(dims)
+    return found[i] if is_told else open_sharding(len(dims))
 
 
 def placed_after(result: Any, kind: Any, sharding: Any) -> Any:

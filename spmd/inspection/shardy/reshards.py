@@ -63,7 +63,24 @@ def replace(module: Any, operations: Iterable[Any]) -> None:
         if mesh in meshes and not _is_for_table(one):
             manual = _manual_axes(one)
             sizes = ((axis, size) for axis, size in meshes[mesh].items() if axis not in manual)
+            _give_all(one.operands[0], mesh, meshes)
             _replace(one, mesh, tuple(sizes))
+
+
+def _give_all(value: Any, mesh: str, meshes: Mapping[str, Mapping[str, int]]) -> None:
+    """Has every device what one has alone, such as what the host gives: it has a mesh of its own.
+
+    Shardy changes no mesh, and before JAX 0.11 it refuses to.
+    """
+    maker = passes.maker_of(value)
+    if maker is None or "sdy.sharding" not in maker.attributes:
+        return
+    own = passes.mesh_in(passes.text_of(maker, "sdy.sharding"))
+    if own not in meshes or meshes[own]:  # that of one device has no axes
+        return
+    ranks = [len(passes.dims_of(result.type)[0]) for result in maker.results]
+    whole = [passes.sharding_text(((),) * rank, mesh) for rank in ranks]
+    maker.attributes["sdy.sharding"] = ir.Attribute.parse(passes.per_value(*whole))
 
 
 def _manual_axes(operation: Any) -> set[str]:

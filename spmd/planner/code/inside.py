@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+import inspect
 from typing import Any
 
 import jax.tree_util as jtu
@@ -11,7 +12,7 @@ from spmd import stages
 from spmd.inspection.records.plan import Inside, Placed, Plan
 from spmd.planner.code.constraints import constraints_of
 from spmd.planner.code.folded import folded
-from spmd.planner.code.text import code_of
+from spmd.planner.code.text import code_of, is_free
 from spmd.planner.verify import Program, spec_of_entries
 
 _COMPILES = 6
@@ -41,7 +42,7 @@ def inside_of(plan: Plan, program: Program, mesh: Any) -> Inside:
     args, _ = jtu.tree_unflatten(signature.in_tree, ins)
     names = [*_argument_names(traced, len(args))]
     text = code_of(
-        name=plan.name,
+        name=_name(program.function, plan.name),
         axes=plan.axes,
         ins=folded(tuple(args), names),
         outs=folded(jtu.tree_unflatten(signature.out_tree, outs), "results"),
@@ -51,6 +52,13 @@ def inside_of(plan: Plan, program: Program, mesh: Any) -> Inside:
         topology=plan.topology or None,
     )
     return Inside(constraints=found.records, exact=found.exact, note=found.note, code=text)
+
+
+def _name(function: Any, name: str) -> str:
+    """What the function is called in code; words for one that has no name of its own there."""
+    if inspect.ismethod(function):
+        return f"a method {name}"
+    return name if hasattr(function, "__name__") else f"a {name}"
 
 
 def _spec(one: Placed) -> Any:
@@ -63,7 +71,8 @@ def _argument_names(traced: stages.Traced, count: int) -> Iterator[str]:
     names = signature.params.names
     for at in signature.positions[:count]:
         variadic = signature.params.variadic or "args"
-        yield names[at] if at < len(names) else f"{variadic}[{at - len(names)}]"
+        name = names[at] if at < len(names) else f"{variadic}[{at - len(names)}]"
+        yield name if is_free(name) or at >= len(names) else f"{name}_"
 
 
 def _options(traced: stages.Traced) -> Iterator[tuple[str, Any]]:

@@ -7,6 +7,7 @@ code of a text in which some expressions are marked, for the time of one trace.
 from __future__ import annotations
 
 import ast
+import builtins
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 import contextlib
 import copy
@@ -232,24 +233,34 @@ def _swaps(
     for name, found in files.items():
         for codes in found:
             known.setdefault((name, codes.plain.co_qualname), []).append(codes)
-    for one in _objects():
-        if type(one) is types.FunctionType:
-            code = one.__code__
-            same = known.get((code.co_filename, code.co_qualname), ())
-            if match := next((codes for codes in same if codes.plain == code), None):
-                yield one, _Codes(code, match.marked)
+    for one in _functions():
+        code = one.__code__
+        same = known.get((code.co_filename, code.co_qualname), ())
+        if match := next((codes for codes in same if codes.plain == code), None):
+            yield one, _Codes(code, match.marked)
 
 
-def _objects() -> list[Any]:
-    """All that the garbage collector knows, what `gc.freeze` has set apart too."""
+def _functions() -> list[types.FunctionType]:
+    """All functions that the garbage collector knows, what `gc.freeze` has set apart too."""
     if not gc.get_freeze_count():
-        return gc.get_objects()
+        return _functions_now()
     gc.collect()  # what is frozen again is what is there: no garbage is to be among it
     gc.unfreeze()
     try:
-        return gc.get_objects()
+        return _functions_now()
     finally:
         gc.freeze()
+
+
+def _functions_now() -> list[types.FunctionType]:
+    """The same of what is not set apart.
+
+    They are what refers to the builtins. A list of all objects would hold a tuple that another
+    thread is making, and CPython refuses to go on with it: `tuple()` of a generator raises a
+    `SystemError` there.
+    """
+    found = gc.get_referrers(vars(builtins))
+    return [one for one in found if type(one) is types.FunctionType]
 
 
 def expressions_of(locations: Iterable[Any]) -> tuple[list[Expression], list[Span]]:

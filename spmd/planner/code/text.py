@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
+import keyword
 import math
 import textwrap
 from typing import Any
@@ -12,6 +13,9 @@ from spmd._mesh import show_axes
 from spmd.inspection.records.names import short_path
 from spmd.inspection.records.plan import SourceConstraint
 from spmd.planner.code.folded import HELPER, Folded, Names, Text, lines_of, literal, spec_text
+
+_OWN = ("P", "fun", "jax", "mesh", "specs_like", "spmd")
+"""Names in the text, beside `step`, which is `planned` where the function is called so."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +71,11 @@ def code_of(
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
+def is_free(name: str) -> bool:
+    """Whether a person may call something so: the text has names of its own."""
+    return name.isidentifier() and not keyword.iskeyword(name) and name not in _OWN
+
+
 def _imports(ins: Folded, outs: Folded) -> Iterator[str]:
     if ins.needs_helper or outs.needs_helper:
         yield "import jax"
@@ -90,7 +99,7 @@ def _function(
     arguments: Sequence[str],
     options: Mapping[str, Any],
 ) -> Iterator[str]:
-    if not name.isidentifier():
+    if not is_free(name):
         yield f"# fun: the function that was planned, {name}"
         name = "fun"
     if ins.needs_helper or outs.needs_helper:

@@ -232,7 +232,7 @@ def totals(graph: Graph) -> dict[int, int]:
         result = one.tensors[-1]
         if one.flops or one.name in ("scatter", "reduce"):
             terms[result] = [result]
-        elif one.name == "add" or one.name in _LINEAR or one.name.startswith("call of"):
+        elif one.name == "add" or one.name in _LINEAR or one.is_call:
             sides = [terms.get(i, []) if users[i] == 1 else [] for i in one.tensors[: one.operands]]
             if all(sides) and sides:
                 terms[result] = [term for side in sides for term in side]

@@ -204,7 +204,7 @@ class Estimator:
         )
         # What products find whole: what is gathered ahead, and once for several of them.
         self.lasting = self.early | {i for i, count in users.items() if count > 1}
-        self.given = [one.kind == "argument" for one in graph.tensors]
+        self.given = graph.given
         self.sources = _sources(graph)
         self.alike = {i: i for i in range(len(graph.tensors))}
         work = ((part, self._patterns(part)) for part in self._parts(graph, fusion))
@@ -446,7 +446,10 @@ class Estimator:
 
     def _place(self, k: int, layout: Layout) -> tuple[dict[str, int], float, float, float, float]:
         kind = self.kinds[k]
-        found = layout.places(kind, self.sizes) if kind.fixed is None else dict(kind.fixed)
+        if kind.fixed is None:
+            found = layout.places(kind, self.sizes)
+        else:
+            found = {axis: d for axis, d in kind.fixed if self.sizes[axis] > 1}
         part = 1 / math.prod(self.sizes[axis] for axis in found)
         shape: list[float] = [*kind.shape]
         for axis, d in found.items():
@@ -479,7 +482,7 @@ class Estimator:
         machine, is_brief = self.machine, tensor in self.lives.brief
         most, shares = (machine.brief, at.kept) if is_brief else (machine.near, at.parts)
         is_large = self.nbytes[tensor] * shares[self.kind_of[tensor]] > most
-        return self.given[tensor] or is_large or self._source(tensor, at.parts) > machine.near
+        return tensor in self.given or is_large or self._source(tensor, at.parts) > machine.near
 
     def _read(self, part: _Part, product: Product, at: _Placed) -> Iterator[float]:
         """Bytes of each value in main memory that a product reads.

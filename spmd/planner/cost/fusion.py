@@ -161,7 +161,7 @@ class Fusion:
                 continue
             works = is_fusible(one) and not passes_on(one)
             for i in one.tensors[: one.operands] if works and one.name not in NO_WORK else ():
-                if self.graph.tensors[i].kind == "argument":
+                if i in self.graph.given:
                     found.add(i)
             for result, _ in one.results:
                 made[result] = made.get(one.tensors[0], False) if passes_on(one) else works
@@ -170,7 +170,7 @@ class Fusion:
 
 def passes_on(one: Operation) -> bool:
     """Whether a result is the operand, in the same place."""
-    return one.name in _IN_PLACE or one.name.startswith("call of")
+    return one.name in _IN_PLACE or one.is_call
 
 
 def is_fusible(one: Operation) -> bool:

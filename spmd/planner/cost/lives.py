@@ -84,7 +84,7 @@ class Lives:
         tensors = self.graph.tensors
         for one in self.graph.operations:
             first, *_, last = one.tensors
-            if one.name in ("while", "return") or one.name.startswith("call of"):
+            if one.name in ("while", "return") or one.is_call:
                 changed = one.name == "while" and one.tensors[1] != last
                 for i in one.tensors[changed and self._is_given(first) : -1]:
                     self.buffers.join(i, last)
@@ -224,7 +224,7 @@ class Lives:
             before, i = self.graph.tensors[i].nbytes, one.tensors[-1]
             if one.name == "convert":
                 return self.graph.tensors[i].nbytes / before if before else 1.0
-            if one.name not in NO_WORK and not one.name.startswith("call of"):
+            if one.name not in NO_WORK and not one.is_call:
                 break
         return 1.0
 
@@ -254,7 +254,7 @@ class Lives:
             for i in {i for i, _ in one.results} - graph.constants:
                 if is_again and i not in self.stored:
                     own = frozenset().union(*(found[j] for j in one.tensors[: one.operands]))
-                    found[i] = frozenset(j for j in own if graph.tensors[j].kind != "argument")
+                    found[i] = own - graph.given
                 else:
                     found[i] = frozenset((self.written(i),))
         return found

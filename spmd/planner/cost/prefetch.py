@@ -128,5 +128,5 @@ def _until(graph: Graph) -> dict[int, int]:
         for n, one in enumerate(graph.operations)
         if one.flops and not one.loops
         for i in one.tensors[: one.operands]
-        if graph.tensors[i].kind == "argument"
+        if i in graph.given
     }

@@ -60,7 +60,7 @@ class Reads:
         return found.difference(*self.operands[n], map(self.lives.written, own))
 
     def _is_given(self, i: int) -> bool:
-        return self.graph.tensors[i].kind == "argument"
+        return i in self.graph.given
 
     def _passes(self) -> Iterator[tuple[int, int]]:
         free = self._free()

@@ -24,7 +24,15 @@ from spmd.inspection.shardy.products import products_in
 from spmd.inspection.shardy.propagation import Link, Propagation, propagate, walk
 from spmd.planner.program.alike import tied
 from spmd.planner.program.optimizer import with_state
-from spmd.planner.program.structure import WINDOW, Graph, Operation, Tensor, early, with_weights
+from spmd.planner.program.structure import (
+    WINDOW,
+    Graph,
+    Operation,
+    Tensor,
+    early,
+    given,
+    with_weights,
+)
 from spmd.planner.program.sums import regroup
 
 PINNED = (*passes.PRODUCTS, ragged.NAME, "stablehlo.gather", "stablehlo.scatter")
@@ -108,7 +116,7 @@ def graph_of(module: Any, *, subject: str) -> Graph:
     with module.context:
         read = _Reader(found, donated).read()
     graph = with_state(tied(read))
-    return dataclasses.replace(graph, early=frozenset(early(graph)))
+    return dataclasses.replace(graph, early=frozenset(early(graph)), given=frozenset(given(graph)))
 
 
 def donated_in(module: Any) -> list[bool]:

@@ -88,6 +88,11 @@ class Operation:
     types: frozenset[str] = frozenset()
 
     @property
+    def is_call(self) -> bool:
+        """Whether a value goes into a function of the module, or comes out of it, as it is."""
+        return self.name.startswith("call of")
+
+    @property
     def results(self) -> Iterator[tuple[int, tuple[str | None, ...]]]:
         """Its results, with the factors of their dimensions."""
         return zip(self.tensors[self.operands :], self.factors[self.operands :], strict=True)
@@ -106,6 +111,7 @@ class Graph:
         sizes: of these classes: the largest dimension.
         constants: values that come from no argument: a compiler makes them where they are used.
         early: values that come from arguments without a product or a sum: they can be sent ahead.
+        given: arguments, and what functions that are called with them call these.
         kernels: FLOPs of the kernels written by hand on a device, which no layout splits.
     """
 
@@ -115,6 +121,7 @@ class Graph:
     sizes: dict[int, int]
     constants: frozenset[int] = frozenset()
     early: frozenset[int] = frozenset()
+    given: frozenset[int] = frozenset()
     kernels: int = 0
 
 
@@ -187,6 +194,18 @@ def early(graph: Graph) -> set[int]:
                 own = own[:1] if one.tensors[1:2] == one.tensors[-1:] else []
             if own and found.issuperset(own) and (one.is_fused or one.name in _CHEAP):
                 found.update(result for result, _ in one.results)
+    return found
+
+
+def given(graph: Graph) -> set[int]:
+    """Arguments, and what functions that are called with them call these."""
+    found = {i for i, one in enumerate(graph.tensors) if one.kind == "argument"}
+    before = 0
+    while before < len(found):
+        before = len(found)
+        for one in graph.operations:
+            if one.is_call and one.tensors[0] in found:
+                found.add(one.tensors[-1])
     return found
 
 

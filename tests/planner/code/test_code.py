@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import os
 from pathlib import Path
+import threading
 import time
 
 import coded
@@ -330,11 +331,30 @@ def test_nothing_of_the_users_changes():
 
 def test_what_the_garbage_collector_passes_over():
     """`gc.freeze`, as servers call it before they fork, hides no function, and stays."""
-    frozen = [closed_over]
     gc.freeze()
-    assert not any(one is frozen for one in gc.get_objects())
-    assert any(one is frozen for one in source._objects())
-    assert not any(one is frozen for one in gc.get_objects())
+    assert not any(one is closed_over for one in gc.get_objects())
+    assert any(one is closed_over for one in source._functions())
+    assert not any(one is closed_over for one in gc.get_objects())
+
+
+def test_other_threads_go_on():
+    """A tuple that another thread makes of a generator is not held while functions are found."""
+    errors, ended = [], threading.Event()
+
+    def make():
+        while not ended.is_set():
+            try:
+                tuple(time.sleep(0.0002) or i for i in range(50))
+            except SystemError as e:
+                errors.append(e)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    for _ in range(20):
+        source._functions()
+    ended.set()
+    thread.join()
+    assert not errors
 
 
 # What cannot be read

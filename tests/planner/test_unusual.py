@@ -1,0 +1,225 @@
+"""What few programs have, and every planner has to take: each was found by somebody who tried."""
+
+import functools
+
+import jax
+from jax.experimental import io_callback
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+from spmd import AUTO, P, pjit
+from spmd.errors import ArgumentError
+
+#: A plan without a compile, which says nothing on the way.
+QUICK = {"top": 0, "progress": False, "cache": False}
+X, W = np.ones((16, 32), np.float32), np.ones((32, 8), np.float32)
+
+
+def multiplied(x, w):
+    """A product."""
+    return x @ w
+
+
+def runs_as_planned(function, *args, mesh, **options):
+    """The plan of a function, of which a call gives what the function gives without it."""
+    found = spmd.plan(function, *args, mesh=mesh, **QUICK, **options)
+    own = {name: value for name, value in options.items() if name.startswith("static")}
+    got = pjit(function, plan=found, mesh=mesh, **own)(*args)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4), got, function(*args))
+    return found
+
+
+# Programs
+
+
+def constant():
+    """A product of nothing that is given."""
+    return jnp.ones((64, 64)) @ jnp.ones((64, 64))
+
+
+def ordered(x):
+    """A product of what the host gives, one call after the other."""
+    made = io_callback(lambda a: np.asarray(a) * 2, jax.typeof(x), x, ordered=True)
+    return made @ W
+
+
+def unordered(x):
+    """The same in any order."""
+    return jax.pure_callback(lambda a: np.asarray(a) * 2, jax.typeof(x), x) @ W
+
+
+def told(x):
+    """A product, with a print on the way."""
+    jax.debug.print("{}", x.sum())
+    return x @ x.T
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (constant, ()),
+        (lambda: jnp.zeros((64, 64)), ()),
+        (lambda x: np.ones((8, 8), np.float32), (X,)),
+        (ordered, (X,)),
+        (unordered, (X,)),
+        (told, (X,)),
+        (lambda result, w: result @ w, (X, W)),
+        (lambda x, n: x * n, (X, np.float32(3))),
+    ],
+    ids=["constant", "zeros", "unused", "ordered", "callback", "print", "result", "number"],
+)
+def test_a_planned_call_gives_what_the_function_gives(function, args, mesh):
+    """Constants alone, calls of the host with and without an order, an argument named `result`."""
+    runs_as_planned(function, *args, mesh=mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", [told, unordered, ordered])
+def test_calls_of_the_host_are_planned_for_chips(function):
+    """Tokens, which order them, have no bytes."""
+    assert spmd.plan(function, X, topology="v5e:2x2", **QUICK).axes
+
+
+@pytest.mark.slow
+def test_what_has_no_derivative(mesh):
+    """Gradients of whole numbers have no elements to tell."""
+    gradient = jax.grad(lambda d: d["x"].sum() * d["n"].sum().astype(jnp.float32), allow_int=True)
+    found = spmd.plan(gradient, {"x": jnp.asarray(X), "n": jnp.arange(8)}, mesh=mesh, **QUICK)
+    assert [one.name for one in found.results] == ["result['n']", "result['x']"]
+
+
+# Costs
+
+
+@pytest.mark.slow
+def test_a_jitted_function_costs_what_it_costs_bare(mesh):
+    """Products in a function read its arguments from main memory, whoever calls it."""
+    w = {"up": jnp.ones((512, 2048)), "down": jnp.ones((2048, 512))}
+
+    def step(w, x):
+        return (jnp.tanh(x @ w["up"]) @ w["down"]).mean()
+
+    jitted = jax.jit(step)
+    functions = step, jitted, lambda w, x: jitted(w, x)
+    times = [
+        spmd.plan(one, w, jnp.ones((1024, 512)), mesh=mesh, **QUICK).predicted for one in functions
+    ]
+    assert times[1:] == pytest.approx(times[:1] * 2)
+
+
+@pytest.mark.slow
+def test_an_axis_of_one_device_moves_nothing():
+    """What is fixed to it costs what it costs where it is fixed to be whole."""
+    mesh = spmd.make_mesh({"data": 1, "model": 8})
+    args = jnp.ones((1024, 512)), jnp.ones((512, 2048))
+    times = [
+        spmd.plan(multiplied, *args, mesh=mesh, fixed={"w": spec}, **QUICK).predicted
+        for spec in (P(), P("data"))
+    ]
+    assert times[1] == pytest.approx(times[0])
+
+
+# Options
+
+
+@pytest.mark.parametrize("spec", [P(), None])
+def test_an_operand_that_is_fixed_whole(spec, mesh):
+    """It is not the same as one that is not fixed."""
+    found = runs_as_planned(multiplied, X, W, mesh=mesh, fixed={"w": spec})
+    assert found.arguments[1].spec == ((), ())
+    assert found.arguments[1].is_fixed
+
+
+def test_static_numbers_of_numpy(mesh):
+    """They stay what they are, in tuples too."""
+    runs_as_planned(lambda x, n: x * n.item(), X, np.int64(3), mesh=mesh, static_argnums=1)
+    shape = np.int64(8), np.int64(64)
+    runs_as_planned(lambda x, n: x.reshape(n), X, shape, mesh=mesh, static_argnums=1)
+
+
+def test_options_of_jax_jit_are_taken_over(mesh):
+    """Static arguments and donation, as those of `pjit` are."""
+    function = jax.jit(lambda x, n: x.reshape(n) + 1, static_argnums=1, donate_argnums=0)
+    code = spmd.plan(function, X, (8, 64), mesh=mesh, **QUICK).code()
+    assert "static_argnums=1" in code
+    assert "donate_argnums=0" in code
+
+
+def test_a_donation_that_is_given_counts_alone(mesh):
+    """That of the function does not stand beside it."""
+    function = pjit(multiplied, donate_argnums=0)
+    code = spmd.plan(function, X, W, mesh=mesh, donate_argnums=1, **QUICK).code()
+    assert "donate_argnums=1" in code
+
+
+def test_specs_beside_auto_choose_the_mesh():
+    """Two rows are not split over four devices: the mesh is one that they are split over."""
+    specs = {"in_axis_resources": (P("data"), AUTO), "out_axis_resources": AUTO}
+    found = spmd.plan(pjit(multiplied, **specs), X[:2], W, topology="v5e:2x2", **QUICK)
+    assert found.axes == {"data": 2, "model": 2}
+
+
+@pytest.mark.parametrize("wrong", [{"never": 5}, {"classes": ["x:0"]}, {"axes": 5}])
+def test_options_of_a_wrong_kind(wrong, mesh):
+    """Are named."""
+    where = {"topology": "v5e:2x2"} if "axes" in wrong else {"mesh": mesh}
+    with pytest.raises(ArgumentError, match=f"cannot read {next(iter(wrong))}"):
+        spmd.plan(multiplied, X, W, **where, **QUICK, **wrong)
+
+
+def test_numbers_of_numpy_are_numbers(mesh):
+    """A seed, and bytes."""
+    numbers = {"seed": np.int64(3), "memory": np.int64(10**9)}
+    assert spmd.plan(multiplied, X, W, mesh=mesh, never=None, **numbers, **QUICK).axes
+
+
+# Code
+
+
+class Model:
+    """A model that is called."""
+
+    def __call__(self, x):
+        """A product."""
+        return x @ W
+
+    def step(self, x):
+        """The same."""
+        return x @ W
+
+
+def mesh_like(mesh):
+    """Arguments may be called as the text calls something else."""
+    return {"a": mesh["a"] @ mesh["b"], "b": mesh["b"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "function",
+    [functools.partial(multiplied, w=W), Model(), Model().step, lambda x: x @ W],
+    ids=["partial", "object", "method", "lambda"],
+)
+def test_code_of_what_has_no_name(function, mesh):
+    """The text calls it `fun`, and says what that is."""
+    code = spmd.plan(function, X, mesh=mesh, **QUICK).code()
+    assert "# fun: the function that was planned, " in code
+    space = {"fun": function}
+    exec(code, space)
+    np.testing.assert_allclose(space["step"](X), X @ W)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mesh", "P", "spmd", "class"])
+def test_code_of_a_function_that_is_called_as_the_text_calls_something(name, mesh):
+    """Or as nothing may be called."""
+
+    def function(x):
+        return x @ W
+
+    function.__name__ = name
+    space = {"fun": function}
+    exec(spmd.plan(function, X, mesh=mesh, **QUICK).code(), space)
+    np.testing.assert_allclose(space["step"](X), X @ W)
