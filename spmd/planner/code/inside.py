@@ -58,7 +58,8 @@ def _name(function: Any, name: str) -> str:
     """What the function is called in code; words for one that has no name of its own there."""
     if inspect.ismethod(function):
         return f"a method {name}"
-    return name if hasattr(function, "__name__") else f"a {name}"
+    is_known = function is None or hasattr(function, "__name__")  # AUTO holds no function
+    return name if is_known else f"a {name}"
 
 
 def _spec(one: Placed) -> Any:
