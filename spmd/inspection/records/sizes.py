@@ -28,7 +28,7 @@ def parse_bytes(size: int | float | str) -> int:
     Raises:
         ValueError: the text is no size, the unit is unknown, or the number is negative.
     """
-    if isinstance(size, numbers.Real) and not isinstance(size, bool):
+    if isinstance(size, numbers.Real) and not isinstance(size, (bool, str)):
         if not 0 <= size < math.inf:
             raise ValueError(f"a number of bytes is at least 0 and finite, not {size}")
         return int(size)
