@@ -73,14 +73,7 @@ class Pinned:
             one.whole,
             one.name,
             *(
-                (
-                    t.shape,
-                    t.classes,
-                    t.is_state,
-                    t.nbytes,
-                    is_early,
-                    None if at is None else (*at.items(),),
-                )
+                (t.shape, t.classes, t.is_state, t.nbytes, is_early, _key(at))
                 for t, at, is_early in found
             ),
         )
@@ -212,6 +205,11 @@ def _wanted(
     ]
 
 
+def _key(at: Mapping[str, int] | None) -> tuple[tuple[str, int], ...] | None:
+    """Where a value is fixed; whole on every device is not the same as nowhere."""
+    return None if at is None else tuple(at.items())
+
+
 class MisfitError(Exception):
     """Pins that are of another program; carries the failure."""
 
@@ -273,11 +271,6 @@ def annotate(
         ):
             given = passes.entries_of(main, name) or [None] * count
             main.attributes[name] = _with_places(given, entries, mesh)
-
-
-def _key(at: Mapping[str, int] | None) -> tuple[tuple[str, int], ...] | None:
-    """Where a value is fixed; whole on every device is not the same as nowhere."""
-    return None if at is None else tuple(at.items())
 
 
 def _with_places(given: Sequence[Any], entries: Sequence[Entries], mesh: str) -> Any:
