@@ -73,6 +73,15 @@ def _deviations(best: Choice) -> tuple[Deviation, ...]:
     return deviations(best.told, best.report.collectives)
 
 
+def _left(whole: float, parts: float) -> float:
+    """What parts leave of a sum; nothing where that is what rounding leaves."""
+    left = float(whole - parts)
+    return left if left > whole * _ROUNDING else 0.0
+
+
+_ROUNDING = 1e-12
+"""Of a sum, more than numbers of 64 bits lose in it."""
+
 _MOST = 40
 """Candidates that a plan keeps."""
 
@@ -135,7 +144,7 @@ def _candidate(one: Choice, labels: Mapping[str, int]) -> Candidate:
         estimated_peak=round(estimate.peak) if math.isfinite(estimate.peak) else 0,
         compute=float(compute),
         memory=float(memory),
-        exchange=float(one.predicted - compute - memory),
+        exchange=_left(one.predicted, compute + memory),
         predicted=float(one.predicted),
         sent=report.total.wire_bytes if report else told or 0,
         told=told,

@@ -186,14 +186,10 @@ def _verdict_style(is_chosen: bool, fits: bool) -> str:
     return ("green" if is_chosen else "") if fits else "red"
 
 
-_LEAST = 5e-12
-"""Seconds that are shown as more than none: less is what rounding leaves of a sum."""
-
-
 def _waits(one: Candidate, axes: Iterable[str]) -> Cell:
     """Seconds in which a device only waits, by axes; of a prediction those of all exchanges."""
     found = said.exposed(one)
-    if found is None and one.exchange >= _LEAST:
+    if found is None and one.exchange:
         return cell(f"{show_seconds(one.exchange)} at most", style="dim")
     if not found:
         return cell("none", style="dim")
