@@ -24,7 +24,7 @@ from spmd.inspection.show.progress import planning, quiet
 from spmd.planner import asked, cache
 from spmd.planner.asked import Hardware
 from spmd.planner.choose import Progress, choose
-from spmd.planner.code.inside import inside_of
+from spmd.planner.code.inside import called, inside_of
 from spmd.planner.plans import fingerprint
 from spmd.planner.program.layout import Fixed
 from spmd.planner.program.structure import Graph
@@ -147,7 +147,8 @@ def plan(
         cache=cache,
         progress=progress,
     )
-    program = Program(function=function, args=given, options=_merged(own, options))
+    options = _merged(own, options)
+    program = Program(function=function, args=given, options=options, called=called(function))
     written = [*lowered_as_written(f, given, on.meshes)] if seeds and has_specs(f) else []
     return plan_program(program, on, wish, name=name, subject=subject, written=written)
 

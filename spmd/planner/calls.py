@@ -15,6 +15,7 @@ from spmd.errors import Failure, PlanError, explain
 from spmd.inspection.records.plan import Placed, Plan
 from spmd.planner.api import Wish, plan_program, versions
 from spmd.planner.asked import hardware
+from spmd.planner.code.inside import called
 from spmd.planner.plans import other_mesh, pinner, stale, subject_of
 from spmd.planner.verify import Program, open_leaves, spec_of_entries
 from spmd.planner.written import fixed_of
@@ -47,7 +48,7 @@ def plan_of_call(binding: Binding, fun: Callable, options: Any, signature: Any) 
             own = held()
             return traced if own is None else _traced(again(own), options, signature)
 
-        plan = _chosen(Program(trace=trace), traced, binding, options)
+        plan = _chosen(Program(trace=trace, called=called(fun)), traced, binding, options)
     count = len(call.in_axis_resources) - len(plan.arguments)
     ins = (*call.in_axis_resources[:count], *_given(call.in_axis_resources[count:], plan.arguments))
     call = dataclasses.replace(

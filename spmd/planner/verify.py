@@ -43,6 +43,7 @@ class Program:
         args: its arguments, or structs of their shapes.
         options: of `pjit`, such as ``donate_argnums``.
         trace: gives the trace for a mesh, where that is not of such a function.
+        called: what the function is called in code that a person pastes.
         passed_over: what the function raised, by the meshes that it was found not to be for.
     """
 
@@ -50,6 +51,7 @@ class Program:
     args: tuple[Any, ...] = ()
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     trace: Callable[[Any], stages.Traced] | None = None
+    called: str = ""
     passed_over: dict[str, str] = dataclasses.field(default_factory=dict, init=False)
     _known: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False)
     _graphs: dict[str, Graph] = dataclasses.field(default_factory=dict, init=False)

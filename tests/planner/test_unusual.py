@@ -217,6 +217,8 @@ def test_code_of_what_has_no_name(function, mesh):
     """The text calls it `fun`, and says what that is."""
     code = spmd.plan(function, X, mesh=mesh, **QUICK).code()
     assert "# fun: the function that was planned, " in code
+    auto = pjit(function, in_axis_resources=AUTO, out_axis_resources=AUTO, mesh=mesh)
+    assert "# fun: the function that was planned, " in auto.plan(X).code()
     space = {"fun": function}
     exec(code, space)
     np.testing.assert_allclose(space["step"](X), X @ W)

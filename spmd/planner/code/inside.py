@@ -42,7 +42,7 @@ def inside_of(plan: Plan, program: Program, mesh: Any) -> Inside:
     args, _ = jtu.tree_unflatten(signature.in_tree, ins)
     names = [*_argument_names(traced, len(args))]
     text = code_of(
-        name=_name(program.function, plan.name),
+        name=program.called,
         axes=plan.axes,
         ins=folded(tuple(args), names),
         outs=folded(jtu.tree_unflatten(signature.out_tree, outs), "results"),
@@ -54,12 +54,12 @@ def inside_of(plan: Plan, program: Program, mesh: Any) -> Inside:
     return Inside(constraints=found.records, exact=found.exact, note=found.note, code=text)
 
 
-def _name(function: Any, name: str) -> str:
-    """What the function is called in code; words for one that has no name of its own there."""
-    if inspect.ismethod(function):
-        return f"a method {name}"
-    is_known = function is None or hasattr(function, "__name__")  # AUTO holds no function
-    return name if is_known else f"a {name}"
+def called(function: Any) -> str:
+    """What a function is called in code; words for one that has no name of its own there."""
+    name = getattr(function, "__name__", None)
+    if name is None or inspect.ismethod(function):
+        return f"a {type(function).__name__}" if name is None else f"a method {name}"
+    return name
 
 
 def _spec(one: Placed) -> Any:
