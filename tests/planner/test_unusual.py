@@ -91,6 +91,43 @@ def test_what_has_no_derivative(mesh):
     assert [one.name for one in found.results] == ["result['n']", "result['x']"]
 
 
+def doubled(arrays):
+    """Elementwise work, without a product."""
+    return [one * 2 for one in arrays]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shapes",
+    [[(8 * (i + 1), 16) for i in range(110)], [(64 * (i + 1), 32 * (i + 1)) for i in range(12)]],
+    ids=["small", "unlike"],
+)
+def test_many_arrays_without_a_product_fit_in_their_share(shapes, mesh):
+    """Each is too small for a class of its own, or there are more than an order of classes has.
+
+    Whole, they are read and written in twice their bytes; the budget is a third of that.
+    """
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    whole = 2 * sum(4 * a * b for a, b in shapes)
+    found = spmd.plan(doubled, arrays, mesh=mesh, memory=whole // 3, **QUICK)
+    assert whole / 8 <= found.memory <= whole / 3
+
+
+@pytest.mark.slow
+def test_a_step_of_the_optimizer_alone_is_split_like_its_parameters(mesh):
+    """Twenty layers are written out, none of whose arrays is a hundredth of all bytes."""
+    layer = {"up": (64, 256), "down": (256, 64), "scale": (64,)}
+    shapes = [{n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in layer.items()}] * 20
+
+    def update(params, moments):
+        moments = jax.tree.map(lambda p, m: 0.9 * m + 0.1 * p, params, moments)
+        return jax.tree.map(lambda p, m: p - 0.1 * m, params, moments), moments
+
+    whole = 4 * 20 * 4 * (2 * 64 * 256 + 64)  # parameters and moments, before and after
+    found = spmd.plan(update, shapes, shapes, mesh=mesh, memory=whole // 6, **QUICK)
+    assert whole / 8 <= found.memory <= whole / 6
+
+
 # Costs
 
 

@@ -4,31 +4,49 @@ Two classes are alike if the same dimension of arguments of one pattern has them
 ``layers[0]['up']`` and ``layers[1]['up']``, or if they take part in the same products in the same
 way. Alike classes become one where they never meet in an operation or in a value: in a chain of
 square matrices, every other width is one.
+
+Arguments that have no class of a product may be many and of many shapes, such as those of an
+optimizer's step alone. What classes there are too many of, or too small ones, become few: the
+largest dimensions of these arguments are one, and so are the next ones.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import re
 from typing import TypeAlias
 
-from spmd.planner.program.structure import Graph, Operation, with_weights
+from spmd.planner.program.structure import (
+    Graph,
+    Operation,
+    Tensor,
+    of_many,
+    others,
+    with_weights,
+)
 
 _NUMBER = re.compile(r"\d+")
 # How far products are compared: as far as the widths next to a class and those next to them.
 _ROUNDS = 2
 
 Mates: TypeAlias = dict[int, set[int]]
+_NONE: frozenset[int] = frozenset()
 
 
 def tied(graph: Graph) -> Graph:
     """A graph in which alike classes are one."""
-    mates = _mates(graph)
+    return _merged(_merged(graph, _alike), _rest)
+
+
+def _merged(graph: Graph, groups_of: Callable[[Graph], Iterable[Sequence[int]]]) -> Graph:
+    """A graph in which the classes of a group are one, as far as they never meet."""
+    groups = [*groups_of(graph)]
+    mates = _mates(graph) if any(len(group) > 1 for group in groups) else {}
     names: dict[int, int] = {}
-    for group in _alike(graph):
+    for group in groups:
         for together in _apart(group, mates):
             names |= dict.fromkeys(together, together[0])
     if all(c == name for c, name in names.items()):
@@ -66,12 +84,12 @@ def _mates(graph: Graph) -> Mates:
     return found
 
 
-def _apart(group: list[int], mates: Mates) -> Iterator[list[int]]:
+def _apart(group: Sequence[int], mates: Mates) -> Iterator[list[int]]:
     """The members of a group in as few parts as an order allows in which none meet."""
     parts: list[list[int]] = []
     for c in group:
         for part in parts:
-            if mates[c].isdisjoint(part):
+            if mates.get(c, _NONE).isdisjoint(part):
                 part.append(c)
                 break
         else:
@@ -80,30 +98,45 @@ def _apart(group: list[int], mates: Mates) -> Iterator[list[int]]:
 
 
 def _alike(graph: Graph) -> list[list[int]]:
-    """The classes of a plan in groups that are alike, in the order in which they come."""
-    parents = {c: c for c in graph.classes}
+    """Classes in groups that are alike, in the order in which they come."""
+    classes = {*graph.classes, *_classes_of(others(graph, graph.classes))}
+    parents = {c: c for c in classes}
 
     def root(c: int) -> int:
         while parents[c] != c:
             c = parents[c]
         return c
 
-    for group in (*_by_path(graph), *_by_products(graph)):
+    for group in (*_by_path(graph, classes), *_by_products(graph)):
         for c in group[1:]:
             parents[root(c)] = root(group[0])
     found: dict[int, list[int]] = defaultdict(list)
-    for c in sorted(graph.classes):
+    for c in sorted(classes):
         found[root(c)].append(c)
     return [*found.values()]
 
 
-def _by_path(graph: Graph) -> list[list[int]]:
+def _rest(graph: Graph) -> list[list[int]]:
+    """The classes of arguments that are too many, or too small, in one group."""
+    return [_classes_of(of_many(graph))]
+
+
+def _classes_of(tensors: Iterable[Tensor]) -> list[int]:
+    """The classes of some arguments, those of the largest dimensions first."""
+    found: list[tuple[int, int]] = []  # the place among the dimensions of its argument, and a class
+    for one in tensors:
+        largest = sorted(zip(one.shape, one.classes, strict=True), key=lambda pair: -pair[0])
+        found += [(rank, c) for rank, (_, c) in enumerate(largest) if c is not None]
+    return [*dict.fromkeys(c for _, c in sorted(found))]
+
+
+def _by_path(graph: Graph, classes: Container[int]) -> list[list[int]]:
     """Classes of the same dimension of arguments whose paths differ in numbers only."""
     found: dict[Hashable, dict[int, None]] = defaultdict(dict)
     for one in graph.tensors:
         pattern = _NUMBER.sub("*", one.name)
         for d, c in enumerate(one.classes if one.kind == "argument" else ()):
-            if c in graph.classes:
+            if c in classes:
                 found[pattern, one.shape, d][c] = None
     return [[*group] for group in found.values()]
 

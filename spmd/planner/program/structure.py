@@ -7,10 +7,12 @@ from collections.abc import Container, Iterator
 import dataclasses
 import itertools
 
-# An argument is large from this share of all arguments and outputs on; the classes of such are
-# few, since programs of many small arguments have nothing that is worth an exchange.
 _LARGE = 0.01
+"""From this share of all arguments and outputs on, one of these is large, and so is a class."""
 _MOST_OTHERS = 12
+"""So many classes of arguments may be beside those of products; of more, the rest is tied."""
+_KEPT = 4
+"""So many are not tied then."""
 
 WINDOW = "window"
 """The factor of a convolution's window, where its rule has none: no layout splits it."""
@@ -128,16 +130,12 @@ class Graph:
 def with_weights(graph: Graph) -> Graph:
     """A graph with the classes that a plan may split, and their sizes.
 
-    Those are of products, and of large arguments that have none of these: a program without
+    Those are of products, and large ones of arguments that have none of these: a program without
     products has only such.
     """
-    weights: Counter[int] = Counter()
-    for one in graph.operations:
-        if one.flops:
-            weights.update(dict.fromkeys(one.by_class, one.flops * one.runs))
-    numbers = [number for number, _ in weights.most_common()]
-    others = _of_arguments(graph, weights) + _of_tables(graph, weights)
-    numbers += [number for number, _ in others.most_common(_MOST_OTHERS)]
+    weights = _of_products(graph)
+    more = _of_arguments(graph, weights) + _of_tables(graph, weights)
+    numbers = [n for n, _ in (*weights.most_common(), *more.most_common(_MOST_OTHERS))]
     names: dict[int, list[tuple[str, int]]] = {number: [] for number in numbers}
     sizes: dict[int, int] = {}
     for tensor in graph.tensors:
@@ -150,18 +148,46 @@ def with_weights(graph: Graph) -> Graph:
     return dataclasses.replace(graph, classes=classes, sizes=sizes)
 
 
+def of_many(graph: Graph) -> list[Tensor]:
+    """Arguments and outputs whose classes are more, or smaller, than a plan looks at.
+
+    They are none where these are a few bytes, as those of all biases of a model.
+    """
+    weights = _of_products(graph)
+    more = _of_arguments(graph, weights)
+    kept = _MOST_OTHERS if len(more) <= _MOST_OTHERS else _KEPT
+    left = others(graph, {*weights, *(n for n, _ in more.most_common(kept))})
+    return left if sum(one.nbytes for one in left) >= _least(graph) else []
+
+
+def _of_products(graph: Graph) -> Counter[int]:
+    """The classes of products, by FLOPs."""
+    weights: Counter[int] = Counter()
+    for one in graph.operations:
+        if one.flops:
+            weights.update(dict.fromkeys(one.by_class, one.flops * one.runs))
+    return weights
+
+
+def others(graph: Graph, known: Container[int]) -> list[Tensor]:
+    """The arguments and outputs that have no class of these."""
+    ends = (one for one in graph.tensors if one.kind != "result" and max(one.shape, default=1) > 1)
+    return [one for one in ends if not any(c in known for c in one.classes if c is not None)]
+
+
 def _of_arguments(graph: Graph, known: Container[int]) -> Counter[int]:
-    """Classes of large arguments and outputs that have no class of these, by their bytes."""
+    """Large classes of arguments and outputs that have no class of these, by their bytes."""
     found: Counter[int] = Counter()
-    for one in _large(graph):
-        if not any(c in known for c in one.classes if c is not None):
-            found.update(dict.fromkeys((c for c in one.classes if c is not None), one.nbytes))
-    return found
+    for one in others(graph, known):
+        found.update(dict.fromkeys((c for c in one.classes if c is not None), round(one.nbytes)))
+    least = _least(graph)
+    return Counter({c: nbytes for c, nbytes in found.items() if nbytes >= least})
 
 
 def _of_tables(graph: Graph, known: Container[int]) -> Counter[int]:
     """Classes of large tables that rows are looked up in, such as the words of an embedding."""
-    shapes = {one.shape for one in _large(graph)}
+    least = _least(graph)
+    shapes = {one.shape for one in graph.tensors if one.kind != "result" and one.nbytes >= least}
     tables = (graph.tensors[one.tensors[0]] for one in graph.operations if one.name == "gather")
     found: Counter[int] = Counter()
     for table in tables:
@@ -171,11 +197,9 @@ def _of_tables(graph: Graph, known: Container[int]) -> Counter[int]:
     return found
 
 
-def _large(graph: Graph) -> list[Tensor]:
-    """The arguments and outputs that are worth an exchange."""
-    ends = [one for one in graph.tensors if one.kind != "result"]
-    least = sum(one.nbytes for one in ends) * _LARGE
-    return [one for one in ends if one.nbytes >= least]
+def _least(graph: Graph) -> float:
+    """Bytes from which on something is worth an exchange."""
+    return sum(one.nbytes for one in graph.tensors if one.kind != "result") * _LARGE
 
 
 # What comes early with its operands, beside what is fused with their users.

@@ -37,12 +37,9 @@ class Space:
     def __init__(
         self, graph: Graph, machine: Machine, never: frozenset[tuple[int, str]], fixed: Fixed
     ):
+        dividing = _dividing(graph, {*machine.sizes.values()})
         self.allowed = {
-            axis: [
-                c
-                for c, largest in graph.sizes.items()
-                if largest % size == 0 and (c, axis) not in never
-            ]
+            axis: [c for c in graph.sizes if c in dividing[size] and (c, axis) not in never]
             for axis, size in machine.sizes.items()
             if size > 1
         }
@@ -194,6 +191,20 @@ def _exchanged(orders: Orders, a: str, b: str) -> Orders:
     names = {a: b, b: a}
     by_axis = {names.get(axis, axis): order for axis, order in orders}
     return tuple((axis, by_axis[axis]) for axis, _ in orders if axis in by_axis)
+
+
+def _dividing(graph: Graph, parts: Iterable[int]) -> dict[int, set[int]]:
+    """By a number of parts, the classes of which a value has so many.
+
+    The largest dimension of a class has, but where dimensions of many sizes are one class.
+    """
+    found = {n: {c for c, largest in graph.sizes.items() if largest % n == 0} for n in parts}
+    for one in graph.tensors:
+        for c, size in zip(one.classes, one.shape, strict=True):
+            if one.kind != "result" and c in graph.sizes:
+                for n in parts:
+                    found[n] |= {c} if size % n == 0 else {*()}
+    return found
 
 
 def _twice(graph: Graph) -> frozenset[int]:
