@@ -7,7 +7,8 @@ square matrices, every other width is one.
 
 Arguments that have no class of a product may be many and of many shapes, such as those of an
 optimizer's step alone. What classes there are too many of, or too small ones, become few: the
-largest dimensions of these arguments are one, and so are the next ones.
+largest dimensions of these arguments are one, and so are the next ones. Likewise, of a program with
+too many products of many sizes, the smallest ones share their classes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from spmd.planner.program.structure import (
     Operation,
     Tensor,
     of_many,
+    of_small_products,
     others,
     with_weights,
 )
@@ -117,8 +119,8 @@ def _alike(graph: Graph) -> list[list[int]]:
 
 
 def _rest(graph: Graph) -> list[list[int]]:
-    """The classes of arguments that are too many, or too small, in one group."""
-    return [_classes_of(of_many(graph))]
+    """Classes that are too many, or too small: those of products, and those of arguments."""
+    return [of_small_products(graph), _classes_of(of_many(graph))]
 
 
 def _classes_of(tensors: Iterable[Tensor]) -> list[int]:

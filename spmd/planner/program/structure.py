@@ -13,6 +13,8 @@ _MOST_OTHERS = 12
 """So many classes of arguments may be beside those of products; of more, the rest is tied."""
 _KEPT = 4
 """So many are not tied then."""
+_MOST = 48
+"""So many classes of products a search goes through; of more, all but the first half is tied."""
 
 WINDOW = "window"
 """The factor of a convolution's window, where its rule has none: no layout splits it."""
@@ -158,6 +160,12 @@ def of_many(graph: Graph) -> list[Tensor]:
     kept = _MOST_OTHERS if len(more) <= _MOST_OTHERS else _KEPT
     left = others(graph, {*weights, *(n for n, _ in more.most_common(kept))})
     return left if sum(one.nbytes for one in left) >= _least(graph) else []
+
+
+def of_small_products(graph: Graph) -> list[int]:
+    """The classes of the smallest products, where there are more than a search goes through."""
+    found = [n for n, _ in _of_products(graph).most_common()]
+    return sorted(found[_MOST // 2 :]) if len(found) > _MOST else []
 
 
 def _of_products(graph: Graph) -> Counter[int]:

@@ -42,6 +42,17 @@ def chain(widths, names="list"):
     return Program(function=jax.grad(loss), args=(weights, f32(24, widths[0])))
 
 
+def test_of_many_widths_the_smallest_products_share_theirs():
+    """Sixty matrices, no two of a size: every other width is one, but for the largest ones."""
+    widths = [16 * (i + 1) for i in range(61)]
+    found = read(chain(widths))
+    of = classes(found)
+    assert len(found.classes) == 26  # the batch and 23 widths by themselves, and two of all others
+    small, large = ([of[f"weights[{n}]:1"] for n in range(*ends)] for ends in ((0, 30), (37, 59)))
+    assert small == [small[0], small[1]] * 15
+    assert len({*large}) == len(large)
+
+
 @pytest.mark.parametrize("names", ["list", "letters"])
 def test_in_a_chain_every_other_width_is_one(names):
     """Two widths of one matrix are never one: it could not be split by both."""
