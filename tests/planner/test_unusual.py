@@ -1,5 +1,6 @@
 """What few programs have, and every planner has to take: each was found by somebody who tried."""
 
+import dataclasses
 import functools
 
 import jax
@@ -273,3 +274,52 @@ def test_code_of_a_function_that_is_called_as_the_text_calls_something(name, mes
     space = {"fun": function}
     exec(spmd.plan(function, X, mesh=mesh, **QUICK).code(), space)
     np.testing.assert_allclose(space["step"](X), X @ W)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Pair:
+    """What no literal stands for."""
+
+    up: object
+    down: object
+
+
+def scaled(pair, times, x, *, power=1):
+    """A pair and a number, of which two say how large they are."""
+    return Pair(pair.up * times, pair.down**power), (x @ pair.up @ pair.down).sum()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("static", "keywords", "shaped"),
+    [
+        ({"static_argnums": 1}, {}, "jax.jit(scaled, static_argnums=1).eval_shape(pair, 3, x)"),
+        (
+            {"static_argnames": ("times", "power")},
+            {"power": 2},
+            'jax.jit(scaled, static_argnums=1, static_argnames="power")'
+            ".eval_shape(pair, 3, x, power=2)",
+        ),
+    ],
+    ids=["position", "name"],
+)
+def test_code_that_asks_for_results_of_a_call_with_static_arguments(static, keywords, shaped, mesh):
+    """Static arguments are no arrays, and say what the results are."""
+    pair = Pair(W.T.copy(), W)
+    x = np.ones((16, 8), np.float32)
+    specs = Pair(P(None, "model"), P("data"))
+    planned = pjit(
+        scaled,
+        in_axis_resources=(specs, AUTO),
+        out_axis_resources=(specs, P()),
+        mesh=mesh,
+        **static,
+    )
+    code = planned.plan(pair, 3, x, **keywords).code()
+    assert shaped in code
+    space = {"scaled": scaled, "pair": pair, "x": x}
+    exec(code, space)
+    made, _ = space["step"](pair, 3, x, **keywords)
+    np.testing.assert_allclose(made.up, pair.up * 3)
+    assert made.up.sharding.spec == P(None, "model")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import inspect
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 from spmd import stages
 from spmd.inspection.records.plan import Inside, Placed, Plan
 from spmd.planner.code.constraints import constraints_of
-from spmd.planner.code.folded import folded
+from spmd.planner.code.folded import folded, literal
 from spmd.planner.code.text import code_of, is_free
 from spmd.planner.verify import Program, spec_of_entries
 
@@ -48,6 +48,7 @@ def inside_of(plan: Plan, program: Program, mesh: Any) -> Inside:
         outs=folded(jtu.tree_unflatten(signature.out_tree, outs), "results"),
         constraints=found,
         arguments=names,
+        given=[*_given(traced, names)],
         options=dict(_options(traced)),
         topology=plan.topology or None,
     )
@@ -76,17 +77,40 @@ def _argument_names(traced: stages.Traced, count: int) -> Iterator[str]:
         yield name if is_free(name) or at >= len(names) else f"{name}_"
 
 
+def _given(traced: stages.Traced, names: Sequence[str]) -> Iterator[str]:
+    """What a call is given; of static arguments numbers and texts as they are, others by name."""
+    signature = traced._signature
+    by_position = dict(zip(signature.positions, names, strict=False))
+    by_name = []
+    for where, static in signature.statics:
+        is_literal = static.value is None or type(static.value) in (bool, int, float, str)
+        text = literal(static.value) if is_literal else signature.params.call_name(where)
+        if isinstance(where, str):
+            by_name.append(f"{where}={text}")
+        else:
+            by_position[where] = text
+    yield from (by_position[at] for at in sorted(by_position))
+    yield from by_name
+
+
 def _options(traced: stages.Traced) -> Iterator[tuple[str, Any]]:
     """Options of `pjit` that are not the default."""
     params, call = traced._signature.params, traced._call
     found: tuple[tuple[str, Any], ...] = (
-        ("static_argnums", params.static_nums),
-        ("static_argnames", () if params.static_nums else params.static_names),
-        ("donate_argnums", params.donate_nums),
-        ("donate_argnames", () if params.donate_nums else params.donate_names),
+        *_selected("static", params.static_nums, params.static_names, params.names),
+        *_selected("donate", params.donate_nums, params.donate_names, params.names),
         ("keep_unused", call.keep_unused),
         ("compiler_options", dict(call.compiler_options)),
     )
     for name, value in found:
         if value:
             yield name, value[0] if isinstance(value, tuple) and len(value) == 1 else value
+
+
+def _selected(
+    verb: str, nums: Sequence[int], selected: Sequence[str], names: Sequence[str]
+) -> Iterator[tuple[str, Any]]:
+    """Arguments by their positions, and by name those that have none."""
+    by_position = {names[at] for at in nums if at < len(names)}
+    yield f"{verb}_argnums", nums
+    yield f"{verb}_argnames", tuple(name for name in selected if name not in by_position)

@@ -18,6 +18,10 @@ _OWN = ("P", "fun", "jax", "mesh", "specs_like", "spmd")
 """Names in the text, beside `step`, which is `planned` where the function is called so."""
 
 
+STATIC = ("static_argnums", "static_argnames")
+"""Options that say which arguments are no arrays."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
     """What a person adds to the code for the program of a plan.
@@ -41,6 +45,7 @@ def code_of(
     outs: Folded,
     constraints: Constraints,
     arguments: Sequence[str] = (),
+    given: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
     topology: str | None = None,
 ) -> str:
@@ -56,6 +61,7 @@ def code_of(
         constraints: of expressions inside.
         arguments: what the arguments are called; values of these names are needed where specs are
             made of them.
+        given: what a call is given, static arguments among them; by default the arguments.
         options: of `pjit`, such as ``donate_argnums``.
         topology: that the plan is for, such as ``v5e:4x4``.
     """
@@ -65,7 +71,7 @@ def code_of(
         HELPER.rstrip() if ins.needs_helper or outs.needs_helper else "",
         "\n".join(_mesh(axes, topology)),
         *names.definitions(),
-        "\n".join(_function(name, ins, outs, names, arguments, options or {})),
+        "\n".join(_function(name, ins, outs, names, arguments, given or arguments, options or {})),
         "\n".join(_places(constraints)),
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
@@ -97,6 +103,7 @@ def _function(
     outs: Folded,
     names: Names,
     arguments: Sequence[str],
+    given: Sequence[str],
     options: Mapping[str, Any],
 ) -> Iterator[str]:
     if not is_free(name):
@@ -105,7 +112,7 @@ def _function(
     if ins.needs_helper or outs.needs_helper:
         yield f"# {', '.join(arguments)}: what a call is given, or structs of its shapes"
     if outs.needs_helper:
-        yield f"{outs.name} = jax.eval_shape({', '.join([name, *arguments])})"
+        yield f"{outs.name} = {_shaped(name, given, options)}"
     yield f"{'planned' if name == 'step' else 'step'} = spmd.pjit("
     yield f"    {name},"
     yield from _option("in_axis_resources", names.body(ins.body))
@@ -114,6 +121,14 @@ def _function(
         yield from _option(key, literal(value))
     yield "    mesh=mesh,"
     yield ")"
+
+
+def _shaped(name: str, given: Sequence[str], options: Mapping[str, Any]) -> str:
+    """The shapes of the results, as Python text."""
+    static = [f"{key}={literal(value)}" for key, value in options.items() if key in STATIC]
+    if not static:
+        return f"jax.eval_shape({', '.join([name, *given])})"
+    return f"jax.jit({', '.join([name, *static])}).eval_shape({', '.join(given)})"
 
 
 def _option(name: str, value: Text) -> list[str]:
