@@ -238,9 +238,11 @@ def plan_program(
     labels = asked.class_names(graph, wish.classes, subject)
     axes = [*dict.fromkeys(axis for mesh in meshes for axis in mesh.shape)]
     keeps = _fixed(specs, graph, len(ins), program.kept(meshes[0]))
+    never = asked.never_pairs(wish.never, graph, labels, axes, subject)
+    asked.check_never(never, keeps, graph, subject)
     rules = Rules(
         budget=on.budget,
-        never=asked.never_pairs(wish.never, graph, labels, axes, subject),
+        never=never,
         fixed=keeps,
         deadline=None if wish.timeout is None else time.monotonic() + wish.timeout,
     )

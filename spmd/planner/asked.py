@@ -28,6 +28,7 @@ from spmd.inspection.compile.topology import given_mesh, limit_of, topology as d
 from spmd.inspection.records.plan import Placed
 from spmd.inspection.records.sizes import parse_bytes
 from spmd.inspection.timing.chips import CHIPS, Chip, chip_of
+from spmd.planner.program.layout import Fixed, spec_of
 from spmd.planner.program.structure import Graph
 
 STAND_IN = "v5e"
@@ -342,6 +343,27 @@ def never_pairs(
             raise explain(subject, [failure])
         found.append((class_of(pair[0], graph, names, subject), pair[1]))
     return frozenset(found)
+
+
+def check_never(
+    never: frozenset[tuple[int, str]], fixed: Fixed, graph: Graph, subject: str
+) -> None:
+    """Checks that what is fixed splits nothing that must not be split."""
+    failures = [
+        Failure(
+            what=f"fixes {tensor.name} as never= bars it",
+            given=f"{tensor.name}: {spec_of(places, len(tensor.shape))}",
+            expected=f"{axis!r} on none of what is one with dimension {d}",
+            fix="leave one of both out",
+            error=ArgumentError,
+        )
+        for i, places in fixed.to_dict().items()
+        for tensor in graph.tensors[i : i + 1]
+        for axis, d in places.items()
+        if (tensor.classes[d], axis) in never
+    ]
+    if failures:
+        raise explain(subject, failures)
 
 
 def label_of(number: int, graph: Graph, names: Mapping[str, int]) -> str:

@@ -449,6 +449,11 @@ REFUSED = {
         spmd.ArgumentError,
         "did you mean 'data'",
     ),
+    "fixed and never": (
+        {"mesh": "m", "fixed": {"batch['y']": P("data")}, "never": [("batch['x']:0", "data")]},
+        spmd.ArgumentError,
+        r"batch\['y'\] as never= bars it",
+    ),
     "never no pair": ({"mesh": "m", "never": ["x"]}, spmd.ArgumentError, "pairs"),
     "top": ({"mesh": "m", "top": -1}, spmd.OptionError, "cannot read top"),
     "timeout": ({"mesh": "m", "timeout": 0}, spmd.OptionError, "cannot read timeout"),

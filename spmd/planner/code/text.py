@@ -92,7 +92,7 @@ def _imports(ins: Folded, outs: Folded) -> Iterator[str]:
 
 def _mesh(axes: Mapping[str, int], topology: str | None) -> Iterator[str]:
     devices = f"{math.prod(axes.values())} devices" + (f", {topology}" if topology else "")
-    yield f"# mesh: {show_axes(axes)} ({devices})"
+    yield " ".join(f"# mesh: {show_axes(axes)} ({devices})".splitlines())
     shape = ", ".join(f"{literal(axis)}: {size}" for axis, size in axes.items())
     yield f"mesh = spmd.make_mesh({{{shape}}})"
 
