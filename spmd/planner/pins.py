@@ -5,7 +5,7 @@ The module is a copy. JAX may share the one that it lowered with a function of i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 import math
 from typing import Any, NamedTuple
 
@@ -218,16 +218,18 @@ def pin(module: Any, pins: Sequence[Pin], mesh: str = "mesh") -> None:
     """Writes constraints into a module.
 
     Raises:
-        MisfitError: the module has other operations than those that the pins are of. A constraint
-            of another rank would end the process in Shardy.
+        MisfitError: the module has other operations than those that the pins are of, or other
+            axes. A constraint of another rank would end the process in Shardy.
     """
     if not pins:
         return
     regroup(module.operation)
     operations = numbered(module.operation)
     held: dict[Any, Any] = {}
+    axes = passes.meshes(module.operation).get(mesh, {})
     with module.context, ir.Location.unknown(module.context):
         for one in pins:
+            _check_axes(one, axes)
             operation = _checked(one, operations[one.number : one.number + 1])
             for n, entries in enumerate(one.specs[: len(operation.operands)]):
                 if entries:
@@ -316,6 +318,22 @@ def _checked(one: Pin, found: Sequence[Any]) -> Any:
             )
         )
     return found[0]
+
+
+def _check_axes(one: Pin, axes: Container[str]) -> None:
+    """Checks that the axes of a pin are those of a mesh, each once in a spec."""
+    for spec in filter(None, one.specs):
+        named = [axis for entry in spec for axis in entry]
+        if wrong := [a for a in named if a not in axes or named.count(a) > 1]:
+            raise MisfitError(
+                Failure(
+                    what="is of another mesh, or was edited",
+                    given=f"constraints around operation {one.number}, {one.name}",
+                    expected="axes of the mesh, each once in a spec",
+                    got=", ".join(map(repr, dict.fromkeys(wrong))),
+                    error=ArgumentError,
+                )
+            )
 
 
 def _has_ranks(one: Pin, ranks: Sequence[int]) -> bool:

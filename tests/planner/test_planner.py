@@ -453,6 +453,15 @@ def test_pins_of_another_program_are_refused(mlp, mesh):
         pinned(other.lowered(mesh), pins)
 
 
+@pytest.mark.parametrize("wrong", [("nope",), ("data", "data")])
+def test_pins_of_other_axes_are_refused(wrong, mlp, mesh):
+    """A plan file may have been edited, and Shardy would say no more than that it is invalid."""
+    pins = pins_of(mlp, Layout.of({"data": [], "model": []}), dict(mesh.shape))
+    specs = ((wrong, *pins[0].specs[0][1:]), *pins[0].specs[1:])
+    with pytest.raises(MisfitError, match=wrong[0]):
+        pinned(MLP.lowered(mesh), [pins[0]._replace(specs=specs), *pins[1:]])
+
+
 @pytest.mark.slow
 def test_choices_of_several_meshes():
     """The best one computes what the function computes, keeps to the budget, and comes first."""
