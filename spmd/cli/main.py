@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+import contextlib
 import os
 import sys
 import traceback
@@ -30,7 +31,10 @@ from spmd.cli import (
 from spmd.cli.options import USAGE, CommandError
 from spmd.errors import SpmdError
 
-_INTERRUPTED = 130
+_INTERRUPTED, _BROKEN_PIPE = 130, 141
+"""What a shell says of a process that SIGINT or SIGPIPE ended."""
+_WRITERS = ("rich.", "spmd.cli.")
+"""Modules that write to the standard output."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,17 +55,49 @@ def main(argv: Sequence[str] | None = None) -> int:
             return supervised.run(sys.argv[1:])
         supervised.follow_parent()
     try:
-        return args.command(args)
+        code = args.command(args)
+        _flush()
+        return code
     except (CommandError, SpmdError) as error:
-        print(f"spmd: {error}", file=sys.stderr)
-        return USAGE
+        return _failed(f"spmd: {error}\n")
     except KeyboardInterrupt:
-        print("spmd: interrupted", file=sys.stderr)
-        return _INTERRUPTED
-    except (Exception, SystemExit):
-        # The user's code, mostly. Python's own exit code for it would be that of a failed check.
-        traceback.print_exc()
-        return USAGE
+        return _failed("spmd: interrupted\n", _INTERRUPTED)
+    except (Exception, SystemExit) as error:
+        if (failure := _of_output(error)) is None:
+            # The user's code, mostly. Python's own exit code would be that of a failed check.
+            return _failed(traceback.format_exc())
+        if isinstance(failure, BrokenPipeError):  # who reads has enough: as `head` has of `yes`
+            return _BROKEN_PIPE
+        return _failed(f"spmd: cannot write the output: {failure.strerror}\n")
+
+
+def _failed(text: str, code: int = USAGE) -> int:
+    """The exit code of a failure, which is said where there is somewhere to say it."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    return code
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # as it is where it was closed before
+        sys.stdout.flush()
+
+
+def _of_output(error: BaseException) -> OSError | None:
+    """Why the standard output takes no more; None where the error is another one.
+
+    What is left of the output would be an error of Python's own at its end; it is dropped.
+    """
+    found = error.__context__ if isinstance(error, SystemExit) else error  # rich ends so
+    if not isinstance(found, OSError) or found.filename is not None:
+        return None
+    *_, (frame, _) = traceback.walk_tb(found.__traceback__)
+    if not frame.f_globals["__name__"].startswith(_WRITERS):
+        return None
+    with open(os.devnull, "w") as nowhere, contextlib.suppress(OSError):
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    return found
 
 
 def _parser() -> argparse.ArgumentParser:

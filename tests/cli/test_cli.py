@@ -677,3 +677,29 @@ def test_who_ends_a_command_is_not_told_that_its_compiler_did(sent, here):
     assert running.returncode == 128 + sent
     assert err.endswith("spmd: interrupted\n")
     assert "compiler ended" not in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("show", "P('data')", "--shape", "8,16", "--mesh", "data=8"),
+        ("plan", "a_train:predict", "--args", "a_train:example_args", *MESH, "--top=0", "--json"),
+    ],
+    ids=["show", "plan"],
+)
+def test_an_output_that_takes_no_more(command):
+    """A full disk is said in a sentence; a reader that has enough, such as `head`, is no error."""
+    line = [sys.executable, "-m", "spmd", *command]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert ended.returncode == 2
+    assert ended.stderr.endswith("spmd: cannot write the output: No space left on device\n")
+    assert "Traceback" not in ended.stderr
+    read, write = os.pipe()
+    os.close(read)
+    ended = subprocess.run(line, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(write)
+    assert ended.returncode == 141
+    assert "spmd: " not in ended.stderr
+    assert "Error" not in ended.stderr
