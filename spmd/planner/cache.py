@@ -97,7 +97,7 @@ def folder() -> Path | None:
     """Where plans are kept; None for nowhere."""
     given = os.environ.get("SPMD_PLAN_CACHE")
     if given is not None:
-        return Path(given) if given else None
+        return Path(given).expanduser() if given else None
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:  # no one knows whose home

@@ -22,6 +22,11 @@ TITLES = {
 BY_BYTES = (
     "verified by bytes: CPU devices stand in for the hardware; topology= asks its own compiler"
 )
+STAND_IN = (
+    "CPU devices stand in for the hardware: this is the program of their compiler, with the "
+    "figures of the chip. That of the hardware fuses, tiles and overlaps otherwise, and the time "
+    "of the plan is a prediction of it."
+)
 UNVERIFIED = "not verified: no compiler has seen this plan"
 ENDED = "the search was ended early: there may be a better plan"
 REPLICATED = "replicated"

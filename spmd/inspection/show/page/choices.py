@@ -46,6 +46,7 @@ def view(plan: Plan) -> dict[str, Any]:
         "inside": inside,
         "constraints": [_constraint(one) for one in inside.constraints] if inside else [],
         "time": clock.view(Times(timed), mesh) if timed else None,
+        "stand_in": said.STAND_IN,
         "priced": [_priced(one, mesh) for one in priced],
         "data": {
             "details": [], "frames": [], "mesh": [], "devices": [], "arguments": [],

@@ -20,9 +20,9 @@ def color(axis: str, mesh: Iterable[str]) -> int:
 
 
 def view(found: times.Times, mesh: Mapping[str, int]) -> dict[str, Any] | None:
-    """The bar of a call, the lines that wait, and a layer as lanes; None where no time is known."""
+    """The bar of a call, the lines that wait, and a layer as lanes; None where it has no time."""
     time = found.time
-    if time is None:
+    if time is None or not time.seconds:
         return None
     waits = found.waits()
     return {
