@@ -128,17 +128,29 @@ class _Reader:
     def _never_summed(self) -> int | None:
         total = sum(one.flops * one.runs for one in self.products)
         summed = {c for one in self.products for c in _summed(one)}
+        kept, given = self._sides
+        # Of a program that learns nothing only few arguments come back, such as what it goes on.
+        barred = {c for one in kept for c in one.classes} if len(kept) > len(given) else set()
+        barred -= {c for one in given for c in one.classes}
         found = [
-            c for c, work in self.work.items() if c not in summed and work >= _MOST * total > 0
+            c
+            for c, work in self.work.items()
+            if c not in summed | barred and work >= _MOST * total > 0
         ]
         return min(found, key=self._rank, default=None)
 
-    def _given(self) -> int | None:
+    @functools.cached_property
+    def _sides(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The arguments that come back, those of the optimizer among them, and all others."""
         inputs = {i for i in outputs_of(self.graph).values() if i is not None}
         kept, given = ([], [])
         for i, one in enumerate(self.graph.tensors):
             if one.kind == "argument":
                 (kept if i in inputs or one.is_state else given).append(one)
+        return kept, given
+
+    def _given(self) -> int | None:
+        kept, given = self._sides
         shares = _shares(kept)
         candidates = {
             c

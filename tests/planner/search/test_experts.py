@@ -2,11 +2,14 @@
 
 import itertools
 
-from planned_programs import classes, graph_named, mlp, read
+import jax
+import jax.numpy as jnp
+from planned_programs import classes, f32, graph_named, mlp, read
 import pytest
 
 from spmd import P
 from spmd.planner.search.experts import experts, roles_of
+from spmd.planner.verify import Program
 
 MESH = {"data": 4, "model": 2}
 
@@ -65,6 +68,21 @@ def test_roles_of_classes(name):
         assert getattr(roles, role) == (of[expected] if expected else None), role
     for role in ("stored", "hidden") if name != "elementwise" else ():
         assert {*getattr(roles, role)} == {of[place] for place in ROLES[name][role]}, role
+
+
+def test_the_hidden_width_is_no_batch():
+    """The mean of the last product has no use for that: no product sums over the hidden width."""
+
+    def loss(weights, x):
+        return (jnp.tanh(x @ weights["up"]) @ weights["down"]).mean()
+
+    def sgd(weights, x):
+        moved = jax.grad(loss)(weights, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, weights, moved)
+
+    weights = {"up": f32(32, 64), "down": f32(64, 32)}
+    found = read(Program(function=sgd, args=(weights, f32(16, 32))))
+    assert roles_of(found).batch == classes(found)["x:0"]
 
 
 def specs(found, layout):
