@@ -25,13 +25,16 @@ import spmd.host_callback  # it asks for threads, which has to be before JAX sta
 gc.disable()  # until all tests are collected: they stay as long as the process
 
 
+THIRDS = ("first", "second", "third")
+
+
 def pytest_addoption(parser):
-    """Adds the sizes of two slow tests, and which half of the cases of others runs."""
+    """Adds the sizes of two slow tests, and which third of the cases of others runs."""
     parser.addoption(
-        "--half",
-        choices=("first", "second"),
-        help="of the cases that the mark `few` makes slow every other one; the two ends of the "
-        "range of JAX take one half each in .ci/run, and both in .ci/nightly (default: all)",
+        "--third",
+        choices=THIRDS,
+        help="of the cases that the mark `few` makes slow every third one; the two ends of the "
+        "range of JAX take one third each in .ci/run, and the rest in .ci/nightly (default: all)",
     )
     parser.addoption(
         "--transformation-cases",
@@ -51,10 +54,10 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """Marks the cases of a test as slow that its mark `few` leaves out, spread evenly.
 
-    Of its slow cases ``--half`` keeps every other one, or all if it says ``halved=False``. A test
-    of one case runs at the end that has the first half.
+    Of its slow cases ``--third`` keeps every third one, or all if it says ``shared=False``. A test
+    of one case runs at the end that has the first third.
     """
-    half = config.getoption("--half")
+    third = config.getoption("--third")
     others = set()
     cases = collections.defaultdict(list)
     for item in items:
@@ -68,8 +71,8 @@ def pytest_collection_modifyitems(config, items):
         left_out = [item for item in of_one if item not in kept]
         for item in left_out:
             item.add_marker("slow")
-        if half and few.kwargs.get("halved", True):
-            others.update(left_out[half == "first" :: 2])
+        if third and few.kwargs.get("shared", True):
+            others.update({*left_out} - {*left_out[THIRDS.index(third) :: len(THIRDS)]})
     if others:
         config.hook.pytest_deselected(items=[item for item in items if item in others])
         items[:] = [item for item in items if item not in others]

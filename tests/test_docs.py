@@ -80,7 +80,7 @@ def _marks(name: str) -> tuple:
     return (pytest.mark.slow,) if name in SLOW else ()
 
 
-@pytest.mark.few(1, halved=False)  # each page runs on the newest JAX
+@pytest.mark.few(1, shared=False)  # each page runs on the newest JAX
 @pytest.mark.parametrize(
     "page",
     [pytest.param(p, marks=_marks(p.name), id=p.name) for p in PAGES],

@@ -373,7 +373,7 @@ class Item:
         self.marks[name] = None
 
 
-def marked(request, items, half=None):
+def marked(request, items, third=None):
     """What the hook leaves of these, and what it says that it takes out."""
     (conftest,) = (
         one
@@ -382,7 +382,7 @@ def marked(request, items, half=None):
     )
     left, out = [*items], []
     hook = types.SimpleNamespace(pytest_deselected=lambda items: out.extend(items))
-    config = types.SimpleNamespace(getoption={"--half": half}.get, hook=hook)
+    config = types.SimpleNamespace(getoption={"--third": third}.get, hook=hook)
     conftest.pytest_collection_modifyitems(config, left)
     return left, out
 
@@ -417,18 +417,19 @@ def test_few_are_none_that_are_slow_by_hand(request, mark):
     assert ["slow" in item.marks for item in cases] == [True, False]
 
 
-def test_halves_of_slow_cases(request):
-    """Each slow case of a test with the mark `few` is in one half; all else is in both.
+def test_thirds_of_slow_cases(request):
+    """Each slow case of a test with the mark `few` is in one third; all else is in every one.
 
     Those that the mark leaves out are slow, and those that have a mark of their own.
     """
-    halves, by_hand = [], []
-    for half in ("first", "second"):
+    thirds, by_hand = [], []
+    for third in ("first", "second", "third"):
         slow, cases, other = cases_of(7, 3)
-        left, out = marked(request, [slow, *cases, *other], half)
+        left, out = marked(request, [slow, *cases, *other], third)
         assert [one for one in (slow, *cases, *other) if one not in out] == left
-        halves.append([i for i, item in enumerate(cases) if item in left])
+        thirds.append([i for i, item in enumerate(cases) if item in left])
         by_hand.append(slow in left)
-    assert (halves, by_hand) == ([[0, 2, 3, 4, 6], [0, 1, 2, 4, 5]], [True, False])
-    slow, cases, other = cases_of(7, 3, halved=False)
+    assert thirds == [[0, 2, 4, 5], [0, 1, 2, 4, 6], [0, 2, 3, 4]]
+    assert by_hand == [True, False, False]
+    slow, cases, other = cases_of(7, 3, shared=False)
     assert marked(request, [slow, *cases, *other], "first") == ([slow, *cases, *other], [])
