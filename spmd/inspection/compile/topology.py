@@ -41,6 +41,7 @@ class _Kind:
     Attributes:
         dims: of the torus of chips.
         ring: on a 2D torus, the length at which an axis closes to a ring: that of a whole pod.
+        longest: chips along a dimension at most, where libtpu ends the process that asks for more.
         per_chip: devices that JAX shows for each chip.
         per_type: what the number in an accelerator type such as ``v4-128`` counts for each chip.
         config: libtpu's name of the mode that its chips run in, where the default is another.
@@ -48,6 +49,7 @@ class _Kind:
 
     dims: int
     ring: int = 0
+    longest: int = _MOST_CHIPS
     per_chip: int = 1
     per_type: int = 1
     config: str = ""
@@ -69,7 +71,7 @@ _KINDS = {
     "v3": _Kind(dims=2, ring=32, per_chip=2, per_type=2),
     # libtpu shows two devices per chip unless asked for the mode that v4 pods run in.
     "v4": _Kind(dims=3, per_type=2, config="megacore"),
-    "v5e": _Kind(dims=2, ring=16),
+    "v5e": _Kind(dims=2, ring=16, longest=16),
     "v5p": _Kind(dims=3, per_type=2),
     "v6e": _Kind(dims=2, ring=16),
     "tpu7x": _Kind(dims=3, per_chip=2, per_type=2),
@@ -319,7 +321,8 @@ def _compact(chips: int, dims: int) -> tuple[int, ...]:
 def _bad_sizes(kind: str, sizes: tuple[int, ...]) -> Failure | None:
     """What is wrong with the sizes, of which libtpu must not see all: zeros crash it."""
     expected, fix = "", ""
-    dims = _KINDS[kind].dims if kind in _KINDS else 0
+    known = _KINDS.get(kind)
+    dims = known.dims if known else 0
     most = MOST_STAND_INS if kind == "cpu" else _MOST_CHIPS
     if not all(sizes):
         expected = "sizes of at least 1"
@@ -330,6 +333,8 @@ def _bad_sizes(kind: str, sizes: tuple[int, ...]) -> Failure | None:
         what = "virtual devices" if kind == "cpu" else "chips"
         expected = f"at most {most} {what}"
         fix = "describe TPUs instead: pip install 'spmd[tpu]'" if kind == "cpu" else ""
+    elif known and max(sizes) > known.longest:
+        expected = f"at most {known.longest} chips along a dimension, as a pod has"
     if not expected:
         return None
     got = _show(sizes) + (f" = {math.prod(sizes)}" if len(sizes) > 1 else "")

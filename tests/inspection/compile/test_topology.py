@@ -356,6 +356,7 @@ def test_a_name_is_a_string():
         ("v5p:16", "three sizes, as in 'v5p:4x4x4'", "16"),
         ("v3:4", "two sizes, as in 'v3:4x4'", "4"),
         ("v6e:512x512", "at most 65536 chips", "512x512 = 262144"),
+        ("v5e:4x20", "at most 16 chips along a dimension, as a pod has", "4x20 = 80"),
     ],
 )
 def test_sizes_that_no_slice_has(name, expected, got):
@@ -406,8 +407,8 @@ def test_without_libtpu(monkeypatch):
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert (
-        refused("v5e:2x32")
-        == """topology('v5e:2x32') needs the TPU compiler, which is not installed.
+        refused("v5e:4x16")
+        == """topology('v5e:4x16') needs the TPU compiler, which is not installed.
   fix       pip install 'spmd[tpu]', or let CPU devices stand in: topology('cpu:64')"""
     )
     assert "not known" in refused("h100:2")
