@@ -192,6 +192,7 @@ class PjitFunction:
             out_tree=binding.out_tree,
             out_names=binding.out_names,
             consts=binding.consts,
+            changed=binding.changed,
         )
         placed = _jax.dispatch.placed_shardings((*binding.consts, *flat.leaves))
         return Traced(binding.jaxpr, binding.call, placed, signature)

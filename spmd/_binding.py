@@ -286,6 +286,7 @@ class Binding:
         out_names: What to call each result.
         from_array: Indices of the arguments under FROM_ARRAY.
         refs: Indices of the mutable references among constants and arguments.
+        changed: Names of leaves that the function changes in place.
         plan: Of the planner, if it says where something lies.
     """
 
@@ -296,6 +297,7 @@ class Binding:
     out_names: tuple[str, ...]
     from_array: tuple[int, ...]
     refs: tuple[int, ...]
+    changed: tuple[str, ...] = ()
     plan: Any = None
 
 
@@ -359,6 +361,7 @@ def binding_of(traced: Trace, call: PjitCall, from_array: tuple[int, ...] = ()) 
         out_names=traced.out_names,
         from_array=from_array,
         refs=traced.refs,
+        changed=traced.changed,
     )
 
 

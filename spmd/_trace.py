@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
 from dataclasses import dataclass, field
+import itertools
 import logging
 from typing import Any
 import weakref
@@ -55,6 +57,8 @@ class Trace:
         refs: Indices of the mutable references among all inputs.
         out_tree: Structure of the results.
         out_names: What to call each result, e.g. ``"result['loss']"``.
+        changed: Names of leaves that the function changes in place, such as weights of a Flax
+            module. No result has what they become.
     """
 
     jaxpr: Any
@@ -62,6 +66,7 @@ class Trace:
     refs: tuple[int, ...]
     out_tree: Any
     out_names: tuple[str, ...]
+    changed: tuple[str, ...] = ()
 
 
 def trace(
@@ -88,13 +93,15 @@ def _trace(
         raise RuntimeError(f"{subject} would trace, and jax_no_tracing is set.")
     if explains:
         _explain_miss(origin or fun, signature, mesh, subject)
-    out_tree, out_names = None, []
+    out_tree, out_names, changed = None, [], []
 
     def flat_fun(*leaves: Any) -> list[Any]:
         nonlocal out_tree
         dynamic = jtu.tree_unflatten(signature.tree, leaves)
         args, kwargs = join_arguments(signature.positions, signature.statics, dynamic)
+        objects = _objects(dynamic)
         paths, out_tree = jtu.tree_flatten_with_path(fun(*args, **kwargs))
+        changed[:] = _changed(objects, signature.arg_names)
         out_names[:] = ["result" + jtu.keystr(path) for path, _ in paths]
         values = [value for _, value in paths]
         found = [no_array(v, n) for v, n in zip(values, out_names, strict=True)]
@@ -112,8 +119,29 @@ def _trace(
     )
     count("traces")
     return Trace(
-        jaxpr=jaxpr, consts=consts, refs=refs, out_tree=out_tree, out_names=tuple(out_names)
-    )
+        jaxpr=jaxpr, consts=consts, refs=refs, out_tree=out_tree, out_names=tuple(out_names),
+        changed=tuple(changed),
+    )  # fmt: skip
+
+
+_PLAIN = (dict, list, tuple, type(None))
+
+
+def _objects(tree: Any) -> list[tuple[Any, list[Any]]]:
+    """Each part of a tree that is no plain container, with its leaves."""
+    parts = jax.tree.leaves(tree, is_leaf=lambda one: not isinstance(one, _PLAIN))
+    return [(one, jax.tree.leaves(one)) for one in parts]
+
+
+def _changed(objects: Sequence[tuple[Any, list[Any]]], names: Sequence[str]) -> Iterator[str]:
+    """The leaves that are others now, by name."""
+    names = iter(names)
+    for one, before in objects:
+        own = [*itertools.islice(names, len(before))]
+        # What an object is now may be no tree of arrays any more.
+        with contextlib.suppress(Exception):
+            after = jax.tree.leaves(one)
+            yield from (n for n, a, b in zip(own, before, after, strict=False) if a is not b)
 
 
 def no_array(value: Any, name: str) -> Failure | None:

@@ -46,6 +46,7 @@ class Origin:
     out_tree: Any
     out_names: tuple[str, ...]
     consts: tuple[Any, ...]
+    changed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

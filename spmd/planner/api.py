@@ -113,7 +113,7 @@ def plan(
 
     Raises:
         PlanMemoryError: Nothing fits the memory.
-        PlanError: There is nothing to split.
+        PlanError: There is nothing to split, or the function changes its arguments in place.
         ArgumentError: A path, a dimension or an option is not known.
         MeshError: There is no mesh and no topology, or no such topology.
         OptionError: A number or a size cannot be read.
@@ -220,6 +220,8 @@ def plan_program(
     names = [one.name for one in leaves]
     if not any(one.shape for one in leaves):
         raise explain(subject, [asked.nothing_to_split(names)])
+    if changed := traced._signature.changed:
+        raise explain(subject, [asked.changes_in_place(changed)])
     avals = open_avals(traced)
     specs, meshes = asked.fixed_specs(wish.fixed, leaves, avals, on.meshes, subject)
     meshes = _from_first(program, meshes)

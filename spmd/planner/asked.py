@@ -397,6 +397,19 @@ def no_program(said: str) -> Failure:
     )
 
 
+def changes_in_place(names: Sequence[str]) -> Failure:
+    """The failure of a function that changes its arguments, such as modules of Flax."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return Failure(
+        what="has no plan: the function changes its arguments in place, and no result has that",
+        expected="a function that returns what it changes",
+        got=f"changes of {', '.join(names[:3])}{more}",
+        fix="with Flax: graphdef, state = nnx.split(model), take the state, nnx.merge(graphdef, "
+        "state)\ninside, and return nnx.state(model); jax.jit in the place of nnx.jit",
+        error=PlanError,
+    )
+
+
 def nothing_to_split(names: Sequence[str]) -> Failure:
     """The failure of a program of scalars."""
     return Failure(

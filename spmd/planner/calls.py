@@ -81,6 +81,7 @@ def _traced(binding: Any, options: Any, signature: Any) -> stages.Traced:
         out_tree=binding.out_tree,
         out_names=binding.out_names,
         consts=binding.consts,
+        changed=binding.changed,
     )
     open_call = dataclasses.replace(
         call,

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+from flax import nnx
 import jax
 from jax.experimental import io_callback
 import jax.numpy as jnp
@@ -127,6 +128,33 @@ def test_a_step_of_the_optimizer_alone_is_split_like_its_parameters(mesh):
     whole = 4 * 20 * 4 * (2 * 64 * 256 + 64)  # parameters and moments, before and after
     found = spmd.plan(update, shapes, shapes, mesh=mesh, memory=whole // 6, **QUICK)
     assert whole / 8 <= found.memory <= whole / 6
+
+
+def test_a_function_that_changes_its_arguments(mesh):
+    """The program has no result for that: a step of a Flax module would learn nothing."""
+
+    def step(model, x):
+        loss, gradient = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+        model.kernel[...] -= 0.1 * gradient.kernel[...]
+        return loss
+
+    model = nnx.Linear(32, 8, rngs=nnx.Rngs(0))
+    for function in (step, nnx.jit(step)):
+        with pytest.raises(spmd.PlanError, match=r"changes of .*model\.kernel"):
+            spmd.plan(function, model, X, mesh=mesh, **QUICK)
+    auto = pjit(step, in_axis_resources=AUTO, out_axis_resources=AUTO, mesh=mesh)
+    with pytest.raises(spmd.PlanError, match="changes its arguments in place"):
+        auto(model, X)
+    assert spmd.plan(lambda model, x: model(x), model, X, mesh=mesh, **QUICK).results
+
+
+def test_what_is_changed_in_a_dict_is_the_users_own(mesh):
+    """Dicts are taken apart and made anew, as for `jax.jit`: who changes one changes a copy."""
+
+    def function(given):
+        return given.pop("x") @ given["w"]
+
+    assert spmd.plan(function, {"x": X, "w": W}, mesh=mesh, **QUICK).results
 
 
 # Costs
