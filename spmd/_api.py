@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 import functools
 import types
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.tree_util as jtu
@@ -119,6 +119,9 @@ def _pjit(options: dict[str, Any], fun: Callable) -> Any:
     if not callable(fun):
         fix = "pjit(fun, in_axis_resources=...), or @pjit(in_axis_resources=...) above a def"
         raise explain("pjit", [not_callable(fun, fix)])
+    # A plan says where all lies, and shardings of `jax.jit` would be constraints inside of it.
+    if options["plan"] is not None and _jax.dispatch.shardings_of_jit(fun):
+        fun = cast(Any, fun).__wrapped__
     wrapped = pjit_function(*parse(fun, **options))
     wrapped.__wrapped__ = fun
     return wrapped

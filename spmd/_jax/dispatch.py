@@ -309,6 +309,28 @@ def options_of_jit(function: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value}
 
 
+def shardings_of_jit(function: Any) -> tuple[Any, Any] | None:
+    """The shardings that `jax.jit` was given for arguments and results; None where it has none.
+
+    Both are trees, with None where nothing is said.
+    """
+    info = getattr(function, "_jit_info", None)
+    if info is None:
+        return None
+    sides = [
+        (info.in_shardings_treedef, info.in_shardings_leaves),
+        (info.out_shardings_treedef, info.out_shardings_leaves),
+    ]
+    given = [
+        [one if isinstance(one, jax.sharding.Sharding) else None for one in leaves]
+        for _, leaves in sides
+    ]
+    if not any(one is not None for leaves in given for one in leaves):
+        return None
+    ins, outs = (tree.unflatten(own) for (tree, _), own in zip(sides, given, strict=True))
+    return ins, outs
+
+
 def make_dispatcher(
     fun: Callable | None,
     name: str,

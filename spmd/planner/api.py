@@ -15,6 +15,7 @@ import jax
 import spmd
 from spmd import _jax, stages
 from spmd._api import PjitFunction
+from spmd._mesh import current_mesh
 from spmd._options import not_callable
 from spmd.errors import ArgumentError, Failure, did_you_mean, explain
 from spmd.inspection.records.later import Later
@@ -31,7 +32,14 @@ from spmd.planner.program.structure import Graph
 from spmd.planner.recorded import nothing_fits, recorded
 from spmd.planner.search.descent import Rules
 from spmd.planner.verify import Program, open_avals, open_leaves, structs
-from spmd.planner.written import given_specs, has_auto, has_specs, lowered_as_written
+from spmd.planner.written import (
+    given_specs,
+    has_auto,
+    has_specs,
+    lowered_as_written,
+    mesh_of as written_mesh,
+    without_shardings,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +84,15 @@ def plan(
     the answer is the fastest of those that were compiled and keep to the memory. Nothing runs.
 
     Args:
-        f: a function: bare, of `spmd.pjit`, or of `jax.jit`. Options of `pjit` are taken over.
+        f: a function: bare, of `spmd.pjit`, or of `jax.jit`. Its options are taken over, and its
+            shardings are compared with what is found.
         *args: what it is called with: arrays or `jax.ShapeDtypeStruct`s, in any pytrees.
         topology: the name of described hardware, such as ``"v5e:4x4"``: all meshes over `axes` are
             compared. Or a mesh.
         mesh: a mesh, or sizes by axis name, to plan for; by default that of `f`, else the active
-            one. With the name of a topology, the shape of the mesh of its chips: so CPU devices
-            get a plan that is compiled for the chips that they stand in for.
+            one, else that of the shardings of a `jax.jit` or of the arguments. With the name of a
+            topology, the shape of the mesh of its chips: so CPU devices get a plan that is compiled
+            for the chips that they stand in for.
         axes: names of mesh axes, where a topology leaves the sizes to the planner.
         memory: of one device, such as ``"14GB"``; by default what the hardware has.
         chip: whose figures to use, as `report` takes it; by default those of the devices, and of a
@@ -130,8 +140,10 @@ def plan(
     asked.check_options(subject, top=top, timeout=timeout, seed=seed)
     asked.check_kinds(subject, axes=axes, never=never, classes=classes)
     _check_names(options, subject)
-    if mesh is None and topology is None and isinstance(f, PjitFunction):
-        mesh = f._line.options.mesh
+    if mesh is None and topology is None:
+        mesh = _mesh_of(f, args)
+    f = without_shardings(f, subject)
+    function = _function_of(f)[0]
     on = asked.hardware(topology, mesh, axes, memory, chip, subject=subject)
     given = structs(args)
     if has_auto(f):
@@ -195,6 +207,12 @@ def _function_of(f: Any) -> tuple[Any, dict[str, Any]]:
         "keep_unused": options.keep_unused,
         "compiler_options": dict(options.compiler_options),
     }
+
+
+def _mesh_of(f: Any, args: Sequence[Any]) -> Any:
+    """The mesh of the function; without an active one, that which shardings name."""
+    own = f._line.options.mesh if isinstance(f, PjitFunction) else None
+    return written_mesh(f, args) if own is None and current_mesh() is None else own
 
 
 def versions() -> dict[str, str]:

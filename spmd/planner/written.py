@@ -6,12 +6,56 @@ from collections.abc import Iterator, Sequence
 import dataclasses
 from typing import Any
 
+import jax
+from jax.sharding import NamedSharding
+
 import spmd
+from spmd import _jax
 from spmd._api import PjitFunction
 from spmd._binding import flatten, resolve_inputs, resolve_outputs
 from spmd._spec import AUTO, UNSPECIFIED, ParsedPartitionSpec
 from spmd._trace import trace
-from spmd.errors import SpmdError
+from spmd.errors import Failure, PlanError, SpmdError, explain
+
+
+def without_shardings(f: Any, subject: str) -> Any:
+    """The function of a `jax.jit` with shardings as one of `spmd.pjit` with specs; else as it is.
+
+    Its own shardings would be constraints inside of the program.
+    """
+    found = _jax.dispatch.shardings_of_jit(f)
+    if found is None:
+        return f
+    leaves = [one for one in jax.tree.leaves(found) if not isinstance(one, NamedSharding)]
+    if leaves:
+        failure = Failure(
+            what="cannot compare the shardings of this jax.jit",
+            expected="a NamedSharding for each",
+            got=", ".join(dict.fromkeys(type(one).__name__ for one in leaves)),
+            fix="plan the function itself, without jax.jit",
+            error=PlanError,
+        )
+        raise explain(subject, [failure])
+    ins, outs = (
+        jax.tree.map(
+            lambda one: UNSPECIFIED if one is None else one.spec, side, is_leaf=lambda x: x is None
+        )
+        for side in found
+    )
+    own = _jax.dispatch.options_of_jit(f)
+    return spmd.pjit(f.__wrapped__, in_axis_resources=ins, out_axis_resources=outs, **own)
+
+
+def mesh_of(f: Any, args: Sequence[Any]) -> Any:
+    """The mesh that the shardings of a `jax.jit`, or else of the arguments, name; None for none."""
+    found = _jax.dispatch.shardings_of_jit(f)
+    for one in jax.tree.leaves(
+        (found, [getattr(x, "sharding", None) for x in jax.tree.leaves(args)])
+    ):
+        mesh = getattr(one, "mesh", None)
+        if isinstance(mesh, jax.sharding.Mesh) and not mesh.empty:
+            return mesh
+    return None
 
 
 def has_auto(f: Any) -> bool:

@@ -7,6 +7,7 @@ from flax import nnx
 import jax
 from jax.experimental import io_callback
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 import numpy as np
 import pytest
 
@@ -223,6 +224,31 @@ def test_options_of_jax_jit_are_taken_over(mesh):
     code = spmd.plan(function, X, (8, 64), mesh=mesh, **QUICK).code()
     assert "static_argnums=1" in code
     assert "donate_argnums=0" in code
+
+
+@pytest.mark.slow
+def test_shardings_of_jax_jit_are_compared_and_bind_nothing(mesh):
+    """They are a row as specs of `pjit` are, say the mesh, and are no constraints inside."""
+    specs = P(("data", "model")), P()
+    jitted = jax.jit(multiplied, in_shardings=tuple(NamedSharding(mesh, one) for one in specs))
+    found = spmd.plan(jitted, X, W, **QUICK)
+    bare = spmd.plan(multiplied, X, W, mesh=mesh, **QUICK)
+    assert (found.axes, found.predicted) == (bare.axes, bare.predicted)
+    step = pjit(jitted, plan=found)
+    np.testing.assert_allclose(step(X, W), X @ W, rtol=1e-4)
+    inputs, _ = step.lower(X, W).compile().input_shardings
+    planned = [P(*(entry or None for entry in one.spec)) for one in found.arguments]
+    pairs = zip(inputs, planned, strict=True)
+    assert all(one.is_equivalent_to(NamedSharding(mesh, spec), 2) for one, spec in pairs)
+    assert spmd.plan(jitted, X, W, topology="v5e:2x2", **QUICK).axes
+    assert spmd.plan(multiplied, jax.device_put(X, inputs[0]), W, **QUICK).axes == found.axes
+    whole = jax.jit(multiplied, in_shardings=NamedSharding(mesh, P()))
+    options = {**QUICK, "top": 1}
+    names = [one.name for one in spmd.plan(whole, X, W, **options).candidates]
+    assert "as written" in names
+    single = jax.jit(multiplied, in_shardings=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    with pytest.raises(spmd.PlanError, match="SingleDeviceSharding"):
+        spmd.plan(single, X, W, mesh=mesh, **QUICK)
 
 
 def test_a_donation_that_is_given_counts_alone(mesh):
