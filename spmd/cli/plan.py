@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import contextlib
+import dataclasses
 import inspect
 import json
 import re
@@ -90,8 +91,7 @@ def _plan(args: argparse.Namespace) -> int:
     except spmd.PlanMemoryError as error:
         print(f"spmd: {error}", file=sys.stderr)
         return FAILED
-    _answer(args, found)
-    return OK
+    return _answer(args, found)
 
 
 def _wish(args: argparse.Namespace) -> dict[str, Any]:
@@ -204,16 +204,42 @@ def _telling(args: argparse.Namespace) -> Iterator[Callable[[Any], None]]:
         yield tell
 
 
-def _answer(args: argparse.Namespace, plan: Any) -> None:
-    """Prints a plan as it was asked for, and writes it to the files that there are."""
+def _answer(args: argparse.Namespace, plan: Any) -> int:
+    """Prints a plan as it was asked for, and writes it to the files that there are.
+
+    Files have its code, which may take longer than the search: the table comes before. Who
+    interrupts that has all the rest.
+    """
+    is_table = not (args.json or args.code)
+    if is_table:
+        options.draw(plan)
+    has_code = (is_table and not (args.save or args.html)) or _work_out_code(args, plan)
+    if not has_code:
+        plan = dataclasses.replace(plan, inside=None)
     if args.json:
         from spmd.inspection.records.plan_codec import encode
 
         print(json.dumps(encode(plan, force=True), indent=1))
-    elif args.code:
+    elif args.code and has_code:
         print(plan.code())
-    else:
+    elif args.code:
         options.draw(plan)
     for path in (args.save, args.html):
         if path:
             plan.save(path)
+    if not has_code:
+        raise KeyboardInterrupt
+    return OK
+
+
+def _work_out_code(args: argparse.Namespace, plan: Any) -> bool:
+    """Works out the code of a plan; False where that was interrupted."""
+    from spmd.inspection.show.progress import quiet, showing
+
+    what = "working out the code"
+    try:
+        with quiet() if args.no_progress else showing(what, lines=True):
+            plan.code()
+    except KeyboardInterrupt:
+        return False
+    return True

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+from types import FrameType
 
 from spmd.cli.options import USAGE
 
@@ -21,6 +22,8 @@ _SOCKET, _ASKED = "SPMD_PARENT_SOCKET", "SPMD_COMPILER_ENDED"
 
 #: Seconds that another process has to write out the last words of a child.
 _LAST_WORDS = 5
+#: Seconds after an interrupt from which on it is said that the child has not ended yet.
+_AT_ONCE = 1
 
 _asked = False
 _terminated = False
@@ -67,7 +70,7 @@ def _wait(argv: Sequence[str], **more: str) -> int:
             )
         before = signal.signal(signal.SIGTERM, lambda *_: _terminate(child))
         try:
-            code = _ended(child)
+            code = _ended(child, ours)
         finally:
             signal.signal(signal.SIGTERM, before)
         if code < 0:
@@ -83,16 +86,37 @@ def _terminate(child: subprocess.Popen) -> None:
     child.terminate()
 
 
-def _ended(child: subprocess.Popen) -> int:
+def _ended(child: subprocess.Popen, ours: socket.socket) -> int:
+    """Waits for a child, which the terminal interrupts too.
+
+    Its Python hears of that when the compiler is done; one more interrupt until then ends it.
+    """
+    unheard = 0
     while True:
         try:
-            return child.wait()
+            try:
+                return child.wait(_AT_ONCE if unheard else None)
+            except subprocess.TimeoutExpired:
+                if not _heard(ours):
+                    said = "ends when the compiler is done; interrupt again to end at once"
+                    print(f"\nspmd: {said}", file=sys.stderr, flush=True)
+                    return child.wait()
+                unheard = 0
         except KeyboardInterrupt:
-            continue  # the terminal tells the child too, which says so and ends
+            unheard = 1 if _heard(ours) else unheard + 1
+            if unheard > 1:
+                child.kill()
+                child.wait()
+                return -signal.SIGINT
+
+
+def _heard(ours: socket.socket) -> bool:
+    """Whether the child says that it was interrupted, since it was asked before."""
+    return bool(select.select([ours], [], [], 0)[0]) and bool(ours.recv(64))
 
 
 def follow_parent() -> None:
-    """Ends this process when its parent is no more, however that was ended."""
+    """Ends this process when its parent is no more, and tells it of interrupts."""
     global _asked
     # A command that the user's code starts here has neither this socket nor what was asked.
     parent, _asked = int(os.environ.pop(_SOCKET)), os.environ.pop(_ASKED, None) is not None
@@ -101,4 +125,9 @@ def follow_parent() -> None:
         os.read(parent, 1)  # nothing is ever written: it returns when the other end is closed
         os._exit(USAGE)
 
+    def heard(number: int, frame: FrameType | None) -> None:
+        os.write(parent, b".")
+        signal.default_int_handler(number, frame)
+
     threading.Thread(target=wait, name="spmd-parent", daemon=True).start()
+    signal.signal(signal.SIGINT, heard)

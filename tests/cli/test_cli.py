@@ -679,6 +679,43 @@ def test_who_ends_a_command_is_not_told_that_its_compiler_did(sent, here):
     assert "compiler ended" not in err
 
 
+HEARD = """
+import signal, time
+open("there", "w").close()
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    open("heard", "w").close()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_an_interrupt_that_is_not_heard(here):
+    """Python hears of one when the compiler is done. Until then one more ends the command."""
+    (here / "a_ended.py").write_text(HEARD)
+    command = [sys.executable, "-m", "spmd", "report", "a_ended:step", "--args", "a_ended:args"]
+    with subprocess.Popen(
+        [*command, "--mesh", "a=2,b=3", "--no-progress"],
+        cwd=here,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as running:
+        for name in ("there", "heard"):  # the first one is heard, and what it ends goes on
+            while not (here / name).exists():
+                assert running.poll() is None
+                time.sleep(0.05)
+            os.killpg(running.pid, signal.SIGINT)
+        said = ["", "spmd: ends when the compiler is done; interrupt again to end at once"]
+        assert [running.stderr.readline().rstrip() for _ in said] == said
+        os.killpg(running.pid, signal.SIGINT)
+        _, err = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert err == "spmd: interrupted\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",

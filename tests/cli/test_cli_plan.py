@@ -1,5 +1,6 @@
 """`spmd plan`: what it asks the planner, prints, writes and returns; `spmd show` of a plan."""
 
+import dataclasses
 import io
 import json
 import os
@@ -15,7 +16,7 @@ import spmd
 from spmd import P, __main__ as cli
 from spmd.cli import options
 from spmd.inspection.records import plan_codec
-from spmd.inspection.records.later import known
+from spmd.inspection.records.later import Later, known
 from spmd.inspection.records.plan import Candidate, Inside, Placed, Plan
 from spmd.inspection.show import progress
 from spmd.planner import Progress
@@ -237,6 +238,28 @@ def test_json_and_code_instead(planned, asked, capsys):
     with pytest.raises(SystemExit) as caught:
         run(*ON_CPUS, "--code", "--json")
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("shown", [[], ["--code"], ["--json"]])
+def test_an_interrupt_while_the_code_is_worked_out(shown, planned, here, capsys, monkeypatch):
+    """The plan is there already: it is printed and written without its code."""
+
+    def work():
+        raise KeyboardInterrupt
+
+    unknown = dataclasses.replace(planned, inside=Later(work))
+    monkeypatch.setattr(spmd, "plan", lambda *args, **wish: unknown, raising=False)
+    assert run(*ON_CPUS, "--save", "plan.json", *shown) == 130
+    out, err = capsys.readouterr()
+    without = dataclasses.replace(planned, inside=None)
+    assert plan_codec.load(here / "plan.json") == without
+    if shown == ["--json"]:
+        assert plan_codec.decode(json.loads(out), subject="what was printed") == without
+    else:
+        assert out.replace("─", "-").rstrip() == str(planned)
+    lines = err.splitlines()
+    assert lines[-1] == "spmd: interrupted"
+    assert "working out the code ..." in lines
 
 
 def test_lines_of_a_log(asked, capsys, monkeypatch):
