@@ -271,12 +271,25 @@ def reading(path: str = "") -> Iterator[None]:
         raise CommandError(f"{name} cannot be read: {why}.") from None
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Answers a file that cannot be written, and leaves no part of it."""
+    try:
+        yield
+    except OSError as error:
+        if path.is_file():
+            path.unlink()
+        raise CommandError(f"{path} cannot be written: {error.strerror or error}.") from None
+
+
 def draw(drawable: Any, json_file: Path | None = None, html_file: Path | None = None) -> None:
     """Prints a record or a picture, and writes it to the files that there are."""
     from rich.console import Console
 
     Console(highlight=False).print(drawable)
     if json_file:
-        json_file.write_text(json.dumps(drawable.to_json(), indent=1) + "\n", encoding="utf-8")
+        with writing(json_file):
+            json_file.write_text(json.dumps(drawable.to_json(), indent=1) + "\n", encoding="utf-8")
     if html_file:
-        html_file.write_text(drawable.to_html(), encoding="utf-8")
+        with writing(html_file):
+            html_file.write_text(drawable.to_html(), encoding="utf-8")

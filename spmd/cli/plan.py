@@ -226,7 +226,8 @@ def _answer(args: argparse.Namespace, plan: Any) -> int:
         options.draw(plan)
     for path in (args.save, args.html):
         if path:
-            plan.save(path)
+            with options.writing(path):
+                plan.save(path)
     if not has_code:
         raise KeyboardInterrupt
     return OK

@@ -16,6 +16,7 @@ from spmd.cli.options import (
     check_time,
     parse_limits,
     writable,
+    writing,
 )
 from spmd.cli.programs import add_program_command, call, doing
 from spmd.testing._budgets import check_axes, read_budget
@@ -98,7 +99,8 @@ def _report(args: argparse.Namespace) -> int:
         report.show(all_frames=args.all_frames, limit=None if args.all else 40)
     for path in (args.json, args.html):
         if path:
-            report.save(path)
+            with writing(path):
+                report.save(path)
     if args.trace:
         report.save_trace(args.trace)
     return _hold(report, limits, args.max_time)

@@ -262,6 +262,17 @@ def test_an_interrupt_while_the_code_is_worked_out(shown, planned, here, capsys,
     assert "working out the code ..." in lines
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc takes no files, and is Linux's own")
+@pytest.mark.parametrize("option", ["--save", "--html"])
+def test_a_file_that_cannot_be_written(option, asked, capsys):
+    """The plan is printed, and a sentence says why the file is not there."""
+    path = "/proc/plan" + {"--save": ".json", "--html": ".html"}[option]
+    assert run(*ON_CPUS, option, path) == 2
+    out, err = capsys.readouterr()
+    assert "data=8" in out
+    assert err.endswith(f"spmd: {path} cannot be written: No such file or directory.\n")
+
+
 def test_lines_of_a_log(asked, capsys, monkeypatch):
     """A log has a line when it begins, for each compile and at the end; none if so wished."""
     monkeypatch.setenv("COLUMNS", "40")

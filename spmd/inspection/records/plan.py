@@ -367,7 +367,7 @@ class Plan(Paged):
         """What other places of an argument or result would cost.
 
         Args:
-            path: of it, such as ``"state['params']['up']"``.
+            path: of it, such as ``"state['params']['up']"``, or of several: ``"batch"``.
 
         Raises:
             ArgumentError: there is no such path.

@@ -245,8 +245,16 @@ def _deviation_row(one: Deviation, axes: Iterable[str]) -> Row:
 
 
 def why(plan: Plan, path: str) -> str:
-    """What other places of an argument or result would cost, as `Plan.why` says."""
-    return plain(_prices(placed_at(plan, path), plan))
+    """What other places of an argument or result would cost, as `Plan.why` says.
+
+    A path that holds several arrays says it of each.
+    """
+    found = [*plan.arguments, *plan.results]
+    below = [one for one in found if one.name.startswith((f"{path}[", f"{path}."))]
+    if not below or any(one.name == path for one in found):
+        below = [placed_at(plan, path)]
+    shown = [_prices(one, plan) for one in below[:_MOST_PRICED]]
+    return plain(Group(*shown, *not_shown(len(below[_MOST_PRICED:]), "array")))
 
 
 def placed_at(plan: Plan, path: str) -> Placed:
@@ -265,6 +273,7 @@ def placed_at(plan: Plan, path: str) -> Placed:
 
 
 _PRICES = (Column(), Column(right=True), Column(right=True))
+_MOST_PRICED = 12
 
 
 def _prices(one: Placed, plan: Plan) -> RenderableType:

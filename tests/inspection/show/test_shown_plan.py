@@ -279,6 +279,13 @@ def test_prices_of_other_places():
     assert why(GPT, "result[1]")
 
 
+def test_prices_below_a_path():
+    """A path as the table folds it, which holds several arrays, says it of each."""
+    below = [one.name for one in GPT.arguments if one.name.startswith("state['params'][")]
+    assert len(below) > 1
+    assert why(GPT, "state['params']") == "\n".join(why(GPT, name) for name in below)
+
+
 def test_a_path_that_is_none():
     """An unknown path is refused with the one that was meant."""
     with pytest.raises(ArgumentError) as caught:
