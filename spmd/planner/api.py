@@ -18,6 +18,7 @@ from spmd._api import PjitFunction
 from spmd._mesh import current_mesh
 from spmd._options import not_callable
 from spmd.errors import ArgumentError, Failure, did_you_mean, explain
+from spmd.inspection.compile.program import call_failure
 from spmd.inspection.records.later import Later
 from spmd.inspection.records.plan import Plan
 from spmd.inspection.shardy.passes import module_of
@@ -140,6 +141,8 @@ def plan(
     asked.check_options(subject, top=top, timeout=timeout, seed=seed)
     asked.check_kinds(subject, axes=axes, never=never, classes=classes)
     _check_names(options, subject)
+    if failure := call_failure(function, args, {}, "plan"):
+        raise explain(subject, [failure])
     if mesh is None and topology is None:
         mesh = _mesh_of(f, args)
     f = without_shardings(f, subject)

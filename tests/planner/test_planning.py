@@ -477,6 +477,13 @@ def test_what_cannot_be_read_is_refused(mesh, name):
     assert str(caught.value).startswith("plan of `step` ") or "topology" in str(caught.value)
 
 
+def test_arguments_as_one_tuple_are_refused(mesh):
+    """As `report` refuses them, with what was meant."""
+    with pytest.raises(spmd.ArgumentError, match=r"got +one tuple of 2") as caught:
+        spmd.plan(step, (W, BATCH), mesh=mesh)
+    assert "the arguments follow one by one" in str(caught.value)
+
+
 def test_what_does_not_divide_is_no_fixed_place():
     """A fixed spec that fits some meshes of a topology leaves those; one that fits none fails."""
     odd = {"x": jax.ShapeDtypeStruct((6, D), f32), "y": jax.ShapeDtypeStruct((6, D), f32)}

@@ -69,7 +69,7 @@ def lower(
         try:
             lowered = stage_of(method(*args, **kwargs))
         except TypeError:
-            if failure := _call_failure(function, args, kwargs, verb):
+            if failure := call_failure(function, args, kwargs, verb):
                 raise explain(subject, [failure]) from None
             raise
     if not isinstance(lowered, _LOWERED):
@@ -77,7 +77,7 @@ def lower(
     return lowered
 
 
-def _call_failure(
+def call_failure(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], verb: str
 ) -> Failure | None:
     """Says that all arguments were given as one tuple, where that is why a call failed."""
