@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from spmd.inspection.records.diff import matched
+from spmd.inspection.records.names import users_own
 from spmd.inspection.records.plan import LEAST, Deviation
 from spmd.inspection.records.report import Collective, Shape, Shapes, Source
 
@@ -107,8 +108,9 @@ def _lines(found: Iterable[Collective]) -> list[_Line]:
 def _parts(one: Collective) -> Iterator[tuple[Shapes, int, Source | None]]:
     """The exchanges that a collective was combined from: shapes, wire bytes, and lines."""
     for part in one.parts or (one,):
+        own = users_own(part.source)
         # Several operations of one line differ in their columns.
-        place = dataclasses.replace(part.source, column=0) if part.source else None
+        place = dataclasses.replace(own, column=0) if own else None
         yield part.shapes, part.wire_bytes, place
 
 

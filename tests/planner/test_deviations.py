@@ -155,6 +155,9 @@ def test_the_record():
     assert (one.kind, one.source) == ("reduce-scatter", source(7, column=0))
     (one,) = deviations([sent("all-reduce", (64, 32), line=None)], [compiled])
     assert one.source == source(7, column=0)
+    runner = Source(file="<frozen runpy>", line=88, column=0, function="_run_code")
+    (one,) = deviations([], [dataclasses.replace(compiled, source=runner)])
+    assert one.source is None
 
 
 # What is no difference
