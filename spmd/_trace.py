@@ -135,9 +135,9 @@ def _objects(tree: Any) -> list[tuple[Any, list[Any]]]:
 
 def _changed(objects: Sequence[tuple[Any, list[Any]]], names: Sequence[str]) -> Iterator[str]:
     """The leaves that are others now, by name."""
-    names = iter(names)
+    left = iter(names)
     for one, before in objects:
-        own = [*itertools.islice(names, len(before))]
+        own = [*itertools.islice(left, len(before))]
         # What an object is now may be no tree of arrays any more.
         with contextlib.suppress(Exception):
             after = jax.tree.leaves(one)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import numbers
+import re
 from typing import Any
 
 import jax
@@ -31,6 +32,8 @@ from spmd.inspection.timing.chips import CHIPS, Chip, chip_of
 from spmd.planner.program.layout import Fixed, spec_of
 from spmd.planner.program.structure import Graph
 
+_DEEPER = re.compile(r"[.\[]")
+"""What stands in a path after the argument, or the result."""
 STAND_IN = "v5e"
 """Whose figures a plan uses for devices that have none, such as CPUs."""
 
@@ -229,9 +232,11 @@ def _is_below(name: str, key: Any) -> bool:
 
 def unknown_path(key: Any, names: Sequence[str]) -> Failure:
     """The failure of a path that names no argument and no result."""
+    whole = (_DEEPER.split(name, maxsplit=1)[0] for name in names)
+    known = [*dict.fromkeys((*whole, *names))]
     return Failure(
-        what=f"has no argument or result {key}{did_you_mean(key, names)}",
-        expected=f"a path such as {', '.join(names[:3])}" + (", ..." if len(names) > 3 else ""),
+        what=f"has no argument or result {key}{did_you_mean(key, known)}",
+        expected=f"a path such as {', '.join(known[:3])}" + (", ..." if len(known) > 3 else ""),
         error=ArgumentError,
     )
 
@@ -246,18 +251,27 @@ def fixed_specs(
     """The specs that are fixed, by leaf, and the meshes that they fit."""
     rows = leaves_of(given, [one.name for one in leaves], subject, "fixed")
     parsed = {i: _parsed(spec, f"fixed[{key!r}]", subject) for i, (key, spec) in rows.items()}
-    by_mesh = {
-        mesh: [
-            found
-            for i, spec in parsed.items()
-            if (found := _misfit(leaves[i], avals[i], spec, f"fixed[{rows[i][0]!r}]", mesh))
-        ]
-        for mesh in meshes
-    }
+    by_mesh = {mesh: [*_misfits(rows, parsed, leaves, avals, mesh)] for mesh in meshes}
     fitting = tuple(mesh for mesh, failures in by_mesh.items() if not failures)
     if not fitting:
         raise explain(subject, by_mesh[meshes[0]])
     return parsed, fitting
+
+
+def _misfits(
+    rows: Mapping[int, tuple[str, Any]],
+    parsed: Mapping[int, ParsedPartitionSpec],
+    leaves: Sequence[Placed],
+    avals: Sequence[Any],
+    mesh: Any,
+) -> Iterator[Failure]:
+    """The specs that do not fit a mesh, each once: a path may stand for many arrays."""
+    seen: set[str] = set()
+    for i, spec in parsed.items():
+        where = f"fixed[{rows[i][0]!r}]"
+        if where not in seen and (found := _misfit(leaves[i], avals[i], spec, where, mesh)):
+            seen.add(where)
+            yield found
 
 
 def _parsed(spec: Any, where: str, subject: str) -> ParsedPartitionSpec:

@@ -431,7 +431,11 @@ REFUSED = {
     "no such topology": ({"topology": "v5f:4x4"}, spmd.MeshError, "did you mean"),
     "unreadable memory": ({"mesh": "m", "memory": "14 gigs"}, spmd.OptionError, "memory"),
     "no memory": ({"mesh": "m", "memory": 0}, spmd.OptionError, "above 0"),
-    "unknown path": ({"mesh": "m", "fixed": {"bach": P()}}, spmd.ArgumentError, "did you mean"),
+    "unknown path": (
+        {"mesh": "m", "fixed": {"bach": P()}},
+        spmd.ArgumentError,
+        "did you mean 'batch'",
+    ),
     "no division": (
         {"mesh": "m", "fixed": {"batch": P(None, ("data", "model"), "data")}},
         spmd.SpmdError,

@@ -138,7 +138,7 @@ def _by_path(graph: Graph, classes: Container[int]) -> list[list[int]]:
     for one in graph.tensors:
         pattern = _NUMBER.sub("*", one.name)
         for d, c in enumerate(one.classes if one.kind == "argument" else ()):
-            if c in classes:
+            if c is not None and c in classes:
                 found[pattern, one.shape, d][c] = None
     return [[*group] for group in found.values()]
 
