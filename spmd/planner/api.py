@@ -28,7 +28,7 @@ from spmd.planner.asked import Hardware
 from spmd.planner.choose import Progress, choose
 from spmd.planner.code.inside import called, inside_of
 from spmd.planner.plans import fingerprint
-from spmd.planner.program.layout import Fixed
+from spmd.planner.program.layout import Fixed, fixed_at
 from spmd.planner.program.structure import Graph
 from spmd.planner.recorded import nothing_fits, recorded
 from spmd.planner.search.descent import Rules
@@ -164,7 +164,9 @@ def plan(
     )
     options = _merged(own, options)
     program = Program(function=function, args=given, options=options, called=called(function))
-    written = [*lowered_as_written(f, given, on.meshes)] if seeds and has_specs(f) else []
+    written = []
+    if seeds and has_specs(f):
+        written += lowered_as_written(f, given, on.meshes, program.passed_over)
     return plan_program(program, on, wish, name=name, subject=subject, written=written)
 
 
@@ -316,10 +318,7 @@ def _coded(plan: Plan, program: Program, on: Hardware) -> Plan:
 
 def _fixed(specs: Mapping[int, Any], graph: Graph, arguments: int, kept: Sequence[int]) -> Fixed:
     """Places of arguments and results that are fixed, by their tensors."""
-    ins = [i for i, one in enumerate(graph.tensors) if one.kind == "argument"]
-    outs = [i for i, one in enumerate(graph.tensors) if one.kind == "output"]
-    at = dict(zip(kept, ins[len(ins) - len(kept) :], strict=True))
-    at |= {arguments + i: output for i, output in enumerate(outs)}
+    at = fixed_at(graph, arguments, kept)
     places = {at[i]: asked.places_of(spec) for i, spec in specs.items() if i in at}
     return Fixed.of(places)
 

@@ -29,11 +29,12 @@ from spmd.planner import cache
 from spmd.planner.cost.estimate import Estimate, Estimator
 from spmd.planner.cost.machine import Machine
 from spmd.planner.pins import Pinned, Way
-from spmd.planner.program.layout import Layout
+from spmd.planner.program.layout import Fixed, Layout, fixed_at
 from spmd.planner.program.structure import Graph
 from spmd.planner.search.descent import Candidate, Rules, search
 from spmd.planner.search.experts import experts, roles_of
 from spmd.planner.verify import Program, annotated, entries_of, places_of_compiled, planned
+from spmd.planner.written import written_places
 
 FOUND = "found"
 WRITTEN = "as written"
@@ -396,20 +397,34 @@ class _Looking:
         """The program as its user wrote it."""
         for lowered in written if self.choices else ():
             found = previewed(lowered, Asked(chip=self.chip), subject="plan")
-            if found.time:
-                estimate = Estimate(
-                    compute=found.time.compute,
-                    memory=found.time.memory,
-                    exchange=found.time.exchange,
-                    hidden=0.0,
-                    peak=math.inf,
-                )
-                choice = Choice(
-                    name=WRITTEN, mesh=lowered.mesh, graph=self.choices[0].graph, layout=None,
-                    kept=(), ins=(), outs=(), pins=(), estimate=estimate,
-                    told=found.collectives, written=lowered,
-                )  # fmt: skip
-                self.choices.append(choice)
+            machine = self._machine(lowered.mesh)
+            if found.time is None or machine is None:
+                continue
+            graph = self.program.graph(lowered.mesh)
+            estimate = self._of_written(lowered, graph, machine)
+            choice = Choice(
+                name=WRITTEN, mesh=lowered.mesh, graph=graph, layout=None,
+                kept=(), ins=(), outs=(), pins=(),
+                estimate=dataclasses.replace(
+                    estimate, compute=max(estimate.compute, found.time.compute), peak=math.inf
+                ),
+                exchange=found.time.exchange, told=found.collectives, written=lowered,
+            )  # fmt: skip
+            self.choices.append(choice)
+
+    def _of_written(self, lowered: stages.Lowered, graph: Graph, machine: Machine) -> Estimate:
+        """The estimate for places that a user wrote, with what suits them best in between.
+
+        Where values inside lie nobody says before a compile; layouts that were found are tried.
+        """
+        ins, outs = written_places(lowered)
+        kept = self.program.kept(lowered.mesh)
+        at = fixed_at(graph, len(ins), kept)
+        places = {at[i]: one for i, one in enumerate((*ins, *outs)) if i in at and one is not None}
+        estimate = Estimator(graph, machine, Fixed.of(places))
+        layouts = {Layout.of(dict.fromkeys(machine.sizes, ()))}
+        layouts |= {one.layout for one in self.choices if one.layout and one.graph is graph}
+        return min(map(estimate, layouts), key=lambda one: one.seconds)
 
     # Tier three
 

@@ -21,6 +21,8 @@ from spmd.planner.program.layout import Fixed, Layout, places_of, spec_entries
 from spmd.planner.program.structure import Graph, Operation, pinned
 from spmd.planner.program.sums import regroup
 
+_BRANCHES = ("stablehlo.case", "stablehlo.if")
+
 
 class Way(NamedTuple):
     """How the products of a layout are pinned; what is faster only a compiler knows.
@@ -237,6 +239,8 @@ def pin(module: Any, pins: Sequence[Pin], mesh: str = "mesh") -> None:
                         operation, n, _sharding(entries, mesh), held
                     )
             for result, entries in _results(operation, one):
+                if _ends_branch(result):
+                    continue
                 asked = _sharding(entries, mesh)
                 value = passes.placed_after(result, sdy.ShardingConstraintOp, asked)
                 held[value, str(asked), operation.block] = value
@@ -294,6 +298,15 @@ def _constrained(operation: Any, n: int, sharding: Any, held: dict[Any, Any]) ->
         with ir.InsertionPoint(operation):
             held[key] = sdy.ShardingConstraintOp(value, sharding).result
     return held[key]
+
+
+def _ends_branch(result: Any) -> bool:
+    """Whether a branch returns a value: XLA wants one sharding there for all branches."""
+    users = (passes.user_of(use)[0] for use in result.uses)
+    return any(
+        user.name == "stablehlo.return" and user.parent.operation.name in _BRANCHES
+        for user in users
+    )
 
 
 def _results(operation: Any, one: Pin) -> Iterator[tuple[Any, Entries]]:

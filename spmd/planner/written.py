@@ -10,12 +10,13 @@ import jax
 from jax.sharding import NamedSharding
 
 import spmd
-from spmd import _jax
-from spmd._api import PjitFunction
+from spmd import _jax, stages
+from spmd._api import PjitFunction, pjit_function
 from spmd._binding import flatten, resolve_inputs, resolve_outputs
 from spmd._spec import AUTO, UNSPECIFIED, ParsedPartitionSpec
 from spmd._trace import trace
 from spmd.errors import Failure, PlanError, SpmdError, explain
+from spmd.planner.asked import places_of
 
 
 def without_shardings(f: Any, subject: str) -> Any:
@@ -113,12 +114,40 @@ def fixed_of(names: Sequence[str], resources: Sequence[Any]) -> Iterator[tuple[s
 
 
 def lowered_as_written(
-    f: PjitFunction, args: Sequence[Any], meshes: Sequence[Any]
-) -> Iterator[Any]:
-    """The program as it is, for each mesh that its specs fit."""
+    f: PjitFunction, args: Sequence[Any], meshes: Sequence[Any], misfits: dict[str, str]
+) -> Iterator[stages.Lowered]:
+    """The program as it is, for each mesh that its specs fit.
+
+    Args:
+        f: the function, whose own mesh does not count.
+        args: that it is called with.
+        meshes: to choose among.
+        misfits: is told, if the specs fit none of these, why not the first one.
+    """
+    errors: list[str] = []
     for mesh in meshes:
+        own = pjit_function(f._line.fun, dataclasses.replace(f._line.options, mesh=mesh))
         try:
-            with spmd.Mesh(mesh.devices, mesh.axis_names):
-                yield f.lower(*args)
-        except SpmdError:
-            continue  # it is for other axes, or does not divide by these
+            yield own.lower(*args)
+        except SpmdError as e:  # it is for other axes, or does not divide by these
+            errors.append(f"{type(e).__name__}: {e}".partition("\n")[0])
+    if len(errors) == len(meshes):
+        misfits["its own specs"] = errors[0]
+
+
+def written_places(lowered: stages.Lowered) -> tuple[list[Any], list[Any]]:
+    """Of each leaf of the arguments and of the results the dimension that each axis splits.
+
+    None for one that the partitioner places.
+    """
+    call, skip = lowered._call, len(lowered._signature.consts)
+    return (
+        [_places(one, {}) for one in call.in_axis_resources[skip:]],
+        [_places(one, None) for one in call.out_axis_resources],
+    )
+
+
+def _places(resource: Any, default: dict[str, int] | None) -> dict[str, int] | None:
+    if not isinstance(resource, ParsedPartitionSpec):
+        return default
+    return None if resource.has_unconstrained else places_of(resource)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 from flax import nnx
+from hardware import needs_libtpu
 import jax
 from jax.experimental import io_callback
 import jax.numpy as jnp
@@ -187,6 +188,62 @@ def test_an_axis_of_one_device_moves_nothing():
         for spec in (P(), P("data"))
     ]
     assert times[1] == pytest.approx(times[0])
+
+
+def adam(p, m, v, g):
+    """An optimizer's step, which is memory alone."""
+    m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+    return p - 1e-3 * m / (jnp.sqrt(v) + 1e-8), m, v
+
+
+@pytest.mark.slow
+def test_what_was_written_takes_its_memory(mesh):
+    """Where CPU devices stand in, whole arrays are eight times as long as split ones, and no 0 s."""
+    written = pjit(adam, in_axis_resources=P(), out_axis_resources=P(), mesh=mesh)
+    arrays = (jax.ShapeDtypeStruct((2048, 2048), jnp.float32),) * 4
+    options = {**QUICK, "top": 1, "donate_argnums": (0, 1, 2)}
+    found = spmd.plan(written, *arrays, mesh=mesh, **options)
+    (own,) = (one for one in found.candidates if one.name == "as written")
+    assert found.chosen.name == "found"
+    assert own.predicted == pytest.approx(8 * found.predicted, rel=0.01)
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_what_was_written_for_a_mesh_is_compiled_for_the_topology(mesh):
+    """The function's own mesh of CPU devices does not count."""
+    specs = {"in_axis_resources": (P("data"), None), "out_axis_resources": P("data")}
+    arrays = (jax.ShapeDtypeStruct((512, 512), jnp.float32),) * 2
+    options = {**QUICK, "top": 1, "topology": "v5e:2x4", "mesh": mesh}
+    found = spmd.plan(pjit(multiplied, mesh=mesh, **specs), *arrays, **options)
+    rows = [one for one in found.candidates if "as written" in (one.name, *one.same)]
+    assert [one.verified for one in rows] == ["time"]
+
+
+def test_specs_that_fit_no_mesh_are_said(mesh):
+    """A seed that is not there would be missed."""
+    wrong = pjit(lambda x: x * 2, in_axis_resources=P("data", "model"), mesh=mesh)
+    found = spmd.plan(wrong, jnp.ones(64), **QUICK)
+    (why,) = found.passed_over.values()
+    assert why.startswith("ShardingError")
+    assert "passed over: its own specs, for which" in str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("top", [0, 1])
+def test_branches_end_as_they_like(top, mesh):
+    """XLA refuses a conditional whose branches have constraints at their ends that differ."""
+
+    def branched(x, w, first):
+        rows = x[:, 0].astype(int)
+        return jax.lax.cond(first, lambda x: x @ w, lambda x: w[rows], x)
+
+    x = jnp.ones((256, 256))
+    fixed = {"x": P("model"), "w": P("data", "model"), "result": P()}
+    options = {**QUICK, "top": top, "fixed": fixed}
+    found = spmd.plan(branched, x, x, True, mesh=mesh, **options)
+    assert not any(one.failure for one in found.candidates)
+    np.testing.assert_allclose(pjit(branched, plan=found)(x, x, True), x @ x)
 
 
 def test_what_is_not_sent_takes_no_time(mesh):

@@ -13,6 +13,7 @@ import dataclasses
 from typing import Protocol, TypeAlias
 
 from spmd import P
+from spmd.planner.program.structure import Graph
 
 Orders: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 """By axis, major to minor, classes; the first one first."""
@@ -143,6 +144,20 @@ class Fixed:
     def to_dict(self) -> dict[int, dict[str, int]]:
         """The same as a mapping."""
         return {i: dict(found) for i, found in self.places}
+
+
+def fixed_at(graph: Graph, arguments: int, kept: Sequence[int]) -> dict[int, int]:
+    """By leaf of the arguments, and then of the results, its tensor.
+
+    Args:
+        graph: the program.
+        arguments: how many leaves those have.
+        kept: which of these the program has.
+    """
+    ins = [i for i, one in enumerate(graph.tensors) if one.kind == "argument"]
+    outs = [i for i, one in enumerate(graph.tensors) if one.kind == "output"]
+    at = dict(zip(kept, ins[len(ins) - len(kept) :], strict=True))
+    return at | {arguments + i: output for i, output in enumerate(outs)}
 
 
 def places_of(
