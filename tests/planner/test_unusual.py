@@ -198,7 +198,7 @@ def adam(p, m, v, g):
 
 @pytest.mark.slow
 def test_what_was_written_takes_its_memory(mesh):
-    """Where CPU devices stand in, whole arrays are eight times as long as split ones, and no 0 s."""
+    """Where CPU devices stand in, whole arrays take eight times as long as split ones, not 0 s."""
     written = pjit(adam, in_axis_resources=P(), out_axis_resources=P(), mesh=mesh)
     arrays = (jax.ShapeDtypeStruct((2048, 2048), jnp.float32),) * 4
     options = {**QUICK, "top": 1, "donate_argnums": (0, 1, 2)}

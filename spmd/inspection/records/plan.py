@@ -306,7 +306,8 @@ class Plan(Paged):
     def constraints(self) -> tuple[SourceConstraint, ...]:
         """The fewest constraints in the user's source that make the same program.
 
-        They are worked out when they are first asked for, which takes seconds.
+        They are worked out when they are first asked for, which takes seconds; for a TPU, whose
+        compiler is asked again, minutes.
         """
         return self.inside.get().constraints if self.inside else ()
 
