@@ -417,6 +417,15 @@ def test_few_are_none_that_are_slow_by_hand(request, mark):
     assert ["slow" in item.marks for item in cases] == [True, False]
 
 
+def test_slow_tests_of_one_case_are_in_two_thirds(request):
+    """The second third has all, and the others one half each; what soaks is for nobody to leave."""
+    slow = [Item(f"test_{i}", {"slow": pytest.mark.slow.mark}) for i in range(5)]
+    soaks = Item("test_s", {"slow": pytest.mark.slow.mark, "soak": pytest.mark.soak.mark})
+    left = [marked(request, [*slow, soaks], third)[0] for third in ("first", "second", "third")]
+    assert left == [[*slow[::2], soaks], [*slow, soaks], [*slow[1::2], soaks]]
+    assert marked(request, [*slow, soaks]) == ([*slow, soaks], [])
+
+
 def test_thirds_of_slow_cases(request):
     """Each slow case of a test with the mark `few` is in one third; all else is in every one.
 

@@ -601,6 +601,7 @@ def test_superdims_join_neighbours():
     assert explode_superdims([2, 3, 4], [(6, 4), (4, 1)]) == [(4, 1), (2, 12), (3, 4)]
 
 
+@pytest.mark.slow
 @many
 @given(mesh_shapes(), st.data())
 def test_unflatten_array(shape, data):

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from types import FrameType
 
 from spmd.cli.options import USAGE
@@ -24,6 +25,7 @@ _SOCKET, _ASKED = "SPMD_PARENT_SOCKET", "SPMD_COMPILER_ENDED"
 _LAST_WORDS = 5
 #: Seconds after an interrupt from which on it is said that the child has not ended yet.
 _AT_ONCE = 1
+_POLL = 0.2
 
 _asked = False
 _terminated = False
@@ -91,28 +93,31 @@ def _ended(child: subprocess.Popen, ours: socket.socket) -> int:
 
     Its Python hears of that when the compiler is done; one more interrupt until then ends it.
     """
-    unheard = 0
-    while True:
-        try:
-            try:
-                return child.wait(_AT_ONCE if unheard else None)
-            except subprocess.TimeoutExpired:
-                if not _heard(ours):
-                    said = "ends when the compiler is done; interrupt again to end at once"
-                    print(f"\nspmd: {said}", file=sys.stderr, flush=True)
-                    return child.wait()
-                unheard = 0
-        except KeyboardInterrupt:
-            unheard = 1 if _heard(ours) else unheard + 1
-            if unheard > 1:
+    times: list[float] = []
+    heard, said = 0, 0
+    before = signal.signal(signal.SIGINT, lambda *_: times.append(time.monotonic()))
+    try:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return child.wait(_POLL)
+            heard += _heard(ours)
+            if heard >= len(times):
+                continue
+            if said and len(times) > said > heard:
                 child.kill()
                 child.wait()
                 return -signal.SIGINT
+            if said <= heard and time.monotonic() - times[-1] > _AT_ONCE:
+                text = "ends when the compiler is done; interrupt again to end at once"
+                print(f"\nspmd: {text}", file=sys.stderr, flush=True)
+                said = len(times)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
-def _heard(ours: socket.socket) -> bool:
-    """Whether the child says that it was interrupted, since it was asked before."""
-    return bool(select.select([ours], [], [], 0)[0]) and bool(ours.recv(64))
+def _heard(ours: socket.socket) -> int:
+    """Of how many interrupts the child says that it heard, since it was asked before."""
+    return len(ours.recv(64)) if select.select([ours], [], [], 0)[0] else 0
 
 
 def follow_parent() -> None:

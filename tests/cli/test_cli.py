@@ -681,12 +681,12 @@ def test_who_ends_a_command_is_not_told_that_its_compiler_did(sent, here):
 
 HEARD = """
 import signal, time
-open("there", "w").close()
 try:
+    open("there", "w").close()
     time.sleep(60)
 except KeyboardInterrupt:
-    open("heard", "w").close()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    open("heard", "w").close()
     time.sleep(60)
 """
 

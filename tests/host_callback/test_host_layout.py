@@ -29,6 +29,7 @@ def slices(index):
     return tuple((s.start, s.stop) for s in index)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.data(), meshes_and_specs(max_rank=4, max_devices=64))
 def test_even_shards_are_those_of_jax(data, mesh_and_spec):
@@ -48,6 +49,7 @@ def test_even_shards_are_those_of_jax(data, mesh_and_spec):
         assert found.trim(partition) is None
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.data(), meshes(max_devices=32))
 def test_uneven_shards_are_those_of_brute_force(data, mesh):

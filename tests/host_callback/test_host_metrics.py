@@ -181,6 +181,7 @@ TREES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(tree=TREES, step=st.none() | st.integers(0, 2**31 - 1))
 def test_lines_say_what_was_written(tree, step):

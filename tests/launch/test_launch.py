@@ -126,6 +126,7 @@ def test_a_module(script, monkeypatch):
     assert done.stdout == "[0] out 0 a\n"
 
 
+@pytest.mark.slow
 def test_lines_do_not_mix(script):
     """Long lines of several processes come out whole, the last one without its end too."""
     done = launch(

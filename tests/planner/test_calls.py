@@ -57,6 +57,7 @@ def by_name(plan):
     return {one.name: one.spec for one in (*plan.arguments, *plan.results)}
 
 
+@pytest.mark.slow
 def test_a_plan_names_every_argument_and_result(plan):
     """In their order, with shapes; what the user fixed stays."""
     names = [one.name for one in plan.arguments]
@@ -132,6 +133,7 @@ def test_auto_beside_specs_keeps_them(args, mesh):
     np.testing.assert_allclose(got["up"], step(*args)["up"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_auto_is_planned_once(args, mesh):
     """The plan that is asked for is the one that calls run with, and one search makes both."""
     auto = pjit(step, in_axis_resources=AUTO)

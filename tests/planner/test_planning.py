@@ -416,6 +416,7 @@ def test_what_does_not_fit_is_not_compiled_again(tmp_path, monkeypatch):
     assert any(json.loads(one.read_text())["needed"] for one in found[0][1])
 
 
+@pytest.mark.slow
 def test_progress_tells_what_is_tried(mesh):
     """A callable hears of layouts, of the best one so far, and of compiles."""
     heard = []

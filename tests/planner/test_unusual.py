@@ -117,6 +117,33 @@ def test_many_arrays_without_a_product_fit_in_their_share(shapes, mesh):
     assert whole / 8 <= found.memory <= whole / 3
 
 
+def quantized(w, x):
+    """Products of whole numbers, of eight bits and of four."""
+    sums = (((1,), (0,)), ((), ()))
+    y = jax.lax.dot_general(x, w["q"], sums, preferred_element_type=jnp.int32)
+    y = (y.astype(jnp.float32) * w["s"]).astype(jnp.bfloat16)
+    return (y @ w["d"].astype(jnp.bfloat16) @ w["i"].astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_what_fits_is_found_however_long_it_takes(seed, mesh):
+    """Exchanges of so few bytes are all of the time, and what needs least makes most of them.
+
+    The budget is what the layout needs that splits all arrays, whatever is drawn at random.
+    """
+    struct = jax.ShapeDtypeStruct
+    w = {"q": struct((64, 256), jnp.int8), "s": struct((256,), jnp.float32),
+         "d": struct((256, 64), jnp.float8_e4m3fn), "i": struct((64, 128), jnp.int4)}  # fmt: skip
+    x = struct((32, 64), jnp.int8)
+    both = P(("data", "model"))
+    fixed = {"w['d']": P("model", "data"), "w['i']": both, "w['q']": P("data", "model"),
+             "w['s']": P("model"), "x": both, "result": both}  # fmt: skip
+    needed = spmd.plan(quantized, w, x, mesh=mesh, fixed=fixed, **QUICK).memory
+    found = spmd.plan(quantized, w, x, mesh=mesh, memory=needed + 64, seed=seed, **QUICK)
+    assert found.memory <= needed + 64
+
+
 @pytest.mark.slow
 def test_a_step_of_the_optimizer_alone_is_split_like_its_parameters(mesh):
     """Twenty layers are written out, none of whose arrays is a hundredth of all bytes."""
@@ -132,6 +159,7 @@ def test_a_step_of_the_optimizer_alone_is_split_like_its_parameters(mesh):
     assert whole / 8 <= found.memory <= whole / 6
 
 
+@pytest.mark.slow
 def test_a_function_that_changes_its_arguments(mesh):
     """The program has no result for that: a step of a Flax module would learn nothing."""
 
@@ -220,6 +248,7 @@ def test_what_was_written_for_a_mesh_is_compiled_for_the_topology(mesh):
     assert [one.verified for one in rows] == ["time"]
 
 
+@pytest.mark.slow
 def test_specs_that_fit_no_mesh_are_said(mesh):
     """A seed that is not there would be missed."""
     wrong = pjit(lambda x: x * 2, in_axis_resources=P("data", "model"), mesh=mesh)

@@ -205,6 +205,7 @@ def test_groups_of_an_axis(axis):
 # Which axes are mapped
 
 
+@pytest.mark.slow
 def test_axes_of_trees():
     """Both levels take prefixes of trees, axes from the end, None, and arguments by name."""
 

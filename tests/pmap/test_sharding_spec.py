@@ -334,6 +334,7 @@ def spelled(index, shape):
     )
 
 
+@pytest.mark.slow
 @many
 @given(spec_and_shape(max_devices=8))
 def test_named_sharding_is_what_jax_makes_of_it(drawn):
@@ -369,6 +370,7 @@ def proto(text):
     return _jax.core.HloSharding.from_string(text).to_proto()
 
 
+@pytest.mark.slow
 @many
 @given(spec_and_shape(max_devices=48))
 def test_op_sharding_says_the_same(drawn):

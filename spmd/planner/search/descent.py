@@ -120,6 +120,8 @@ def search(
         found.descend_from(found.space.starts())
         found.enumerate(_FEW)
         found.shake(random.Random(seed), _AGAIN)
+        if not rules.fits(found.best().cost):
+            found.shrink()
     return found.ranked()
 
 
@@ -194,6 +196,16 @@ class _Search:
                 layout = chance.choice([layout, *self.space.moves(layout)])
             self.descend(layout)
 
+    def shrink(self) -> None:
+        """Goes to what needs least, however long it takes, and on from there if that fits."""
+        best = min(self.seen.values(), key=_peak)
+        while not self.rules.fits(best.cost):
+            better = min(map(self.look, self.space.moves(best.layout)), key=_peak, default=best)
+            if better.cost.peak >= best.cost.peak:
+                return
+            best = better
+        self.descend(best.layout)
+
     def best(self) -> Candidate:
         """The best one so far."""
         return min(self.seen.values(), key=_score)
@@ -205,3 +217,7 @@ class _Search:
 
 def _score(one: Candidate) -> float:
     return one.score
+
+
+def _peak(one: Candidate) -> tuple[float, float]:
+    return one.cost.peak, one.score

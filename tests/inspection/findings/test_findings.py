@@ -88,7 +88,7 @@ def test_a_time_and_the_findings_share_a_run(monkeypatch):
     assert len(runs) == 1
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.parametrize("collects", [True, False])
 def test_a_report_leaves_no_garbage(collects):
     """While a report is made nothing is collected; so nothing of it may need to be, afterwards."""

@@ -337,6 +337,7 @@ def test_what_the_garbage_collector_passes_over():
     assert not any(one is closed_over for one in gc.get_objects())
 
 
+@pytest.mark.slow
 def test_other_threads_go_on():
     """A tuple that another thread makes of a generator is not held while functions are found."""
     errors, ended = [], threading.Event()
@@ -553,6 +554,7 @@ def test_growing_takes_as_many_steps_as_halving():
 # The text
 
 
+@pytest.mark.slow
 def test_the_text_of_a_plan():
     """All of it, literally; what stands twice has a name."""
     made = plan(coded.words_step, ARGS["words_step"], (["tokens:0", EMBED], [HEAD]))
@@ -610,6 +612,7 @@ def state_step(state, x):
     return State(moved, jax.tree.map(jnp.square, moved)), jnp.sum(x @ moved["up"] @ moved["down"])
 
 
+@pytest.mark.slow
 def test_the_text_of_a_state_without_a_literal(tmp_path):
     """It is run as it is, with values of the names that it takes, and gives the plan's program."""
     args = State(UP_DOWN, UP_DOWN), f32(B, D)

@@ -42,6 +42,7 @@ def chain(widths, names="list"):
     return Program(function=jax.grad(loss), args=(weights, f32(24, widths[0])))
 
 
+@pytest.mark.slow
 def test_of_many_widths_the_smallest_products_share_theirs():
     """Sixty matrices, no two of a size: every other width is one, but for the largest ones."""
     widths = [16 * (i + 1) for i in range(61)]
