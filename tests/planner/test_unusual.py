@@ -121,7 +121,7 @@ def quantized(w, x):
     """Products of whole numbers, of eight bits and of four."""
     sums = (((1,), (0,)), ((), ()))
     y = jax.lax.dot_general(x, w["q"], sums, preferred_element_type=jnp.int32)
-    y = (y.astype(jnp.float32) * w["s"]).astype(jnp.bfloat16)
+    y = (y.astype(jnp.float32) * w["s"][None]).astype(jnp.bfloat16)
     return (y @ w["d"].astype(jnp.bfloat16) @ w["i"].astype(jnp.bfloat16)).astype(jnp.float32)
 
 
