@@ -38,8 +38,8 @@ from spmd.planner.written import (
     has_auto,
     has_specs,
     lowered_as_written,
-    mesh_of as written_mesh,
     without_shardings,
+    written_mesh,
 )
 
 

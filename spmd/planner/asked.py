@@ -26,6 +26,7 @@ from spmd.errors import (
 )
 from spmd.inspection.compile.timed import asked as read_chip
 from spmd.inspection.compile.topology import given_mesh, limit_of, topology as describe
+from spmd.inspection.records.names import is_below
 from spmd.inspection.records.plan import Placed
 from spmd.inspection.records.sizes import parse_bytes
 from spmd.inspection.timing.chips import CHIPS, Chip, chip_of
@@ -216,18 +217,13 @@ def leaves_of(
     found: dict[int, tuple[str, Any]] = {}
     failures = []
     for key in sorted(given, key=lambda k: len(str(k))):
-        at = [i for i, name in enumerate(names) if _is_below(name, key)]
+        at = [i for i, name in enumerate(names) if isinstance(key, str) and is_below(name, key)]
         found.update(dict.fromkeys(at, (key, given[key])))
         if not at:
             failures.append(unknown_path(key, names))
     if failures:
         raise explain(subject, failures)
     return found
-
-
-def _is_below(name: str, key: Any) -> bool:
-    rest = name[len(key) :] if isinstance(key, str) and name.startswith(key) else None
-    return rest is not None and (not rest or rest[0] in "[.")
 
 
 def unknown_path(key: Any, names: Sequence[str]) -> Failure:
@@ -363,21 +359,21 @@ def check_never(
     never: frozenset[tuple[int, str]], fixed: Fixed, graph: Graph, subject: str
 ) -> None:
     """Checks that what is fixed splits nothing that must not be split."""
-    failures = [
-        Failure(
-            what=f"fixes {tensor.name} as never= bars it",
-            given=f"{tensor.name}: {spec_of(places, len(tensor.shape))}",
-            expected=f"{axis!r} on none of what is one with dimension {d}",
-            fix="leave one of both out",
-            error=ArgumentError,
-        )
-        for i, places in fixed.to_dict().items()
-        for tensor in graph.tensors[i : i + 1]
-        for axis, d in places.items()
-        if (tensor.classes[d], axis) in never
-    ]
-    if failures:
+    if failures := [*_barred(never, fixed, graph)]:
         raise explain(subject, failures)
+
+
+def _barred(never: frozenset[tuple[int, str]], fixed: Fixed, graph: Graph) -> Iterator[Failure]:
+    for i, places in fixed.to_dict().items():
+        tensor = graph.tensors[i]
+        for axis in (axis for axis, d in places.items() if (tensor.classes[d], axis) in never):
+            yield Failure(
+                what=f"fixes {tensor.name} as never= bars it",
+                given=f"{tensor.name}: {spec_of(places, len(tensor.shape))}",
+                expected=f"{axis!r} on none of what is one with dimension {places[axis]}",
+                fix="leave one of both out",
+                error=ArgumentError,
+            )
 
 
 def label_of(number: int, graph: Graph, names: Mapping[str, int]) -> str:

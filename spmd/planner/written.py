@@ -16,6 +16,7 @@ from spmd._binding import flatten, resolve_inputs, resolve_outputs
 from spmd._spec import AUTO, UNSPECIFIED, ParsedPartitionSpec
 from spmd._trace import trace
 from spmd.errors import Failure, PlanError, SpmdError, explain
+from spmd.inspection.compile.carrying import mesh_of_arguments
 from spmd.planner.asked import places_of
 
 
@@ -47,16 +48,12 @@ def without_shardings(f: Any, subject: str) -> Any:
     return spmd.pjit(f.__wrapped__, in_axis_resources=ins, out_axis_resources=outs, **own)
 
 
-def mesh_of(f: Any, args: Sequence[Any]) -> Any:
+def written_mesh(f: Any, args: Sequence[Any]) -> Any:
     """The mesh that the shardings of a `jax.jit`, or else of the arguments, name; None for none."""
-    found = _jax.dispatch.shardings_of_jit(f)
-    for one in jax.tree.leaves(
-        (found, [getattr(x, "sharding", None) for x in jax.tree.leaves(args)])
-    ):
-        mesh = getattr(one, "mesh", None)
-        if isinstance(mesh, jax.sharding.Mesh) and not mesh.empty:
-            return mesh
-    return None
+    given = jax.tree.leaves(_jax.dispatch.shardings_of_jit(f))
+    own = next((one.mesh for one in given if isinstance(one, NamedSharding)), None)
+    found = mesh_of_arguments(args) if own is None else own
+    return found if isinstance(found, jax.sharding.Mesh) else None  # some have no devices
 
 
 def has_auto(f: Any) -> bool:

@@ -262,11 +262,17 @@ def test_an_interrupt_while_the_code_is_worked_out(shown, planned, here, capsys,
     assert "working out the code ..." in lines
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc takes no files, and is Linux's own")
-@pytest.mark.parametrize("option", ["--save", "--html"])
-def test_a_file_that_cannot_be_written(option, asked, capsys):
-    """The plan is printed, and a sentence says why the file is not there."""
-    path = "/proc/plan" + {"--save": ".json", "--html": ".html"}[option]
+@pytest.mark.parametrize(("option", "name"), [("--save", "p.json"), ("--html", "p.html")])
+def test_a_file_that_cannot_be_written(option, name, planned, here, capsys, monkeypatch):
+    """The plan is printed, and a sentence says why the file is not there: its folder went away."""
+    (here / "gone").mkdir()
+
+    def plan(*args, **wish):
+        (here / "gone").rmdir()
+        return planned
+
+    monkeypatch.setattr(spmd, "plan", plan, raising=False)
+    path = os.path.join("gone", name)
     assert run(*ON_CPUS, option, path) == 2
     out, err = capsys.readouterr()
     assert "data=8" in out

@@ -29,6 +29,7 @@ from spmd.inspection.hlo.calls import visits
 from spmd.inspection.hlo.oom import OutOfMemory, out_of_memory
 from spmd.inspection.hlo.text import parse_modules
 from spmd.inspection.records.fit import Fit, Trial, show_vary, size_verdict_of, verdict_of
+from spmd.inspection.records.names import is_below
 from spmd.inspection.records.sizes import parse_bytes
 from spmd.inspection.records.time import Time
 from spmd.inspection.show.progress import quiet, showing
@@ -436,7 +437,7 @@ def _place(
     """The leaf that a path names, and the dimension counted from the first."""
     given, wanted = f"vary=({path!r}, {dim})", path.replace('"', "'")
     if wanted not in names:
-        inside = [n for n in names if n.startswith((f"{wanted}[", f"{wanted}."))]
+        inside = [n for n in names if is_below(n, wanted)]
         missing = f"has no array {path}{did_you_mean(wanted, names)}"
         listed = inside or names
         more = f" and {len(listed) - 10} more" if len(listed) > 10 else ""

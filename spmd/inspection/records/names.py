@@ -160,6 +160,11 @@ def users_own(source: Source | None) -> Source | None:
     return None if source is None or is_library(source.file) else source
 
 
+def is_below(name: str, path: str) -> bool:
+    """Whether the path of an array is this one, or goes on from it."""
+    return name == path or name.startswith((f"{path}[", f"{path}."))
+
+
 @functools.lru_cache(maxsize=4096)
 def is_library(file: str) -> bool:
     """Whether a file belongs to Python, to an installed package or to `spmd` itself.

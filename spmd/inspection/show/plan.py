@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from spmd.errors import ArgumentError, Failure, did_you_mean, explain
+from spmd.inspection.records.names import is_below
 from spmd.inspection.records.plan import Candidate, Deviation, Entries, Placed, Plan, Price
 from spmd.inspection.records.sizes import show_bytes, show_seconds
 from spmd.inspection.show import plan_words as said, words
@@ -250,7 +251,7 @@ def why(plan: Plan, path: str) -> str:
     A path that holds several arrays says it of each.
     """
     found = [*plan.arguments, *plan.results]
-    below = [one for one in found if one.name.startswith((f"{path}[", f"{path}."))]
+    below = [one for one in found if is_below(one.name, path)]
     if not below or any(one.name == path for one in found):
         below = [placed_at(plan, path)]
     shown = [_prices(one, plan) for one in below[:_MOST_PRICED]]

@@ -18,7 +18,7 @@ _OWN = ("P", "fun", "jax", "mesh", "specs_like", "spmd")
 """Names in the text, beside `step`, which is `planned` where the function is called so."""
 
 
-STATIC = ("static_argnums", "static_argnames")
+_STATIC = ("static_argnums", "static_argnames")
 """Options that say which arguments are no arrays."""
 
 
@@ -125,7 +125,7 @@ def _function(
 
 def _shaped(name: str, given: Sequence[str], options: Mapping[str, Any]) -> str:
     """The shapes of the results, as Python text."""
-    static = [f"{key}={literal(value)}" for key, value in options.items() if key in STATIC]
+    static = [f"{key}={literal(value)}" for key, value in options.items() if key in _STATIC]
     if not static:
         return f"jax.eval_shape({', '.join([name, *given])})"
     return f"jax.jit({', '.join([name, *static])}).eval_shape({', '.join(given)})"

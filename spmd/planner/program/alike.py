@@ -35,7 +35,6 @@ _NUMBER = re.compile(r"\d+")
 _ROUNDS = 2
 
 Mates: TypeAlias = dict[int, set[int]]
-_NONE: frozenset[int] = frozenset()
 
 
 def tied(graph: Graph) -> Graph:
@@ -46,7 +45,7 @@ def tied(graph: Graph) -> Graph:
 def _merged(graph: Graph, groups_of: Callable[[Graph], Iterable[Sequence[int]]]) -> Graph:
     """A graph in which the classes of a group are one, as far as they never meet."""
     groups = [*groups_of(graph)]
-    mates = _mates(graph) if any(len(group) > 1 for group in groups) else {}
+    mates: Mates = _mates(graph) if any(len(group) > 1 for group in groups) else defaultdict(set)
     names: dict[int, int] = {}
     for group in groups:
         for together in _apart(group, mates):
@@ -91,7 +90,7 @@ def _apart(group: Sequence[int], mates: Mates) -> Iterator[list[int]]:
     parts: list[list[int]] = []
     for c in group:
         for part in parts:
-            if mates.get(c, _NONE).isdisjoint(part):
+            if mates[c].isdisjoint(part):
                 part.append(c)
                 break
         else:

@@ -37,9 +37,13 @@ class Space:
     def __init__(
         self, graph: Graph, machine: Machine, never: frozenset[tuple[int, str]], fixed: Fixed
     ):
-        dividing = _dividing(graph, {*machine.sizes.values()})
+        dims = _dims(graph)
         self.allowed = {
-            axis: [c for c in graph.sizes if c in dividing[size] and (c, axis) not in never]
+            axis: [
+                c
+                for c, found in dims.items()
+                if (c, axis) not in never and any(d % size == 0 for d in found)
+            ]
             for axis, size in machine.sizes.items()
             if size > 1
         }
@@ -193,17 +197,13 @@ def _exchanged(orders: Orders, a: str, b: str) -> Orders:
     return tuple((axis, by_axis[axis]) for axis, _ in orders if axis in by_axis)
 
 
-def _dividing(graph: Graph, parts: Iterable[int]) -> dict[int, set[int]]:
-    """By a number of parts, the classes of which a value has so many.
-
-    The largest dimension of a class has, but where dimensions of many sizes are one class.
-    """
-    found = {n: {c for c, largest in graph.sizes.items() if largest % n == 0} for n in parts}
-    for one in graph.tensors:
+def _dims(graph: Graph) -> dict[int, set[int]]:
+    """By class, the sizes of its dimensions in arguments and outputs, and the largest of all."""
+    found = {c: {largest} for c, largest in graph.sizes.items()}
+    for one in (one for one in graph.tensors if one.kind != "result"):
         for c, size in zip(one.classes, one.shape, strict=True):
-            if one.kind != "result" and c in graph.sizes:
-                for n in parts:
-                    found[n] |= {c} if size % n == 0 else {*()}
+            if c in found:
+                found[c].add(size)
     return found
 
 
