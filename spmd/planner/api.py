@@ -19,10 +19,10 @@ from spmd._mesh import current_mesh
 from spmd._options import not_callable
 from spmd.errors import ArgumentError, Failure, did_you_mean, explain
 from spmd.inspection.compile.program import call_failure
-from spmd.inspection.records.later import Later
-from spmd.inspection.records.plan import Plan
+from spmd.inspection.records.later import Later, known
+from spmd.inspection.records.plan import Inside, Plan
 from spmd.inspection.shardy.passes import module_of
-from spmd.inspection.show.progress import planning, quiet
+from spmd.inspection.show.progress import planning, quiet, showing
 from spmd.planner import asked, cache
 from spmd.planner.asked import Hardware
 from spmd.planner.choose import Progress, choose
@@ -110,11 +110,13 @@ def plan(
             where there is a compiler for the hardware. So is the best of another mesh in these
             ways, if it is at most 1 % slower, and where none of them fits, the smallest ones of as
             many meshes.
-        timeout: seconds after which the best so far is the answer, compiled or not.
+        timeout: seconds after which the best so far is the answer, compiled or not. As long again
+            is looked for the fewest constraints, when `Plan.code` is first called.
         seed: of ties; one seed gives one answer.
         seeds: whether experts (data parallel, FSDP, Megatron, ...) and the specs of `f` are
             compared too, so that the answer is never worse.
-        cache: whether plans, and what compilers say of layouts, are kept on disk and found again.
+        cache: whether plans with their code, and what compilers say of layouts, are kept on disk
+            and found again by programs whose lines are the same.
         progress: called with a :class:`Progress` now and then. Or whether the standard error shows
             it: True for lines, False for nothing; None for a line that moves in a terminal.
         **options: of `pjit`: ``donate_argnums``, ``static_argnums`` and the like.
@@ -255,10 +257,10 @@ def plan_program(
     module = module_of(lowered, subject=subject)
     key = cache.key_of((
         [(one.as_text(), one._call.compiler_options) for one in (lowered, *written)],
-        names, _identity(on), _identity_of_wish(wish),
+        cache.places_in(module), names, _identity(on), _identity_of_wish(wish),
     ))  # fmt: skip
     if wish.cache and (kept := cache.find(key)):
-        return _coded(kept, program, on)
+        return _coded(kept, program, on, wish, key)
     graph = program.graph(meshes[0])
     labels = asked.class_names(graph, wish.classes, subject)
     axes = [*dict.fromkeys(axis for mesh in meshes for axis in mesh.shape)]
@@ -296,7 +298,7 @@ def plan_program(
         raise explain(subject, [nothing_fits(plan, on, found.choices)])
     if wish.cache and plan.complete:
         cache.keep(key, plan)
-    return _coded(plan, program, on)
+    return _coded(plan, program, on, wish, key)
 
 
 def _from_first(program: Program, meshes: Sequence[Any]) -> tuple[Any, ...]:
@@ -308,12 +310,23 @@ def _from_first(program: Program, meshes: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(found) or tuple(meshes)
 
 
-def _coded(plan: Plan, program: Program, on: Hardware) -> Plan:
-    """The plan, whose constraints in the user's source are worked out when they are asked for."""
+def _coded(plan: Plan, program: Program, on: Hardware, wish: Wish, key: str) -> Plan:
+    """The plan, whose constraints in the user's source are worked out when they are asked for.
+
+    They are kept with it then, but for those that a time limit may have ended.
+    """
     if plan.inside is not None:
         return plan
     mesh = next(mesh for mesh in on.meshes if dict(mesh.shape) == dict(plan.axes))
-    return dataclasses.replace(plan, inside=Later(lambda: inside_of(plan, program, mesh)))
+
+    def work_out() -> Inside:
+        with _telling_code(wish.progress, plan.name) as tell:
+            found = inside_of(plan, program, mesh, timeout=wish.timeout, tell=tell)
+        if wish.cache and plan.complete and wish.timeout is None:
+            cache.keep(key, dataclasses.replace(plan, inside=known(found)))
+        return found
+
+    return dataclasses.replace(plan, inside=Later(work_out))
 
 
 def _fixed(specs: Mapping[int, Any], graph: Graph, arguments: int, kept: Sequence[int]) -> Fixed:
@@ -343,3 +356,10 @@ def _telling(wish: Any, subject: str) -> Iterator[Callable[[Progress], Any]]:
         return
     with quiet() if wish is False else planning(subject, lines=bool(wish)) as tell:
         yield tell
+
+
+def _telling_code(wish: Any, name: str) -> contextlib.AbstractContextManager[Callable[[str], Any]]:
+    """Who takes the progress of a search by a function is told nothing of the code."""
+    if callable(wish) or wish is False:
+        return quiet()
+    return showing(f"working out the code of `{name}`", lines=bool(wish))

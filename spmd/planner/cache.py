@@ -1,9 +1,9 @@
 """Plans on disk, so that a second start of a program searches nothing.
 
-A file is found by what was planned: the lowered program, the hardware, what was asked for, and the
-versions. What compilers said of layouts is there too, for who plans the same program with another
-budget, or goes on after an interrupt. ``SPMD_PLAN_CACHE`` names another folder than that of the
-user's caches; empty: none.
+A file is found by what was planned: the lowered program with its lines, the hardware, what was
+asked for, and the versions. What compilers said of layouts is there too, for who plans the same
+program with another budget, or goes on after an interrupt. ``SPMD_PLAN_CACHE`` names another folder
+than that of the user's caches; empty: none.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
+import linecache
 import logging
 import os
 from pathlib import Path
+import re
 import tempfile
+import traceback
 from typing import Any, TypeVar
 
 import spmd
@@ -25,6 +28,7 @@ from spmd.inspection.records import codec
 from spmd.inspection.records.plan import Plan
 from spmd.inspection.records.plan_codec import encode, load
 from spmd.inspection.records.report import Report
+from spmd.inspection.shardy.passes import op_name_of, operations_in, places_of
 from spmd.inspection.timing.chips import Chip
 from spmd.stages import Lowered
 
@@ -34,6 +38,8 @@ _T = TypeVar("_T")
 #: What compiles programs.
 _PACKAGES = ("jax", "jaxlib", "libtpu")
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+#: Cells of a notebook are in a folder, or have a number, of this start alone.
+_OF_ONE_START = re.compile(r"(?<=ipykernel_)\d+|(?<=python-input-)\d+")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,9 +73,37 @@ def key_of_program(lowered: Lowered, chip: Chip) -> str:
     """The name of what a compiler says of a program, by its text, its lines and its hardware."""
     devices = [*lowered.mesh.devices.flat]
     return "program-" + _key(("inspection",), (
-        lowered.as_text(debug_info=True), lowered._call.compiler_options, dict(lowered.mesh.shape),
+        lowered.as_text(), places_in(lowered.compiler_ir()),
+        lowered._call.compiler_options, dict(lowered.mesh.shape),
         [(one.id, one.device_kind, getattr(one, "coords", None)) for one in devices], chip,
     ))  # fmt: skip
+
+
+def places_in(module: Any) -> str:
+    """The lines and names of a program, which plans and reports tell: with others it is another.
+
+    What calls the planner may move, or be another script. That is told by its functions: of what
+    JAX traces once in a process, such as `jnp.mean`, the lines are those of the first call.
+    """
+    codes = (frame.f_code for frame, _ in traceback.walk_stack(None))
+    around = {(code.co_filename, code.co_qualname) for code in codes}
+    linecache.checkcache()
+
+    @functools.cache
+    def told(location: Any) -> str:
+        parts = [op_name_of(location)]
+        for one, function in places_of(location):
+            if (one.filename, function) not in around:
+                lines = range(one.start_line, one.end_line + 1)
+                text = [linecache.getline(one.filename, line) for line in lines]
+                parts.append(f"{one.filename}:{lines}:{one.start_col}:{function}:{text}")
+        return _OF_ONE_START.sub("", f"{parts}")
+
+    with module.context:
+        found = hashlib.sha256()
+        for one in operations_in(module.operation):
+            found.update(told(one.location).encode())
+        return found.hexdigest()
 
 
 def compilers() -> list[tuple[str, str | None]]:

@@ -388,16 +388,53 @@ def test_what_compilers_said_is_found_by_another_planner(mesh, tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_other_lines_are_another_program(mesh, tmp_path, monkeypatch):
-    """A report has the lines of its program: the same text further down is compiled anew."""
+    """A plan and its report have the lines of their program: further down all is made anew.
+
+    Where the planner is called from, and the process of a notebook, make no difference.
+    """
     monkeypatch.setenv("SPMD_PLAN_CACHE", str(tmp_path))
     text, found = "import jax.numpy as jnp\ndef f(w, x):\n    return jnp.sum(jnp.tanh(x @ w))\n", []
     x = jax.ShapeDtypeStruct((64, 64), f32)
-    for down in (0, 0, 3):
+    wishes = {"mesh": mesh, "top": 1, "fixed": {"w": P("data")}, "progress": False}
+    searches, search = [], api.choose
+    monkeypatch.setattr(api, "choose", lambda *a, **k: searches.append(a) or search(*a, **k))
+
+    def made(down, process, memory, text=text):
         space = {}
-        exec(compile("\n" * down + text, str(tmp_path / "source.py"), "exec"), space)
-        budget = f"{len(found) + 1}GB"
-        found.append(spmd.plan(space["f"], x, x, mesh=mesh, top=1, memory=budget, progress=False))
-    assert [one.compiles > 0 for one in found] == [True, False, True]
+        file = tmp_path / f"ipykernel_{process}" / "source.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("\n" * down + text)
+        exec(compile("\n" * down + text, str(file), "exec"), space)
+        before = len(searches)
+        found.append(spmd.plan(space["f"], x, x, memory=memory, **wishes))
+        lines = {one.source.line - 3 for one in found[-1].report.collectives}
+        return lines, len(searches) - before, found[-1].compiles > 0
+
+    assert made(0, 7, "1GB") == ({0}, 1, True)
+    assert made(0, 8, "1GB")[1] == 0
+    assert made(0, 8, "2GB") == ({0}, 1, False)
+    assert made(3, 8, "1GB") == ({3}, 1, True)
+    assert made(0, 9, "1GB", text.replace("x @ w", "(x@w)"))[1] == 1
+    assert made(0, 9, "1GB")[1] == 0
+
+
+@pytest.mark.slow
+def test_code_is_kept_with_its_plan(mesh, tmp_path, monkeypatch):
+    """It is worked out once on a disk, but for one that a time limit may have ended."""
+    monkeypatch.setenv("SPMD_PLAN_CACHE", str(tmp_path))
+    work_out, timeouts = api.inside_of, []
+
+    def inside_of(*args, timeout, tell):
+        timeouts.append(timeout)
+        return work_out(*args, timeout=timeout, tell=tell)
+
+    monkeypatch.setattr(api, "inside_of", inside_of)
+    assert plan(mesh, cache=True, timeout=60).code() == plan(mesh, cache=True).code()
+    assert timeouts == [60, None]
+    found = plan(mesh, cache=True, timeout=60)
+    assert found.code() == plan(mesh).code()
+    assert timeouts == [60, None, None]
+    assert found.inside.get().exact
 
 
 @needs_libtpu

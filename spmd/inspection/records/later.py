@@ -41,7 +41,9 @@ class Later(Generic[_Part]):
 
 def known(made: _Part) -> Later[_Part]:
     """What is there already."""
-    return Later(lambda: made)
+    later = Later(lambda: made)
+    later.get()
+    return later
 
 
 class FindingsLater:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import copy
 import functools
 import logging
+import time
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,7 @@ from spmd.inspection.records.names import short_path
 from spmd.inspection.records.plan import SourceConstraint
 from spmd.inspection.records.report import Report
 from spmd.inspection.shardy import passes, pipeline
+from spmd.inspection.show.words import plural
 from spmd.planner.code import marks
 from spmd.planner.code.fewest import Fewest, Judged
 from spmd.planner.code.marks import Entries
@@ -50,6 +52,7 @@ def constraints_of(
     report: Report | None = None,
     compiles: int = 12,
     deadline: float | None = None,
+    tell: Callable[[str], Any] = lambda one: None,
 ) -> Constraints:
     """The fewest constraints for the exchanges and products of a plan.
 
@@ -66,6 +69,7 @@ def constraints_of(
         report: of the plan's compiled program; with it, the program of the code is compiled too.
         compiles: how many programs of codes are compiled at most, with a report.
         deadline: by `time.monotonic`, after which no further set is tried.
+        tell: is told what is compiled.
     """
     with _jax.core.traced_anew():
 
@@ -74,7 +78,7 @@ def constraints_of(
 
         case = _Case(lower(), pins, _platform_of(mesh))
         expressions, missing = case.expressions()
-        trials, said = _trials(case, lower, expressions, missing)
+        trials, said = _trials(case, lower, expressions, missing, tell)
     order = sorted(trials.specs, key=lambda number: _dispensability(expressions[number]))
     trials.search(order, deadline)
     if report is not None:
@@ -89,6 +93,7 @@ def _trials(
     lower: Callable[[], stages.Lowered],
     expressions: Sequence[Expression],
     missing: list[Span],
+    tell: Callable[[str], Any],
 ) -> tuple[_Trials, str]:
     """What can be tried of expressions, of which some may be missing; why nothing can be, if so."""
     every = dict(enumerate(expressions))
@@ -104,11 +109,11 @@ def _trials(
         with _jax.core.traced_anew(), marked(every) as changed, marks.marking():
             missing += [one.span for one in changed if not (one.is_operand or one.depth)]
             own = lower()
-        return _Trials(case, own, lower_with), ""
+        return _Trials(case, own, lower_with, tell), ""
     except Exception as error:  # whatever the user's code does with a mark in it
         logger.info("plan: the program could not be lowered with marks", exc_info=error)
         said = f" Nothing was tried: with marks, the code raises {type(error).__name__}."
-        return _Trials(case, case.lowered, lower_with), said
+        return _Trials(case, case.lowered, lower_with, tell), said
 
 
 def _platform_of(mesh: Any) -> str:
@@ -185,6 +190,7 @@ class _Trials:
         case: what is to be reached.
         lowered: the program with all marks.
         lower_with: lowers it with some of them.
+        tell: is told what is compiled.
 
     Attributes:
         specs: by the number of a mark, where the plan's program has its value.
@@ -198,7 +204,9 @@ class _Trials:
         case: _Case,
         lowered: stages.Lowered,
         lower_with: Callable[[Collection[int]], stages.Lowered],
+        tell: Callable[[str], Any],
     ):
+        self._tell = tell
         self.case, self.lowered, self.lower_with = case, lowered, lower_with
         self.specs, self.pinned = _specs(lowered, case.pins)
         self.kept: frozenset[int] = frozenset(self.specs)
@@ -254,6 +262,9 @@ class _Trials:
         for kept in dict.fromkeys((self.kept, self.kept | near, every, every | near)):
             if not compiles or not any(away(best)):
                 break
+            if deadline is not None and time.monotonic() > deadline:
+                self.is_late = True
+                break
             best = min(best, kept, key=away)
             compiles -= 1
         if best == self.kept:
@@ -282,6 +293,7 @@ class _Trials:
 
     def _compiled(self, kept: frozenset[int]) -> Outcome:
         """What the compiler makes of it."""
+        self._tell(f"compiling it with {plural(len(kept), 'constraint')}")
         compiled = compile_and_catch(self.pasted(kept), by_lines=False)
         return outcome_of_exchanges(spmd.report(compiled).collectives)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import inspect
+import time
 from typing import Any
 
 import jax.tree_util as jtu
@@ -19,13 +20,22 @@ _COMPILES = 6
 """So many programs of codes are compiled at most: what the preview says of one may not be all."""
 
 
-def inside_of(plan: Plan, program: Program, mesh: Any) -> Inside:
+def inside_of(
+    plan: Plan,
+    program: Program,
+    mesh: Any,
+    *,
+    timeout: float | None = None,
+    tell: Callable[[str], Any] = lambda one: None,
+) -> Inside:
     """The constraints of a plan in the user's source, and the text with them.
 
     Args:
         plan: what was chosen.
         program: what was planned.
         mesh: that the plan is for.
+        timeout: seconds after which nothing more is tried.
+        tell: is told what is compiled.
     """
     ins, outs = ([*map(_spec, side)] for side in (plan.arguments, plan.results))
     found = constraints_of(
@@ -36,6 +46,8 @@ def inside_of(plan: Plan, program: Program, mesh: Any) -> Inside:
         pins=plan.pins,
         report=plan.report,
         compiles=_COMPILES,
+        deadline=None if timeout is None else time.monotonic() + timeout,
+        tell=tell,
     )
     traced = program.traced(mesh)
     signature = traced._signature

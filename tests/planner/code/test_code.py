@@ -484,6 +484,25 @@ def test_a_time_limit():
     assert found.note.endswith(" Not all was tried: fewer lines may do.")
 
 
+@pytest.mark.slow
+def test_a_time_limit_for_compiles():
+    """One program is compiled to be compared, and no other after the limit."""
+    made = plan(coded.mlp_step, ARGS["mlp_step"], NEEDS_ONE)
+    report = spmd.report(made.lowered)
+    others = [one for one in report.collectives if one.kind != report.collectives[0].kind]
+    heard = []
+    for deadline in (0.0, None):
+        found = made.constraints(
+            report=dataclasses.replace(report, collectives=tuple(others)),
+            deadline=deadline,
+            tell=heard.append,
+        )
+        assert not found.exact
+        assert found.note.endswith(" Not all was tried: fewer lines may do.") == (deadline == 0)
+        assert (len(heard) == 1) == (deadline == 0)
+    assert all(one.startswith("compiling it with ") for one in heard)
+
+
 def test_what_is_pinned_alike_has_one_constraint():
     """The compiler keeps several of one value apart, and sends what they ask for several times."""
     made = plan(coded.mlp_step, ARGS["mlp_step"], (["x:0"], [UP]))
