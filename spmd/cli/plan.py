@@ -40,8 +40,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--axes",
         metavar="NAMES",
-        default="data,model",
-        help="names of mesh axes whose sizes are to be chosen (default: %(default)s)",
+        help="names of mesh axes whose sizes are chosen, without --mesh (default: data,model)",
     )
     parser.add_argument("--chip", metavar="CHIP", help="whose figures to use, as spmd report")
     for option, metavar, text in (
@@ -103,9 +102,11 @@ def _wish(args: argparse.Namespace) -> dict[str, Any]:
             "plan needs --topology, such as --topology v5e:4x4, or --mesh for the devices of this "
             "machine, such as --mesh data=4,model=2."
         )
+    if args.axes is not None and args.mesh is not None:
+        raise CommandError("--axes names axes whose sizes are to be chosen, and --mesh has them.")
     at_least("--top", args.top, 0)
     return {
-        "axes": tuple(name.strip() for name in args.axes.split(",")),
+        "axes": tuple(name.strip() for name in (args.axes or "data,model").split(",")),
         "memory": _memory(args.memory),
         "chip": args.chip,
         "fixed": _once("--fix", map(_fixed, args.fix)),

@@ -73,6 +73,9 @@ def _picture(args: argparse.Namespace) -> Any:
 
 
 def _of_file(args: argparse.Namespace) -> Any:
+    for option in ("mesh", "shape", "spec", "topology"):
+        if getattr(args, option) is not None:
+            raise CommandError(f"--{option} is not for {args.what}, which says it.")
     from spmd.inspection.records import codec, plan_codec
 
     with options.reading(args.what):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import time
@@ -136,7 +137,7 @@ def plan(
         >>> print(plan.code())
     """
     function, own = _function_of(f)
-    name = getattr(function, "__name__", type(function).__name__)
+    name = _name_of(function)
     subject = f"plan of `{name}`"
     if not callable(function):
         raise explain(subject, [not_callable(function, "spmd.plan(f, *args, topology=...)")])
@@ -214,6 +215,13 @@ def _function_of(f: Any) -> tuple[Any, dict[str, Any]]:
         "keep_unused": options.keep_unused,
         "compiler_options": dict(options.compiler_options),
     }
+
+
+def _name_of(function: Any) -> str:
+    """Of a function, of that which a partial one calls, or of the class of an object."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _mesh_of(f: Any, args: Sequence[Any]) -> Any:

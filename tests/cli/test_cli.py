@@ -299,6 +299,8 @@ BAD = [
     (("show", "P('y')", "--mesh", "x=2", "--shape", "4"), "unknown axis 'y'"),
     (("show", "P('x')", "w", "--mesh", "x=2"), "show takes w only with a report"),
     (("show", "no.json", "w"), "no.json cannot be read: No such file or directory."),
+    (("show", "a.json", "--shape", "8"), "--shape is not for a.json, which says it."),
+    (("show", "a.json", "w", "--spec", "P()"), "--spec is not for a.json, which says it."),
     (("show", "no.npy", "--spec", "P()", "--mesh", "x=2"), "no.npy cannot be read: No such file"),
     (("show", "no.npy"), "show needs --spec for a .npy file"),
     (
@@ -685,7 +687,7 @@ try:
     open("there", "w").close()
     time.sleep(60)
 except KeyboardInterrupt:
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as deaf as in a compile, from here on
     open("heard", "w").close()
     time.sleep(60)
 """
@@ -707,6 +709,7 @@ def test_an_interrupt_that_is_not_heard(here):
             while not (here / name).exists():
                 assert running.poll() is None
                 time.sleep(0.05)
+            time.sleep(1.0)  # two before the command's turn would be one to it
             os.killpg(running.pid, signal.SIGINT)
         said = ["", "spmd: ends when the compiler is done; interrupt again to end at once"]
         assert [running.stderr.readline().rstrip() for _ in said] == said

@@ -124,18 +124,20 @@ def test_what_the_planner_is_asked(asked):
     asked.clear()
     assert run(
         "--topology", "v5e:4x4", "--mesh", "data=-1,model=4", "--memory", "14GB",
-        "--axes", "rows, columns", "--chip", "v5p", "--fix", "batch=P('data')",
+        "--chip", "v5p", "--fix", "batch=P('data')",
         "--fix", "w['up'] = P(None, ('data', 'model'))", "--never", "batch['x']:1=data",
         "--class", "rows=batch['x']:0", "--top", "5", "--timeout", "1.5", "--seed", "7",
         "--no-seeds", "--no-cache",
     ) == 0  # fmt: skip
     assert asked[0][2] == {
-        "topology": "v5e:4x4", "mesh": {"data": -1, "model": 4}, "axes": ("rows", "columns"),
+        "topology": "v5e:4x4", "mesh": {"data": -1, "model": 4}, "axes": ("data", "model"),
         "memory": 14 * 10**9, "chip": "v5p",
         "fixed": {"batch": P("data"), "w['up']": P(None, ("data", "model"))},
         "never": [("batch['x']:1", "data")], "classes": {"rows": "batch['x']:0"}, "top": 5,
         "timeout": 1.5, "seed": 7, "seeds": False, "cache": False,
     }  # fmt: skip
+    assert run(*ON_CPUS, "--axes", "rows, columns") == 0
+    assert asked[1][2]["axes"] == ("rows", "columns")
 
 
 def test_keyword_arguments_are_passed_by_position(asked, capsys):
@@ -158,6 +160,10 @@ def test_timeouts(text, seconds, asked):
 BAD = [
     ((), "plan needs --topology, such as --topology v5e:4x4, or --mesh for the devices"),
     (("--mesh", "data"), "--mesh data is not a mesh: write axis=size"),
+    (
+        ("--mesh", "a=8", "--axes", "a"),
+        "--axes names axes whose sizes are to be chosen, and --mesh",
+    ),
     ((*ON_CPUS, "--memory", "14 Megs"), "--memory: 'Megs' is no unit of bytes: write"),
     ((*ON_CPUS, "--timeout", "soon"), "--timeout: 'soon' is no time"),
     ((*ON_CPUS, "--timeout", "0"), "--timeout 0 leaves no time to search."),
@@ -297,19 +303,26 @@ def test_lines_of_a_log(asked, capsys, monkeypatch):
 
 def test_a_bar_in_a_terminal(monkeypatch):
     """A terminal has a bar with what was tried, the best time and what is compiled; it goes."""
+    text = shown_in_a_terminal(120, monkeypatch)
+    assert "2,842 plans tried; best so far 4.30 ms; compiling FSDP (planning step)" in text
+    assert text.endswith("\x1b[2K")
+    narrow = shown_in_a_terminal(40, monkeypatch)
+    assert "2,842 plans tried; bes…" in narrow
+    assert "0:00:0" in narrow  # the time goes on
+
+
+def shown_in_a_terminal(width, monkeypatch):
+    """What a terminal of some width gets."""
     file = io.StringIO()
 
     def terminal(**options):
-        return Console(file=file, force_terminal=True, width=120, legacy_windows=False)
+        return Console(file=file, force_terminal=True, width=width, legacy_windows=False)
 
     monkeypatch.setattr(progress, "Console", terminal)
     with progress.planning("planning step") as tell:
         tell(Progress(1, None, ""))
         tell(Progress(2842, 0.0043, "FSDP"))
-    text = file.getvalue()
-    assert "planning step" in text
-    assert "2,842 plans tried; best so far 4.30 ms; compiling FSDP" in text
-    assert text.endswith("\x1b[2K")
+    return file.getvalue()
 
 
 def test_a_terminal_stays_one_while_warnings_are_caught(monkeypatch):

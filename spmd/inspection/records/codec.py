@@ -183,7 +183,8 @@ def load(path: str | os.PathLike[str]) -> Report:
 def read(path: str | os.PathLike[str], writer: str = "report.save()") -> Any:
     """The JSON values in a file; an error where it cannot be read, or holds none."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        return json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError) as e:  # not UTF-8, or not JSON, or no report's
         failure = Failure(
             what="holds no JSON",
@@ -192,6 +193,11 @@ def read(path: str | os.PathLike[str], writer: str = "report.save()") -> Any:
             error=ReportError,
         )
         raise explain(f"file `{path}`", [failure]) from None
+
+
+def _no_number(name: str) -> None:
+    """Python reads NaN and infinities, which JSON has none of."""
+    raise ValueError(f"{name} is no number")
 
 
 def decode(data: Any, *, subject: str = "argument of `Report.from_json`") -> Report:

@@ -8,7 +8,9 @@ import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, Task, TextColumn, TimeElapsedColumn
+from rich.table import Column
+from rich.text import Text
 
 from spmd.inspection.records.sizes import show_seconds
 from spmd.inspection.show.words import plural
@@ -45,10 +47,12 @@ def planning(what: str, *, lines: bool = False) -> Iterator[Callable[[Any], None
     """
     console = _console()
     if console.is_terminal and not console.is_jupyter:
-        columns = TextColumn("{task.description}"), BarColumn(16), TextColumn("{task.fields[said]}")
-        with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
-            task = bar.add_task(what, total=None, said="")
-            yield _seldom(lambda one: bar.update(task, said=progress_said(one)))
+        columns = BarColumn(8), TimeElapsedColumn(), _CutColumn("{task.description}")
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(what, total=None)
+            yield _seldom(
+                lambda one: bar.update(task, description=f"{progress_said(one)} ({what})")
+            )
         return
     with showing(what, lines=lines) as say:
         last = ""
@@ -60,6 +64,19 @@ def planning(what: str, *, lines: bool = False) -> Iterator[Callable[[Any], None
             last = one.compiling
 
         yield tell
+
+
+class _CutColumn(TextColumn):
+    """Text that is cut where the terminal ends, and not the other columns; what moves is first."""
+
+    def __init__(self, text_format: str):
+        super().__init__(text_format, markup=False, table_column=Column(no_wrap=False))
+
+    def render(self, task: Task) -> Text:
+        """One line of it."""
+        found = super().render(task)
+        found.no_wrap, found.overflow = True, "ellipsis"
+        return found
 
 
 def _console() -> Console:
