@@ -76,6 +76,25 @@ def test_what_is_apart_costs_no_less(name):
         assert own.exchange == pytest.approx(ours.exchange)
 
 
+@pytest.mark.parametrize("name", ["gpt", "moe"])
+def test_another_place_costs_the_same_whatever_is_remembered(name):
+    """What was found out of other values is used again, and nothing of what is elsewhere now."""
+    found = graph_named(name)
+    arguments = [i for i, one in enumerate(found.tensors) if one.kind == "argument"]
+    first, second, *_ = found.classes
+    layout = Layout.of({"data": [first, second], "model": [second]})
+    warm = Estimator(found, sending(**MESH), apart=arguments)
+    own = warm(layout)
+    moved = 0
+    for i in arguments:
+        places = {"model": 0} if found.tensors[i].shape else {}
+        cold = Estimator(found, sending(**MESH), apart=arguments).keeping({i: places})(layout)
+        assert warm.keeping({i: places})(layout) == cold
+        moved += cold != own
+    assert moved > 1
+    assert warm(layout) == own
+
+
 def test_a_fixed_output_is_gathered():
     """The rows of a product that is wanted whole are sent to all."""
     found = product()

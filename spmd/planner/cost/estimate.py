@@ -7,7 +7,7 @@ of them go on beside work.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Hashable, Iterator, Mapping, Sequence
 import copy
 import dataclasses
 import itertools
@@ -215,23 +215,25 @@ class Estimator:
     def on(self, machine: Machine) -> Estimator:
         """The same program on another mesh of as many devices."""
         assert machine.count == self.machine.count
-        found = self._anew()
+        found = self._anew(range(len(self.kinds)))
         found.machine, found.sizes = machine, machine.sizes
         return found
 
     def keeping(self, places: Mapping[int, Mapping[str, int]]) -> Estimator:
         """The same program, of which more keeps its place: tensors that are `apart`."""
-        found = self._anew()
+        found = self._anew({self.kind_of[i] for i in places})
         found.kinds = [*self.kinds]
         for i, at in places.items():
             k = self.kind_of[i]
             found.kinds[k] = self.kinds[k]._replace(fixed=tuple(at.items()))
         return found
 
-    def _anew(self) -> Estimator:
-        """The same, that remembers nothing of layouts."""
+    def _anew(self, changed: Collection[int]) -> Estimator:
+        """The same, that remembers nothing of these kinds, and of what they have a part in."""
         found = copy.copy(self)
-        found._places, found._work, found._known = self._places.anew(), self._work.anew(), {}
+        found._places = self._places.anew(lambda k: k in changed)
+        found._work = self._work.anew(lambda part: any(k in changed for k in self._kinds(part)))
+        found._known = {}
         return found
 
     def _parts(self, graph: Graph, fusion: Fusion) -> Iterator[_Part]:
@@ -281,13 +283,16 @@ class Estimator:
         for i, found in uses.items():
             self.alike[i] = first.setdefault((self.kind_of[i], tuple(sorted(found))), i)
 
+    def _kinds(self, part: _Part) -> set[int]:
+        """Those of the values that an operation is about."""
+        tensors = {*part.one.tensors, *itertools.chain(*part.reads), part.written}
+        tensors.update([self.sources[i] for i in tensors if i in self.sources])
+        return {self.kind_of[i] for i in tensors} | {*part.beside}
+
     def _patterns(self, part: _Part) -> frozenset[Pattern]:
         """What an operation and the values that it is about have."""
         one = part.one
-        tensors = {*one.tensors, *(self.sources[i] for i in one.tensors if i in self.sources)}
-        tensors.update(itertools.chain(*part.reads), (part.written,))
-        kinds = {self.kind_of[i] for i in tensors} | {*part.beside}
-        found = {self._pattern(self.kinds[k]) for k in kinds}
+        found = {self._pattern(self.kinds[k]) for k in self._kinds(part)}
         own = frozenset(one.by_class)
         sure = frozenset(
             c

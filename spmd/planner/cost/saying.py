@@ -6,7 +6,7 @@ order says nothing of the value, unless the axis may pass over the class.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 import copy
 from typing import Any, NamedTuple, TypeAlias
 
@@ -65,11 +65,16 @@ class Group:
         self._numbers: dict[Hashable, int] = {}
         self._said: dict[Hashable, int] = {}
 
-    def anew(self) -> Group:
-        """The same things, of which nothing was found out yet."""
+    def anew(self, changed: Callable[[Any], bool]) -> Group:
+        """The same things, of which nothing was found out yet; itself, where none is changed."""
+        members = [one.anew(changed) if isinstance(one, Group) else one for one in self.members]
+        if not any(
+            one is not own if isinstance(own, Group) else changed(own)
+            for one, own in zip(members, self.members, strict=True)
+        ):
+            return self
         found = copy.copy(self)
-        found.members = [one.anew() if isinstance(one, Group) else one for one in self.members]
-        found.known = {}
+        found.members, found.known = members, {}
         return found
 
     def key(self, said: Said) -> tuple[int, ...]:
@@ -116,10 +121,10 @@ class Sayings:
         self._columns: dict[Hashable, tuple[int, list[int]]] = {}
         self._numbers: dict[tuple[int, ...], int] = {}
 
-    def anew(self) -> Sayings:
-        """The same groups, of which nothing was found out yet."""
+    def anew(self, changed: Callable[[Any], bool]) -> Sayings:
+        """The same groups; of those that have what is changed nothing was found out yet."""
         found = copy.copy(self)
-        found.groups = [group.anew() for group in self.groups]
+        found.groups = [group.anew(changed) for group in self.groups]
         return found
 
     def keys(self, said: Said) -> Iterable[tuple[int, ...]]:
