@@ -1,6 +1,7 @@
 """The page of a plan in a real browser: what was looked at, where arrays lie, the schedule."""
 
 import dataclasses
+import itertools
 import json
 import math
 
@@ -289,6 +290,16 @@ def test_ticks_are_round(sizes, times, columns, lines):
             ]
 
 
+def test_texts_of_ticks_do_not_run_into_each_other():
+    """Where equal distances come close at the end of such a scale, some are left out."""
+    some = [compiled("x", 0.1 + i / 10, int(n * 2**20)) for i, n in enumerate((13.5, 34.0))]
+    found = scatter.view(dataclasses.replace(GPT, candidates=tuple(some), budget=None))["columns"]
+    for (a, left), (b, right) in itertools.pairwise(found):
+        assert b - a > 8 * (len(left) + len(right)) / 2
+    assert [text for _, text in found][:2] == ["15 MiB", "20 MiB"]
+    assert len(found) >= 3
+
+
 def test_the_last_tick_is_whole():
     """One that stands at the end of the scale is not cut off by the edge of the picture."""
     some = [dataclasses.replace(GPT.chosen, peak=peak * 2**20) for peak in (10, 84, 1023 / 1.2)]
@@ -317,6 +328,22 @@ def test_names_hit_nothing():
     ]
     for i, box in enumerate(boxes):
         assert not any(box.hits(other) for other in (*boxes[:i], *marks))
+
+
+def test_a_line_leads_to_a_name_that_is_not_beside_its_point():
+    """Experts that are near each other all have names, as long as the picture has room."""
+    crowd = [compiled(f"expert {i}", 0.1 + i / 5e3, 3 * GIB) for i in range(8)]
+    found = scatter.view(dataclasses.replace(GPT, candidates=(*crowd, compiled("far", 0.3, GIB))))
+    names = [one["name"] for one in found["points"]]
+    assert all(names)
+    assert any(one["line"] for one in names)
+    assert names[-1]["line"] is None
+    for one, name in zip(found["points"], names, strict=True):
+        if line := name["line"]:
+            assert (line["x1"], line["y1"]) == (one["x"], one["y"])
+            box = scatter._box(name["text"], name["side"], name["x"], name["y"])
+            assert box.left <= line["x2"] <= box.right
+            assert box.top <= line["y2"] <= box.bottom
 
 
 # Bytes that were not predicted

@@ -43,7 +43,7 @@ def view(plan: Plan) -> dict[str, Any] | None:
             {"x": place[0], "y": place[1], "class": one.look, "title": one.title, "name": name}
             for one, place, name in zip(points, places, names, strict=True)
         ],
-        "columns": [(round(x.place(at), 1), text) for at, text in _ticks(x, _BYTES)],
+        "columns": _apart([(round(x.place(at), 1), text) for at, text in _ticks(x, _BYTES)]),
         "lines": [(round(y.place(at), 1), text) for at, text in _ticks(y, _SECONDS)],
         "budget": line,
         "budget_said": "" if budget is None else show_bytes(budget),
@@ -109,27 +109,49 @@ _SIDES = (
     ("start", 15, 5), ("end", -15, 5), ("middle", 0, -15), ("middle", 0, 25),
     ("end", -4, -15), ("start", 4, -15), ("end", -4, 25), ("start", 4, 25),
 )  # fmt: skip
+_FARTHER = tuple(
+    (side, round(right * away), round(down * away) + 5)
+    for away in (30, 46, 64, 84)
+    for side, right, down in (
+        ("start", 1, 0), ("end", -1, 0), ("start", 0.7, -0.7), ("start", 0.7, 0.7),
+        ("end", -0.7, -0.7), ("end", -0.7, 0.7), ("middle", 0, -1), ("middle", 0, 1),
+    )
+)  # fmt: skip
+"""Places that a line leads to, where none of the sides is free."""
 _LETTER, _LINE = 7.6, 16
 
 
 def _names(
     points: Sequence[_Point], places: Sequence[_Place], line: float | None
 ) -> list[dict[str, Any] | None]:
-    """Where each name stands so that it hits no point, name or line; None where it would."""
+    """Where each name stands so that it hits no point, name or line; None where it would.
+
+    Names that stand beside their points come before those that a line leads to.
+    """
     taken = [_Box(x - 9, y - 9, x + 9, y + 9) for x, y in places]
     taken += [_Box(line - 2, 0, line + 2, _HEIGHT)] if line is not None else []
     found: list[dict[str, Any] | None] = [None] * len(points)
     # What was compiled comes first.
-    for i in sorted(range(len(points)), key=lambda i: "hollow" in points[i].look):
-        one, (x, y) = points[i], places[i]
-        free = (
-            ({"text": one.name, "side": side, "x": x + right, "y": y + down}, box)
-            for side, right, down in _SIDES
-            if one.name and _is_free(box := _box(one.name, side, x + right, y + down), taken)
-        )
-        found[i], box = next(free, (None, None))
-        taken += [box] if box else []
+    order = sorted(range(len(points)), key=lambda i: "hollow" in points[i].look)
+    for sides in (_SIDES, _FARTHER):
+        for i in [i for i in order if points[i].name and not found[i]]:
+            one, (x, y) = points[i], places[i]
+            for side, right, down in sides:
+                box = _box(one.name, side, x + right, y + down)
+                if _is_free(box, taken):
+                    line_to = _nearest(box, x, y) if sides is _FARTHER else None
+                    found[i] = {
+                        "text": one.name, "side": side, "x": x + right, "y": y + down,
+                        "line": line_to and {"x1": x, "y1": y, "x2": line_to[0], "y2": line_to[1]},
+                    }  # fmt: skip
+                    taken.append(box)
+                    break
     return found
+
+
+def _nearest(box: _Box, x: float, y: float) -> _Place:
+    """Where on the edge of a name a line from a point ends."""
+    return min(max(x, box.left), box.right), min(max(y, box.top), box.bottom)
 
 
 def _box(name: str, side: str, x: float, y: float) -> _Box:
@@ -208,6 +230,15 @@ def _ticks(scale: _Scale, units: _Units) -> list[tuple[float, str]]:
             break
     thinned = found[:: -(-len(found) // _MOST_TICKS) or 1]
     return [units.show(one, units.of(one)) for one in thinned]
+
+
+def _apart(ticks: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
+    """Those of ticks in a row whose texts do not run into each other."""
+    found: list[tuple[float, str]] = []
+    for place, text in ticks:
+        if not found or place - found[-1][0] > _LETTER * (len(text) + len(found[-1][1]) + 1) / 2:
+            found.append((place, text))
+    return found
 
 
 def _even(scale: _Scale, units: _Units) -> list[tuple[float, str]]:
