@@ -76,6 +76,7 @@ def test_what_is_apart_costs_no_less(name):
         assert own.exchange == pytest.approx(ours.exchange)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "moe"])
 def test_another_place_costs_the_same_whatever_is_remembered(name):
     """What was found out of other values is used again, and nothing of what is elsewhere now."""
