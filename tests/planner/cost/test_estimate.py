@@ -267,6 +267,20 @@ def test_what_goes_around_lines_of_many_chips_is_waited_for(topology, sizes, is_
     assert ("collective-permute(" in text) != is_beside
 
 
+@needs_libtpu
+@pytest.mark.slow
+def test_a_product_of_complex_numbers_is_three_of_real_ones_on_tpus():
+    """As libtpu makes it; others have one that is made of four."""
+    mesh = spmd.topology("v5e:2x2", {"data": 4})
+    x = jax.ShapeDtypeStruct((2048, 2048), jnp.complex64)
+    lowered = spmd.pjit(jnp.matmul, mesh=mesh, in_axis_resources=P("data")).lower(x, x)
+    real = 2 * 2048**3 / 4
+    assert spmd.report(lowered.compile()).time.hardware_flops == pytest.approx(3 * real, rel=0.01)
+    for name, times in (("v5e", 3), ("h100", 4)):
+        assert CHIPS[name].taken(4 * real, {"c64"}) == times * real
+        assert CHIPS[name].taken(real, {"f32"}) == CHIPS[name].taken(real, ()) == real
+
+
 def test_devices_change_places_as_a_preview_has_it():
     """Both have each device send to the one with its column and row: a mesh that is turned."""
     sizes = {"data": 4, "model": 4}
