@@ -105,8 +105,9 @@ def _wish(args: argparse.Namespace) -> dict[str, Any]:
     if args.axes is not None and args.mesh is not None:
         raise CommandError("--axes names axes whose sizes are to be chosen, and --mesh has them.")
     at_least("--top", args.top, 0)
+    axes = "data,model" if args.axes is None else args.axes
     return {
-        "axes": tuple(name.strip() for name in (args.axes or "data,model").split(",")),
+        "axes": tuple(name.strip() for name in axes.split(",")),
         "memory": _memory(args.memory),
         "chip": args.chip,
         "fixed": _once("--fix", map(_fixed, args.fix)),

@@ -27,7 +27,7 @@ from spmd.inspection.show.progress import planning, quiet, showing
 from spmd.planner import asked, cache
 from spmd.planner.asked import Hardware
 from spmd.planner.choose import Progress, choose
-from spmd.planner.code.inside import called, inside_of
+from spmd.planner.code.inside import call_of, called, inside_of
 from spmd.planner.plans import fingerprint
 from spmd.planner.program.layout import Fixed, fixed_at
 from spmd.planner.program.structure import Graph
@@ -265,7 +265,8 @@ def plan_program(
     module = module_of(lowered, subject=subject)
     key = cache.key_of((
         [(one.as_text(), one._call.compiler_options) for one in (lowered, *written)],
-        cache.places_in(module), names, _identity(on), _identity_of_wish(wish),
+        cache.places_in(module), call_of(program, meshes[0]), names,
+        _identity(on), _identity_of_wish(wish),
     ))  # fmt: skip
     if wish.cache and (kept := cache.find(key)):
         return _coded(kept, program, on, wish, key)

@@ -38,8 +38,8 @@ _T = TypeVar("_T")
 #: What compiles programs.
 _PACKAGES = ("jax", "jaxlib", "libtpu")
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-#: Cells of a notebook are in a folder, or have a number, of this start alone.
-_OF_ONE_START = re.compile(r"(?<=ipykernel_)\d+|(?<=python-input-)\d+")
+#: Cells of a notebook are in a folder, or have a number, of this start alone; so have objects.
+_OF_ONE_START = re.compile(r"(?<=ipykernel_)\d+|(?<=python-input-)\d+|(?<= at 0x)[0-9a-f]+")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def key_of(parts: Sequence[Any]) -> str:
 def _key(packages: Sequence[str], parts: Sequence[Any]) -> str:
     found = hashlib.sha256(b"".join(map(_sources, packages)))
     for one in (*parts, spmd.__version__, *compilers(), *map(os.environ.get, _FLAGS)):
-        found.update(f"{one!r}\0".encode())
+        found.update(_OF_ONE_START.sub("", f"{one!r}\0").encode())
     return found.hexdigest()
 
 
@@ -85,15 +85,17 @@ def places_in(module: Any) -> str:
     What calls the planner may move, or be another script. That is told by its functions: of what
     JAX traces once in a process, such as `jnp.mean`, the lines are those of the first call.
     """
-    codes = (frame.f_code for frame, _ in traceback.walk_stack(None))
-    around = {(code.co_filename, code.co_qualname) for code in codes}
+    around: dict[tuple[str, str], set[int | None]] = {}
+    for code in {frame.f_code for frame, _ in traceback.walk_stack(None)}:
+        lines = around.setdefault((code.co_filename, code.co_qualname), set())
+        lines.update(line for _, _, line in code.co_lines())  # of several lambdas its own
     linecache.checkcache()
 
     @functools.cache
     def told(location: Any) -> str:
         parts = [op_name_of(location)]
         for one, function in places_of(location):
-            if (one.filename, function) not in around:
+            if one.start_line not in around.get((one.filename, function), ()):
                 lines = range(one.start_line, one.end_line + 1)
                 text = [linecache.getline(one.filename, line) for line in lines]
                 parts.append(f"{one.filename}:{lines}:{one.start_col}:{function}:{text}")

@@ -419,6 +419,52 @@ def test_other_lines_are_another_program(mesh, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_what_is_called_otherwise_is_another_program(mesh, tmp_path, monkeypatch):
+    """The same operations with other containers, options or names of the function: other code."""
+    monkeypatch.setenv("SPMD_PLAN_CACHE", str(tmp_path))
+
+    def f(x, ws, m=None):
+        return x @ ws[0] @ ws[1]
+
+    x, ws = jax.ShapeDtypeStruct((64, 64), f32), (jax.ShapeDtypeStruct((64, 64), f32),) * 2
+    fixed = {"x": P("data"), "ws[0]": P(None, "model"), "ws[1]": P("model")}
+    codes = [
+        spmd.plan(called, *args, mesh=mesh, top=0, fixed=fixed, progress=False, **options).code()
+        for _ in range(2)
+        for called, args, options in (
+            (f, (x, ws), {}),
+            (f, (x, [*ws]), {}),
+            (f, (x, ws, None), {}),
+            (f, (x, ws), {"keep_unused": True}),
+            (functools.partial(f, m=None), (x, ws), {}),
+            (f, (x, ws, "text"), {"static_argnums": 2}),
+        )
+    ]
+    assert len({*codes}) == 6
+    assert codes[:6] == codes[6:]
+    assert len([*tmp_path.glob("*.json")]) == 6
+    # Functions that a tree has are elsewhere in each start.
+    keys = {cache.key_of((x, object())) for _ in range(3)}
+    assert len(keys) == 1
+
+
+@pytest.mark.slow
+def test_one_of_several_functions_of_a_name_is_told_apart(mesh, tmp_path, monkeypatch):
+    """What calls the planner may be a lambda, and so may the program be, in the same file."""
+    monkeypatch.setenv("SPMD_PLAN_CACHE", str(tmp_path))
+    x, found = jax.ShapeDtypeStruct((64, 64), f32), []
+    wishes = {"mesh": mesh, "top": 1, "fixed": {"w": P("data")}, "progress": False}
+    for down in (0, 3):
+        text = (
+            "\n" * down + "model = lambda w, x: jnp.sum(jnp.tanh(x @ w))\nask = lambda: plan(model)"
+        )
+        space = {"jnp": jnp, "plan": lambda one: spmd.plan(one, x, x, **wishes)}
+        exec(compile(text, str(tmp_path / "lambdas.py"), "exec"), space)
+        found.append({one.source.line for one in space["ask"]().report.collectives})
+    assert found == [{1}, {4}]
+
+
+@pytest.mark.slow
 def test_code_is_kept_with_its_plan(mesh, tmp_path, monkeypatch):
     """It is worked out once on a disk, but for one that a time limit may have ended."""
     monkeypatch.setenv("SPMD_PLAN_CACHE", str(tmp_path))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 import json
+import math
 import os
 from pathlib import Path
 import re
@@ -282,6 +283,7 @@ class Reader:
             return float(value)  # JSON has one kind of number
         # A bool is an int to Python and not to JSON.
         right = isinstance(value, hint) and isinstance(value, bool) == (hint is bool)
+        right = right and (hint is not float or math.isfinite(value))
         return value if right else self.wrong(path, _JSON_NAMES[hint], value)
 
     def _items(self, hint: Any, value: Any, path: str) -> tuple | None:

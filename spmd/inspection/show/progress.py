@@ -48,7 +48,7 @@ def planning(what: str, *, lines: bool = False) -> Iterator[Callable[[Any], None
     console = _console()
     if console.is_terminal and not console.is_jupyter:
         columns = BarColumn(8), TimeElapsedColumn(), _CutColumn("{task.description}")
-        with Progress(*columns, console=console, transient=True) as bar:
+        with Progress(*columns, console=console, transient=True, expand=True) as bar:
             task = bar.add_task(what, total=None)
             yield _seldom(
                 lambda one: bar.update(task, description=f"{progress_said(one)} ({what})")
@@ -70,7 +70,7 @@ class _CutColumn(TextColumn):
     """Text that is cut where the terminal ends, and not the other columns; what moves is first."""
 
     def __init__(self, text_format: str):
-        super().__init__(text_format, markup=False, table_column=Column(no_wrap=False))
+        super().__init__(text_format, markup=False, table_column=Column(ratio=1))
 
     def render(self, task: Task) -> Text:
         """One line of it."""

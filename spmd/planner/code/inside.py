@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 import inspect
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
 
@@ -49,22 +49,50 @@ def inside_of(
         deadline=None if timeout is None else time.monotonic() + timeout,
         tell=tell,
     )
-    traced = program.traced(mesh)
-    signature = traced._signature
-    args, _ = jtu.tree_unflatten(signature.in_tree, ins)
-    names = [*_argument_names(traced, len(args))]
+    call = call_of(program, mesh)
+    args, _ = jtu.tree_unflatten(call.in_tree, ins)
     text = code_of(
-        name=program.called,
+        name=call.name,
         axes=plan.axes,
-        ins=folded(tuple(args), names),
-        outs=folded(jtu.tree_unflatten(signature.out_tree, outs), "results"),
+        ins=folded(tuple(args), call.arguments),
+        outs=folded(jtu.tree_unflatten(call.out_tree, outs), "results"),
         constraints=found,
-        arguments=names,
-        given=[*_given(traced, names)],
-        options=dict(_options(traced)),
+        arguments=call.arguments,
+        given=call.given,
+        options=dict(call.options),
         topology=plan.topology or None,
     )
     return Inside(constraints=found.records, exact=found.exact, note=found.note, code=text)
+
+
+class Call(NamedTuple):
+    """What the text says of a program beside its plan: for another one the text is another.
+
+    Attributes:
+        name: of the function.
+        in_tree: of its positional and keyword arguments.
+        out_tree: of its results.
+        arguments: what they are called.
+        given: what a call is given.
+        options: of `pjit`.
+    """
+
+    name: str
+    in_tree: Any
+    out_tree: Any
+    arguments: Sequence[str]
+    given: Sequence[str]
+    options: Sequence[tuple[str, Any]]
+
+
+def call_of(program: Program, mesh: Any) -> Call:
+    """How a program is called."""
+    traced = program.traced(mesh)
+    tree, out = traced._signature.in_tree, traced._signature.out_tree
+    args, _ = jtu.tree_unflatten(tree, range(tree.num_leaves))
+    names = [*_argument_names(traced, len(args))]
+    given, options = [*_given(traced, names)], [*_options(traced)]
+    return Call(program.called, tree, out, names, given, options)
 
 
 def called(function: Any) -> str:

@@ -248,6 +248,14 @@ def test_all_that_is_wrong_is_named():
     assert found[1:3] == ["  expected  an integer", '  got       "much"']
 
 
+def test_infinity_is_no_number():
+    """JSON has none, but for a number that is too large for Python."""
+    data = json.loads(json.dumps(BY_HAND).replace("0.25", "1e999"))
+    told = error(data)
+    assert "file `p.json` has a wrong value in candidates[0].memory." in told
+    assert told[1:3] == ["  expected  a number", "  got       Infinity"]
+
+
 def test_a_report_of_another_version():
     """The report inside is held to its own version."""
     data = encoded(GPT)

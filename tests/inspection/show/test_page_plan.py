@@ -7,6 +7,7 @@ import math
 
 from browser import assert_fits_screens, chromium, opened
 from hypothesis import given, settings
+import numpy as np
 from plans import BARE, CODE, CONSTRAINTS, GIB, GPT, UP, candidate, compiled, placed, plans
 import pytest
 from test_page import _CONTRAST, EVIL, column
@@ -332,18 +333,23 @@ def test_names_hit_nothing():
 
 def test_a_line_leads_to_a_name_that_is_not_beside_its_point():
     """Experts that are near each other all have names, as long as the picture has room."""
-    crowd = [compiled(f"expert {i}", 0.1 + i / 5e3, 3 * GIB) for i in range(8)]
+    crowd = [compiled(f"expert {i}", 0.1 + i / 500, 3 * GIB) for i in range(6)]
     found = scatter.view(dataclasses.replace(GPT, candidates=(*crowd, compiled("far", 0.3, GIB))))
     names = [one["name"] for one in found["points"]]
     assert all(names)
     assert any(one["line"] for one in names)
     assert names[-1]["line"] is None
-    for one, name in zip(found["points"], names, strict=True):
+    boxes = [scatter._box(one["text"], one["side"], one["x"], one["y"]) for one in names]
+    for one, name, box in zip(found["points"], names, boxes, strict=True):
         if line := name["line"]:
             assert (line["x1"], line["y1"]) == (one["x"], one["y"])
-            box = scatter._box(name["text"], name["side"], name["x"], name["y"])
             assert box.left <= line["x2"] <= box.right
             assert box.top <= line["y2"] <= box.bottom
+            # It crosses no name: no place of a hundred on it, beyond its point, is within one.
+            for at in np.linspace(0.4, 0.99, 100):
+                x, y = (line[f"{d}1"] + at * (line[f"{d}2"] - line[f"{d}1"]) for d in "xy")
+                place = scatter._Box(x, y, x + 1e-3, y + 1e-3)
+                assert not any(place.hits(other) for other in boxes if other is not box)
 
 
 # Bytes that were not predicted

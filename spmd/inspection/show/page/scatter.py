@@ -113,8 +113,9 @@ _FARTHER = tuple(
     (side, round(right * away), round(down * away) + 5)
     for away in (30, 46, 64, 84)
     for side, right, down in (
-        ("start", 1, 0), ("end", -1, 0), ("start", 0.7, -0.7), ("start", 0.7, 0.7),
-        ("end", -0.7, -0.7), ("end", -0.7, 0.7), ("middle", 0, -1), ("middle", 0, 1),
+        ("start", 1, 0), ("end", -1, 0), ("start", 0.9, -0.4), ("start", 0.9, 0.4),
+        ("end", -0.9, -0.4), ("end", -0.9, 0.4), ("start", 0.6, -0.8), ("start", 0.6, 0.8),
+        ("end", -0.6, -0.8), ("end", -0.6, 0.8), ("middle", 0, -1), ("middle", 0, 1),
     )
 )  # fmt: skip
 """Places that a line leads to, where none of the sides is free."""
@@ -126,27 +127,38 @@ def _names(
 ) -> list[dict[str, Any] | None]:
     """Where each name stands so that it hits no point, name or line; None where it would.
 
-    Names that stand beside their points come before those that a line leads to.
+    Names that stand beside their points come before those that a line leads to, which passes by
+    names and other lines, and may be behind a point.
     """
     taken = [_Box(x - 9, y - 9, x + 9, y + 9) for x, y in places]
     taken += [_Box(line - 2, 0, line + 2, _HEIGHT)] if line is not None else []
     found: list[dict[str, Any] | None] = [None] * len(points)
     # What was compiled comes first.
     order = sorted(range(len(points)), key=lambda i: "hollow" in points[i].look)
+    said: list[_Box] = []
     for sides in (_SIDES, _FARTHER):
         for i in [i for i in order if points[i].name and not found[i]]:
             one, (x, y) = points[i], places[i]
             for side, right, down in sides:
                 box = _box(one.name, side, x + right, y + down)
-                if _is_free(box, taken):
-                    line_to = _nearest(box, x, y) if sides is _FARTHER else None
+                end = _nearest(box, x, y) if sides is _FARTHER else None
+                along = _along(x, y, *end) if end else []
+                if _is_free(box, taken) and not any(a.hits(b) for a in along for b in said):
                     found[i] = {
                         "text": one.name, "side": side, "x": x + right, "y": y + down,
-                        "line": line_to and {"x1": x, "y1": y, "x2": line_to[0], "y2": line_to[1]},
+                        "line": end and {"x1": x, "y1": y, "x2": end[0], "y2": end[1]},
                     }  # fmt: skip
-                    taken.append(box)
+                    taken += [box, *along]
+                    said += [box, *along]
                     break
     return found
+
+
+def _along(x: float, y: float, to_x: float, to_y: float) -> list[_Box]:
+    """Places on a line beside its point, so near each other that nothing is between them."""
+    count = math.ceil(math.hypot(to_x - x, to_y - y) / 4)
+    at = ((x + (to_x - x) * i / count, y + (to_y - y) * i / count) for i in range(3, count))
+    return [_Box(a - 2, b - 2, a + 2, b + 2) for a, b in at]
 
 
 def _nearest(box: _Box, x: float, y: float) -> _Place:
