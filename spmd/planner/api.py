@@ -263,13 +263,15 @@ def plan_program(
     on = dataclasses.replace(on, meshes=asked.different(meshes, named))
     lowered = program.lowered(meshes[0])
     module = module_of(lowered, subject=subject)
-    key = cache.key_of((
-        [(one.as_text(), one._call.compiler_options) for one in (lowered, *written)],
-        cache.places_in(module), call_of(program, meshes[0]), names,
-        _identity(on), _identity_of_wish(wish),
-    ))  # fmt: skip
-    if wish.cache and (kept := cache.find(key)):
-        return _coded(kept, program, on, wish, key)
+    key = ""  # of nothing that is kept
+    if wish.cache:
+        key = cache.key_of((
+            [(one.as_text(), one._call.compiler_options) for one in (lowered, *written)],
+            cache.places_in(module), call_of(program, meshes[0]), names,
+            _identity(on), _identity_of_wish(wish),
+        ))  # fmt: skip
+        if kept := cache.find(key):
+            return _coded(kept, program, on, wish, key)
     graph = program.graph(meshes[0])
     labels = asked.class_names(graph, wish.classes, subject)
     axes = [*dict.fromkeys(axis for mesh in meshes for axis in mesh.shape)]
@@ -305,7 +307,7 @@ def plan_program(
     )
     if not plan.chosen.fits(on.budget):
         raise explain(subject, [nothing_fits(plan, on, found.choices)])
-    if wish.cache and plan.complete:
+    if key and plan.complete:
         cache.keep(key, plan)
     return _coded(plan, program, on, wish, key)
 
@@ -331,7 +333,7 @@ def _coded(plan: Plan, program: Program, on: Hardware, wish: Wish, key: str) -> 
     def work_out() -> Inside:
         with _telling_code(wish.progress, plan.name) as tell:
             found = inside_of(plan, program, mesh, timeout=wish.timeout, tell=tell)
-        if wish.cache and plan.complete and wish.timeout is None:
+        if key and plan.complete and wish.timeout is None:
             cache.keep(key, dataclasses.replace(plan, inside=known(found)))
         return found
 

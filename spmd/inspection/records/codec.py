@@ -184,8 +184,7 @@ def load(path: str | os.PathLike[str]) -> Report:
 def read(path: str | os.PathLike[str], writer: str = "report.save()") -> Any:
     """The JSON values in a file; an error where it cannot be read, or holds none."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        return json.loads(text, parse_constant=_no_number)
+        return json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as e:  # not UTF-8, or not JSON, or no report's
         failure = Failure(
             what="holds no JSON",
@@ -194,11 +193,6 @@ def read(path: str | os.PathLike[str], writer: str = "report.save()") -> Any:
             error=ReportError,
         )
         raise explain(f"file `{path}`", [failure]) from None
-
-
-def _no_number(name: str) -> None:
-    """Python reads NaN and infinities, which JSON has none of."""
-    raise ValueError(f"{name} is no number")
 
 
 def decode(data: Any, *, subject: str = "argument of `Report.from_json`") -> Report:
@@ -283,6 +277,7 @@ class Reader:
             return float(value)  # JSON has one kind of number
         # A bool is an int to Python and not to JSON.
         right = isinstance(value, hint) and isinstance(value, bool) == (hint is bool)
+        # Python reads NaN and infinities, which JSON has none of.
         right = right and (hint is not float or math.isfinite(value))
         return value if right else self.wrong(path, _JSON_NAMES[hint], value)
 

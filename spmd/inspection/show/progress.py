@@ -8,9 +8,8 @@ import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, Task, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
-from rich.text import Text
 
 from spmd.inspection.records.sizes import show_seconds
 from spmd.inspection.show.words import plural
@@ -47,7 +46,10 @@ def planning(what: str, *, lines: bool = False) -> Iterator[Callable[[Any], None
     """
     console = _console()
     if console.is_terminal and not console.is_jupyter:
-        columns = BarColumn(8), TimeElapsedColumn(), _CutColumn("{task.description}")
+        # What moves comes first in the text, which is cut where the terminal ends.
+        cut = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+        text = TextColumn("{task.description}", markup=False, table_column=cut)
+        columns = BarColumn(8), TimeElapsedColumn(), text
         with Progress(*columns, console=console, transient=True, expand=True) as bar:
             task = bar.add_task(what, total=None)
             yield _seldom(
@@ -64,19 +66,6 @@ def planning(what: str, *, lines: bool = False) -> Iterator[Callable[[Any], None
             last = one.compiling
 
         yield tell
-
-
-class _CutColumn(TextColumn):
-    """Text that is cut where the terminal ends, and not the other columns; what moves is first."""
-
-    def __init__(self, text_format: str):
-        super().__init__(text_format, markup=False, table_column=Column(ratio=1))
-
-    def render(self, task: Task) -> Text:
-        """One line of it."""
-        found = super().render(task)
-        found.no_wrap, found.overflow = True, "ellipsis"
-        return found
 
 
 def _console() -> Console:

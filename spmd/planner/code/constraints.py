@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import copy
 import functools
 import logging
-import time
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +25,7 @@ from spmd.inspection.records.report import Report
 from spmd.inspection.shardy import passes, pipeline
 from spmd.inspection.show.words import plural
 from spmd.planner.code import marks
-from spmd.planner.code.fewest import Fewest, Judged
+from spmd.planner.code.fewest import Fewest, Judged, is_over
 from spmd.planner.code.marks import Entries
 from spmd.planner.code.outcome import Outcome, difference, outcome_of, outcome_of_exchanges
 from spmd.planner.code.source import Expression, Span, expressions_of, marked, users_spans
@@ -262,7 +261,7 @@ class _Trials:
         for kept in dict.fromkeys((self.kept, self.kept | near, every, every | near)):
             if not compiles or not any(away(best)):
                 break
-            if deadline is not None and time.monotonic() > deadline:
+            if is_over(deadline):
                 self.is_late = True
                 break
             best = min(best, kept, key=away)

@@ -11,6 +11,11 @@ Judged: TypeAlias = tuple[int, ...]
 """How bad a set is: zeros where nothing is left to wish for."""
 
 
+def is_over(deadline: float | None) -> bool:
+    """Whether a deadline by `time.monotonic`, if there is one, is over."""
+    return deadline is not None and time.monotonic() > deadline
+
+
 class _LateError(Exception):
     """No further set may be tried."""
 
@@ -44,8 +49,7 @@ class Fewest:
         self._now = judge(kept)
 
     def _judge_new(self, kept: frozenset[int]) -> Judged:
-        late = self._deadline is not None and time.monotonic() > self._deadline
-        if late or self._most == 0:
+        if is_over(self._deadline) or self._most == 0:
             raise _LateError
         self._most = None if self._most is None else self._most - 1
         return self._judge(kept)

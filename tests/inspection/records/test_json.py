@@ -353,7 +353,7 @@ def test_unknown_keys_are_ignored():
 def test_no_json(tmp_path):
     """A file that is no JSON, or no text, is named; one that is not there is Python's own error."""
     path = tmp_path / "r.json"
-    for content in (b"spmd report", b"", b"\xff\xfe\x00", b'{"schema": ', b"[" * 100_000, b"NaN"):
+    for content in (b"spmd report", b"", b"\xff\xfe\x00", b'{"schema": ', b"[" * 100_000):
         path.write_bytes(content)
         assert error(Report.load, path).startswith(f"file `{path}` holds no JSON.\n  expected")
     with pytest.raises(FileNotFoundError):

@@ -248,12 +248,14 @@ def test_all_that_is_wrong_is_named():
     assert found[1:3] == ["  expected  an integer", '  got       "much"']
 
 
-def test_infinity_is_no_number():
-    """JSON has none, but for a number that is too large for Python."""
-    data = json.loads(json.dumps(BY_HAND).replace("0.25", "1e999"))
-    told = error(data)
+@pytest.mark.parametrize(
+    ("text", "got"), [("1e999", "Infinity"), ("-Infinity", "-Infinity"), ("NaN", "NaN")]
+)
+def test_what_is_not_finite_is_no_number(text, got):
+    """JSON has none, though Python reads them, and makes one of a number that is too large."""
+    told = error(json.loads(json.dumps(BY_HAND).replace("0.25", text)))
     assert "file `p.json` has a wrong value in candidates[0].memory." in told
-    assert told[1:3] == ["  expected  a number", "  got       Infinity"]
+    assert told[1:3] == ["  expected  a number", f"  got       {got}"]
 
 
 def test_a_report_of_another_version():

@@ -135,7 +135,7 @@ def _names(
     found: list[dict[str, Any] | None] = [None] * len(points)
     # What was compiled comes first.
     order = sorted(range(len(points)), key=lambda i: "hollow" in points[i].look)
-    said: list[_Box] = []
+    drawn: list[_Box] = []
     for sides in (_SIDES, _FARTHER):
         for i in [i for i in order if points[i].name and not found[i]]:
             one, (x, y) = points[i], places[i]
@@ -143,13 +143,13 @@ def _names(
                 box = _box(one.name, side, x + right, y + down)
                 end = _nearest(box, x, y) if sides is _FARTHER else None
                 along = _along(x, y, *end) if end else []
-                if _is_free(box, taken) and not any(a.hits(b) for a in along for b in said):
+                if _is_free(box, taken) and not any(a.hits(b) for a in along for b in drawn):
                     found[i] = {
                         "text": one.name, "side": side, "x": x + right, "y": y + down,
                         "line": end and {"x1": x, "y1": y, "x2": end[0], "y2": end[1]},
                     }  # fmt: skip
                     taken += [box, *along]
-                    said += [box, *along]
+                    drawn += [box, *along]
                     break
     return found
 
