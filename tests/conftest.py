@@ -26,7 +26,6 @@ gc.disable()  # until all tests are collected: they stay as long as the process
 
 
 THIRDS = ("first", "second", "third")
-_EVERY_OTHER = {"first": 0, "third": 1}
 
 
 def _is_apart(item):
@@ -62,13 +61,15 @@ def pytest_collection_modifyitems(config, items):
 
     Of its slow cases ``--third`` keeps every third one, or all if it says ``shared=False``. A test
     of one case runs at the end that has the first third. Of other slow tests the first third has
-    every other one, the second all, and the third those that the first has not.
+    every third one, the second all, and the third those that the first has not.
     """
     third = config.getoption("--third")
     others = set()
-    if third in _EVERY_OTHER:
-        plain = [i for i in items if i.get_closest_marker("slow") and not _is_apart(i)]
-        others.update({*plain} - {*plain[_EVERY_OTHER[third] :: 2]})
+    plain = [i for i in items if i.get_closest_marker("slow") and not _is_apart(i)]
+    if third == "first":
+        others.update({*plain} - {*plain[::3]})
+    elif third == "third":
+        others.update(plain[::3])
     cases = collections.defaultdict(list)
     for item in items:
         if item.get_closest_marker("few"):

@@ -170,16 +170,17 @@ def settings():
 
 def programs_with_consumers():
     """Functions compute on all devices, while programs on all devices wait for their results."""
+    rounds = int(sys.argv[3])
     fun = colocated_python(lambda x: x + 1)
     step = jax.jit(lambda y: y * 2)
     x = array()
     stated = fun.specialize(out_specs_fn=same)
     for call in (fun, stated):
-        for _ in range(300):
+        for _ in range(rounds):
             z = step(call(x))
         np.testing.assert_array_equal(z, np.full(N, 4))
     y = x
-    for _ in range(100):
+    for _ in range(rounds // 3):
         y = step(call(y))
         y = call(y) - y
     np.testing.assert_array_equal(y, np.ones(N))

@@ -85,14 +85,18 @@ def busy(loops=10):
 
 @pytest.mark.slow
 @pytest.mark.timeout(LONG + 120)  # ten busy loops beside it
-@pytest.mark.parametrize("devices", [8, pytest.param(2, marks=pytest.mark.soak)])
-def test_programs_with_consumers(devices):
+@pytest.mark.parametrize(
+    ("devices", "rounds"),
+    [(8, 100), *(pytest.param(n, 300, marks=pytest.mark.soak) for n in (8, 2))],
+)
+def test_programs_with_consumers(devices, rounds):
     """Functions compute on all devices, while programs that need their results wait for them.
 
     However little of the processors they get.
     """
     with busy():
-        out, err = finish(start("programs_with_consumers", devices=devices, limit=LONG), LONG + 60)
+        process = start("programs_with_consumers", str(rounds), devices=devices, limit=LONG)
+        out, err = finish(process, LONG + 60)
     assert (out, err) == ("passed\n", "")
 
 
@@ -168,7 +172,7 @@ def soak(runs):
     with busy():
         for i in range(runs):
             with contextlib.suppress(pytest.fail.Exception, AssertionError):
-                finish(start("programs_with_consumers", limit=LONG), LONG + 60)
+                finish(start("programs_with_consumers", "300", limit=LONG), LONG + 60)
                 ended += 1
             print(f"{ended} of {i + 1} runs ended", flush=True)
 
