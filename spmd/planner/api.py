@@ -271,6 +271,8 @@ def plan_program(
             _identity(on), _identity_of_wish(wish),
         ))  # fmt: skip
         if kept := cache.find(key):
+            with _telling(wish.progress, subject) as tell:
+                tell(Progress(kept.tried, kept.chosen.predicted, "", kept=True))
             return _coded(kept, program, on, wish, key)
     graph = program.graph(meshes[0])
     labels = asked.class_names(graph, wish.classes, subject)

@@ -72,11 +72,13 @@ class Progress(NamedTuple):
         tried: layouts so far.
         best: seconds of the best one so far; None before the first.
         compiling: what the compiler works on; empty where it does not.
+        kept: whether the plan was found on the disk: it was searched for in an earlier start.
     """
 
     tried: int
     best: float | None
     compiling: str
+    kept: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -312,7 +312,20 @@ def test_a_bar_in_a_terminal(monkeypatch):
         assert "0:00:0" in narrow  # the time goes on
 
 
-def shown_in_a_terminal(width, monkeypatch):
+def test_a_plan_from_the_disk_says_so(monkeypatch, capsys):
+    """To a terminal and to a log, if a command asks for it; a search of a function stays silent."""
+    one = Progress(2842, 0.0043, "", kept=True)
+    said = "planning step: found on the disk, as an earlier start searched it"
+    assert said in shown_in_a_terminal(120, monkeypatch, one, lines=True)
+    assert said not in shown_in_a_terminal(120, monkeypatch, one)
+    monkeypatch.undo()
+    for lines in (True, False):
+        with progress.planning("planning step", lines=lines) as tell:
+            tell(one)
+        assert ("found on the disk" in capsys.readouterr().err) == lines
+
+
+def shown_in_a_terminal(width, monkeypatch, *more, lines=False):
     """What a terminal of some width gets."""
     file = io.StringIO()
 
@@ -320,9 +333,9 @@ def shown_in_a_terminal(width, monkeypatch):
         return Console(file=file, force_terminal=True, width=width, legacy_windows=False)
 
     monkeypatch.setattr(progress, "Console", terminal)
-    with progress.planning("planning step") as tell:
-        tell(Progress(1, None, ""))
-        tell(Progress(2842, 0.0043, "FSDP"))
+    with progress.planning("planning step", lines=lines) as tell:
+        for one in more or (Progress(1, None, ""), Progress(2842, 0.0043, "FSDP")):
+            tell(one)
     return file.getvalue()
 
 

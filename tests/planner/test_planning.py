@@ -291,11 +291,15 @@ def test_factorisations_are_all_there():
 def test_a_second_start_searches_nothing(mesh, tmp_path, monkeypatch):
     """A plan is found again by program and hardware; another budget or program is another plan."""
     monkeypatch.setenv("SPMD_PLAN_CACHE", str(tmp_path / "plans"))
-    first = plan(mesh, cache=True)
+    heard = []
+    first = plan(mesh, cache=True, progress=heard.append)
+    assert not any(one.kept for one in heard)
     searches, search = [], api.choose
     monkeypatch.setattr(api, "choose", lambda *a, **k: searches.append(a) or search(*a, **k))
-    assert plan(mesh, cache=True) == first
+    heard.clear()
+    assert plan(mesh, cache=True, progress=heard.append) == first
     assert not searches
+    assert heard == [choose.Progress(first.tried, first.chosen.predicted, "", kept=True)]
     plan(mesh, cache=True, memory="1GB")
     assert len(searches) == 1
     plan(mesh)

@@ -42,7 +42,7 @@ def planning(what: str, *, lines: bool = False) -> Iterator[Callable[[Any], None
     """Shows how far a search for a plan is, and gives a function that takes records of that.
 
     A terminal has a bar that is gone in the end. Elsewhere there is a line for each compile with
-    `lines`, else nothing.
+    `lines`, else nothing. With `lines` both say it where a plan was found on the disk.
     """
     console = _console()
     if console.is_terminal and not console.is_jupyter:
@@ -52,16 +52,20 @@ def planning(what: str, *, lines: bool = False) -> Iterator[Callable[[Any], None
         columns = BarColumn(8), TimeElapsedColumn(), text
         with Progress(*columns, console=console, transient=True, expand=True) as bar:
             task = bar.add_task(what, total=None)
-            yield _seldom(
-                lambda one: bar.update(task, description=f"{progress_said(one)} ({what})")
-            )
+
+            def move(one: Any) -> None:
+                bar.update(task, description=f"{progress_said(one)} ({what})")
+                if one.kept and lines:
+                    console.print(f"{what}: {progress_said(one)}", markup=False)
+
+            yield _seldom(move)
         return
     with showing(what, lines=lines) as say:
         last = ""
 
         def tell(one: Any) -> None:
             nonlocal last
-            if one.compiling and one.compiling != last:
+            if one.kept or (one.compiling and one.compiling != last):
                 say(progress_said(one))
             last = one.compiling
 
@@ -81,7 +85,7 @@ def _seldom(tell: Callable[[Any], None]) -> Callable[[Any], None]:
 
     def told(one: Any) -> None:
         nonlocal last
-        if one.compiling or time.monotonic() - last > _TOLD_EVERY:
+        if one.kept or one.compiling or time.monotonic() - last > _TOLD_EVERY:
             last = time.monotonic()
             tell(one)
 
@@ -90,6 +94,8 @@ def _seldom(tell: Callable[[Any], None]) -> Callable[[Any], None]:
 
 def progress_said(one: Any) -> str:
     """``2,842 plans tried; best so far 4.27 ms; compiling Megatron``."""
+    if one.kept:
+        return "found on the disk, as an earlier start searched it"
     said = [f"{plural(one.tried, 'plan')} tried"]
     if one.best is not None:
         said.append(f"best so far {show_seconds(one.best)}")
