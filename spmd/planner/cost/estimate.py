@@ -518,6 +518,11 @@ class Estimator:
         moving = machine.feeding(sum(read) + self._size(part.written, at))
         return (computing, 0.0) if computing >= moving else (0.0, moving)
 
+    def _transforming(self, one: Operation, share: float) -> float:
+        """Seconds of a Fourier transform, dimension by dimension, of a device's share."""
+        elements = share * math.prod(one.sizes.values())
+        return sum(self.machine.transforming(elements, one.sizes[name]) for name in one.whole)
+
     def _source(self, tensor: int, parts: list[float]) -> float:
         """Bytes on a device of what a value is a slice of; 0 for one that is none."""
         i = self.sources.get(tensor)
@@ -568,6 +573,8 @@ class Estimator:
                 n if self._is_far(i, at) else 0.0 for i, n in zip(one.tensors, nbytes, strict=True)
             ]
             moving = self.machine.moving(_traffic(one, far))
+            if one.name == "fft":
+                moving = max(moving, self._transforming(one, at.parts[kinds[-1]]))
             return _Costs(0.0, part.runs * moving, *sent)
         compute, memory = self._multiplied(part, product, at)
         return _Costs(part.runs * compute, part.runs * memory, *sent)

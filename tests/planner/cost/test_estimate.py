@@ -281,6 +281,19 @@ def test_a_product_of_complex_numbers_is_three_of_real_ones_on_tpus():
         assert CHIPS[name].taken(real, {"f32"}) == CHIPS[name].taken(real, ()) == real
 
 
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(512, 1024), (256, 500)])
+def test_a_fourier_transform_takes_as_long_as_libtpu_counts(shape):
+    """By factors of its length, or by a whole matrix, which takes most of the time to make."""
+    x = jax.ShapeDtypeStruct(shape, jnp.complex64)
+    _, found = priced(jnp.fft.fft, (x,), {"data": ["a:0"]}, on=tpu())
+    mesh = spmd.topology("v5e:2x4", MESH)
+    lowered = spmd.pjit(jnp.fft.fft, mesh=mesh, in_axis_resources=P("data")).lower(x)
+    compiled = spmd.report(lowered.compile()).time
+    assert compiled.seconds / 1.5 < found.seconds < compiled.seconds * 1.5
+
+
 def test_devices_change_places_as_a_preview_has_it():
     """Both have each device send to the one with its column and row: a mesh that is turned."""
     sizes = {"data": 4, "model": 4}
