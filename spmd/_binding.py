@@ -86,6 +86,8 @@ def _no_array(value: Any, name: str) -> Failure | None:
         fix = "declare it static with {static}, or convert it with jnp.asarray"
         if name == "self":
             what, fix = f"{what}, but the object of a method", _METHOD
+        elif callable(value) and not isinstance(value, type) and not name.isidentifier():
+            fix = _MODULE
         if isinstance(e, OverflowError):
             what = f"cannot take argument {name}: the number is too large"
             expected = f"a number that fits into {jax.dtypes.canonicalize_dtype(int)}"
@@ -99,6 +101,10 @@ def _no_array(value: Any, name: str) -> Failure | None:
     return None
 
 
+_MODULE = (
+    "pass the arrays alone, with Equinox those of eqx.partition(module, eqx.is_array),\n"
+    "and eqx.combine them with the rest inside; or declare its argument static with {static}"
+)
 _METHOD = (
     "take it off the class and apply it to obj.{function}, which closes over the object;\n"
     "or declare self static with {static}, where the object has a hash;\n"

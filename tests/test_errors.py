@@ -958,6 +958,21 @@ def test_no_arrays(in_mesh):
     )
 
 
+def test_function_in_a_module(in_mesh):
+    """A function that an argument holds, as the activation of a module, is none of its arrays."""
+    told(
+        lambda: pjit(step)({"x": X, "y": X, "z": [abs]}),
+        spmd.ArgumentError,
+        """
+        pjit of `step` cannot take argument batch['z'][0]: it is no array.
+          expected  arrays, numbers, and containers of them
+          got       builtin_function_or_method: <built-in function abs>
+          fix       pass the arrays alone, with Equinox those of eqx.partition(module, eqx.is_array),
+                    and eqx.combine them with the rest inside; or declare its argument static with static_argnames
+        """,
+    )
+
+
 def test_array_of_objects(in_mesh):
     """A NumPy array of what JAX has no dtype for is called an array."""
     told(
