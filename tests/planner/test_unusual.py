@@ -80,6 +80,14 @@ def test_a_planned_call_gives_what_the_function_gives(function, args, mesh):
     runs_as_planned(function, *args, mesh=mesh)
 
 
+@pytest.mark.parametrize("names", [("a.b", "a:b"), ("c,d", "{x}")])
+def test_axes_may_have_any_names(names):
+    """What a text of groups or a path has for itself is a part of them."""
+    mesh = spmd.make_mesh({names[0]: 4, names[1]: 2})
+    found = runs_as_planned(lambda x, w: jnp.tanh(x @ w) @ w.T, X, W, mesh=mesh)
+    assert {axis for one in found.arguments for axes in one.spec for axis in axes} == {*names}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("function", [told, unordered, ordered])
 def test_calls_of_the_host_are_planned_for_chips(function):

@@ -12,7 +12,7 @@ from typing import Any
 from spmd.errors import ArgumentError, Failure, ReportError, explain
 from spmd.inspection.compile.topology import places_for, rings_of
 from spmd.inspection.hlo.calls import Modules
-from spmd.inspection.hlo.groups import expand_replica_groups
+from spmd.inspection.hlo.groups import expand_replica_groups, groups_along
 from spmd.inspection.records.report import Collective
 from spmd.inspection.records.time import UNKNOWN_TIMES, Exchange, Time
 from spmd.inspection.shardy.exchanges import Exchanges
@@ -229,11 +229,7 @@ def _groups(one: Collective, axis_sizes: Mapping[str, int]) -> tuple[tuple[int, 
     """Logical devices that exchange with each other, as the axes say; of a permute, the pairs."""
     if one.groups:
         return expand_replica_groups(one.groups)
-    mesh = ",".join(f"'{name}'={size}" for name, size in axis_sizes.items())
-    # A part that no name describes counts as all of its axis.
-    refs = (axis.removesuffix(":part").partition(":") for axis in one.mesh_axes)
-    names = ",".join(f"'{name}'{colon}{part}" for name, colon, part in refs)
-    groups = expand_replica_groups(f"mesh[{mesh}] {{{names}}}")
+    groups = groups_along(one.mesh_axes, axis_sizes)
     if one.kind != "collective-permute":
         return groups
     return tuple(

@@ -30,6 +30,7 @@ _MESH = re.compile(
 _SENT_PAIRS = re.compile(r'\b_xla_send_recv_source_target_pairs="?(\{(?:\{[\d, ]*\},?)*\})')
 _MESH_AXIS = re.compile(r"'([^']*)'=(\d+)")
 _AXIS_REF = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
+_PART = re.compile(r"\((\d+)\)(\d+)$")
 _DEVICE_IOTA = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?$")
 
 
@@ -73,12 +74,39 @@ def _mesh_groups(axes: str, devices: str | None, names: str) -> Groups:
     iota = _DEVICE_IOTA.match((devices or "").strip())
     ids = np.array(integers(devices) or range(math.prod(sizes.values())))
     ids = counted(*map(integers, iota.groups())) if iota else ids
-    # Split each axis where a reference takes a part of it, `'x':(pre)size`, then bring the parts
-    # that are named to the end, in the order in which they are named.
     references = [
         (name, int(before or 1), int(size or sizes[name]))
         for name, before, size in _AXIS_REF.findall(names)
     ]
+    return _along(ids, sizes, references)
+
+
+def groups_along(axes: Iterable[str], sizes: Mapping[str, int]) -> Groups:
+    """The devices of a mesh, by their places in it, that lie along axes or parts of them.
+
+    Args:
+        axes: names, or parts as `mesh_axes_of` spells them: ``x:(2)2``. A part that no name
+            describes, ``x:part``, counts as all of its axis.
+        sizes: of the mesh axes.
+    """
+    ids = np.arange(math.prod(sizes.values()))
+    return _along(ids, sizes, [_reference(one, sizes) for one in axes])
+
+
+def _reference(text: str, sizes: Mapping[str, int]) -> tuple[str, int, int]:
+    """The axis that is named, the product of the sizes before the part, and the part's size."""
+    if text in sizes:
+        return text, 1, sizes[text]
+    name, _, part = text.rpartition(":")
+    found = _PART.match(part)
+    return (name, int(found[1]), int(found[2])) if found else (name, 1, sizes[name])
+
+
+def _along(
+    ids: np.ndarray, sizes: Mapping[str, int], references: Sequence[tuple[str, int, int]]
+) -> Groups:
+    # Split each axis where a reference takes a part of it, `'x':(pre)size`, then bring the parts
+    # that are named to the end, in the order in which they are named.
     # An axis in pieces, major to minor: its name, the product of the sizes before, and the size.
     parts = []
     for name, size in sizes.items():

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmd.inspection.compile.timed import slice_of
-from spmd.inspection.hlo.groups import Groups, expand_replica_groups
+from spmd.inspection.hlo.groups import Groups, groups_along
 from spmd.inspection.shardy.passes import Dimension
 from spmd.inspection.shardy.places import moves
 from spmd.inspection.shardy.targets.sums import (
@@ -172,9 +172,7 @@ class Machine:
 
     def _groups(self, axes: Iterable[str]) -> Groups:
         """Devices along axes."""
-        mesh = ",".join(f"'{name}'={size}" for name, size in self.sizes.items())
-        names = ",".join(f"'{name}'" for name in self.sizes if name in axes)
-        return expand_replica_groups(f"mesh[{mesh}] {{{names}}}")
+        return groups_along([name for name in self.sizes if name in axes], self.sizes)
 
     def _measured(self, kind: str, axes: tuple[str, ...]) -> tuple[float, float]:
         groups = self._groups(axes)

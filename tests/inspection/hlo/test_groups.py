@@ -106,6 +106,21 @@ def test_every_subset_of_axes_is_recognised():
             assert hlo_groups.mesh_axes_of(groups, sizes) == axes
             backwards = tuple(tuple(reversed(g)) for g in reversed(groups))
             assert hlo_groups.mesh_axes_of(backwards, sizes) == axes
+            assert hlo_groups.groups_along(axes, sizes) == groups
+
+
+@pytest.mark.parametrize("name", ["a:b", "it's", "x:(2)2", "{x}", "x:part"])
+def test_axes_are_found_whatever_they_are_called(name):
+    """Names, and parts of them, with what a text of groups has for itself."""
+    sizes = {"x": 2, name: 4}
+    for axes in (("x",), (name,), ("x", name)):
+        groups = _partition(sizes, axes)
+        assert hlo_groups.mesh_axes_of(groups, sizes) == axes
+        assert hlo_groups.groups_along(axes, sizes) == groups
+    halves = ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert hlo_groups.mesh_axes_of(halves, sizes) == (f"{name}:(2)2",)
+    assert hlo_groups.groups_along([f"{name}:(2)2"], sizes) == halves
+    assert hlo_groups.groups_along([f"{name}:part"], sizes) == _partition(sizes, (name,))
 
 
 @pytest.mark.parametrize(
