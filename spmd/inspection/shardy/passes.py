@@ -229,7 +229,11 @@ def labels_of(convolution: Any) -> list[list[str]]:
 
 def dims_of(kind: Any) -> tuple[tuple[int, ...], str]:
     """The dimensions of a type and its element type, as MLIR writes it; none for a token."""
-    text = str(kind)
+    return _dims_in(str(kind))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _dims_in(text: str) -> tuple[tuple[int, ...], str]:
     if not text.startswith("tensor<"):
         return (), text
     text = text.removeprefix("tensor<").removesuffix(">")
