@@ -493,9 +493,11 @@ def test_prices(browser, tmp_path):
 @pytest.mark.slow
 def test_nothing_is_wider_than_the_window(browser, tmp_path):
     """The page fits every screen, in light and in dark."""
+    axes = {"axis" * 15: 4, **{axis: size for axis, size in GPT.axes.items() if axis != "data"}}
+    first = dataclasses.replace(GPT.chosen, name="expert" * 12, axes=axes)
     long = dataclasses.replace(
-        GPT, arguments=(placed("layer" * 30, (8, 8), (("data",),)),),
-        candidates=(dataclasses.replace(GPT.chosen, name="expert" * 12), *GPT.candidates),
+        GPT, axes=axes, arguments=(placed("layer" * 30, (8, 8), (("model",),)),),
+        candidates=(first, *GPT.candidates),
         deviations=(dataclasses.replace(GPT.deviations[0], cause="of another kind " * 20),),
     )  # fmt: skip
     for one in (GPT, BARE, long):
