@@ -18,7 +18,7 @@ import jax
 import jax.tree_util as jtu
 
 from spmd import _dispatch, _jax
-from spmd._arguments import describe_leaves, join_arguments, split_arguments
+from spmd._arguments import describe_leaves
 from spmd._binding import (
     Binding,
     Flat,
@@ -224,10 +224,7 @@ class PjitFunction:
         """
         if self._line.options.is_planned:
             return self._line.walk(args, kwargs)[1].plan
-        options = self._line.options
-        split = split_arguments(options.params, args, kwargs, options.subject)
-        args, kwargs = join_arguments(split.positions, split.statics, split.dynamic)
-        return opened("plan")(self, *args, **kwargs)
+        return opened("plan_function")(self, args, kwargs)
 
     @_jax.core.api_boundary
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:

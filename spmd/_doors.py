@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 DOORS = {
     "oom_failure": "spmd.inspection",
     "plan": "spmd.planner",
+    "plan_function": "spmd.planner",
     "plan_of_call": "spmd.planner",
     "Plan": "spmd.inspection",
     "preview": "spmd.inspection",

@@ -101,9 +101,9 @@ def _trace(
         args, kwargs = join_arguments(signature.positions, signature.statics, dynamic)
         objects = _objects(dynamic)
         paths, out_tree = jtu.tree_flatten_with_path(fun(*args, **kwargs))
-        changed[:] = _changed(objects, signature.arg_names)
         out_names[:] = ["result" + jtu.keystr(path) for path, _ in paths]
         values = [value for _, value in paths]
+        changed[:] = _changed(objects, signature.arg_names, values)
         found = [no_array(v, n) for v, n in zip(values, out_names, strict=True)]
         if failures := [f for f in found if f]:
             raise explain(subject, failures)
@@ -133,15 +133,18 @@ def _objects(tree: Any) -> list[tuple[Any, list[Any]]]:
     return [(one, jax.tree.leaves(one)) for one in parts]
 
 
-def _changed(objects: Sequence[tuple[Any, list[Any]]], names: Sequence[str]) -> Iterator[str]:
-    """The leaves that are others now, by name."""
-    left = iter(names)
+def _changed(
+    objects: Sequence[tuple[Any, list[Any]]], names: Sequence[str], results: Sequence[Any]
+) -> Iterator[str]:
+    """The leaves that are others now, by name, but for those that are among the results."""
+    left, given = iter(names), {*map(id, results)}
     for one, before in objects:
         own = [*itertools.islice(left, len(before))]
         # What an object is now may be no tree of arrays any more.
         with contextlib.suppress(Exception):
             after = jax.tree.leaves(one)
-            yield from (n for n, a, b in zip(own, before, after, strict=False) if a is not b)
+            rows = zip(own, before, after, strict=False)
+            yield from (n for n, a, b in rows if a is not b and id(b) not in given)
 
 
 def no_array(value: Any, name: str) -> Failure | None:

@@ -21,7 +21,7 @@ In the order of reading:
 """
 
 from spmd.inspection.records.plan import Plan as Plan
-from spmd.planner.api import Progress as Progress, plan as plan
+from spmd.planner.api import Progress as Progress, plan as plan, plan_function as plan_function
 from spmd.planner.calls import plan_of_call as plan_of_call
 
-__all__ = ["Plan", "Progress", "plan", "plan_of_call"]
+__all__ = ["Plan", "Progress", "plan", "plan_function", "plan_of_call"]

@@ -9,13 +9,14 @@ import functools
 import inspect
 import itertools
 import time
-from typing import Any
+from typing import Any, cast
 
 import jax
 
 import spmd
 from spmd import _jax, stages
 from spmd._api import PjitFunction
+from spmd._arguments import join_arguments, split_arguments
 from spmd._mesh import current_mesh
 from spmd._options import not_callable
 from spmd.errors import ArgumentError, Failure, did_you_mean, explain
@@ -33,7 +34,7 @@ from spmd.planner.program.layout import Fixed, fixed_at
 from spmd.planner.program.structure import Graph
 from spmd.planner.recorded import nothing_fits, recorded
 from spmd.planner.search.descent import Rules
-from spmd.planner.verify import Program, open_avals, open_leaves, structs
+from spmd.planner.verify import Program, entries_of_parts, open_avals, open_leaves, structs
 from spmd.planner.written import (
     given_specs,
     has_auto,
@@ -136,41 +137,77 @@ def plan(
         >>> plan = spmd.plan(step, state, batch, topology="v5e:4x4", donate_argnums=0)
         >>> print(plan.code())
     """
-    function, own = _function_of(f)
-    name = _name_of(function)
-    subject = f"plan of `{name}`"
-    if not callable(function):
-        raise explain(subject, [not_callable(function, "spmd.plan(f, *args, topology=...)")])
-    asked.check_options(subject, top=top, timeout=timeout, seed=seed)
-    asked.check_kinds(subject, axes=axes, never=never, classes=classes)
-    _check_names(options, subject)
-    if failure := call_failure(function, args, {}, "plan"):
-        raise explain(subject, [failure])
-    if mesh is None and topology is None:
-        mesh = _mesh_of(f, args)
-    f = without_shardings(f, subject)
-    function = _function_of(f)[0]
-    on = asked.hardware(topology, mesh, axes, memory, chip, subject=subject)
-    given = structs(args)
-    if has_auto(f):
-        fixed = {**given_specs(f, given, on.meshes), **(fixed or {})}
     wish = Wish(
         fixed=fixed or {},
         never=never or (),
         classes=classes or {},
         top=top,
         timeout=timeout,
-        seed=int(seed),
+        seed=seed,
         seeds=seeds,
         cache=cache,
         progress=progress,
     )
+    given = {"topology": topology, "mesh": mesh, "axes": axes, "memory": memory, "chip": chip}
+    return plan_function(f, args, {}, wish, options, **given)
+
+
+def plan_function(
+    f: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    wish: Wish | None = None,
+    options: Mapping[str, Any] | None = None,
+    *,
+    topology: Any = None,
+    mesh: Any = None,
+    axes: Any = (),
+    memory: Any = None,
+    chip: Any = None,
+) -> Plan:
+    """What `plan` gives, of a function that takes keyword arguments as well."""
+    wish, options = wish or Wish(), options or {}
+    function, own = _function_of(f)
+    name = _name_of(function)
+    subject = f"plan of `{name}`"
+    if not callable(function):
+        raise explain(subject, [not_callable(function, "spmd.plan(f, *args, topology=...)")])
+    asked.check_options(subject, top=wish.top, timeout=wish.timeout, seed=wish.seed)
+    asked.check_kinds(subject, axes=axes, never=wish.never, classes=wish.classes)
+    _check_names(options, subject)
+    if failure := call_failure(function, args, kwargs, "plan"):
+        raise explain(subject, [failure])
+    if mesh is None and topology is None:
+        mesh = _mesh_of(f, (args, kwargs))
+    f = without_shardings(f, subject)
+    function = _function_of(f)[0]
+    on = asked.hardware(topology, mesh, axes, memory, chip, subject=subject)
     options = _merged(own, options)
-    program = Program(function=function, args=given, options=options, called=called(function))
+    args, kwargs = _structs(function, options, args, kwargs, subject)
+    given = given_specs(f, args, kwargs, on.meshes) if has_auto(f) else {}
+    fixed = {**given, **wish.fixed} if given else wish.fixed
+    wish = dataclasses.replace(wish, fixed=fixed, never=tuple(wish.never), seed=int(wish.seed))
+    program = Program(
+        function=function, args=args, kwargs=kwargs, options=options, called=called(function)
+    )
     written = []
-    if seeds and has_specs(f):
-        written += lowered_as_written(f, given, on.meshes, program.passed_over)
+    if wish.seeds and has_specs(f):
+        written += lowered_as_written(f, args, kwargs, on.meshes, program.passed_over)
     return plan_program(program, on, wish, name=name, subject=subject, written=written)
+
+
+def _structs(
+    function: Any,
+    options: Mapping[str, Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    subject: str,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments as shapes, but for those that are static."""
+    params = cast(PjitFunction, spmd.pjit(function, **options))._line.options.params
+    split = split_arguments(params, tuple(args), kwargs, subject)
+    found, by_name = join_arguments(split.positions, split.statics, structs(split.dynamic))
+    return tuple(found), by_name
 
 
 _VARIADIC = ("f", "args", "options")
@@ -257,9 +294,12 @@ def plan_program(
         raise explain(subject, [asked.changes_in_place(changed)])
     avals = open_avals(traced)
     specs, meshes = asked.fixed_specs(wish.fixed, leaves, avals, on.meshes, subject)
+    for i in specs.keys() & range(len(ins)):
+        program.fixed[i] = entries_of_parts(specs[i].partitions, avals[i].ndim)
     meshes = _from_first(program, meshes)
     named = {axis for spec in specs.values() for axis in spec.axes}
-    named |= {pair[1] for pair in wish.never if len(pair) == 2} | program.named_axes(meshes)
+    named |= {axis for _, axis in asked.pairs_in(wish.never, subject)}
+    named |= program.named_axes(meshes)
     on = dataclasses.replace(on, meshes=asked.different(meshes, named))
     lowered = program.lowered(meshes[0])
     module = module_of(lowered, subject=subject)

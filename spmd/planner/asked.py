@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from spmd import _mesh
 from spmd._resolve import spec_failure
-from spmd._spec import ParsedPartitionSpec
+from spmd._spec import AUTO, ParsedPartitionSpec
 from spmd.errors import (
     ArgumentError,
     Failure,
@@ -61,6 +61,8 @@ def hardware(
 ) -> Hardware:
     """Reads the options that say what a plan is for."""
     meshes = tuple(_meshes(topology, mesh, axes, subject))
+    if not all(isinstance(axis, str) for axis in meshes[0].shape):
+        raise explain(subject, [_no_names(tuple(meshes[0].shape))])
     device = meshes[0].devices.flat[0]
     wish = read_chip(chip, None, subject=subject).chip
     return Hardware(
@@ -122,16 +124,19 @@ def _no_hardware() -> Failure:
 
 
 def _axis_names(axes: Any, subject: str) -> tuple[str, ...]:
-    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    names = (axes,) if isinstance(axes, str) else tuple(axes or ())
     if names and len({*names}) == len(names) and all(isinstance(n, str) and n for n in names):
         return names
-    failure = Failure(
+    raise explain(subject, [_no_names(axes)])
+
+
+def _no_names(axes: Any) -> Failure:
+    return Failure(
         what="cannot use these axes",
         expected="names of mesh axes, each once, such as ('data', 'model')",
         got=repr(axes)[:100],
         error=OptionError,
     )
-    raise explain(subject, [failure])
 
 
 def factorisations(count: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -231,7 +236,7 @@ def unknown_path(key: Any, names: Sequence[str]) -> Failure:
     whole = (_DEEPER.split(name, maxsplit=1)[0] for name in names)
     known = [*dict.fromkeys((*whole, *names))]
     return Failure(
-        what=f"has no argument or result {key}{did_you_mean(key, known)}",
+        what=f"has no argument or result {key or repr(key)}{did_you_mean(key, known)}",
         expected=f"a path such as {', '.join(known[:3])}" + (", ..." if len(known) > 3 else ""),
         error=ArgumentError,
     )
@@ -246,6 +251,7 @@ def fixed_specs(
 ) -> tuple[dict[int, ParsedPartitionSpec], tuple[Any, ...]]:
     """The specs that are fixed, by leaf, and the meshes that they fit."""
     rows = leaves_of(given, [one.name for one in leaves], subject, "fixed")
+    rows = {i: row for i, row in rows.items() if row[1] is not AUTO}
     parsed = {i: _parsed(spec, f"fixed[{key!r}]", subject) for i, (key, spec) in rows.items()}
     by_mesh = {mesh: [*_misfits(rows, parsed, leaves, avals, mesh)] for mesh in meshes}
     fitting = tuple(mesh for mesh, failures in by_mesh.items() if not failures)
@@ -264,10 +270,30 @@ def _misfits(
     """The specs that do not fit a mesh, each once: a path may stand for many arrays."""
     seen: set[str] = set()
     for i, spec in parsed.items():
-        where = f"fixed[{rows[i][0]!r}]"
-        if where not in seen and (found := _misfit(leaves[i], avals[i], spec, where, mesh)):
+        key, given = rows[i]
+        where = f"fixed[{key!r}]"
+        found = _of_other_mesh(where, given, mesh)
+        found = found or _misfit(leaves[i], avals[i], spec, where, mesh)
+        if where not in seen and found:
             seen.add(where)
             yield found
+
+
+def _of_other_mesh(where: str, given: Any, mesh: Any) -> Failure | None:
+    """The failure of a sharding over axes of other sizes than the plan's mesh has."""
+    if not isinstance(given, NamedSharding):
+        return None
+    axes = ParsedPartitionSpec.from_user_input(given.spec, where).axes
+    sizes = {axis: size for axis, size in given.mesh.shape.items() if axis in axes}
+    if all(mesh.shape.get(axis, size) == size for axis, size in sizes.items()):
+        return None
+    return Failure(
+        what=f"cannot use {where}: it is a sharding of another mesh",
+        given=_mesh.show_axes(given.mesh.shape),
+        expected=f"axes of these sizes: {_mesh.show_axes(mesh.shape)}",
+        fix="give its PartitionSpec",
+        error=MeshError,
+    )
 
 
 def _parsed(spec: Any, where: str, subject: str) -> ParsedPartitionSpec:
@@ -315,19 +341,23 @@ def class_of(place: Any, graph: Graph, names: Mapping[str, int], subject: str) -
         found = tensors[path].classes[int(d)]
         if found is not None and found in graph.sizes:
             return found
-    known = [*names, *(f"{n}:{i}" for n, one in tensors.items() for i in range(len(one.shape)))]
+    places = ((n, i, c) for n, one in tensors.items() for i, c in enumerate(one.classes))
+    known = [*names, *(f"{n}:{i}" for n, i, c in places if c in graph.sizes)]
     failure = Failure(
         what=f"has no dimension {place!r} to split{did_you_mean(place, known)}",
         expected="a name in classes=, or a path and a dimension, such as "
-        + ", ".join(known[:2] or ["'x:0'"]),
+        + ", ".join(known[:2] or ["x:0"]),
         error=ArgumentError,
     )
     raise explain(subject, [failure])
 
 
 def _pair(place: Any) -> tuple[Any, Any]:
-    is_pair = isinstance(place, (tuple, list)) and len(place) == 2
-    return (place[0], place[1]) if is_pair else (None, None)
+    return (place[0], place[1]) if _is_pair(place) else (None, None)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2
 
 
 def never_pairs(
@@ -335,8 +365,22 @@ def never_pairs(
 ) -> frozenset[tuple[int, str]]:
     """Pairs of a class and an axis that may not split it."""
     found = []
-    for pair in given:
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+    for place, axis in pairs_in(given, subject):
+        if axis not in axes:
+            failure = Failure(
+                what=f"has no mesh axis {axis!r}{did_you_mean(axis, axes)}",
+                expected=f"one of {', '.join(map(repr, axes))}",
+                error=ArgumentError,
+            )
+            raise explain(subject, [failure])
+        found.append((class_of(place, graph, names, subject), axis))
+    return frozenset(found)
+
+
+def pairs_in(never: Iterable[Any], subject: str) -> list[tuple[Any, str]]:
+    """The pairs of a dimension and a mesh axis that a user gave."""
+    for pair in never:
+        if not _is_pair(pair) or not isinstance(pair[1], str):
             failure = Failure(
                 what="cannot read never",
                 expected="pairs of a dimension and a mesh axis, such as ('tokens:1', 'data')",
@@ -344,15 +388,7 @@ def never_pairs(
                 error=ArgumentError,
             )
             raise explain(subject, [failure])
-        if pair[1] not in axes:
-            failure = Failure(
-                what=f"has no mesh axis {pair[1]!r}{did_you_mean(pair[1], axes)}",
-                expected=f"one of {', '.join(map(repr, axes))}",
-                error=ArgumentError,
-            )
-            raise explain(subject, [failure])
-        found.append((class_of(pair[0], graph, names, subject), pair[1]))
-    return frozenset(found)
+    return [(place, axis) for place, axis in never]
 
 
 def check_never(

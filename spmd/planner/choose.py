@@ -31,7 +31,7 @@ from spmd.planner.cost.machine import Machine
 from spmd.planner.pins import Pinned, Way
 from spmd.planner.program.layout import Fixed, Layout, fixed_at
 from spmd.planner.program.structure import Graph
-from spmd.planner.search.descent import Candidate, Rules, search
+from spmd.planner.search.descent import Candidate, Rules, best_first, search
 from spmd.planner.search.experts import experts, roles_of
 from spmd.planner.verify import Program, annotated, entries_of, places_of_compiled, planned
 from spmd.planner.written import written_places
@@ -281,14 +281,24 @@ class _Looking:
                 estimate = estimate.on(machine)
             else:
                 estimate = Estimator(graph, machine, self.rules.fixed)
-            found = search(
-                estimate,
-                self.rules,
-                starts=known.values(),
-                best=best,
-                seed=self.seed,
-                saw=self._saw,
-            )
+            seen: list[Candidate] = []
+
+            def saw(one: Candidate, seen: list[Candidate] = seen) -> None:
+                seen.append(one)
+                self._saw(one)
+
+            try:
+                found = search(
+                    estimate,
+                    self.rules,
+                    starts=known.values(),
+                    best=best,
+                    seed=self.seed,
+                    saw=saw,
+                )
+            except KeyboardInterrupt:
+                self.choices += self._kept(best_first(seen), estimate, mesh)
+                raise
             best = min(best, found[0].score)
             self.choices += self._kept(found, estimate, mesh)
             for name, layout in known.items():
@@ -651,13 +661,14 @@ class _Looking:
                 first.append(i)
         return [*first, *(i for i in ranked if i not in {*first})]
 
-    def _rank(self, one: Choice) -> tuple[bool, bool, float]:
+    def _rank(self, one: Choice) -> tuple[bool, bool, float, float]:
         """What Shardy's exchanges are not known of seems faster than it is, and comes later.
 
         Of what does not fit, what needs less is better too: a compiler that makes room for it
-        computes again.
+        computes again. Of two that are as fast the smaller one is better.
         """
-        return not one.fits(self.rules.budget), one.told is None, self.rules.score(one)
+        fits, is_known = one.fits(self.rules.budget), one.told is not None
+        return not fits, not is_known, self.rules.score(one), one.peak
 
     def _is_late(self) -> bool:
         late = self.rules.deadline is not None and time.monotonic() > self.rules.deadline

@@ -17,7 +17,7 @@ from spmd.errors import ArgumentError, Failure, MeshError, PlanError, explain
 from spmd.inspection.records.plan import Placed, Plan
 from spmd.inspection.records.plan_codec import load as load, save as save
 from spmd.inspection.records.report import Shape
-from spmd.inspection.show.plan import difference as difference, why as why
+from spmd.inspection.show.plan import difference as _difference, why as why
 from spmd.planner.pins import MisfitError, pin
 from spmd.planner.program.graph import numbered
 from spmd.planner.verify import spec_of_entries
@@ -71,6 +71,15 @@ def _misplaced(leaves: Sequence[Any], wanted: Sequence[Placed], plan: Plan) -> I
         )
         return
     for leaf, one in zip(leaves, wanted, strict=True):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            yield Failure(
+                what=f"cannot place argument {one.name}: it is no array",
+                expected="an array with values",
+                got=str(leaf),
+                fix="place what the function is called with; a plan needs no more than shapes",
+                error=ArgumentError,
+            )
+            continue
         shape = getattr(leaf, "shape", None)
         shape = jax.numpy.shape(leaf) if shape is None else shape
         if tuple(shape) != one.shape:
@@ -81,6 +90,20 @@ def _misplaced(leaves: Sequence[Any], wanted: Sequence[Placed], plan: Plan) -> I
                 fix="plan again for these arguments",
                 error=ArgumentError,
             )
+
+
+def difference(plan: Plan, other: Any) -> str:
+    """What another plan does otherwise."""
+    if not isinstance(other, Plan):
+        failure = Failure(
+            what="cannot be compared",
+            expected="another spmd.Plan",
+            got=type(other).__name__,
+            fix="spmd.Plan.load(path), of a file",
+            error=ArgumentError,
+        )
+        raise explain(subject_of(plan), [failure])
+    return _difference(plan, other)
 
 
 # Whether a plan is of a program
@@ -211,10 +234,8 @@ class Pinner:
         )
 
 
-def pinner(plan: Plan, mesh: Any) -> Pinner | None:
-    """What writes the pins of a plan into a program for a mesh; None where it has none."""
-    if not plan.pins:
-        return None
+def pinner(plan: Plan, mesh: Any) -> Pinner:
+    """What writes the pins of a plan into a program for a mesh, if it is the one of the plan."""
     is_abstract = isinstance(mesh, AbstractMesh)  # of which no device says its kind
     here = plan.device_kind if is_abstract else mesh.devices.flat[0].device_kind
     return Pinner(subject_of(plan), plan.program, plan.pins, plan.device_kind, here)

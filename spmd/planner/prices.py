@@ -53,7 +53,8 @@ class _Pricing:
 
     def kind(self, i: int) -> Any:
         tensor = self.one.graph.tensors[i]
-        return tensor.shape, tensor.classes, tensor.is_state, tensor.nbytes, self._own(i)
+        own = tensor.shape, tensor.inner, tensor.classes, tensor.is_state, tensor.nbytes
+        return *own, self._own(i)
 
     def _own(self, i: int) -> tuple[tuple[str, int], ...]:
         assert self.one.layout
@@ -80,7 +81,7 @@ class _Pricing:
 
 
 def _entries(places: _Places, tensor: Tensor) -> Entries:
-    return tuple(spec_entries(places, len(tensor.shape)))
+    return tuple(spec_entries(places, len(tensor.shape) - tensor.inner))
 
 
 def _others(tensor: Tensor, own: _Places, sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
@@ -90,7 +91,7 @@ def _others(tensor: Tensor, own: _Places, sizes: Mapping[str, int]) -> Iterator[
     moved += [
         {**own, axis: d}
         for axis, size in sizes.items()
-        for d in range(len(tensor.shape))
+        for d in range(len(tensor.shape) - tensor.inner)
         if size > 1 and _divides({**own, axis: d}, d, tensor, sizes)
     ]
     for places in moved:

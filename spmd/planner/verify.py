@@ -23,7 +23,7 @@ from spmd._spec import UNSPECIFIED, ParsedPartitionSpec, spec_of
 from spmd.inspection.records.plan import Entries, Pin, Placed
 from spmd.inspection.shardy.passes import module_of, quoted
 from spmd.planner.pins import annotate, pin
-from spmd.planner.program.graph import graph_of
+from spmd.planner.program.graph import graph_of, with_ranks
 from spmd.planner.program.layout import Fixed, Layout, places_of, spec_entries
 from spmd.planner.program.structure import Graph
 
@@ -41,18 +41,23 @@ class Program:
     Attributes:
         function: that is called.
         args: its arguments, or structs of their shapes.
+        kwargs: likewise, by name.
         options: of `pjit`, such as ``donate_argnums``.
         trace: gives the trace for a mesh, where that is not of such a function.
         called: what the function is called in code that a person pastes.
         passed_over: what the function raised, by the meshes that it was found not to be for.
+        fixed: places of arguments, by leaf, which they have even where the function does not use
+            them.
     """
 
     function: Any = None
     args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     trace: Callable[[Any], stages.Traced] | None = None
     called: str = ""
     passed_over: dict[str, str] = dataclasses.field(default_factory=dict, init=False)
+    fixed: dict[int, Entries] = dataclasses.field(default_factory=dict, init=False)
     _known: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False)
     _graphs: dict[str, Graph] = dataclasses.field(default_factory=dict, init=False)
 
@@ -105,8 +110,15 @@ class Program:
         lowered = self.lowered(mesh)
         text = _MESH.sub("", lowered.as_text())
         if text not in self._graphs:
-            self._graphs[text] = graph_of(module_of(lowered, subject="plan"), subject="plan")
+            graph = graph_of(module_of(lowered, subject="plan"), subject="plan")
+            self._graphs[text] = with_ranks(graph, self._ranks_inside(mesh))
         return self._graphs[text]
+
+    def _ranks_inside(self, mesh: Any) -> list[int]:
+        """Ranks of the arguments of the module, and of its results, as the function has them."""
+        jaxpr = self.traced(mesh)._jaxpr
+        kept = _jax.lowering.kept_arguments(self.lowered(mesh)._lowering)
+        return [one.ndim for one in (*(jaxpr.in_avals[i] for i in kept), *jaxpr.out_avals)]
 
     def _kept(self, mesh: Any) -> tuple[int, ...]:
         skip = len(self.traced(mesh)._signature.consts)
@@ -118,7 +130,8 @@ class Program:
         return tuple(len(one.shape) for one in leaves)
 
     def _trace(self, mesh: Any) -> stages.Traced:
-        return spmd.pjit(self.function, mesh=mesh, **self.options).trace(*self.args)
+        own = spmd.pjit(self.function, mesh=mesh, **self.options)
+        return own.trace(*self.args, **self.kwargs)
 
     def lowered(
         self, mesh: Any, ins: Sequence[P] | None = None, outs: Sequence[P] | None = None
@@ -147,11 +160,13 @@ class Program:
     def whole(self, mesh: Any, ins: Sequence[Entries]) -> tuple[Entries, ...]:
         """Places of all leaves, from those of the arguments that a module has.
 
-        Constants may come before them there. What the function does not use is not split.
+        Constants may come before them there. What the function does not use is not split, if it is
+        not fixed.
         """
         found: list[Entries] = [((),) * rank for rank in self._once("ranks", self._ranks, mesh)]
         kept = self.kept(mesh)
-        for i, entries in zip(kept, ins[len(ins) - len(kept) :], strict=True):
+        placed = zip(kept, ins[len(ins) - len(kept) :], strict=True)
+        for i, entries in (*self.fixed.items(), *placed):
             found[i] = entries
         return tuple(found)
 
@@ -160,7 +175,7 @@ def resources(specs: Sequence[P] | None, count: int) -> tuple[Any, ...]:
     """Specs as a call holds them; constants, which come first, have none."""
     if specs is None:
         return (UNSPECIFIED,) * count
-    # A key is an array of one dimension more inside of the program, which nothing splits.
+    # A key is an array of one dimension more inside of the program: `with_ranks`.
     own = [ParsedPartitionSpec.from_user_input(trimmed(spec), "plan") for spec in specs]
     return (*(UNSPECIFIED,) * (count - len(own)), *own[len(own) - count :])
 
@@ -238,7 +253,11 @@ def places_of_compiled(
 def _entries_of_sharding(sharding: Any, rank: int) -> Entries:
     """What a sharding says of each dimension; nothing where it is none of a mesh."""
     found = spec_of(sharding)
-    parts = found.partitions if found else ()
+    return entries_of_parts(found.partitions if found else (), rank)
+
+
+def entries_of_parts(parts: Sequence[Any], rank: int) -> Entries:
+    """The axes of each dimension, of a spec that may say nothing of some."""
     return (*(e if isinstance(e, tuple) else () for e in parts), *((),) * (rank - len(parts)))
 
 
@@ -248,6 +267,11 @@ def structs(args: Any) -> Any:
 
 
 def _struct(leaf: Any) -> Any:
+    if isinstance(leaf, np.ndarray):
+        try:
+            leaf = _jax.core.abstractify(leaf)  # of a type that JAX has
+        except (TypeError, ValueError):
+            return leaf  # which `pjit` says
     # A number of NumPy may be a static argument, or a part of one.
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, np.generic):
         weak = getattr(leaf, "weak_type", False)
@@ -277,9 +301,10 @@ _LETTERS = {"int": "s", "uint": "u", "float": "f", "bfloat": "bf", "complex": "c
 
 
 def _dtype(aval: Any) -> str:
-    """XLA's name of an element type; of keys, that of what they are made of."""
+    """XLA's name of an element type; of a key, ``key`` and its bits."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-        return "u32"
+        words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), aval.dtype))
+        return f"key{32 * words.size}"
     if aval.dtype == jax.dtypes.float0:  # lowered as what is false
         return "pred"
     kind, size, rest = re.findall(r"([a-z]+)(\d*)(.*)", aval.dtype.name)[0]

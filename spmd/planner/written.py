@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -48,7 +48,7 @@ def without_shardings(f: Any, subject: str) -> Any:
     return spmd.pjit(f.__wrapped__, in_axis_resources=ins, out_axis_resources=outs, **own)
 
 
-def written_mesh(f: Any, args: Sequence[Any]) -> Any:
+def written_mesh(f: Any, args: Any) -> Any:
     """The mesh that the shardings of a `jax.jit`, or else of the arguments, name; None for none."""
     given = jax.tree.leaves(_jax.dispatch.shardings_of_jit(f))
     own = next((one.mesh for one in given if isinstance(one, NamedSharding)), None)
@@ -77,7 +77,9 @@ def _leaves(f: PjitFunction) -> Sequence[Any]:
     return (*options.in_specs.leaves, *options.out_specs.leaves)
 
 
-def given_specs(f: PjitFunction, args: Sequence[Any], meshes: Sequence[Any]) -> dict[str, Any]:
+def given_specs(
+    f: PjitFunction, args: Sequence[Any], kwargs: Mapping[str, Any], meshes: Sequence[Any]
+) -> dict[str, Any]:
     """By name of an argument or result the PartitionSpec that its user gave.
 
     Raises:
@@ -86,15 +88,17 @@ def given_specs(f: PjitFunction, args: Sequence[Any], meshes: Sequence[Any]) -> 
     errors: list[SpmdError] = []
     for mesh in meshes:
         try:
-            return dict(_given_on(f, args, mesh))
+            return dict(_given_on(f, args, kwargs, mesh))
         except SpmdError as e:
             errors.append(e)
     raise errors[0]
 
 
-def _given_on(f: PjitFunction, args: Sequence[Any], mesh: Any) -> Iterator[tuple[str, Any]]:
+def _given_on(
+    f: PjitFunction, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Any
+) -> Iterator[tuple[str, Any]]:
     options = dataclasses.replace(f._line.options, mesh=mesh)
-    flat = flatten(options, tuple(args), {})
+    flat = flatten(options, tuple(args), kwargs)
     signature = flat.signature
     ins, _, avals = resolve_inputs(options, signature, flat.semantics, mesh, frozenset())
     signature = dataclasses.replace(signature, avals=avals)
@@ -111,13 +115,18 @@ def fixed_of(names: Sequence[str], resources: Sequence[Any]) -> Iterator[tuple[s
 
 
 def lowered_as_written(
-    f: PjitFunction, args: Sequence[Any], meshes: Sequence[Any], misfits: dict[str, str]
+    f: PjitFunction,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    meshes: Sequence[Any],
+    misfits: dict[str, str],
 ) -> Iterator[stages.Lowered]:
     """The program as it is, for each mesh that its specs fit.
 
     Args:
         f: the function, whose own mesh does not count.
         args: that it is called with.
+        kwargs: likewise, by name.
         meshes: to choose among.
         misfits: is told, if the specs fit none of these, why not the first one.
     """
@@ -125,7 +134,7 @@ def lowered_as_written(
     for mesh in meshes:
         own = pjit_function(f._line.fun, dataclasses.replace(f._line.options, mesh=mesh))
         try:
-            yield own.lower(*args)
+            yield own.lower(*args, **kwargs)
         except SpmdError as e:  # it is for other axes, or does not divide by these
             errors.append(f"{type(e).__name__}: {e}".partition("\n")[0])
     if len(errors) == len(meshes):

@@ -74,19 +74,20 @@ class Folded:
         return "\n".join(lines_of(self.body))
 
 
-def folded(tree: Any, names: str | Sequence[str]) -> Folded:
+def folded(tree: Any, names: str | Sequence[str], keys: Sequence[str] = ()) -> Folded:
     """The text of specs, which is a prefix for a tree of this structure.
 
     Args:
         tree: a PartitionSpec in the place of each array.
         names: what a value of this structure is called, or each entry of a tuple of arguments;
             where the text has to look at the value it says this name.
+        keys: by which arguments have their entries; by default they have them by position.
     """
     folder = _Folder()
     one = isinstance(names, str)
     return Folded(
         name=names if one else "",
-        body=folder.fold(tree, names) if one else folder.arguments(tree, names),
+        body=folder.fold(tree, names) if one else folder.arguments(tree, names, keys),
         imports=tuple(sorted(folder.imports)),
         needs_helper=folder.needs_helper,
     )
@@ -133,13 +134,15 @@ class _Folder:
         self.needs_helper = False
         self._classes: dict[str, Any] = dict.fromkeys(("P", "jax", "spmd", "specs_like"))
 
-    def arguments(self, tree: Sequence[Any], names: Sequence[str]) -> Text:
+    def arguments(self, tree: Sequence[Any], names: Sequence[str], keys: Sequence[str]) -> Text:
         """The specs of several arguments: an entry each, or one for all."""
         if (text := _uniform(tree)) is not None:
             return text
-        rows = zip(tree, names, strict=True)
-        parts = tuple(Part("", self.fold(one, name), name) for one, name in rows)
-        return Many("(", parts, ")")
+        begin, end = "{}" if keys else "()"
+        labels = [f"{literal(key)}: " for key in keys] or [""] * len(names)
+        rows = zip(labels, tree, names, strict=True)
+        parts = tuple(Part(label, self.fold(one, name), name) for label, one, name in rows)
+        return Many(begin, parts, end)
 
     def fold(self, node: Any, where: str | None) -> Text:
         """The specs of a tree; `where` is the expression of its value, None where none is known."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import inspect
 import time
 from typing import Any, NamedTuple
@@ -50,11 +50,11 @@ def inside_of(
         tell=tell,
     )
     call = call_of(program, mesh)
-    args, _ = jtu.tree_unflatten(call.in_tree, ins)
+    args, kwargs = jtu.tree_unflatten(call.in_tree, ins)
     text = code_of(
         name=call.name,
         axes=plan.axes,
-        ins=folded(tuple(args), call.arguments),
+        ins=folded((*args, *kwargs.values()), call.arguments, call.keys),
         outs=folded(jtu.tree_unflatten(call.out_tree, outs), "results"),
         constraints=found,
         arguments=call.arguments,
@@ -72,7 +72,8 @@ class Call(NamedTuple):
         name: of the function.
         in_tree: of its positional and keyword arguments.
         out_tree: of its results.
-        arguments: what they are called.
+        arguments: what they are called, those that are given by keyword last.
+        keys: by which they have their specs, where some are given so.
         given: what a call is given.
         options: of `pjit`.
     """
@@ -81,6 +82,7 @@ class Call(NamedTuple):
     in_tree: Any
     out_tree: Any
     arguments: Sequence[str]
+    keys: Sequence[str]
     given: Sequence[str]
     options: Sequence[tuple[str, Any]]
 
@@ -89,10 +91,13 @@ def call_of(program: Program, mesh: Any) -> Call:
     """How a program is called."""
     traced = program.traced(mesh)
     tree, out = traced._signature.in_tree, traced._signature.out_tree
-    args, _ = jtu.tree_unflatten(tree, range(tree.num_leaves))
+    args, kwargs = jtu.tree_unflatten(tree, range(tree.num_leaves))
     names = [*_argument_names(traced, len(args))]
-    given, options = [*_given(traced, names)], [*_options(traced)]
-    return Call(program.called, tree, out, names, given, options)
+    by_name = {key: _free(key) for key in kwargs}
+    given, options = [*_given(traced, names, by_name)], [*_options(traced)]
+    positions = traced._signature.positions[: len(args)]
+    keys = [*map(traced._signature.params.call_name, positions), *kwargs] if kwargs else []
+    return Call(program.called, tree, out, [*names, *by_name.values()], keys, given, options)
 
 
 def called(function: Any) -> str:
@@ -114,14 +119,20 @@ def _argument_names(traced: stages.Traced, count: int) -> Iterator[str]:
     for at in signature.positions[:count]:
         variadic = signature.params.variadic or "args"
         name = names[at] if at < len(names) else f"{variadic}[{at - len(names)}]"
-        yield name if is_free(name) or at >= len(names) else f"{name}_"
+        yield name if at >= len(names) else _free(name)
 
 
-def _given(traced: stages.Traced, names: Sequence[str]) -> Iterator[str]:
+def _free(name: str) -> str:
+    return name if is_free(name) else f"{name}_"
+
+
+def _given(
+    traced: stages.Traced, names: Sequence[str], by_keyword: Mapping[str, str]
+) -> Iterator[str]:
     """What a call is given; of static arguments numbers and texts as they are, others by name."""
     signature = traced._signature
     by_position = dict(zip(signature.positions, names, strict=False))
-    by_name = []
+    by_name = [f"{key}={name}" for key, name in by_keyword.items()]
     for where, static in signature.statics:
         is_literal = static.value is None or type(static.value) in (bool, int, float, str)
         text = literal(static.value) if is_literal else signature.params.call_name(where)

@@ -119,6 +119,22 @@ def graph_of(module: Any, *, subject: str) -> Graph:
     return dataclasses.replace(graph, early=frozenset(early(graph)), given=frozenset(given(graph)))
 
 
+def with_ranks(graph: Graph, ranks: Sequence[int]) -> Graph:
+    """A graph whose arguments and outputs have these ranks for who calls it: nothing splits more.
+
+    A key of random numbers is an array of one dimension more inside of a program.
+    """
+    left, tensors = iter(ranks), []
+    for one in graph.tensors:
+        rank = len(one.shape) if one.kind == "result" else next(left)
+        inner = len(one.shape) - rank
+        own = (*one.classes[:rank], *(None,) * inner)
+        tensors.append(dataclasses.replace(one, classes=own, inner=inner))
+    there = {(t.name, d) for t in tensors for d, c in enumerate(t.classes) if c is not None}
+    classes = {n: tuple(p for p in places if p in there) for n, places in graph.classes.items()}
+    return dataclasses.replace(graph, tensors=tuple(tensors), classes=classes)
+
+
 def donated_in(module: Any) -> list[bool]:
     """Whether the memory of each argument of a module may be a result's."""
     entries = passes.entries_of(passes.functions(module)["main"], "arg_attrs")

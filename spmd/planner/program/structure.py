@@ -41,6 +41,8 @@ class Tensor:
         nbytes: of the whole array.
         is_state: whether only the optimizer has it: moments, and gradients on the way to them.
         donated: whether an argument's memory may be a result's.
+        inner: how many dimensions at the end are the program's own, such as that of a key of random
+            numbers: nothing splits them.
     """
 
     kind: str
@@ -50,6 +52,7 @@ class Tensor:
     nbytes: float
     is_state: bool = False
     donated: bool = False
+    inner: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

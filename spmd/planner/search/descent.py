@@ -180,7 +180,7 @@ class _Search:
         while best.layout not in self.ended:
             self.ended.add(best.layout)
             better = min(map(self.look, self.space.moves(best.layout)), key=_score, default=best)
-            if better.score < best.score:
+            if _score(better) < _score(best):
                 best = better
 
     def enumerate(self, most: int) -> None:
@@ -212,11 +212,16 @@ class _Search:
 
     def ranked(self) -> list[Candidate]:
         """All that were seen, best first."""
-        return sorted(self.seen.values(), key=_score)
+        return best_first(self.seen.values())
 
 
-def _score(one: Candidate) -> float:
-    return one.score
+def best_first(seen: Iterable[Candidate]) -> list[Candidate]:
+    """Candidates, best first: of two that are as fast, the smaller one."""
+    return sorted(seen, key=_score)
+
+
+def _score(one: Candidate) -> tuple[float, float]:
+    return one.score, one.cost.peak
 
 
 def _peak(one: Candidate) -> tuple[float, float]:
