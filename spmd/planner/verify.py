@@ -111,14 +111,14 @@ class Program:
         text = _MESH.sub("", lowered.as_text())
         if text not in self._graphs:
             graph = graph_of(module_of(lowered, subject="plan"), subject="plan")
-            self._graphs[text] = with_ranks(graph, self._ranks_inside(mesh))
+            self._graphs[text] = with_ranks(graph, *self._ranks_inside(mesh))
         return self._graphs[text]
 
-    def _ranks_inside(self, mesh: Any) -> list[int]:
+    def _ranks_inside(self, mesh: Any) -> tuple[list[int], list[int]]:
         """Ranks of the arguments of the module, and of its results, as the function has them."""
         jaxpr = self.traced(mesh)._jaxpr
         kept = _jax.lowering.kept_arguments(self.lowered(mesh)._lowering)
-        return [one.ndim for one in (*(jaxpr.in_avals[i] for i in kept), *jaxpr.out_avals)]
+        return [jaxpr.in_avals[i].ndim for i in kept], [one.ndim for one in jaxpr.out_avals]
 
     def _kept(self, mesh: Any) -> tuple[int, ...]:
         skip = len(self.traced(mesh)._signature.consts)

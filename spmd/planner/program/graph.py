@@ -119,17 +119,20 @@ def graph_of(module: Any, *, subject: str) -> Graph:
     return dataclasses.replace(graph, early=frozenset(early(graph)), given=frozenset(given(graph)))
 
 
-def with_ranks(graph: Graph, ranks: Sequence[int]) -> Graph:
+def with_ranks(graph: Graph, ins: Sequence[int], outs: Sequence[int]) -> Graph:
     """A graph whose arguments and outputs have these ranks for who calls it: nothing splits more.
 
-    A key of random numbers is an array of one dimension more inside of a program.
+    A key of random numbers is an array of one dimension more inside of a program. Tokens, which
+    come before arguments and outputs, are none.
     """
-    left, tensors = iter(ranks), []
-    for one in graph.tensors:
-        rank = len(one.shape) if one.kind == "result" else next(left)
-        inner = len(one.shape) - rank
-        own = (*one.classes[:rank], *(None,) * inner)
-        tensors.append(dataclasses.replace(one, classes=own, inner=inner))
+    tensors = list(graph.tensors)
+    for kind, ranks in (("argument", ins), ("output", outs)):
+        found = [i for i, one in enumerate(tensors) if one.kind == kind]
+        for i, rank in zip(found[len(found) - len(ranks) :], ranks, strict=True):
+            one = tensors[i]
+            inner = len(one.shape) - rank
+            own = (*one.classes[:rank], *(None,) * inner)
+            tensors[i] = dataclasses.replace(one, classes=own, inner=inner)
     there = {(t.name, d) for t in tensors for d, c in enumerate(t.classes) if c is not None}
     classes = {n: tuple(p for p in places if p in there) for n, places in graph.classes.items()}
     return dataclasses.replace(graph, tensors=tuple(tensors), classes=classes)
