@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 #: By name, the feature that has it.
 DOORS = {
     "oom_failure": "spmd.inspection",
-    "plan": "spmd.planner",
     "plan_function": "spmd.planner",
     "plan_of_call": "spmd.planner",
     "Plan": "spmd.inspection",
