@@ -397,7 +397,8 @@ def argument_specs(
         for i, (p, t) in enumerate(zip(positions, args.children(), strict=True))
     ]
     named = zip(kwargs.node_data()[1], kwargs.children(), strict=True)
-    called += [(str(n), entries.get(n), t) for n, t in named]
+    # **kwargs may hold the name of what is passed by position alone.
+    called += [(str(n), None if n in params.names else entries.get(n), t) for n, t in named]
     known = {*order, *(name for name, *_ in called)}
     # Entries beyond the parameters belong to nothing.
     most = max(len(order) + extra, len(called))

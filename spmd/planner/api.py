@@ -138,9 +138,9 @@ def plan(
         >>> print(plan.code())
     """
     wish = Wish(
-        fixed=fixed or {},
-        never=never or (),
-        classes=classes or {},
+        fixed={} if fixed is None else fixed,
+        never=() if never is None else never,
+        classes={} if classes is None else classes,
         top=top,
         timeout=timeout,
         seed=seed,
@@ -161,11 +161,24 @@ def plan_function(
     *,
     topology: Any = None,
     mesh: Any = None,
-    axes: Any = (),
+    axes: Any = ("data", "model"),
     memory: Any = None,
     chip: Any = None,
 ) -> Plan:
-    """What `plan` gives, of a function that takes keyword arguments as well."""
+    """What `plan` gives, of a function that takes keyword arguments as well.
+
+    Args:
+        f: the function, as `plan` takes it.
+        args: what it is called with.
+        kwargs: likewise, by name.
+        wish: what is asked, beside the hardware.
+        options: of `pjit`.
+        topology: likewise and below, as `plan` takes it.
+        mesh: of the plan.
+        axes: of meshes.
+        memory: of a device.
+        chip: whose figures to use.
+    """
     wish, options = wish or Wish(), options or {}
     function, own = _function_of(f)
     name = _name_of(function)
@@ -173,7 +186,7 @@ def plan_function(
     if not callable(function):
         raise explain(subject, [not_callable(function, "spmd.plan(f, *args, topology=...)")])
     asked.check_options(subject, top=wish.top, timeout=wish.timeout, seed=wish.seed)
-    asked.check_kinds(subject, axes=axes, never=wish.never, classes=wish.classes)
+    asked.check_kinds(subject, axes=axes, never=wish.never, classes=wish.classes, fixed=wish.fixed)
     _check_names(options, subject)
     if failure := call_failure(function, args, kwargs, "plan"):
         raise explain(subject, [failure])
@@ -185,8 +198,9 @@ def plan_function(
     options = _merged(own, options)
     args, kwargs = _structs(function, options, args, kwargs, subject)
     given = given_specs(f, args, kwargs, on.meshes) if has_auto(f) else {}
-    fixed = {**given, **wish.fixed} if given else wish.fixed
-    wish = dataclasses.replace(wish, fixed=fixed, never=tuple(wish.never), seed=int(wish.seed))
+    wish = dataclasses.replace(
+        wish, fixed={**given, **wish.fixed}, never=tuple(wish.never), seed=int(wish.seed)
+    )
     program = Program(
         function=function, args=args, kwargs=kwargs, options=options, called=called(function)
     )

@@ -182,7 +182,7 @@ def check_options(subject: str, *, top: Any, timeout: Any, seed: Any) -> None:
         raise explain(subject, failures)
 
 
-def check_kinds(subject: str, *, axes: Any, never: Any, classes: Any) -> None:
+def check_kinds(subject: str, *, axes: Any, never: Any, classes: Any, fixed: Any) -> None:
     """Checks what the options are that hold several things."""
     failures = [
         Failure(
@@ -192,6 +192,7 @@ def check_kinds(subject: str, *, axes: Any, never: Any, classes: Any) -> None:
             ("axes", axes, "names of mesh axes, such as ('data', 'model')", Iterable),
             ("never", never, "pairs of a dimension and a mesh axis", Iterable),
             ("classes", classes, "a dict, such as {'vocab': \"state['embed']:0\"}", Mapping),
+            ("fixed", fixed, "a dict of paths and specs, such as {'batch': P('data')}", Mapping),
         )
         if value is not None and not isinstance(value, kind)
     ]
@@ -208,17 +209,9 @@ def _is_above(value: Any) -> bool:
 
 
 def leaves_of(
-    given: Mapping[str, Any], names: Sequence[str], subject: str, option: str
+    given: Mapping[str, Any], names: Sequence[str], subject: str
 ) -> dict[int, tuple[str, Any]]:
     """By leaf the key that says most of it, and its value; all below a path has its spec."""
-    if not isinstance(given, Mapping):
-        failure = Failure(
-            what=f"cannot read {option}",
-            expected="a dict of paths and PartitionSpecs, such as {'batch': P('data')}",
-            got=type(given).__name__,
-            error=ArgumentError,
-        )
-        raise explain(subject, [failure])
     found: dict[int, tuple[str, Any]] = {}
     failures = []
     for key in sorted(given, key=lambda k: len(str(k))):
@@ -250,7 +243,7 @@ def fixed_specs(
     subject: str,
 ) -> tuple[dict[int, ParsedPartitionSpec], tuple[Any, ...]]:
     """The specs that are fixed, by leaf, and the meshes that they fit."""
-    rows = leaves_of(given, [one.name for one in leaves], subject, "fixed")
+    rows = leaves_of(given, [one.name for one in leaves], subject)
     rows = {i: row for i, row in rows.items() if row[1] is not AUTO}
     parsed = {i: _parsed(spec, f"fixed[{key!r}]", subject) for i, (key, spec) in rows.items()}
     by_mesh = {mesh: [*_misfits(rows, parsed, leaves, avals, mesh)] for mesh in meshes}
@@ -272,9 +265,10 @@ def _misfits(
     for i, spec in parsed.items():
         key, given = rows[i]
         where = f"fixed[{key!r}]"
+        if where in seen:
+            continue
         found = _of_other_mesh(where, given, mesh)
-        found = found or _misfit(leaves[i], avals[i], spec, where, mesh)
-        if where not in seen and found:
+        if found or (found := _misfit(leaves[i], avals[i], spec, where, mesh)):
             seen.add(where)
             yield found
 

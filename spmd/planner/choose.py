@@ -31,7 +31,7 @@ from spmd.planner.cost.machine import Machine
 from spmd.planner.pins import Pinned, Way
 from spmd.planner.program.layout import Fixed, Layout, fixed_at
 from spmd.planner.program.structure import Graph
-from spmd.planner.search.descent import Candidate, Rules, best_first, search
+from spmd.planner.search.descent import Candidate, Rules, best_first, coarse, search
 from spmd.planner.search.experts import experts, roles_of
 from spmd.planner.verify import Program, annotated, entries_of, places_of_compiled, planned
 from spmd.planner.written import written_places
@@ -668,7 +668,7 @@ class _Looking:
         computes again. Of two that are as fast the smaller one is better.
         """
         fits, is_known = one.fits(self.rules.budget), one.told is not None
-        return not fits, not is_known, self.rules.score(one), one.peak
+        return not fits, not is_known, self.rules.score(one), coarse(one.peak)
 
     def _is_late(self) -> bool:
         late = self.rules.deadline is not None and time.monotonic() > self.rules.deadline

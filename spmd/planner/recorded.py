@@ -12,7 +12,6 @@ from spmd._mesh import show_axes
 from spmd.errors import Failure, PlanMemoryError
 from spmd.inspection.compile.timed import links_of
 from spmd.inspection.records.plan import Candidate, Deviation, Entries, Placed, Plan
-from spmd.inspection.records.report import Shape
 from spmd.inspection.records.sizes import show_bytes
 from spmd.inspection.records.sums import sum_of
 from spmd.planner.asked import Hardware, label_of
@@ -176,11 +175,12 @@ def nothing_fits(plan: Plan, on: Hardware, choices: Sequence[Choice]) -> Failure
     nearest, budget = plan.chosen, on.budget or 0
     largest = sorted(plan.arguments, key=lambda one: -_local_bytes(one, plan.axes))[:3]
     held = [f"{one.name} {show_bytes(_local_bytes(one, plan.axes))}" for one in largest]
+    early = "" if plan.complete else "the search was ended early: give it more time;\nor "
     memory = plan.report.memory if plan.report else None
     buffers = memory.buffers[:1] if memory else ()
     held += [f"inside {one.name} {show_bytes(one.nbytes)}" for one in buffers]
     enough = _enough(choices, on)
-    is_asked = any(one.report or one.failure for one in choices)
+    is_asked = bool(early) or any(one.report or one.failure for one in choices)
     return Failure(
         what="finds no layout that fits",
         given=f"memory={show_bytes(budget)} on each device",
@@ -188,7 +188,8 @@ def nothing_fits(plan: Plan, on: Hardware, choices: Sequence[Choice]) -> Failure
         got=f"{show_bytes(nearest.needed)} with {nearest.name} on {show_axes(nearest.axes)}, which "
         f"is nearest: {show_bytes(nearest.needed - budget)} too much;\n"
         f"largest on a device: {', '.join(held)}",
-        fix=(f"take {enough}, by the estimate; or " if enough else "")
+        fix=early
+        + (f"take {enough}, by the estimate; or " if enough else "")
         + ("" if is_asked else "ask the compiler with top=1, which may need less than this;\nor ")
         + "take a smaller batch, donate what is returned, or recompute with jax.checkpoint",
         error=PlanMemoryError,
@@ -196,8 +197,7 @@ def nothing_fits(plan: Plan, on: Hardware, choices: Sequence[Choice]) -> Failure
 
 
 def _local_bytes(one: Placed, axes: Mapping[str, int]) -> int:
-    parts = math.prod(axes[axis] for entry in one.spec for axis in entry)
-    return Shape(dtype=one.dtype, dims=one.shape).nbytes // parts
+    return one.nbytes_on(axes) or 0
 
 
 _MOST_TIMES = 64

@@ -175,7 +175,7 @@ def resources(specs: Sequence[P] | None, count: int) -> tuple[Any, ...]:
     """Specs as a call holds them; constants, which come first, have none."""
     if specs is None:
         return (UNSPECIFIED,) * count
-    # A key is an array of one dimension more inside of the program: `with_ranks`.
+    # A key has one dimension more inside of the program, of which its entry says nothing.
     own = [ParsedPartitionSpec.from_user_input(trimmed(spec), "plan") for spec in specs]
     return (*(UNSPECIFIED,) * (count - len(own)), *own[len(own) - count :])
 

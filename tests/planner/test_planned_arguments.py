@@ -51,6 +51,19 @@ def test_code_has_specs_of_arguments_by_keyword(mesh):
     np.testing.assert_allclose(code(*args, **kwargs), by_keyword(*args, **kwargs))
 
 
+def test_code_does_not_tell_two_arguments_of_one_name_apart(mesh):
+    """No dict has an entry for each: the code is refused, and gives none the other's place."""
+
+    def product(x, /, **more):
+        return x @ more["x"]
+
+    found = pjit(product, in_axis_resources=AUTO, mesh=mesh).plan(X, x=W)
+    first, second = found.arguments
+    assert (first.spec, second.spec) == ((("data", "model"), ()), ((), ()))
+    with pytest.raises(spmd.ShardingError, match="cannot match in_axis_resources"):
+        pasted(found, product=product).lower(X, x=W)
+
+
 @pytest.mark.parametrize("spec", [P(), AUTO])
 def test_arguments_by_keyword_are_no_options(spec, mesh):
     """Of a method of the function all of them are the function's."""
@@ -174,6 +187,7 @@ WRONG = [
     ({"axes": None}, "cannot use these axes"),
     ({"mesh": {0: 8}}, "cannot use these axes"),
     ({"fixed": {"": P()}}, "has no argument or result ''"),
+    ({"fixed": 5}, "cannot read fixed"),
     ({"never": [("row:0", "data")]}, r"has no dimension 'row:0' to split \(did you mean 'row:1'"),
 ]
 
@@ -182,8 +196,9 @@ WRONG = [
 def test_options_that_cannot_be_read(wrong, said, mesh):
     """Each has a sentence."""
     where = {"topology": "cpu:8"} if "axes" in wrong else {"mesh": mesh}
-    with pytest.raises(spmd.SpmdError, match=said):
-        spmd.plan(lambda x, row: x + row, X, X[:1], **{**where, **QUICK, **wrong})
+    for function in (lambda x, row: x + row, pjit(lambda x, row: x + row, (P("data"), AUTO))):
+        with pytest.raises(spmd.SpmdError, match=said):
+            spmd.plan(function, X, X[:1], **{**where, **QUICK, **wrong})
 
 
 def test_a_sharding_that_is_fixed_is_of_the_same_mesh(mesh):
@@ -244,3 +259,6 @@ def test_an_interrupt_of_the_first_search_gives_the_best_so_far(mesh, monkeypatc
     found = spmd.plan(lambda x, w: jnp.tanh(x @ w) @ w.T, X, W, mesh=mesh, seeds=False, **options)
     assert found.predicted == min(seen[:19])
     assert not found.complete
+    seen.clear()
+    with pytest.raises(spmd.PlanMemoryError, match="the search was ended early"):
+        spmd.plan(lambda x, w: jnp.tanh(x @ w) @ w.T, X, W, mesh=mesh, memory=10, **options)

@@ -17,7 +17,7 @@ import math
 from spmd.inspection.findings.values import LARGE, shard_of
 from spmd.inspection.findings.work import Repeated
 from spmd.inspection.records.names import direction_of
-from spmd.inspection.records.report import DTYPES, Finding, Shape
+from spmd.inspection.records.report import DTYPES, Finding, Shape, axis_name
 from spmd.inspection.shardy import passes
 from spmd.inspection.shardy.products import PRODUCTS
 from spmd.inspection.shardy.propagation import Link, Propagation, walk
@@ -115,7 +115,7 @@ def batch_finding(found: Propagation, batch: Batch, work: Repeated | None) -> Fi
 
 def _free_axis(found: Propagation, places: Iterable[_Place], size: int) -> str | None:
     """The largest mesh axis that splits none of these values, and divides the dimension."""
-    taken = {axis.partition(":")[0] for i, _ in places for d in found.values[i].axes for axis in d}
+    taken = {axis_name(axis) for i, _ in places for d in found.values[i].axes for axis in d}
     free = [a for a, n in found.axis_sizes.items() if n > 1 and size % n == 0 and a not in taken]
     return max(free, key=lambda axis: found.axis_sizes[axis], default=None)
 

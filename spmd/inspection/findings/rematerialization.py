@@ -7,6 +7,7 @@ read.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -140,7 +141,8 @@ def _tiling(text: str) -> _Tiling | None:
     if found := _TILES.match(text):
         return _by_tiles(*found.groups())
     if found := _MESH.match(text):
-        return _by_mesh(*found.groups())
+        with contextlib.suppress(ValueError):  # names of axes with brackets
+            return _by_mesh(*found.groups())
     return None
 
 

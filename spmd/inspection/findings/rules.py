@@ -27,7 +27,7 @@ from spmd.inspection.hlo.ledger import is_collective
 from spmd.inspection.hlo.memory import donations
 from spmd.inspection.hlo.text import Computation, Instruction, Module, parse_shapes
 from spmd.inspection.records.names import is_library, users_own
-from spmd.inspection.records.report import Collective, Finding, Report, Shape, Source
+from spmd.inspection.records.report import Collective, Finding, Report, Shape, Source, axis_name
 from spmd.inspection.shardy.propagation import Propagation
 
 
@@ -365,7 +365,7 @@ def _unused_axes(found: Propagation, report: Report) -> Iterator[str]:
     values = {axis for split in splits for axes in split for axis in axes}
     marks = {axis for m in found.marks.values() for d in m.dimensions for axis in d.axes}
     exchanged = {axis for one in report.collectives for axis in one.axis_names}
-    used = {axis.partition(":")[0] for axis in values | marks | exchanged}
+    used = {*map(axis_name, values | marks | exchanged)}
     for axis, size in report.mesh.items():
         if size > 1 and axis not in used:
             yield axis

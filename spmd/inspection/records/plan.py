@@ -350,6 +350,7 @@ class Plan(Paged):
 
         Args:
             *args: the arguments of the function that are not static, or the first ones of them.
+                Those that it takes by keyword stand last, in the order of their names.
 
         Returns:
             The same trees on the mesh that is active, else on that of the plan: one tree for one
@@ -380,6 +381,9 @@ class Plan(Paged):
 
         Args:
             other: the plan to compare with.
+
+        Raises:
+            ArgumentError: it is no plan.
         """
         return opened("plans").difference(self, other)
 

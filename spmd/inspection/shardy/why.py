@@ -21,7 +21,7 @@ from spmd.inspection.compile.program import COMPILED, check_lowered, entered, lo
 from spmd.inspection.records import later, origins
 from spmd.inspection.records.names import user_source
 from spmd.inspection.records.origins import Origins, ValueOrigins, Why
-from spmd.inspection.records.report import Collective
+from spmd.inspection.records.report import Collective, axis_name
 from spmd.inspection.records.sums import grouped, sum_of
 from spmd.inspection.shardy import conflicts, passes
 from spmd.inspection.shardy.propagation import Mark, Propagation, Value, propagate
@@ -221,8 +221,8 @@ def _step(found: Propagation, hop: conflicts.Hop, axis: str) -> origins.Step:
 def _dimension(value: Value, axis: str) -> int:
     found = (d for d, axes in enumerate(value.axes) if axis in axes)
     # Only a part of the axis may have stayed.
-    name = axis.partition(":")[0]
-    near = (d for d, axes in enumerate(value.axes) if name in (a.partition(":")[0] for a in axes))
+    name = axis_name(axis)
+    near = (d for d, axes in enumerate(value.axes) if name in map(axis_name, axes))
     return next(found, next(near, 0))
 
 

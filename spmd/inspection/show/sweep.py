@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from spmd.inspection.records.report import axis_name
 from spmd.inspection.records.sizes import show_bytes, show_count, show_seconds
 from spmd.inspection.records.sweep import Sweep, SweepRow
 from spmd.inspection.records.time import Time
@@ -141,7 +142,7 @@ def _over(row: SweepRow, axes: tuple[str, ...]) -> Cell:
     """Bytes over a set of axes: nothing where the mesh lacks one, 0 where nothing crosses it."""
     if total := row.by_axis.get(axes):
         return figure_cell(wire(total))
-    there = all(axis.partition(":")[0] in row.mesh for axis in axes)
+    there = all(axis_name(axis) in row.mesh for axis in axes)
     return cell("0 B", style="dim") if there and row.report else cell("")
 
 

@@ -97,6 +97,8 @@ def call_of(program: Program, mesh: Any) -> Call:
     given, options = [*_given(traced, names, by_name)], [*_options(traced)]
     positions = traced._signature.positions[: len(args)]
     keys = [*map(traced._signature.params.call_name, positions), *kwargs] if kwargs else []
+    if len({*keys}) < len(keys):  # `f(x, /, **more)` with another `x`, which no dict tells apart
+        keys = []
     return Call(program.called, tree, out, [*names, *by_name.values()], keys, given, options)
 
 

@@ -519,9 +519,17 @@ class Estimator:
         return (computing, 0.0) if computing >= moving else (0.0, moving)
 
     def _transforming(self, one: Operation, share: float) -> float:
-        """Seconds of a Fourier transform, dimension by dimension, of a device's share."""
-        elements = share * math.prod(one.sizes.values())
-        return sum(self.machine.transforming(elements, one.sizes[name]) for name in one.whole)
+        """Seconds of a Fourier transform, dimension by dimension, of a device's share.
+
+        Of real numbers one side is about half as long: the transform is as long as the other.
+        """
+        sizes = dict(one.sizes)
+        for i, names in zip(one.tensors, one.factors, strict=True):
+            for name, size in zip(names, self.graph.tensors[i].shape, strict=True):
+                if name is not None:
+                    sizes[name] = max(size, sizes[name])
+        elements = share * math.prod(sizes.values())
+        return sum(self.machine.transforming(elements, sizes[name]) for name in one.whole)
 
     def _source(self, tensor: int, parts: list[float]) -> float:
         """Bytes on a device of what a value is a slice of; 0 for one that is none."""

@@ -554,6 +554,7 @@ def test_names_of_axes_that_look_like_syntax(name):
         assert {a for c in found.collectives for a in c.mesh_axes} == {name, "model"}
         assert {c.kind for c in found.collectives} == {"all-gather", "all-reduce"}
         assert all(c.wire_bytes for c in found.collectives)
+    assert not [one for one in report.findings if one.kind == "unused-axis"]
     assert str(report)
     assert name.replace("\n", "") in html.unescape(report.to_html())
 
