@@ -398,7 +398,8 @@ def argument_specs(
     ]
     named = zip(kwargs.node_data()[1], kwargs.children(), strict=True)
     # **kwargs may hold the name of what is passed by position alone.
-    called += [(str(n), None if n in params.names else entries.get(n), t) for n, t in named]
+    unnamed = {*_names_of(params.signature, _KINDS.POSITIONAL_ONLY)}
+    called += [(str(n), None if n in unnamed else entries.get(n), t) for n, t in named]
     known = {*order, *(name for name, *_ in called)}
     # Entries beyond the parameters belong to nothing.
     most = max(len(order) + extra, len(called))
