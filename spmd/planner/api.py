@@ -101,7 +101,8 @@ def plan(
         chip: whose figures to use, as `report` takes it; by default those of the devices, and of a
             v5e where CPUs stand in.
         fixed: specs by path, such as ``{"batch": P("data"), "state['step']": P()}``. A path stands
-            for all below it; the longer one counts.
+            for all below it; the longer one counts. AUTO fixes nothing, and a `NamedSharding` is
+            read as its spec.
         never: pairs of a dimension and a mesh axis that must not split it: ``("tokens:1",
             "data")``, or with a name from `classes`.
         classes: names of dimensions, such as ``{"vocab": "state['embed']:0"}``. All that operations
@@ -130,7 +131,8 @@ def plan(
         PlanMemoryError: Nothing fits the memory.
         PlanError: There is nothing to split, or the function changes its arguments in place.
         ArgumentError: A path, a dimension or an option is not known.
-        MeshError: There is no mesh and no topology, or no such topology.
+        MeshError: There is no mesh and no topology, no such topology, or a sharding in `fixed` is
+            of another mesh.
         OptionError: A number or a size cannot be read.
 
     Example:
