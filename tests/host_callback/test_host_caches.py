@@ -184,6 +184,7 @@ def test_unknown_number_is_explained():
     )
 
 
+@pytest.mark.slow
 def test_numbers_are_random(processes):
     """The numbers of host functions are 63 random bits: no two processes agree by chance."""
     numbers = [n for found in processes for n in found["numbers"]]

@@ -106,6 +106,7 @@ print("err", file=sys.stderr)
 """
 
 
+@pytest.mark.slow
 def test_output_and_arguments(script):
     """Lines carry the number of their process, streams stay apart, arguments are passed on."""
     done = launch("-n", 2, script(ECHO), "--lr", "3", "-n", "7")

@@ -51,6 +51,7 @@ def test_code_has_specs_of_arguments_by_keyword(mesh):
     np.testing.assert_allclose(code(*args, **kwargs), by_keyword(*args, **kwargs))
 
 
+@pytest.mark.slow
 def test_code_does_not_tell_two_arguments_of_one_name_apart(mesh):
     """No dict has an entry for each: the code is refused, and gives none the other's place."""
 

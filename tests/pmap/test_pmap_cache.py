@@ -99,6 +99,7 @@ def test_explain_miss():
     assert fun._cache_size == 2
 
 
+@pytest.mark.slow
 def test_clearing():
     """`clear_cache` and `jax.clear_caches` forget programs; the next call compiles."""
     fun = pmap(double)

@@ -357,7 +357,7 @@ def test_scores_of_a_row_each_are_kept_as_their_product_makes_them(axis, itemsiz
 
 
 @needs_libtpu
-@pytest.mark.few(1, shared=False)
+@pytest.mark.few(0, shared=False)
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
 @pytest.mark.parametrize(("rows", "kept"), [(1, "bf16"), (2, "f32")])
 def test_what_libtpu_keeps_of_scores(topology, rows, kept):

@@ -107,6 +107,7 @@ def test_shardy_scatters_to_moments_that_are_split():
     assert 0.6 * sent <= ours <= 1.6 * sent
 
 
+@pytest.mark.slow
 def test_a_planned_step_with_split_moments_computes_the_same():
     """ZeRO-1's step gives the values of the function, and leaves moments split."""
     program, mesh = mlp(), spmd.make_mesh(MESH)
