@@ -22,6 +22,7 @@ from spmd._options import not_callable
 from spmd.errors import ArgumentError, Failure, did_you_mean, explain
 from spmd.inspection.compile.program import call_failure
 from spmd.inspection.records.later import Later, known
+from spmd.inspection.records.names import is_below
 from spmd.inspection.records.plan import Inside, Plan
 from spmd.inspection.shardy.passes import module_of
 from spmd.inspection.show.progress import planning, quiet, showing
@@ -101,8 +102,8 @@ def plan(
         chip: whose figures to use, as `report` takes it; by default those of the devices, and of a
             v5e where CPUs stand in.
         fixed: specs by path, such as ``{"batch": P("data"), "state['step']": P()}``. A path stands
-            for all below it; the longer one counts. AUTO fixes nothing, and a `NamedSharding` is
-            read as its spec.
+            for all below it; the longer one counts, and each before what `f` says beside AUTO. AUTO
+            fixes nothing, and a `NamedSharding` is read as its spec.
         never: pairs of a dimension and a mesh axis that must not split it: ``("tokens:1",
             "data")``, or with a name from `classes`.
         classes: names of dimensions, such as ``{"vocab": "state['embed']:0"}``. All that operations
@@ -200,6 +201,8 @@ def plan_function(
     options = _merged(own, options)
     args, kwargs = _structs(function, options, args, kwargs, subject)
     given = given_specs(f, args, kwargs, on.meshes) if has_auto(f) else {}
+    paths = [*map(str, wish.fixed)]  # what is said now counts, for all that is below a path
+    given = {n: spec for n, spec in given.items() if not any(is_below(n, path) for path in paths)}
     wish = dataclasses.replace(
         wish, fixed={**given, **wish.fixed}, never=tuple(wish.never), seed=int(wish.seed)
     )

@@ -202,6 +202,20 @@ def test_options_that_cannot_be_read(wrong, said, mesh):
             spmd.plan(function, X, X[:1], **{**where, **QUICK, **wrong})
 
 
+def test_what_is_fixed_counts_before_the_specs_beside_auto(mesh):
+    """Also for all that is below its path."""
+
+    def product(state, x):
+        return x @ state["w"] + state["v"][None]
+
+    state, v = {"w": W, "v": np.ones(8, np.float32)}, "state['v']"
+    function = pjit(product, ({"w": AUTO, "v": P("data")}, AUTO), mesh=mesh)
+    for fixed, spec in (({}, ("data",)), ({"state": P("model")}, ("model",)), ({v: P()}, ())):
+        found = spmd.plan(function, state, X, fixed=fixed, **QUICK)
+        assert places(found)[v] == (spec,)
+    assert not spmd.plan(function, state, X, fixed={"state": AUTO}, **QUICK).arguments[0].is_fixed
+
+
 def test_a_sharding_that_is_fixed_is_of_the_same_mesh(mesh):
     """Its axes would have other sizes; AUTO fixes nothing."""
     other = jax.make_mesh((2, 4), ("data", "model"))
