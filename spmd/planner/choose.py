@@ -256,6 +256,7 @@ class _Looking:
         self.top, self.seeds, self.seed, self.tell = top, seeds, seed, tell
         self.named = max(1, top - 1) if named is None else named
         self.choices: list[Choice] = []
+        self.seen: list[Candidate] = []  # of the mesh that is searched
         self.tried, self.compiled, self.compiles, self.complete = 0, 0.0, 0, True
         self.best: float | None = None
         self.start = time.monotonic()
@@ -281,12 +282,7 @@ class _Looking:
                 estimate = estimate.on(machine)
             else:
                 estimate = Estimator(graph, machine, self.rules.fixed)
-            seen: list[Candidate] = []
-
-            def saw(one: Candidate, seen: list[Candidate] = seen) -> None:
-                seen.append(one)
-                self._saw(one)
-
+            self.seen = []
             try:
                 found = search(
                     estimate,
@@ -294,10 +290,10 @@ class _Looking:
                     starts=known.values(),
                     best=best,
                     seed=self.seed,
-                    saw=saw,
+                    saw=self._saw,
                 )
             except KeyboardInterrupt:
-                self.choices += self._kept(best_first(seen), estimate, mesh)
+                self.choices += self._kept(best_first(self.seen), estimate, mesh)
                 raise
             best = min(best, found[0].score)
             self.choices += self._kept(found, estimate, mesh)
@@ -313,6 +309,7 @@ class _Looking:
 
     def _saw(self, one: Candidate) -> None:
         self.tried += 1
+        self.seen.append(one)
         if self.rules.fits(one.cost) and (self.best is None or one.cost.seconds < self.best):
             self.best = one.cost.seconds
         self.tell(Progress(self.tried, self.best, ""))

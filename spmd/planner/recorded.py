@@ -180,7 +180,9 @@ def nothing_fits(plan: Plan, on: Hardware, choices: Sequence[Choice]) -> Failure
     buffers = memory.buffers[:1] if memory else ()
     held += [f"inside {one.name} {show_bytes(one.nbytes)}" for one in buffers]
     enough = _enough(choices, on)
-    is_asked = bool(early) or any(one.report or one.failure for one in choices)
+    ask = "ask the compiler with top=1, which may need less than this;\nor "
+    if early or any(one.report or one.failure for one in choices):
+        ask = ""
     return Failure(
         what="finds no layout that fits",
         given=f"memory={show_bytes(budget)} on each device",
@@ -190,7 +192,7 @@ def nothing_fits(plan: Plan, on: Hardware, choices: Sequence[Choice]) -> Failure
         f"largest on a device: {', '.join(held)}",
         fix=early
         + (f"take {enough}, by the estimate; or " if enough else "")
-        + ("" if is_asked else "ask the compiler with top=1, which may need less than this;\nor ")
+        + ask
         + "take a smaller batch, donate what is returned, or recompute with jax.checkpoint",
         error=PlanMemoryError,
     )

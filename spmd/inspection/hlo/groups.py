@@ -30,7 +30,7 @@ _MESH = re.compile(
 _SENT_PAIRS = re.compile(r'\b_xla_send_recv_source_target_pairs="?(\{(?:\{[\d, ]*\},?)*\})')
 _MESH_AXIS = re.compile(r"'([^']*)'=(\d+)")
 _AXIS_REF = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
-_PART = re.compile(r"\((\d+)\)(\d+)$")
+_PART = re.compile(r":\((\d+)\)(\d+)$")
 _DEVICE_IOTA = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?$")
 
 
@@ -90,16 +90,17 @@ def groups_along(axes: Iterable[str], sizes: Mapping[str, int]) -> Groups:
         sizes: of the mesh axes.
     """
     ids = np.arange(math.prod(sizes.values()))
-    return _along(ids, sizes, [_reference(one, sizes) for one in axes])
+    return _along(ids, sizes, [part_of(one, sizes) for one in axes])
 
 
-def _reference(text: str, sizes: Mapping[str, int]) -> tuple[str, int, int]:
-    """The axis that is named, the product of the sizes before the part, and the part's size."""
-    if text in sizes:
-        return text, 1, sizes[text]
-    name, _, part = text.rpartition(":")
-    found = _PART.match(part)
-    return (name, int(found[1]), int(found[2])) if found else (name, 1, sizes[name])
+def part_of(axis: str, sizes: Mapping[str, int]) -> tuple[str, int, int]:
+    """The axis that one is, or is a part of, the devices along more major parts, and its own."""
+    if axis in sizes:
+        return axis, 1, sizes[axis]
+    if part := _PART.search(axis):
+        return axis[: part.start()], int(part[1]), int(part[2])
+    whole = axis.removesuffix(":part")
+    return whole, 1, sizes.get(whole, 1)
 
 
 def _along(

@@ -425,12 +425,6 @@ def size_of(axis: str, sizes: Mapping[str, int]) -> int:
     return int(part[2]) if part else sizes.get(axis, 1)
 
 
-def part_of(axis: str, sizes: Mapping[str, int]) -> tuple[str, int, int]:
-    """The axis that one is, or is a part of, the devices along more major parts, and its own."""
-    part = _PART.search(axis) if axis not in sizes else None
-    return whole_of(axis), int(part[1]) if part else 1, size_of(axis, sizes)
-
-
 def count_of(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
     """How many devices several axes have, or in how many parts they split a dimension."""
     return math.prod(size_of(axis, sizes) for axis in axes)

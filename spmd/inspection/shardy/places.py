@@ -7,8 +7,7 @@ import math
 
 import numpy as np
 
-from spmd.inspection.hlo.groups import Groups
-from spmd.inspection.shardy import passes
+from spmd.inspection.hlo.groups import Groups, part_of
 from spmd.inspection.shardy.passes import Dimensions
 
 
@@ -30,7 +29,7 @@ def _order(dimensions: Dimensions, sizes: Mapping[str, int]) -> list[int]:
     places = dict(zip(sizes, np.unravel_index(devices, shape), strict=True))
     keys = [devices]
     for axis in (axis for one in reversed(dimensions) for axis in reversed(one.axes)):
-        name, before, size = passes.part_of(axis, sizes)
+        name, before, size = part_of(axis, sizes)
         keys.append(places[name] * before * size // sizes[name] % size)
     return np.lexsort(keys).tolist()
 

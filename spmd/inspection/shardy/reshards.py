@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
 
+from spmd.inspection.hlo.groups import part_of
 from spmd.inspection.shardy import passes, ragged
 
 _PLACE = "sdy.sharding"
@@ -385,7 +386,7 @@ def _major(atoms: Atoms, count: int) -> Atoms | None:
 
 def _atoms(axis: str, sizes: Mapping[str, int]) -> Iterator[Atom]:
     """The smallest parts of an axis, or of a part of one, the major one first."""
-    own, before, size = passes.part_of(axis, sizes)
+    own, before, size = part_of(axis, sizes)
     while size > 1:
         prime = next(n for n in range(2, size + 1) if size % n == 0)
         yield Atom(own, before, prime)
