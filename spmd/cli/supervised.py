@@ -108,9 +108,9 @@ def _ended(child: subprocess.Popen, ours: socket.socket) -> int:
                 child.wait()
                 return -signal.SIGINT
             if said <= heard and time.monotonic() - times[-1] > _AT_ONCE:
+                said = len(times)  # before it is read: one more may come within the print
                 text = "ends when the compiler is done; interrupt again to end at once"
                 print(f"\nspmd: {text}", file=sys.stderr, flush=True)
-                said = len(times)
     finally:
         signal.signal(signal.SIGINT, before)
 
