@@ -599,6 +599,14 @@ def test_from_array_where_it_cannot_be(mesh):
     assert f.lower(placed).compile().in_specs == ((P("model"),), {})
 
 
+def test_what_typeof_says_is_lowered_as_a_struct(mesh):
+    """The mesh of such a type has no devices: it places nothing."""
+    f = pjit(lambda x: x * 2, in_axis_resources=P("data"), mesh=mesh)
+    struct = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    for one in (jax.typeof(X), jax.typeof(put(X, mesh, P("model")))):
+        assert f.lower(one).as_text() == f.lower(struct).as_text()
+
+
 def test_left_out_specs(mesh):
     """Left out: committed arrays stay, the rest is replicated; outputs are the partitioner's."""
     f = pjit(lambda x, y: x @ y, mesh=mesh)

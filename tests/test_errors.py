@@ -987,6 +987,21 @@ def test_array_of_objects(in_mesh):
     )
 
 
+@pytest.mark.parametrize("value", [np.datetime64("2020-01-01"), np.void(b"abc"), np.bytes_(b"a")])
+def test_scalar_of_what_jax_has_no_dtype_for(in_mesh, value):
+    """JAX gives such scalars of NumPy an abstract value, and the function would be traced."""
+    told(
+        lambda: pjit(add)(X, value),
+        spmd.ArgumentError,
+        f"""
+        pjit of `add` cannot take argument y: JAX has no dtype for it.
+          expected  an array of numbers or booleans
+          got       an array of dtype {value.dtype}
+          fix       convert it with astype, or declare it static with static_argnames
+        """,
+    )
+
+
 def test_number_that_is_too_large(in_mesh):
     """A Python int that 32 bits cannot hold is called a number."""
     told(

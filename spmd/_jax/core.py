@@ -104,6 +104,8 @@ def aval_of(x: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _without_sharding(aval: Any) -> Any:
+    if isinstance(aval.dtype, np.dtype):  # NumPy's scalars of dates and bytes have avals as well
+        dtypes.check_valid_dtype(aval.dtype)
     # Inside shard_map the aval says over which manual axes the value varies: that must stay.
     if aval.sharding.mesh.empty or aval.sharding.mesh._any_axis_manual:
         return aval

@@ -47,6 +47,8 @@ def placed_sharding(x: Any) -> Any:
     sharding = getattr(held, "sharding", None)
     if sharding is None or not getattr(held, "_committed", True):
         return None
+    if isinstance(held, ShapedArray):  # `jax.typeof` of an array: its mesh has no devices
+        return None
     if held is not x and sharding.num_devices == 1:
         # `jax.new_ref` commits to a device even what nobody placed there.
         return None

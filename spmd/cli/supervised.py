@@ -51,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
         return code
     if -code == signal.SIGINT or _terminated:
         print("spmd: interrupted", file=sys.stderr, flush=True)
-        return 128 - code
+        return 128 + (signal.SIGTERM if _terminated else signal.SIGINT)
     name = signal.Signals(-code).name
     text = f"spmd: the compiler ended its process with {name}; its last words are above."
     print(text, file=sys.stderr, flush=True)
@@ -85,7 +85,7 @@ def _wait(argv: Sequence[str], **more: str) -> int:
 def _terminate(child: subprocess.Popen) -> None:
     global _terminated
     _terminated = True
-    child.terminate()
+    child.kill()  # of SIGTERM the compiler for TPUs writes its own stack before it ends
 
 
 def _ended(child: subprocess.Popen, ours: socket.socket) -> int:

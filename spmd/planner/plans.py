@@ -71,7 +71,7 @@ def _misplaced(leaves: Sequence[Any], wanted: Sequence[Placed], plan: Plan) -> I
         )
         return
     for leaf, one in zip(leaves, wanted, strict=True):
-        if isinstance(leaf, jax.ShapeDtypeStruct):
+        if isinstance(leaf, (jax.ShapeDtypeStruct, jax.core.ShapedArray)):
             yield Failure(
                 what=f"cannot place argument {one.name}: it is no array",
                 expected="an array with values",

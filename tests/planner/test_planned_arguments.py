@@ -236,8 +236,9 @@ def test_a_plan_is_compared_with_plans_and_places_arrays(mesh):
     for other in (None, "plan.json"):
         with pytest.raises(spmd.ArgumentError, match="cannot be compared"):
             found.diff(other)
-    with pytest.raises(spmd.ArgumentError, match="cannot place argument x: it is no array"):
-        found.place(jax.ShapeDtypeStruct(X.shape, X.dtype))
+    for struct in (jax.ShapeDtypeStruct(X.shape, X.dtype), jax.typeof(X)):
+        with pytest.raises(spmd.ArgumentError, match="cannot place argument x: it is no array"):
+            found.place(struct)
 
 
 def test_a_plan_without_constraints_is_of_its_program_too(mesh):
