@@ -209,6 +209,22 @@ def test_points_by_the_keyboard(browser, tmp_path):
         assert tab.inner_text("#about h3") == "found"
 
 
+def test_points_at_one_place_by_the_keyboard(browser, tmp_path):
+    """To the right and down one after the other, and then to the next place; and back."""
+    first, *others = GPT.candidates
+    twins = [dataclasses.replace(first, name=name) for name in ("DP", "FSDP")]
+    plan = dataclasses.replace(GPT, candidates=(first, *twins, *others))
+    with opened(browser, saved(plan, tmp_path)) as tab:
+        seen = []
+        tab.focus("#scatter .mark-of[data-i='0']")
+        for key in ("ArrowRight", "ArrowDown", "ArrowRight", "Home", "ArrowDown", "ArrowLeft"):
+            tab.keyboard.press(key)
+            seen.append(int(tab.evaluate("document.activeElement.dataset.i")))
+        after = seen.pop(2)
+        assert seen == [1, 2, 0, 1, 0]
+        assert after > 2
+
+
 def test_bars_and_verdicts(browser, tmp_path):
     """Each candidate has a bar as long as its time, made of its parts, and a verdict."""
     with opened(browser, saved(GPT, tmp_path), width=1400) as tab:

@@ -239,15 +239,18 @@
       for (const [label, text] of one.rows) list.append(make("dt", { textContent: label }), make("dd", { textContent: text }));
       about.replaceChildren(make("h3", { textContent: one.name }), list);
     };
-    // The one that is nearest in a direction, the sides counting double.
+    // The one that is nearest in a direction, the sides counting double. Those at one place come one
+    // after the other: to the right and down they count up.
     const center = (mark) => { const b = mark.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; };
     const nearest = (right, down) => {
       const [x, y] = center(marks[at]);
       let best = -1, least = Infinity;
       marks.forEach((mark, i) => {
         const [dx, dy] = [center(mark)[0] - x, center(mark)[1] - y];
-        const along = dx * right + dy * down, aside = Math.abs(dx * down) + Math.abs(dy * right);
-        if (i !== at && along > 0.5 && along + 2 * aside < least) { best = i; least = along + 2 * aside; }
+        const same = Math.max(Math.abs(dx), Math.abs(dy)) <= 0.5;
+        const along = same ? (i - at) * (right + down) / marks.length : dx * right + dy * down;
+        const aside = same ? 0 : Math.abs(dx * down) + Math.abs(dy * right);
+        if (along > (same ? 0 : 0.5) && along + 2 * aside < least) { best = i; least = along + 2 * aside; }
       });
       return best;
     };

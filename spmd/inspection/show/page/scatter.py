@@ -248,7 +248,7 @@ def _apart(ticks: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
     """Those of ticks in a row whose texts do not run into each other."""
     found: list[tuple[float, str]] = []
     for place, text in ticks:
-        if not found or place - found[-1][0] > _LETTER * (len(text) + len(found[-1][1]) + 1) / 2:
+        if not found or place - found[-1][0] > _LETTER * (len(text) + len(found[-1][1]) + 2) / 2:
             found.append((place, text))
     return found
 
