@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding
 import jax.tree_util as jtu
 
-from spmd import _mesh
+from spmd import _jax, _mesh
 from spmd.errors import ArgumentError, Failure, MeshError, PlanError, explain
 from spmd.inspection.records.plan import Placed, Plan
 from spmd.inspection.records.plan_codec import load as load, save as save
@@ -71,7 +71,7 @@ def _misplaced(leaves: Sequence[Any], wanted: Sequence[Placed], plan: Plan) -> I
         )
         return
     for leaf, one in zip(leaves, wanted, strict=True):
-        if isinstance(leaf, (jax.ShapeDtypeStruct, jax.core.ShapedArray)):
+        if isinstance(leaf, (jax.ShapeDtypeStruct, _jax.core.ShapedArray)):
             yield Failure(
                 what=f"cannot place argument {one.name}: it is no array",
                 expected="an array with values",

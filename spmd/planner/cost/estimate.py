@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from spmd.planner.cost.demand import TABLES, Demand, Exchanged, last, totals
-from spmd.planner.cost.fusion import Fusion, is_fusible, passes_on
+from spmd.planner.cost.fusion import Fusion, is_fusible
 from spmd.planner.cost.lives import Lives, wider
 from spmd.planner.cost.machine import Machine
 from spmd.planner.cost.prefetch import Prefetch
@@ -76,7 +76,7 @@ class _Part(NamedTuple):
     """An operation that runs often, with the vector work beside it, by kind.
 
     Its turn is the number of sums up to its own, where no product depends on it. A product reads
-    each operand as so many values, and then others beside them; its result is written as one.
+    each operand as so many values, and then others beside them; it writes its result, and tables.
     """
 
     one: Operation
@@ -84,7 +84,7 @@ class _Part(NamedTuple):
     beside: Mapping[int, float]
     turn: int | None
     reads: tuple[tuple[int, ...], ...]
-    written: int
+    written: tuple[int, ...]
 
 
 _Joined: TypeAlias = tuple[tuple[str, ...], int, int]
@@ -251,7 +251,8 @@ class Estimator:
                 own = one.name, one.factors, kinds, one.flops, one.types, one.runs
                 *reads, written = self._reads(n, one)
                 read = tuple(tuple(sorted(self.kind_of[i] for i in found)) for found in reads)
-                keys[n] = *own, steps, turn, brief, read, self.kind_of[written]
+                wrote = tuple(self.kind_of[i] for i in written)
+                keys[n] = *own, steps, turn, brief, read, wrote
         self._find_alike(graph, keys)
         merged: dict[Any, list[int]] = defaultdict(list)
         for n, key in keys.items():
@@ -265,11 +266,11 @@ class Estimator:
             yield _Part(one, len(found) * one.runs, beside, turn, tuple(reads), written)
 
     def _reads(self, n: int, one: Operation) -> tuple[Any, ...]:
-        """What a product reads for each operand, what beside them, and what its result is."""
+        """What a product reads for each operand, what beside them, and what it writes."""
         if not one.flops:
-            return (one.tensors[-1],)
+            return ((one.tensors[-1],),)
         found = *self.reads.operands[n], self.reads.beside[n]
-        return *(tuple(sorted(each)) for each in found), self.lives.written(one.tensors[-1])
+        return *(tuple(sorted(each)) for each in found), self.reads.written[n]
 
     def _find_alike(self, graph: Graph, keys: Mapping[int, Any]) -> None:
         """Finds, for each value, the first one that has the same part in the same operations."""
@@ -285,7 +286,7 @@ class Estimator:
 
     def _kinds(self, part: _Part) -> set[int]:
         """Those of the values that an operation is about."""
-        tensors = {*part.one.tensors, *itertools.chain(*part.reads), part.written}
+        tensors = {*part.one.tensors, *itertools.chain(*part.reads), *part.written}
         tensors.update([self.sources[i] for i in tensors if i in self.sources])
         return {self.kind_of[i] for i in tensors} | {*part.beside}
 
@@ -515,7 +516,7 @@ class Estimator:
         fetched = sum(n for n in read if n > machine.brief)
         if fetched and not product.is_large:  # while it is read, no results are written
             computing = max(computing, machine.fetching(fetched) + product.popping)
-        moving = machine.feeding(sum(read) + self._size(part.written, at))
+        moving = machine.feeding(sum(read) + sum(self._size(i, at) for i in part.written))
         return (computing, 0.0) if computing >= moving else (0.0, moving)
 
     def _transforming(self, one: Operation, share: float) -> float:
@@ -559,7 +560,7 @@ class Estimator:
             steps,
             self.lasting,
             is_last=is_last,
-            is_packed=self.packed[part.written],
+            is_packed=self.packed[part.written[0]],
         )
         exchange, beside, shared = 0.0, 0.0, {}
         joined: set[_Joined] = set()
@@ -608,7 +609,7 @@ def _sources(graph: Graph) -> dict[int, int]:
         first = one.tensors[0]
         if one.name in _SLICES:
             found[one.tensors[-1]] = found.get(first, first)
-        elif passes_on(one) and first in found:
+        elif one.passes_on and first in found:
             found[one.tensors[-1]] = found[first]
     return found
 

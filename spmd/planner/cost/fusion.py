@@ -24,7 +24,6 @@ _DEAR = frozenset((
     "tan", "tanh",
 ))  # fmt: skip
 _STEPS = 4
-_IN_PLACE = ("bitcast_convert", "optimization_barrier", "reshape", "transpose", "while")
 
 
 class Fusion:
@@ -133,18 +132,18 @@ class Fusion:
         made: dict[int, bool] = {}
         constants = self.graph.constants
         for n, one in enumerate(self.graph.operations):
-            alone = n not in self.homes and is_fusible(one) and not passes_on(one)
+            alone = n not in self.homes and is_fusible(one) and not one.passes_on
             for i in one.tensors[: one.operands]:
                 # Arguments and outputs are counted by themselves; what a loop fills is made first.
                 begins = one.name == "while" and i in constants and i in made
-                if begins or (i in made and made[i] != alone and not passes_on(one)):
+                if begins or (i in made and made[i] != alone and not one.passes_on):
                     # Work by itself reads what a product's result is written as.
                     for j in self.lives.behind[i] if alone else (i,):
                         found[j] = max(one.runs, found.get(j, 0))
             for result, _ in one.results:
                 if result in constants and one.name == "while":
                     continue
-                made[result] = made.get(one.tensors[0], False) if passes_on(one) else alone
+                made[result] = made.get(one.tensors[0], False) if one.passes_on else alone
         return found
 
     def _ends(self) -> set[int]:
@@ -159,18 +158,13 @@ class Fusion:
                 found.add(one.tensors[-1])
             if one.name == "return":
                 continue
-            works = is_fusible(one) and not passes_on(one)
+            works = is_fusible(one) and not one.passes_on
             for i in one.tensors[: one.operands] if works and one.name not in NO_WORK else ():
                 if i in self.graph.given:
                     found.add(i)
             for result, _ in one.results:
-                made[result] = made.get(one.tensors[0], False) if passes_on(one) else works
+                made[result] = made.get(one.tensors[0], False) if one.passes_on else works
         return found
-
-
-def passes_on(one: Operation) -> bool:
-    """Whether a result is the operand, in the same place."""
-    return one.name in _IN_PLACE or one.is_call
 
 
 def is_fusible(one: Operation) -> bool:

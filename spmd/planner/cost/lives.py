@@ -34,6 +34,8 @@ class Lives:
         ends: by kind of value, bytes of arguments and outputs, which are there all the time.
         rows: moments at which memory may be fullest: by kind, the bytes of other values.
         short: likewise, of those that are there for a few products only.
+        tables: values that are written as they are for who takes elements out of them, though they
+            are not stored for others; with the operation that takes them last.
         brief: values that are made and needed no longer a few products later: compilers keep larger
             ones of these in vector memory than of others.
         behind: by value, the stored ones that it is made of by operations that are done again;
@@ -65,6 +67,7 @@ class Lives:
         self.stored: set[int] = set()
         self.deaths: dict[int, int] = {}
         self._bury()
+        self.tables = dict(self._tables())
         self.behind = self._behind()
         self.brief = frozenset(self._brief())
         self.ends = np.zeros(count)
@@ -149,6 +152,25 @@ class Lives:
             elif self.graph.tensors[i].nbytes >= size and i not in self.graph.constants:
                 yield i
 
+    def _tables(self) -> Iterator[tuple[int, int]]:
+        """What elements are taken out of, such as scores in float32 of which each row has one.
+
+        Compilers make no gather a part of what makes its table.
+        """
+        known = self.stored | self.graph.constants | {*self.wide.values()}
+        for n, one in enumerate(self.graph.operations):
+            if one.name == "gather" and one.is_fused:
+                i = self._origin(one.tensors[0])
+                maker = self.makers.get(i)
+                if maker is not None and _is_part(self.graph.operations[maker]) and i not in known:
+                    yield i, n
+
+    def _origin(self, i: int) -> int:
+        """What a value is, before it was given to functions of the module, or had another shape."""
+        while i in self.makers and (one := self.graph.operations[self.makers[i]]).passes_on:
+            i = one.tensors[0]
+        return i
+
     def _brief(self) -> Iterator[int]:
         products = self._products()
         for i in self.makers:
@@ -197,6 +219,10 @@ class Lives:
                 yield _AGAIN, i, tensors[i].nbytes, self.makers[i], last
         for i, nbytes, first, last in self._converted():
             yield _FAR, i, nbytes, first, last
+        for i, last in self.tables.items():
+            first = self.makers[i]
+            is_long = products[last] - products[first] > _SHORT
+            yield (_FAR if is_long else _NEAR), i, tensors[i].nbytes, first, last
 
     def _converted(self) -> Iterator[tuple[int, float, int, int]]:
         """Arguments of which loops take slices and make these narrower, and all of it so.
@@ -296,7 +322,7 @@ def wider(graph: Graph) -> dict[int, int]:
             if not _is_part(one):
                 break
             last = one.tensors[-1]
-            is_worked |= one.name not in NO_WORK and one.name != "convert"
+            is_worked |= one.name not in (*NO_WORK, "convert") and not one.is_call
         made, own = graph.tensors[last], graph.tensors[product.tensors[-1]]
         is_wider = made.nbytes > own.nbytes and math.prod(made.shape) == math.prod(own.shape)
         if is_worked and is_wider:

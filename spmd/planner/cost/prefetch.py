@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from spmd.planner.cost.fusion import passes_on
 from spmd.planner.cost.machine import Machine
 from spmd.planner.program.structure import UPDATES, Graph
 
@@ -98,7 +97,7 @@ def _slices(graph: Graph) -> Iterator[_Slice]:
     for n, one in enumerate(graph.operations):
         if not one.loops:
             continue
-        if one.name in UPDATES or (passes_on(one) and written.intersection(one.tensors)):
+        if one.name in UPDATES or (one.passes_on and written.intersection(one.tensors)):
             written.add(one.tensors[-1])
         elif one.name == "dynamic_slice" and one.tensors[0] in written:
             yield _Slice(n, one.tensors[-1], one.loops[-1], one.runs)

@@ -21,6 +21,7 @@ class Reads:
     Attributes:
         operands: by the index of a product, the stored values that each of its operands is made of.
         beside: likewise, of what is fused into it, beside its operands.
+        written: likewise, what is written: the result, and tables that are made of it.
         passes: stored values that are read or written between products, with their runs.
 
     Args:
@@ -33,14 +34,19 @@ class Reads:
         self.graph, self.fusion, self.lives = graph, fusion, lives
         self.operands: dict[int, tuple[frozenset[int], ...]] = {}
         self.beside: dict[int, frozenset[int]] = {}
+        self.written: dict[int, tuple[int, ...]] = {}
         parts: dict[int, list[Operation]] = {}
+        tables: dict[int, list[int]] = {}
         for n, one in enumerate(graph.operations):
             if n in fusion.inside and not one.flops:
                 parts.setdefault(fusion.inside[n], []).append(one)
+                if n not in fusion.late and one.tensors[-1] in lives.tables:
+                    tables.setdefault(fusion.inside[n], []).append(one.tensors[-1])
         for n, one in enumerate(graph.operations):
             if one.flops:
                 self.operands[n] = tuple(map(self._operand, one.tensors[: one.operands]))
                 self.beside[n] = self._beside(n, parts.get(n, []))
+                self.written[n] = lives.written(one.tensors[-1]), *tables.get(n, ())
         self.passes = [*self._passes()]
 
     def _operand(self, i: int) -> frozenset[int]:
@@ -68,7 +74,8 @@ class Reads:
         for n in sorted(self.fusion.late):
             one = self.graph.operations[n]
             result = one.tensors[-1]
-            is_kept = one.name != "reduce" and result in self.lives.stored
+            is_written = result in self.lives.stored or result in self.lives.tables
+            is_kept = one.name != "reduce" and is_written
             is_sum = one.name == "reduce" and one.tensors[0] not in free
             if is_kept or is_sum or result in returned:
                 read = (self.lives.behind[i] for i in one.tensors[: one.operands])

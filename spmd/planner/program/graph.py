@@ -52,6 +52,7 @@ _WHOLE = re.compile(r"need_replication=\{([^}]*)\}")
 _MANUAL = "shard_map"
 _RESHAPE = "stablehlo.reshape"
 _SLICED = ("dynamic_slice", "dynamic_update_slice")
+_SCATTER, _BATCHED = "scatter_dimension_numbers", "input_batching_dims"
 _LOOP = "stablehlo.while"
 # What a compiler fuses with its neighbours reads and writes no memory of its own.
 _FUSED = frozenset((
@@ -306,9 +307,13 @@ class _Reader:
     def _is_fused(self, link: Link, own: Any) -> bool:
         """Whether a compiler makes an operation a part of its neighbours.
 
-        Among these are a look for one element of each row, and a table of zeros with one written.
+        Among these are a look for one element of each row, and a table of zeros with one written,
+        where the rows are a batch: `jnp.take_along_axis`. Where rows are told by their numbers, as
+        in ``scores[rows, labels]``, it is written into a table that is there.
         """
         if link.name in ("gather", "scatter"):
+            if link.name == "scatter" and _BATCHED not in str(own.attributes[_SCATTER]):
+                return False
             shapes = [[n for n in self.found.values[i].shape if n > 1] for i in link.values]
             first, second = (0, -1) if link.name == "gather" else (0, 2)
             return any(

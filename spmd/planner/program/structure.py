@@ -27,6 +27,7 @@ NO_WORK = frozenset((
     "bitcast_convert", "broadcast_in_dim", "constant", "iota", "optimization_barrier", "pad",
     "reshape", "return", "sharding_constraint", "transpose", "while",
 ))  # fmt: skip
+_IN_PLACE = ("bitcast_convert", "optimization_barrier", "reshape", "transpose", "while")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +99,11 @@ class Operation:
     def is_call(self) -> bool:
         """Whether a value goes into a function of the module, or comes out of it, as it is."""
         return self.name.startswith("call of")
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether its result is its operand, in the same place."""
+        return self.name in _IN_PLACE or self.is_call
 
     @property
     def results(self) -> Iterator[tuple[int, tuple[str | None, ...]]]:

@@ -11,7 +11,9 @@ import pytest
 
 import spmd
 from spmd import P
+from spmd.planner.cost.fusion import Fusion
 from spmd.planner.cost.lives import Lives, wider
+from spmd.planner.cost.reads import Reads
 
 F32 = 4
 
@@ -325,6 +327,79 @@ def test_logits_are_kept_as_their_product_makes_them():
     rows, words = 4096, 8192
     _, cost = priced(jax.grad(loss, (0, 1)), (bf16(rows, 16), bf16(16, words), ints(rows)), {})
     assert cost.peak == pytest.approx(rows * words * 2, rel=0.05)
+
+
+def _along(logits, y):
+    return jnp.take_along_axis(logits, y[:, None], 1)[:, 0]
+
+
+def _by_number(logits, y):
+    return logits[jnp.arange(len(y)), y]
+
+
+def _picked(x, w, y, *, normed, pick=_along):
+    """A loss of bfloat16 logits that takes one element of each row, in float32."""
+    logits = (x @ w).astype(jnp.float32)
+    if normed:
+        return -pick(jax.nn.log_softmax(logits), y).mean()
+    return (jax.nn.logsumexp(logits, 1) - pick(logits, y)).mean()
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_elements_are_picked_of_a_table_of_their_type(normed, differentiated):
+    """It is written for them beside the logits, which all others read."""
+    loss = functools.partial(_picked, normed=normed)
+    f = jax.value_and_grad(loss, (0, 1)) if differentiated else loss
+    rows, words = 4096, 8192
+    _, cost = priced(f, (bf16(rows, 16), bf16(16, words), ints(rows)), {})
+    assert cost.peak == pytest.approx(rows * words * (2 + 4), rel=0.05)
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("pick", "itemsize"), [(_along, 2 + 4), (_by_number, 4 + 4)])
+def test_elements_are_picked_of_a_table_of_their_type_by_libtpu(normed, pick, itemsize):
+    """Beside the logits; what is told by numbers has its gradient in a table of its own."""
+    f = jax.value_and_grad(functools.partial(_picked, normed=normed, pick=pick), (0, 1))
+    rows, words, width = 4096, 16384, 512
+    args = bf16(rows, width), bf16(width, words), ints(rows)
+    step = spmd.pjit(f, mesh=spmd.topology("v5e:2x2", {"data": 4}), in_axis_resources=P())
+    memory = spmd.report(step.lower(*args)).memory
+    ends = 2 * (rows + words) * width * 2
+    assert memory.peak - memory.code - ends == pytest.approx(rows * words * itemsize, rel=0.05)
+    _, cost = priced(f, args, {}, on=tpu())
+    assert cost.peak == pytest.approx(memory.peak, rel=0.05)
+
+
+def test_a_product_writes_a_table_too():
+    """The logits in float32 are written with it: two thirds of what it writes."""
+
+    def f(x, w, y):
+        logits = x @ w
+        wide = logits.astype(jnp.float32)
+        return jnp.exp(logits), jnp.take_along_axis(wide, y[:, None], 1)
+
+    rows, words = 4096, 8192
+    args = (bf16(rows, 16), bf16(16, words), ints(rows))
+    found, _ = priced(f, args, {})
+    (product,) = (n for n, one in enumerate(found.operations) if one.flops)
+    lives = Lives(found, [0] * len(found.tensors), 1, wider(found))
+    reads = Reads(found, Fusion(found, [0] * len(found.tensors), 1, lives), lives)
+    nbytes = [found.tensors[i].nbytes for i in reads.written[product]]
+    assert nbytes == [rows * words * 2, rows * words * 4]
+
+
+def test_a_jitted_function_does_not_work_on_what_it_is_given():
+    """Logits that are made wider and given to one are written as their product makes them."""
+
+    def loss(x, w):
+        return jax.jit(jax.nn.logsumexp, static_argnums=1)((x @ w).astype(jnp.float32), 1).mean()
+
+    rows, words = 4096, 8192
+    found, _ = priced(loss, (bf16(rows, 16), bf16(16, words)), {})
+    assert not wider(found)
 
 
 def test_scores_are_kept_as_their_mask_leaves_them():
