@@ -23,7 +23,7 @@ from spmd.inspection.compile.warned import compile_and_catch
 from spmd.inspection.hlo.oom import out_of_memory
 from spmd.inspection.records.plan import Entries, Pin, added_by_compiler
 from spmd.inspection.records.report import Collective, Report
-from spmd.inspection.records.sums import sum_of
+from spmd.inspection.records.sums import once, sum_of
 from spmd.inspection.timing.chips import Chip
 from spmd.planner import cache
 from spmd.planner.cost.estimate import Estimate, Estimator
@@ -143,7 +143,7 @@ class Choice:
             return self.report.time.seconds
         if self.told is None:
             return self.predicted
-        told, sent = sum_of(self.told).wire_bytes, self.report.total.wire_bytes
+        told, sent = (sum_of(once(x)).wire_bytes for x in (self.told, self.report.collectives))
         return self.predicted + added_by_compiler(told, sent, self.report.time.exchange)
 
     @property

@@ -2,7 +2,7 @@
 
 Exchanges that the compiler combined are taken apart first, and alike ones added up: compilers peel
 loops and move lines. What both have is taken off both. The rest is compared from the strictest
-likeness to the loosest. What runs an unknown number of times counts on neither side.
+likeness to the loosest. What runs an unknown number of times counts once on each side.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from spmd.inspection.records.diff import matched
 from spmd.inspection.records.names import users_own
 from spmd.inspection.records.plan import LEAST, Deviation
 from spmd.inspection.records.report import Collective, Shape, Shapes, Source
+from spmd.inspection.records.sums import once
 
 
 def deviations(
@@ -89,7 +90,7 @@ _ALL = attrgetter("kind", "axes", "dtype", "elements", "group")
 
 def _lines(found: Iterable[Collective]) -> list[_Line]:
     lines: dict[Any, _Line] = {}
-    for one in found:
+    for one in once(found):
         for shapes, wire, source in _parts(one):
             if not one.executions or not wire:
                 continue

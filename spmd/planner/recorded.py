@@ -13,7 +13,7 @@ from spmd.errors import Failure, PlanMemoryError
 from spmd.inspection.compile.timed import links_of
 from spmd.inspection.records.plan import Candidate, Deviation, Entries, Placed, Plan
 from spmd.inspection.records.sizes import show_bytes
-from spmd.inspection.records.sums import sum_of
+from spmd.inspection.records.sums import once, sum_of
 from spmd.planner.asked import Hardware, label_of
 from spmd.planner.choose import FOUND, Choice, Chosen, program_of
 from spmd.planner.cost.estimate import Estimator
@@ -134,7 +134,7 @@ def _candidates(choices: Sequence[Choice], labels: Mapping[str, int]) -> Iterato
 def _candidate(one: Choice, labels: Mapping[str, int]) -> Candidate:
     report, estimate = one.report, one.estimate
     compute, memory = estimate.compute, estimate.memory
-    told = None if one.told is None else sum_of(one.told).wire_bytes
+    told = None if one.told is None else sum_of(once(one.told)).wire_bytes
     return Candidate(
         name=one.name,
         axes=dict(one.mesh.shape),
@@ -145,7 +145,7 @@ def _candidate(one: Choice, labels: Mapping[str, int]) -> Candidate:
         memory=float(memory),
         exchange=_left(one.predicted, compute + memory),
         predicted=float(one.predicted),
-        sent=report.total.wire_bytes if report else told or 0,
+        sent=sum_of(once(report.collectives)).wire_bytes if report else told or 0,
         told=told,
         time=report.time if report else None,
         peak=report.memory.peak if report and report.memory else one.needed,
@@ -193,9 +193,19 @@ def nothing_fits(plan: Plan, on: Hardware, choices: Sequence[Choice]) -> Failure
         fix=early
         + (f"take {enough}, by the estimate; or " if enough else "")
         + ask
-        + "take a smaller batch, donate what is returned, or recompute with jax.checkpoint",
+        + ", ".join(_remedies(plan, choices)),
         error=PlanMemoryError,
     )
+
+
+def _remedies(plan: Plan, choices: Sequence[Choice]) -> Iterator[str]:
+    """What takes less memory, of what was not done already."""
+    yield "take a smaller batch"
+    if any(one.is_fixed for one in (*plan.arguments, *plan.results)):
+        yield "fix fewer places"
+    if not any(one.donated for choice in choices for one in choice.graph.tensors):
+        yield "donate what is returned"
+    yield "or recompute with jax.checkpoint"
 
 
 def _local_bytes(one: Placed, axes: Mapping[str, int]) -> int:

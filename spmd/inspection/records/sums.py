@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
 from typing import Any
 
@@ -85,6 +85,12 @@ def spread(one: Collective) -> str:
         return ""
     known = sum(place is not None for place in places)
     return f"{known} line{'s' * (known != 1)}" + " + no line" * (known < len(places))
+
+
+def once(found: Iterable[Collective]) -> Iterator[Collective]:
+    """Collectives, of which those in loops of unknown length run once, as in times."""
+    for one in found:
+        yield dataclasses.replace(one, executions=1) if one.executions is None else one
 
 
 def sum_of(found: Iterable[Collective]) -> Total:

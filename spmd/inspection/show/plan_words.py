@@ -28,6 +28,7 @@ STAND_IN = (
     "of the plan is a prediction of it."
 )
 UNVERIFIED = "not verified: no compiler has seen this plan"
+LOOPS = "a loop of unknown length counts once"
 ENDED = "the search was ended early: there may be a better plan"
 REPLICATED = "replicated"
 _SMALL = 0.005
@@ -64,6 +65,11 @@ def verified_said(plan: Plan) -> str:
     if chosen.verified == "time":
         return f"compiled; {show_seconds(chosen.predicted)} a call was predicted{off(chosen)}"
     return BY_BYTES if chosen.verified == "bytes" else UNVERIFIED
+
+
+def is_bound(plan: Plan) -> bool:
+    """Whether the compiled program has a loop of unknown length, which counts once."""
+    return plan.report is not None and plan.report.cost.unknown_loops > 0
 
 
 def off(one: Candidate) -> str:

@@ -66,6 +66,8 @@ def _head(plan: Plan) -> Iterator[tuple[str, bool]]:
         yield f"over the budget: {said.memory_said(plan)}", True
     if plan.verified != "time":
         yield said.verified_said(plan), True
+    if said.is_bound(plan):
+        yield said.LOOPS, True
     if not plan.complete:
         yield said.ENDED, True
     yield from ((text, False) for text in said.passed_over_said(plan))
