@@ -50,6 +50,6 @@ def _calibrate(args: argparse.Namespace) -> int:
     else:
         print(f"  exchanges  {chip.link / 1e9:10.1f} GB/s, {1e6 * chip.hop:.0f} us each")
     if args.json:
-        with options.writing(args.json):
-            args.json.write_text(json.dumps(chip.to_json(), indent=1) + "\n", encoding="utf-8")
+        with options.writing(args.json) as part:
+            part.write_text(json.dumps(chip.to_json(), indent=1) + "\n", encoding="utf-8")
     return OK

@@ -13,6 +13,7 @@ import json
 import os
 from pathlib import Path
 import re
+import shutil
 import sys
 from typing import Any
 
@@ -272,14 +273,27 @@ def reading(path: str = "") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Answers a file that cannot be written, and leaves no part of it."""
+def writing(path: Path) -> Iterator[Path]:
+    """Where to write a file: beside it, until it is whole; answers one that cannot be written.
+
+    What was there stays until then. A pipe or a device is written as it is.
+    """
+    whole = path.resolve()  # of a link, what it leads to
+    part = whole.with_name(f".spmd-{os.getpid()}{path.suffix}")
+    if whole.exists() and not whole.is_file():
+        part = whole
     try:
-        yield
+        yield part
+        if part != whole:
+            if whole.exists():
+                shutil.copymode(whole, part)
+            os.replace(part, whole)
     except OSError as error:
-        if path.is_file():
-            path.unlink()
         raise CommandError(f"{path} cannot be written: {error.strerror or error}.") from None
+    finally:
+        if part != whole:
+            with contextlib.suppress(OSError):
+                part.unlink()
 
 
 def draw(drawable: Any, json_file: Path | None = None, html_file: Path | None = None) -> None:
@@ -288,8 +302,8 @@ def draw(drawable: Any, json_file: Path | None = None, html_file: Path | None = 
 
     Console(highlight=False).print(drawable)
     if json_file:
-        with writing(json_file):
-            json_file.write_text(json.dumps(drawable.to_json(), indent=1) + "\n", encoding="utf-8")
+        with writing(json_file) as part:
+            part.write_text(json.dumps(drawable.to_json(), indent=1) + "\n", encoding="utf-8")
     if html_file:
-        with writing(html_file):
-            html_file.write_text(drawable.to_html(), encoding="utf-8")
+        with writing(html_file) as part:
+            part.write_text(drawable.to_html(), encoding="utf-8")

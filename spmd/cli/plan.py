@@ -228,8 +228,8 @@ def _answer(args: argparse.Namespace, plan: Any) -> int:
         options.draw(plan)
     for path in (args.save, args.html):
         if path:
-            with options.writing(path):
-                plan.save(path)
+            with options.writing(path) as part:
+                plan.save(part)
     if not has_code:
         raise KeyboardInterrupt
     return OK

@@ -99,8 +99,8 @@ def _report(args: argparse.Namespace) -> int:
         report.show(all_frames=args.all_frames, limit=None if args.all else 40)
     for path in (args.json, args.html):
         if path:
-            with writing(path):
-                report.save(path)
+            with writing(path) as part:
+                report.save(part)
     if args.trace:
         report.save_trace(args.trace)
     return _hold(report, limits, args.max_time)

@@ -79,7 +79,7 @@ def _of_file(args: argparse.Namespace) -> Any:
     from spmd.inspection.records import codec, plan_codec
 
     with options.reading(args.what):
-        data = codec.read(args.what)
+        data = codec.read(args.what, "report.save() or plan.save()")
     subject = f"file `{args.what}`"
     if isinstance(data, dict) and str(data.get("schema")).startswith("spmd-plan/"):
         return _of_plan(args, plan_codec.decode(data, subject=subject))

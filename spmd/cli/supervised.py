@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from types import FrameType
+from typing import Any
 
 from spmd.cli.options import USAGE
 
@@ -26,6 +27,8 @@ _LAST_WORDS = 5
 #: Seconds after an interrupt from which on it is said that the child has not ended yet.
 _AT_ONCE = 1
 _POLL = 0.2
+#: Seconds from an interrupt that Python dropped until it comes once more.
+_AGAIN = 0.05
 
 _asked = False
 _terminated = False
@@ -121,7 +124,10 @@ def _heard(ours: socket.socket) -> int:
 
 
 def follow_parent() -> None:
-    """Ends this process when its parent is no more, and tells it of interrupts."""
+    """Ends this process when its parent is no more, and tells it of interrupts.
+
+    Where Python drops the exception of one, as it does within a finalizer, it comes once more.
+    """
     global _asked
     # A command that the user's code starts here has neither this socket nor what was asked.
     parent, _asked = int(os.environ.pop(_SOCKET)), os.environ.pop(_ASKED, None) is not None
@@ -130,9 +136,25 @@ def follow_parent() -> None:
         os.read(parent, 1)  # nothing is ever written: it returns when the other end is closed
         os._exit(USAGE)
 
+    dropped: list[Any] = []
+    told = sys.unraisablehook
+
     def heard(number: int, frame: FrameType | None) -> None:
-        os.write(parent, b".")
+        if dropped:
+            dropped.clear()
+        else:
+            os.write(parent, b".")
         signal.default_int_handler(number, frame)
+
+    def drop(one: sys.UnraisableHookArgs) -> None:
+        if not issubclass(one.exc_type, KeyboardInterrupt):
+            told(one)
+            return
+        dropped.append(one.exc_type)
+        again = threading.Timer(_AGAIN, os.kill, (os.getpid(), signal.SIGINT))
+        again.daemon = True
+        again.start()
 
     threading.Thread(target=wait, name="spmd-parent", daemon=True).start()
     signal.signal(signal.SIGINT, heard)
+    sys.unraisablehook = drop

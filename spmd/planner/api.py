@@ -367,7 +367,7 @@ def plan_program(
         passed_over=dict(program.passed_over),
     )
     if not plan.chosen.fits(on.budget):
-        raise explain(subject, [nothing_fits(plan, on, found.choices)])
+        raise explain(subject, [nothing_fits(plan, on, found.choices, keeps)])
     if key and plan.complete:
         cache.keep(key, plan)
     return _coded(plan, program, on, wish, key)

@@ -132,9 +132,9 @@ def _sources(package: str) -> bytes:
 def folder() -> Path | None:
     """Where plans are kept; None for nowhere."""
     given = os.environ.get("SPMD_PLAN_CACHE")
-    if given is not None:
-        return Path(given).expanduser() if given else None
     try:
+        if given is not None:
+            return Path(given).expanduser() if given else None
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:  # no one knows whose home
         return None

@@ -170,7 +170,7 @@ def _orders(one: Choice, labels: Mapping[str, int]) -> dict[str, tuple[str, ...]
 # Nothing fits
 
 
-def nothing_fits(plan: Plan, on: Hardware, choices: Sequence[Choice]) -> Failure:
+def nothing_fits(plan: Plan, on: Hardware, choices: Sequence[Choice], keeps: Fixed) -> Failure:
     """The failure of a program of which no layout keeps to the memory; the smallest comes first."""
     nearest, budget = plan.chosen, on.budget or 0
     largest = sorted(plan.arguments, key=lambda one: -_local_bytes(one, plan.axes))[:3]
@@ -179,16 +179,19 @@ def nothing_fits(plan: Plan, on: Hardware, choices: Sequence[Choice]) -> Failure
     memory = plan.report.memory if plan.report else None
     buffers = memory.buffers[:1] if memory else ()
     held += [f"inside {one.name} {show_bytes(one.nbytes)}" for one in buffers]
-    enough = _enough(choices, on)
-    ask = "ask the compiler with top=1, which may need less than this;\nor "
-    if early or any(one.report or one.failure for one in choices):
-        ask = ""
+    enough = _enough(choices, on, keeps)
+    how, ask = "", ""
+    if nearest.peak is None:
+        is_asked = any(one.report or one.failure for one in choices)
+        how = " by the estimate" * is_asked
+        ask = "with a larger top=" if is_asked else "with top=1, which may need less than this"
+        ask = "" if early else f"ask the compiler {ask};\nor "
     return Failure(
         what="finds no layout that fits",
         given=f"memory={show_bytes(budget)} on each device",
         expected="a peak within it",
-        got=f"{show_bytes(nearest.needed)} with {nearest.name} on {show_axes(nearest.axes)}, which "
-        f"is nearest: {show_bytes(nearest.needed - budget)} too much;\n"
+        got=f"{show_bytes(nearest.needed)}{how} with {nearest.name} on {show_axes(nearest.axes)}, "
+        f"which is nearest: {show_bytes(nearest.needed - budget)} too much;\n"
         f"largest on a device: {', '.join(held)}",
         fix=early
         + (f"take {enough}, by the estimate; or " if enough else "")
@@ -215,7 +218,7 @@ def _local_bytes(one: Placed, axes: Mapping[str, int]) -> int:
 _MOST_TIMES = 64
 
 
-def _enough(choices: Sequence[Choice], on: Hardware) -> str:
+def _enough(choices: Sequence[Choice], on: Hardware, keeps: Fixed) -> str:
     """The fewest devices, in doublings, on which a layout that was looked at would fit."""
     layouts = [one for one in choices if one.layout]
     known = [one.peak / one.estimate.peak for one in layouts[:_MOST] if one.report]
@@ -231,7 +234,7 @@ def _enough(choices: Sequence[Choice], on: Hardware) -> str:
             grown = (sizes for mesh in meshes for sizes in _grown(mesh.shape, times))
             for sizes in {tuple(one.items()): one for one in grown}.values():
                 links, _ = links_of(on.chip, [], sizes)
-                if links and _smallest(found, Machine(on.chip, links, sizes)) <= budget:
+                if links and _smallest(found, Machine(on.chip, links, sizes), keeps) <= budget:
                     return f"{math.prod(sizes.values())} devices ({show_axes(sizes)})"
         times *= 2
     return ""
@@ -248,7 +251,7 @@ def _grown(shape: Mapping[str, int], times: int) -> Iterator[dict[str, int]]:
             part *= 2
 
 
-def _smallest(found: Sequence[Choice], machine: Machine) -> float:
+def _smallest(found: Sequence[Choice], machine: Machine, keeps: Fixed) -> float:
     """The least peak of layouts of one program, in bytes."""
-    estimate = Estimator(found[0].graph, machine)
+    estimate = Estimator(found[0].graph, machine, keeps)
     return min(estimate(one.layout).peak for one in found if one.layout)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import shutil
 import signal
 import socket
@@ -694,6 +695,32 @@ except KeyboardInterrupt:
 """
 
 
+def test_a_file_is_there_when_it_is_whole(tmp_path):
+    """What fails on the way leaves what was there; links and the mode of a file stay."""
+    folder = tmp_path / "written"
+    folder.mkdir()
+    path, link = folder / "plan.json", folder / "link.json"
+    path.write_text("old")
+    path.chmod(0o640)
+    link.symlink_to(path)
+    refused = pytest.raises(CommandError, match=r"link\.json cannot be written: full")
+    with refused, options.writing(link) as part:
+        part.write_text("hal")
+        raise OSError(28, "full")
+    assert path.read_text() == "old"
+    with options.writing(link) as part:
+        part.write_text("new")
+    assert (path.read_text(), link.is_symlink()) == ("new", True)
+    assert path.stat().st_mode & 0o777 == 0o640
+    with options.writing(folder / "other.html") as part:
+        part.write_text("<p>")
+    names = ["link.json", "other.html", "plan.json"]
+    assert sorted(one.name for one in folder.iterdir()) == names
+    with options.writing(pathlib.Path(os.devnull)) as part:
+        part.write_text("gone")
+    assert not pathlib.Path(os.devnull).is_file()
+
+
 @pytest.mark.slow
 def test_an_interrupt_that_is_not_heard(here):
     """Python hears of one when the compiler is done. Until then one more ends the command."""
@@ -722,6 +749,38 @@ def test_an_interrupt_that_is_not_heard(here):
     assert running.returncode == 130
     assert set(lines[:-1]) == {notice}
     assert lines[-1] == "spmd: interrupted\n"
+
+
+DROPPED = """
+import time
+class Large:
+    def __del__(self):
+        open("there", "w").close()
+        time.sleep(60)
+large = Large()
+del large
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_an_interrupt_that_python_drops(here):
+    """Within a finalizer its exception is told and ignored: it comes once more."""
+    (here / "a_ended.py").write_text(DROPPED)
+    command = [sys.executable, "-m", "spmd", "report", "a_ended:step", "--args", "a_ended:args"]
+    with subprocess.Popen(
+        [*command, "--mesh", "a=2,b=3", "--no-progress"],
+        cwd=here,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as running:
+        while not (here / "there").exists():
+            assert running.poll() is None
+            time.sleep(0.05)
+        os.killpg(running.pid, signal.SIGINT)
+        _, err = running.communicate(timeout=50)
+    assert (running.returncode, err) == (130, "spmd: interrupted\n")
 
 
 def test_an_interrupt_within_the_notice(monkeypatch):

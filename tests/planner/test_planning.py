@@ -317,8 +317,9 @@ def test_a_broken_file_of_the_cache_is_no_plan(mesh, tmp_path, monkeypatch):
     assert len(json.loads(file.read_text())) > 1
     monkeypatch.setenv("SPMD_PLAN_CACHE", str(file / "no folder"))
     plan(mesh, cache=True)
-    monkeypatch.setenv("SPMD_PLAN_CACHE", "")
-    assert cache.folder() is None
+    for nowhere in ("", "~a user that nobody is/plans"):
+        monkeypatch.setenv("SPMD_PLAN_CACHE", nowhere)
+        assert cache.folder() is None
 
 
 def compiled_kept(folder):
@@ -598,6 +599,17 @@ def test_nothing_fits(mesh):
     assert "which is nearest" in text
     assert "devices (data=" in text
     assert "top=1" not in text  # the compiler was asked
+
+
+@pytest.mark.slow
+def test_nothing_fits_beside_what_is_fixed(mesh):
+    """What is whole on each device needs as much on any number of devices."""
+    whole = {"w": P(), "batch": P(), "result": P()}
+    with pytest.raises(spmd.PlanMemoryError, match="finds no layout that fits") as caught:
+        plan(mesh, memory="10KB", top=1, fixed=whole)
+    text = str(caught.value)
+    assert "devices (data=" not in text
+    assert "fix fewer places" in text
 
 
 def test_scalars_have_nothing_to_split(mesh):

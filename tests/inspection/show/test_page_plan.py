@@ -434,6 +434,16 @@ def test_code_is_copied(browser, tmp_path):
 
 
 @pytest.mark.slow
+def test_all_code_is_on_paper(browser, tmp_path):
+    """However long: it takes the place that it needs, and nothing stands over it."""
+    plan = dataclasses.replace(GPT, inside=known(Inside(constraints=(), code=CODE * 40)))
+    with opened(browser, saved(plan, tmp_path)) as tab:
+        tab.emulate_media(media="print")
+        height, shown = tab.eval_on_selector("pre.paste", "e => [e.scrollHeight, e.clientHeight]")
+        assert shown >= height > 1000
+        assert tab.eval_on_selector(".data th", "e => getComputedStyle(e).position") == "static"
+
+
 def test_code_without_a_clipboard(browser, tmp_path):
     """In a frame that may not copy, the code is selected at least."""
     page = saved(GPT, tmp_path)
