@@ -2,7 +2,11 @@
 
 import sys
 
-from spmd.cli.main import main as main
+try:
+    from spmd.cli.main import main as main
+except KeyboardInterrupt:  # as `main` has it from then on
+    sys.stderr.write("spmd: interrupted\n")
+    sys.exit(130)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -49,12 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments or an error.
     """
     args = _parser().parse_args(argv)
-    # A program that calls this keeps all in its own process.
-    if argv is None and getattr(args, "compiles", False) and os.name == "posix":
-        if not supervised.is_child():
-            return supervised.run(sys.argv[1:])
-        supervised.follow_parent()
     try:
+        # A program that calls this keeps all in its own process.
+        if argv is None and getattr(args, "compiles", False) and os.name == "posix":
+            if not supervised.is_child():
+                return supervised.run(sys.argv[1:])
+            supervised.follow_parent()
         code = args.command(args)
         _flush()
         return code

@@ -5,7 +5,7 @@ Nothing here imports JAX. What the compiler says last is on the standard error, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import contextlib
 import os
 import select
@@ -67,17 +67,18 @@ def _wait(argv: Sequence[str], **more: str) -> int:
     # Each side is told of the other's end by the end of its socket.
     ours, theirs = socket.socketpair()
     with ours:
-        with theirs:
-            child = subprocess.Popen(
-                [sys.executable, "-m", "spmd", *argv],
-                env={**os.environ, _SOCKET: str(theirs.fileno()), **more},
-                pass_fds=[theirs.fileno()],
-            )
-        before = signal.signal(signal.SIGTERM, lambda *_: _terminate(child))
-        try:
-            code = _ended(child, ours)
-        finally:
-            signal.signal(signal.SIGTERM, before)
+        with _interrupts() as times:
+            with theirs:
+                child = subprocess.Popen(
+                    [sys.executable, "-m", "spmd", *argv],
+                    env={**os.environ, _SOCKET: str(theirs.fileno()), **more},
+                    pass_fds=[theirs.fileno()],
+                )
+            before = signal.signal(signal.SIGTERM, lambda *_: _terminate(child))
+            try:
+                code = _ended(child, ours, times)
+            finally:
+                signal.signal(signal.SIGTERM, before)
         if code < 0:
             # The process that writes out what the compiler said last has the child's socket too.
             with contextlib.suppress(KeyboardInterrupt):
@@ -91,31 +92,37 @@ def _terminate(child: subprocess.Popen) -> None:
     child.kill()  # of SIGTERM the compiler for TPUs writes its own stack before it ends
 
 
-def _ended(child: subprocess.Popen, ours: socket.socket) -> int:
+@contextlib.contextmanager
+def _interrupts() -> Iterator[list[float]]:
+    """The times of interrupts, which end this process no longer."""
+    times: list[float] = []
+    before = signal.signal(signal.SIGINT, lambda *_: times.append(time.monotonic()))
+    try:
+        yield times
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _ended(child: subprocess.Popen, ours: socket.socket, times: list[float]) -> int:
     """Waits for a child, which the terminal interrupts too.
 
     Its Python hears of that when the compiler is done; one more interrupt until then ends it.
     """
-    times: list[float] = []
     heard, said = 0, 0
-    before = signal.signal(signal.SIGINT, lambda *_: times.append(time.monotonic()))
-    try:
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return child.wait(_POLL)
-            heard += _heard(ours)
-            if heard >= len(times):
-                continue
-            if said and len(times) > said > heard:
-                child.kill()
-                child.wait()
-                return -signal.SIGINT
-            if said <= heard and time.monotonic() - times[-1] > _AT_ONCE:
-                said = len(times)  # before it is read: one more may come within the print
-                text = "ends when the compiler is done; interrupt again to end at once"
-                print(f"\nspmd: {text}", file=sys.stderr, flush=True)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return child.wait(_POLL)
+        heard += _heard(ours)
+        if heard >= len(times):
+            continue
+        if said and len(times) > said > heard:
+            child.kill()
+            child.wait()
+            return -signal.SIGINT
+        if said <= heard and time.monotonic() - times[-1] > _AT_ONCE:
+            said = len(times)  # before it is read: one more may come within the print
+            text = "ends when the compiler is done; interrupt again to end at once"
+            print(f"\nspmd: {text}", file=sys.stderr, flush=True)
 
 
 def _heard(ours: socket.socket) -> int:

@@ -751,6 +751,25 @@ def test_an_interrupt_that_is_not_heard(here):
     assert lines[-1] == "spmd: interrupted\n"
 
 
+EARLY = """
+import runpy, sys
+class Interrupted:
+    def find_spec(self, name, *rest):
+        if name == "spmd.cli.plan":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+runpy.run_module("spmd", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_an_interrupt_before_the_command_runs():
+    """While its modules are read it ends the command as any other does."""
+    command = [sys.executable, "-c", EARLY, "demo"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    assert (done.returncode, done.stderr) == (130, "spmd: interrupted\n")
+
+
 DROPPED = """
 import time
 class Large:
@@ -807,8 +826,8 @@ def test_an_interrupt_within_the_notice(monkeypatch):
         supervised, "print", lambda *_, **__: signal.raise_signal(signal.SIGINT), raising=False
     )
     child, (ours, theirs) = Deaf(), socket.socketpair()
-    with ours, theirs:
-        assert supervised._ended(child, ours) == -signal.SIGINT
+    with ours, theirs, supervised._interrupts() as times:
+        assert supervised._ended(child, ours, times) == -signal.SIGINT
     assert child.killed
 
 
