@@ -190,7 +190,10 @@ def _positional(args: argparse.Namespace, function: Any) -> Sequence[Any]:
     bound = inspect.signature(function).bind(*values, **keywords)
     if bound.kwargs:
         names = ", ".join(bound.kwargs)
-        raise CommandError(f"plan passes arguments by position, and {names} takes none.")
+        raise CommandError(
+            f"plan passes arguments by position, and {names} takes none: "
+            "name a function that takes it so, and passes it on by name."
+        )
     return bound.args
 
 

@@ -98,7 +98,8 @@ def called(args: argparse.Namespace, function: Any, mesh: Any) -> tuple[tuple, d
     values, keywords = shapes(args.args, mesh)
     if why := misfit(function, *values, **keywords):
         given = f"--args {args.args} gives it" if args.args else "without --args it gets"
-        count = f"{len(values) + len(keywords)} arguments" if args.args else "none"
+        count = len(values) + len(keywords)
+        count = f"{count} argument{'s' * (count != 1)}" if args.args else "none"
         raise CommandError(f"{args.function} cannot be called so: {why}; {given} {count}.")
     return values, keywords
 

@@ -128,7 +128,7 @@ def stale(plan: Plan, now: Sequence[Placed], versions: Mapping[str, str]) -> lis
         Failure(
             what=f"was made with another version of {name}",
             expected=f"{name} {made}",
-            got=f"{name} {versions.get(name)}",
+            got=f"{name} {versions[name]}" if versions.get(name) else f"{name} is not installed",
             fix="plan again, or paste what plan.code() prints",
             error=PlanError,
         )

@@ -145,7 +145,7 @@ def test_keyword_arguments_are_passed_by_position(asked, capsys):
     assert run(*ON_CPUS, given="KEYWORDS") == 0
     assert [sorted(one) for one in asked[0][1]] == [["down", "up"], ["x"]]
     assert run(*ON_CPUS, given="RATE") == 2
-    assert "plan passes arguments by position, and rate takes none." in capsys.readouterr().err
+    assert "plan passes arguments by position, and rate takes none: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
