@@ -276,22 +276,23 @@ def reading(path: str = "") -> Iterator[None]:
 def writing(path: Path) -> Iterator[Path]:
     """Where to write a file: beside it, until it is whole; answers one that cannot be written.
 
-    What was there stays until then. A pipe or a device is written as it is.
+    What was there stays until then. A pipe or a device is written as it is, and so is a file in a
+    folder that takes no other.
     """
     whole = path.resolve()  # of a link, what it leads to
-    part = whole.with_name(f".spmd-{os.getpid()}{path.suffix}")
-    if whole.exists() and not whole.is_file():
-        part = whole
+    is_plain = path.is_file() and os.access(whole.parent, os.W_OK)
+    is_beside = is_plain or not path.exists()
+    part = whole.with_name(f".spmd-{os.getpid()}{path.suffix}") if is_beside else path
     try:
         yield part
-        if part != whole:
-            if whole.exists():
-                shutil.copymode(whole, part)
+        if is_plain:
+            shutil.copymode(whole, part)
+        if is_beside:
             os.replace(part, whole)
     except OSError as error:
         raise CommandError(f"{path} cannot be written: {error.strerror or error}.") from None
     finally:
-        if part != whole:
+        if is_beside:
             with contextlib.suppress(OSError):
                 part.unlink()
 

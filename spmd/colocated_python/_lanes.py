@@ -230,8 +230,10 @@ class Lanes:
             yield home
         yield from [d for d in lane.gates if d != home]
         if self._has_room():
+            # By what may come: a lane that has begun on a device keeps to it, whatever it starts.
+            gates = Counter(d for lane in self._all for d in lane.gates)
             others = [home, *jax.local_devices(backend="cpu")]
-            yield from sorted(others, key=lambda d: self._load[d])
+            yield from sorted(others, key=lambda d: (gates[d], self._load[d]))
 
     def _has_room(self) -> bool:
         return sum(len(lane.gates) for lane in self._all) < most_gates()

@@ -109,6 +109,32 @@ def collectives_meanwhile():
     jax.block_until_ready(pending)
 
 
+def calls_of_uneven_threads():
+    """One thread makes all its calls before others begin, one by one: there is room for all."""
+    go, count = threading.Event(), _lanes.most_gates()
+    each = _lanes._MOST // -(-count // jax.device_count())
+    turns, begun = [threading.Event() for _ in range(count)], threading.Barrier(count)
+
+    def wait(x):
+        assert go.wait(LONG)
+        return x
+
+    fun = colocated_python(wait).specialize(out_specs_fn=same)
+
+    def calls(i):
+        assert turns[i].wait(LONG)
+        found = [fun(array()) for _ in range(1 if i else each)]
+        turns[(i + 1) % count].set()
+        begun.wait(LONG)
+        return [*found, *(fun(array()) for _ in range(each - len(found)))]
+
+    turns[0].set()
+    pending = in_threads([lambda i=i: calls(i) for i in range(count)])
+    assert not any(y.is_ready() for results in pending for y in results)
+    go.set()
+    jax.block_until_ready(pending)
+
+
 def places_of_idle_threads():
     """Programs that wait for a next call make room for the calls of others."""
     room = _lanes.most_gates()

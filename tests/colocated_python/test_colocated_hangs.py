@@ -70,6 +70,12 @@ def test_collectives_meanwhile(devices):
     passes("collectives_meanwhile", devices=devices)
 
 
+@pytest.mark.slow
+def test_calls_of_uneven_threads():
+    """One thread makes all its calls before others begin, one by one: there is room for all."""
+    passes("calls_of_uneven_threads", devices=2)
+
+
 @contextlib.contextmanager
 def busy(loops=10):
     """Has so many processes compete for the processors."""
