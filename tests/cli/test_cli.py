@@ -653,6 +653,26 @@ def test_an_answer_goes_through_the_child(here):
     assert dict(Report.load(here / "r.json").mesh) == {"a": 2, "b": 3}
 
 
+def _running(here, text):
+    """A report on a module of such a text, in a session of its own."""
+    (here / "a_ended.py").write_text(text)
+    command = [sys.executable, "-m", "spmd", "report", "a_ended:step", "--args", "a_ended:args"]
+    return subprocess.Popen(
+        [*command, "--mesh", "a=2,b=3", "--no-progress"],
+        cwd=here,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _wait_for(path, running):
+    """Until a process has made a file."""
+    while not path.exists():
+        assert running.poll() is None
+        time.sleep(0.05)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_who_ends_a_command_is_not_told_that_its_compiler_did(sent, here):
@@ -662,18 +682,8 @@ def test_who_ends_a_command_is_not_told_that_its_compiler_did(sent, here):
         'signal.signal(15, lambda *_: print("*** SIGTERM received", file=sys.stderr)); '
         'open("there", "w").close(); time.sleep(60)'
     )
-    (here / "a_ended.py").write_text(ENDED.replace("HOW", waiting))
-    command = [sys.executable, "-m", "spmd", "report", "a_ended:step", "--args", "a_ended:args"]
-    with subprocess.Popen(
-        [*command, "--mesh", "a=2,b=3", "--no-progress"],
-        cwd=here,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as running:
-        while not (here / "there").exists():
-            assert running.poll() is None
-            time.sleep(0.05)
+    with _running(here, ENDED.replace("HOW", waiting)) as running:
+        _wait_for(here / "there", running)
         if sent is signal.SIGTERM:
             running.terminate()
         else:
@@ -724,19 +734,9 @@ def test_a_file_is_there_when_it_is_whole(tmp_path):
 @pytest.mark.slow
 def test_an_interrupt_that_is_not_heard(here):
     """Python hears of one when the compiler is done. Until then one more ends the command."""
-    (here / "a_ended.py").write_text(HEARD)
-    command = [sys.executable, "-m", "spmd", "report", "a_ended:step", "--args", "a_ended:args"]
-    with subprocess.Popen(
-        [*command, "--mesh", "a=2,b=3", "--no-progress"],
-        cwd=here,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as running:
+    with _running(here, HEARD) as running:
         for name in ("there", "heard"):  # the first one is heard, and what it ends goes on
-            while not (here / name).exists():
-                assert running.poll() is None
-                time.sleep(0.05)
+            _wait_for(here / name, running)
             time.sleep(1.0)  # two before the command's turn would be one to it
             os.killpg(running.pid, signal.SIGINT)
         # Said once, and once more where the machine kept the child from hearing the first in time.
@@ -785,18 +785,8 @@ time.sleep(60)
 @pytest.mark.slow
 def test_an_interrupt_that_python_drops(here):
     """Within a finalizer its exception is told and ignored: it comes once more."""
-    (here / "a_ended.py").write_text(DROPPED)
-    command = [sys.executable, "-m", "spmd", "report", "a_ended:step", "--args", "a_ended:args"]
-    with subprocess.Popen(
-        [*command, "--mesh", "a=2,b=3", "--no-progress"],
-        cwd=here,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as running:
-        while not (here / "there").exists():
-            assert running.poll() is None
-            time.sleep(0.05)
+    with _running(here, DROPPED) as running:
+        _wait_for(here / "there", running)
         os.killpg(running.pid, signal.SIGINT)
         _, err = running.communicate(timeout=50)
     assert (running.returncode, err) == (130, "spmd: interrupted\n")

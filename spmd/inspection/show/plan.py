@@ -58,7 +58,7 @@ def _head(plan: Plan) -> RenderableType:
         Flow(Text(clean(said.headline(plan)), "bold")),
         Flow(Text(said.memory_said(plan), "" if fits else "bold red")),
         Flow(Text(said.verified_said(plan), "" if plan.verified == "time" else "yellow")),
-        *[Flow(Text(said.LOOPS, "yellow"))] * said.is_bound(plan),
+        *[Flow(Text(said.LOOPS, "yellow"))] * said.has_open_loops(plan),
         *[Flow(Text(said.ENDED, "yellow"))] * (not plan.complete),
     ]
     return Group(*lines)

@@ -67,7 +67,7 @@ def verified_said(plan: Plan) -> str:
     return BY_BYTES if chosen.verified == "bytes" else UNVERIFIED
 
 
-def is_bound(plan: Plan) -> bool:
+def has_open_loops(plan: Plan) -> bool:
     """Whether the compiled program has a loop of unknown length, which counts once."""
     return plan.report is not None and plan.report.cost.unknown_loops > 0
 

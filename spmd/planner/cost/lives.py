@@ -202,27 +202,27 @@ class Lives:
         """What is there beside arguments and outputs, its bytes, its first and its last moment."""
         tensors = self.graph.tensors
         products = self._products()
+
+        def is_long(first: int, last: int) -> bool:
+            return products[last] - products[first] > _SHORT
+
         for members in self.buffers.groups(self._kept()):
             largest = max(members, key=lambda i: tensors[i].nbytes)
             if any(tensors[i].kind != "result" for i in members):
                 self.ends[kinds[largest]] += tensors[largest].nbytes
                 continue
-            first, last = self._life(members)
-            is_long = products[last] - products[first] > _SHORT
-            i = self.written(largest)
-            yield (_FAR if is_long else _NEAR), i, tensors[i].nbytes, first, last
+            life, i = self._life(members), self.written(largest)
+            yield (_FAR if is_long(*life) else _NEAR), i, tensors[i].nbytes, *life
+        for i, last in self.tables.items():
+            life = self.makers[i], last
+            yield (_FAR if is_long(*life) else _NEAR), i, tensors[i].nbytes, *life
         kept = self.stored | self.graph.constants
-        for i, (first, last) in self._uses(kinds).items():
-            is_long = products[last] - products[first] > _SHORT
-            yield (_COPIES if is_long else _USES), i, tensors[i].nbytes, first, last
-            if is_long and i in self.makers and i not in kept:
-                yield _AGAIN, i, tensors[i].nbytes, self.makers[i], last
+        for i, life in self._uses(kinds).items():
+            yield (_COPIES if is_long(*life) else _USES), i, tensors[i].nbytes, *life
+            if is_long(*life) and i in self.makers and i not in kept:
+                yield _AGAIN, i, tensors[i].nbytes, self.makers[i], life[1]
         for i, nbytes, first, last in self._converted():
             yield _FAR, i, nbytes, first, last
-        for i, last in self.tables.items():
-            first = self.makers[i]
-            is_long = products[last] - products[first] > _SHORT
-            yield (_FAR if is_long else _NEAR), i, tensors[i].nbytes, first, last
 
     def _converted(self) -> Iterator[tuple[int, float, int, int]]:
         """Arguments of which loops take slices and make these narrower, and all of it so.

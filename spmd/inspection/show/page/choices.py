@@ -66,7 +66,7 @@ def _head(plan: Plan) -> Iterator[tuple[str, bool]]:
         yield f"over the budget: {said.memory_said(plan)}", True
     if plan.verified != "time":
         yield said.verified_said(plan), True
-    if said.is_bound(plan):
+    if said.has_open_loops(plan):
         yield said.LOOPS, True
     if not plan.complete:
         yield said.ENDED, True
