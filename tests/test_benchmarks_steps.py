@@ -1,5 +1,8 @@
 """The benchmark of steps on one device: what it finds, of programs that are small."""
 
+import io
+import json
+
 from benchmarks import stepping
 import pytest
 
@@ -17,6 +20,16 @@ def test_a_step(name):
     assert found["peak"] > 0
     line = stepping._line(name, found)
     assert line.split()[: len(name.split()) + 3][-2:] == ["-", f"{1e3 * found['calibrated']:.2f}"]
+
+
+def test_the_chip_of_a_process_of_its_own(monkeypatch, capsys):
+    """It is the chip that was calibrated, in each of its figures, though JSON has no tuples."""
+    chip = CHIPS["h200"]
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(chip.to_json())))
+    monkeypatch.setattr("sys.argv", ["stepping", "MLP"])
+    monkeypatch.setattr(stepping, "step", lambda name, got: {"name": name, "same": got == chip})
+    stepping.main()
+    assert json.loads(capsys.readouterr().out) == {"name": "MLP", "same": True}
 
 
 def test_an_unknown_case():

@@ -153,6 +153,7 @@ def main() -> None:
     """Prints what `step` finds, for the chip that stands in the input."""
     figures = json.load(sys.stdin)
     figures.pop("schema")
+    figures["doubled"] = tuple(figures["doubled"])  # JSON has arrays only
     print(json.dumps(step(sys.argv[1], Chip(**figures))))
 
 
