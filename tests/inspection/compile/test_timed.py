@@ -659,7 +659,7 @@ def test_stand_ins_have_the_links_of_a_slice():
 
 @pytest.mark.parametrize("abstract", [False, True])
 def test_exchanges_of_a_preview_are_those_of_the_chip_that_is_named(abstract):
-    """Of bf16 a TPU sends two bytes for each element, and a GPU is asked for what shardings ask.
+    """Of bf16 a TPU and a GPU send two bytes for each element, each by the rules of its compiler.
 
     Each device of a pair sends its 64 x 64 sums once, half of them twice; CPUs send them as f32.
     """
@@ -672,7 +672,7 @@ def test_exchanges_of_a_preview_are_those_of_the_chip_that_is_named(abstract):
     assert own.collectives[0].dtype == ("bf16" if abstract else "f32")
     chips = {
         "v5e": ("bf16", 2, "for tpu"),
-        "h100": ("bf16", 2, "for any"),
+        "h100": ("bf16", 2, "for gpu"),
         "cpu": ("f32", 4, "for cpu"),
     }
     for chip, (dtype, width, prediction) in chips.items():
