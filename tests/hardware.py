@@ -6,11 +6,16 @@ import os
 
 import pytest
 
-#: `.ci/run` installs libtpu with the extra `test`, so there its absence is a failure and no skip.
+#: `.ci/run` installs both compilers with the extra `test`: to lack one there is a failure, no skip.
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None or "CI" in os.environ
 WITHOUT_LIBTPU = "libtpu, which compiles for TPUs, is not installed: pip install 'spmd[tpu]'"
 
 needs_libtpu = pytest.mark.skipif(not HAS_LIBTPU, reason=WITHOUT_LIBTPU)
+
+HAS_CUDA = importlib.util.find_spec("jax_cuda13_plugin") is not None or "CI" in os.environ
+WITHOUT_CUDA = "the compiler for GPUs is not installed: pip install 'spmd[gpu]'"
+
+needs_cuda = pytest.mark.skipif(not HAS_CUDA, reason=WITHOUT_CUDA)
 
 
 def require_libtpu():

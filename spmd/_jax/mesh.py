@@ -174,6 +174,11 @@ def tpu_chips() -> int:
     return hardware_utils.num_available_tpu_chips_and_device_id()[0]
 
 
+def has_gpu() -> bool:
+    """Whether this machine has a GPU of NVIDIA's; looks at its files and starts nothing."""
+    return hardware_utils.has_visible_nvidia_gpu()
+
+
 def new_cpu_devices(count: int) -> list[Any]:
     """Virtual CPU devices of a client of their own: JAX's has as many as when it started."""
     return xla_client.make_cpu_client(num_devices=count).devices()

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 #: What compiles programs.
-_PACKAGES = ("jax", "jaxlib", "libtpu")
+_PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda12-pjrt")
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 #: Cells of a notebook are in a folder, or have a number, of this start alone; so have objects.
 _OF_ONE_START = re.compile(r"(?<=ipykernel_)\d+|(?<=python-input-)\d+|(?<= at 0x)[0-9a-f]+")

@@ -156,6 +156,12 @@ def tpu_target() -> Target:
     return Target(backend="tpu", mesh=Mesh(described, tuple(AXES)))
 
 
+def gpu_target() -> Target:
+    """Eight described GPUs, which need JAX's plugin for CUDA."""
+    described = topology("h200:8").devices.reshape(DATA, MODEL)
+    return Target(backend="gpu", mesh=Mesh(described, tuple(AXES)))
+
+
 def array(*dims: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
     """The description of an array."""
     return jax.ShapeDtypeStruct(dims, dtype)

@@ -14,7 +14,7 @@ import numpy as np
 import spmd
 from spmd import _jax, _mesh, stages
 from spmd.errors import ArgumentError, Failure, MeshError, ReportError, explain
-from spmd.inspection.compile.topology import hbm_bytes
+from spmd.inspection.compile.topology import limit_of
 from spmd.inspection.hlo.memory import memory_of
 from spmd.inspection.hlo.text import Module
 from spmd.inspection.records.report import Memory
@@ -272,5 +272,5 @@ def memory_plan(compiled: Any, modules: Sequence[Module]) -> Memory | None:
     # Of several modules the compiler gives one plan, and the last one holds the program.
     if not modules:
         return None
-    capacity = hbm_bytes(devices_of(compiled)[0].device_kind)
+    capacity = limit_of(devices_of(compiled)[0])
     return memory_of(modules[-1], compiled.memory_analysis(), capacity=capacity)

@@ -1,4 +1,4 @@
-"""Meshes of devices that are not there: TPUs described by their compiler, CPUs as stand-ins."""
+"""Meshes of devices that are not there: TPUs and GPUs by their compilers, CPUs as stand-ins."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from spmd.errors import (
     did_you_mean,
     explain,
 )
-from spmd.inspection.compile import libtpu
+from spmd.inspection.compile import gpus, libtpu
 
 #: Virtual CPU devices share this machine's cores and threads; more are no use to anyone.
 MOST_STAND_INS = 512
@@ -102,7 +102,7 @@ _SAME_CHIP = {"TPU v5p": "TPU v5", "TPU v5e": "TPU v5 lite", "TPU v6e": "TPU v6 
 
 _NAME = re.compile(r"([a-z0-9_ ]*[a-z0-9_])\s*:\s*(\d+(?:x\d+)*)")
 _ACCELERATOR_TYPE = re.compile(r"([a-z0-9]+)-(\d+)")
-_EXAMPLES = "a kind and its sizes, such as 'v5e:16x16', 'v5p:8x16x16' or 'cpu:64'"
+_EXAMPLES = "a kind and its sizes, such as 'v5e:16x16', 'v5p:8x16x16', 'h100:64' or 'cpu:64'"
 
 
 def topology(name: str, mesh: Mapping[str, int] | None = None) -> Mesh:
@@ -110,17 +110,20 @@ def topology(name: str, mesh: Mapping[str, int] | None = None) -> Mesh:
 
     Nothing is allocated, and arguments are `jax.ShapeDtypeStruct`. The compiler for TPUs is in
     ``libtpu`` (``pip install 'spmd[tpu]'``); it needs no TPU. Slices have the rings that real ones
-    of the same sizes have, and axes are laid on the torus as `spmd.make_mesh` does.
+    of the same sizes have, and axes are laid on the torus as `spmd.make_mesh` does. The compiler
+    for GPUs is in JAX's plugin for CUDA (``pip install 'spmd[gpu]'``); it needs no GPU and no
+    driver. GPUs are in servers of eight, each a process.
 
     A device is what JAX shows on the real machine: a chip, or half of one on v2, v3 and tpu7x. A
     v4 chip is one device (libtpu alone would show two).
 
     Args:
         name: A TPU and the chips of a slice by dimension: ``"v5e:16x16"``, ``"v5p:8x16x16"``; of
-            v2, v3, v4, v5e, v5p, v6e, tpu7x or what else the installed libtpu knows. Or
-            ``"cpu:64"``: up to 512 virtual CPU devices that stand in for hardware, for those
-            without libtpu. They show what the partitioner decides, not what a TPU's compiler makes
-            of it: see `is_stand_in`.
+            v2, v3, v4, v5e, v5p, v6e, tpu7x or what else the installed libtpu knows. A GPU and
+            how many: ``"h100:8"``, ``"h200:64"``. Or ``"cpu:64"``: up to 512 virtual CPU devices
+            that stand in for hardware, for those without these compilers. They show what the
+            partitioner decides, not what a compiler for the hardware makes of it: see
+            `is_stand_in`.
         mesh: Size per axis name, major to minor, for all devices; one size may be -1: what is
             left. Without it, the mesh has a single axis ``device``.
 
@@ -128,7 +131,7 @@ def topology(name: str, mesh: Mapping[str, int] | None = None) -> Mesh:
         A mesh; the same devices each time for one name.
 
     Raises:
-        RuntimeError: There is no such topology, the sizes do not fit it, or libtpu is missing.
+        RuntimeError: There is no such topology, sizes do not fit it, or its compiler is missing.
         TypeError: `name` is no string, or `mesh` maps no names to whole numbers.
 
     Example:
@@ -139,7 +142,7 @@ def topology(name: str, mesh: Mapping[str, int] | None = None) -> Mesh:
     kind, sizes = _parse(name, subject)
     try:
         with _lock:
-            devices = _stand_ins(sizes) if kind == "cpu" else _described(kind, sizes)
+            devices = _devices(kind, sizes)
     except _RefusedError as e:
         raise explain(subject, [e.args[0]]) from None
     axes = {"device": len(devices)} if mesh is None else mesh
@@ -167,27 +170,28 @@ def is_stand_in(where: Any) -> bool:
 
 
 def hbm_bytes(device_kind: str) -> int | None:
-    """Memory that one device leaves to a program, as the TPU compiler counts it.
+    """Memory that one device leaves to a program, as the TPU compiler or a GPU's runtime counts it.
 
     Args:
-        device_kind: The device's own name, such as ``"TPU v5 lite"``.
+        device_kind: The device's own name, such as ``"TPU v5 lite"`` or ``"NVIDIA H200"``.
 
     Returns:
-        Bytes, to 0.01 GiB; None for other devices than TPUs and for kinds that are not known here.
+        Bytes: of TPUs to 0.01 GiB, of GPUs the three quarters that JAX takes by default. None for
+        kinds that are not known here.
     """
     gib = _HBM_GIB.get(_SAME_CHIP.get(device_kind, device_kind))
-    return None if gib is None else int(gib * 2**30)
+    return gpus.limit_of(device_kind) if gib is None else int(gib * 2**30)
 
 
 def limit_of(device: Any) -> int | None:
     """Bytes that a device leaves to a program: as is known of its kind, or as its runtime says."""
     known = hbm_bytes(device.device_kind)
-    if known is not None:
+    if known is not None and device.platform != "gpu":
         return known
     try:
-        return (device.memory_stats() or {}).get("bytes_limit")
+        return (device.memory_stats() or {}).get("bytes_limit", known)
     except (RuntimeError, NotImplementedError, AttributeError):
-        return None  # described devices have no runtime, and CPUs no limit
+        return known  # described devices have no runtime, and CPUs no limit
 
 
 def given_mesh(topology: Any, mesh: Any, subject: str) -> Any:
@@ -293,6 +297,8 @@ def _malformed(text: str) -> Failure:
         fix = "leave out how it is twisted: programs are described for plain tori"
     elif text.rstrip(": ") in (*_KINDS, "cpu"):
         fix = "say how many chips there are by dimension"
+    elif text.rstrip(": ") in gpus.KINDS:
+        fix = "say how many there are"
     return Failure(what="cannot be read", expected=_EXAMPLES, fix=fix, error=MeshError)
 
 
@@ -323,16 +329,21 @@ def _bad_sizes(kind: str, sizes: tuple[int, ...]) -> Failure | None:
     expected, fix = "", ""
     known = _KINDS.get(kind)
     dims = known.dims if known else 0
-    most = MOST_STAND_INS if kind == "cpu" else _MOST_CHIPS
+    most = {"cpu": MOST_STAND_INS}.get(kind, gpus.MOST if kind in gpus.KINDS else _MOST_CHIPS)
+    what = "virtual devices" if kind == "cpu" else "GPUs" if kind in gpus.KINDS else "chips"
     if not all(sizes):
         expected = "sizes of at least 1"
+    elif kind in gpus.KINDS and len(sizes) != 1:
+        expected = f"one size, as in '{kind}:{math.prod(sizes)}'"
     elif dims and len(sizes) != dims:
         example = "v5e:16x16" if kind == "v5e" else f"{kind}:{'x'.join('4' * dims)}"
         expected = f"{'two' if dims == 2 else 'three'} sizes, as in {example!r}"
     elif math.prod(sizes) > most:
-        what = "virtual devices" if kind == "cpu" else "chips"
         expected = f"at most {most} {what}"
         fix = "describe TPUs instead: pip install 'spmd[tpu]'" if kind == "cpu" else ""
+    elif kind in gpus.KINDS and (rest := max(sizes[0], gpus.PER_BOX) % gpus.PER_BOX):
+        expected = f"whole servers of {gpus.PER_BOX}, or a part of one"
+        fix = f"{kind}:{sizes[0] - rest} or {kind}:{sizes[0] - rest + gpus.PER_BOX}"
     elif known and max(sizes) > known.longest:
         expected = f"at most {known.longest} chips along a dimension, as a pod has"
     if not expected:
@@ -361,8 +372,8 @@ def _misfit(axes: Any, kind: str, sizes: tuple[int, ...], devices: int) -> Failu
     if product == devices:
         return None
     number = f"{devices}, the number of devices: {chips} chips of {devices // chips} each"
-    if kind == "cpu" or chips == devices:
-        number = f"{devices}, the number of {'devices' if kind == 'cpu' else 'chips'}"
+    if chips == devices:
+        number = f"{devices}, the number of {'chips' if kind in _KINDS else 'devices'}"
     # Sizes that fit and differ in one axis from what was asked for.
     rest = {name: product // size for name, size in axes.items()}
     fitting = [f"{n}={devices // other}" for n, other in rest.items() if devices % other == 0]
@@ -399,6 +410,24 @@ def _stand_ins(sizes: tuple[int, ...]) -> list[Any]:
 _virtual = functools.lru_cache(maxsize=16)(_jax.mesh.new_cpu_devices)
 
 
+def _devices(kind: str, sizes: tuple[int, ...]) -> list[Any]:
+    if kind == "cpu":
+        return _stand_ins(sizes)
+    if kind not in gpus.KINDS:
+        return _described(kind, sizes)
+    try:
+        return gpus.described(kind, math.prod(sizes))
+    except gpus.MissingError:
+        missing = Failure(
+            what="needs the compiler for GPUs, which is not installed",
+            fix="pip install 'spmd[gpu]', or let CPU devices stand in: topology('cpu:64')",
+            error=MeshError,
+        )
+        raise _RefusedError(missing) from None
+    except jax.errors.JaxRuntimeError as e:
+        raise _RefusedError(_refused_by("the compiler for GPUs", e)) from None
+
+
 @functools.lru_cache(maxsize=32)
 def _described(kind: str, sizes: tuple[int, ...]) -> list[Any]:
     from jax.experimental import topologies
@@ -429,8 +458,8 @@ def _described(kind: str, sizes: tuple[int, ...]) -> list[Any]:
 
 def _unknown_kind(kind: str) -> Failure:
     return Failure(
-        what=f"names a kind that is not known{did_you_mean(kind, (*_KINDS, 'cpu'))}",
-        expected=f"a TPU ({', '.join(_KINDS)}) or cpu",
+        what=f"names a kind that is not known{did_you_mean(kind, (*_KINDS, *gpus.KINDS, 'cpu'))}",
+        expected=f"a TPU ({', '.join(_KINDS)}), a GPU ({', '.join(gpus.KINDS)}) or cpu",
         got=repr(kind),
         error=MeshError,
     )
@@ -449,4 +478,9 @@ def _refused(message: str, kind: str, sizes: tuple[int, ...]) -> Failure:
             fix=f"{kind}:{_show(even)}, which has {_count(math.prod(even), 'chip')}",
             error=MeshError,
         )
-    return Failure(what="was refused by libtpu", got=message.partition("\n")[0], error=MeshError)
+    return _refused_by("libtpu", message)
+
+
+def _refused_by(compiler: str, message: Any) -> Failure:
+    got = str(message).partition("\n")[0]
+    return Failure(what=f"was refused by {compiler}", got=got, error=MeshError)

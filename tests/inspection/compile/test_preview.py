@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 import statistics
 
-from hardware import require_libtpu
+from hardware import needs_cuda, require_libtpu
 from hypothesis import given, settings, strategies as st
 import jax
 import jax.numpy as jnp
@@ -814,6 +814,42 @@ def test_models_for_tpu():
         errors[name] = models.distance(preview(lowered), spmd.report(lowered), "axis")
     assert statistics.median(errors.values()) < 0.15, errors
     assert max(errors.values()) < 0.25, errors
+
+
+#: Programs whose exchanges the GPU's compiler chooses otherwise, or that it does not compile.
+GPU_EXCEPTIONS = {
+    **EXCEPTIONS,
+    "weights_from_the_host": "weights that are gathered, where Shardy exchanges the batch",
+    "call_graph": "sums that stay whole",
+    "kernel_with_metadata": "a kernel of Pallas, of whose compiler for GPUs JAX warns",
+}
+
+
+@needs_cuda
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", [name for name in programs.PROGRAMS if name not in GPU_EXCEPTIONS])
+def test_programs_for_gpu(name):
+    """Bytes by kind and axis are those of XLA's GPU backend: nothing is wider, nor left whole."""
+    lowered, _ = programs.PROGRAMS[name][0](programs.gpu_target())
+    found, compiled = preview(lowered), spmd.report(lowered)
+    assert (found.backend, compiled.backend) == ("gpu", "gpu")
+    assert models.distance(found, compiled, "kind", "axis") == 0
+
+
+@needs_cuda
+@pytest.mark.few(0)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gpt_megatron_scan_bf16", "gpt_sequence_parallel_bf16", "gpt_fsdp_unrolled_bf16"),
+        *("t5", "conv_net", "ring_attention", "pipeline", "zero_1", "decode"),
+    ],
+)
+def test_models_for_gpu(name):
+    """Bytes by axis are those of XLA's GPU backend, of sums that are moved out of loops too."""
+    build, axes = models.MODELS[name]
+    lowered = build(spmd.topology("h200:16", axes))
+    assert models.distance(preview(lowered), spmd.report(lowered), "axis") < 0.02
 
 
 @pytest.mark.parametrize(
