@@ -396,11 +396,7 @@ class _Looking:
                 self.choices.append(free)
 
     def _previewed(self, one: Choice) -> Choice:
-        ins = [one.ins[i] for i in one.kept]
-        lowered = annotated(self.program.lowered(one.mesh), ins, one.outs, one.pins)
-        found = previewed(lowered, Asked(chip=self.chip), subject="plan", products=False)
-        seconds = found.time.exchange if found.time else None
-        return dataclasses.replace(one, exchange=seconds, told=found.collectives)
+        return as_shardy_makes(one, self.program, self.chip)
 
     def add_written(self, written: Sequence[stages.Lowered]) -> None:
         """The program as its user wrote it."""
@@ -693,6 +689,15 @@ class _Looking:
             compiles=self.compiles,
             complete=self.complete,
         )
+
+
+def as_shardy_makes(one: Choice, program: Program, chip: Chip) -> Choice:
+    """A layout with the exchanges that Shardy makes of it for a chip."""
+    ins = [one.ins[i] for i in one.kept]
+    lowered = annotated(program.lowered(one.mesh), ins, one.outs, one.pins)
+    found = previewed(lowered, Asked(chip=chip), subject="plan", products=False)
+    seconds = found.time.exchange if found.time else None
+    return dataclasses.replace(one, exchange=seconds, told=found.collectives)
 
 
 def _places_of_large(one: Choice) -> Any:

@@ -1,31 +1,45 @@
-"""What other places of an argument would cost, by the estimate."""
+"""What other places of an argument would cost: by the estimate, and of the cheapest by previews."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 from spmd.inspection.records.plan import Entries, Price
 from spmd.planner.choose import Choice
-from spmd.planner.cost.estimate import Estimator
+from spmd.planner.cost.estimate import Estimate, Estimator
 from spmd.planner.cost.machine import Machine
 from spmd.planner.program.layout import Fixed, places_of, spec_entries
 from spmd.planner.program.optimizer import outputs_of
 from spmd.planner.program.structure import Tensor
+from spmd.planner.verify import entries_of
 
 _MOST_KINDS = 60
 """Programs have more arguments, which are mostly of few kinds."""
 
+_LOOKED_AT = 12
+"""Places that are previewed: those that cost least for the bytes of their argument by the estimate,
+which knows nothing of what lies between the values that are pinned, and may take a place to be
+faster that is far slower."""
+
 _Places = Mapping[str, int]
 
 
-def prices_of(one: Choice, machine: Machine, fixed: Fixed) -> dict[int, tuple[Price, ...]]:
+def prices_of(
+    one: Choice, machine: Machine, fixed: Fixed, preview: Callable[[Choice], Choice] | None
+) -> dict[int, tuple[Price, ...]]:
     """By index of an argument, what its other places cost; a returned state lies as it is given.
 
     Arguments of one shape, of the same classes and in the same place have the same prices; of
     programs with very many kinds of arguments, the largest are priced.
+
+    Args:
+        one: the layout that other places are compared with.
+        machine: that it is for.
+        fixed: the places that the user gave.
+        preview: gives a layout the exchanges that Shardy makes of it; None where there is no time.
     """
     if one.layout is None:
         return {}
@@ -36,10 +50,21 @@ def prices_of(one: Choice, machine: Machine, fixed: Fixed) -> dict[int, tuple[Pr
     first: dict[Any, int] = {}
     for i in arguments:
         first.setdefault(pricing.kind(i), i)
-    priced = dict(itertools.islice(first.items(), _MOST_KINDS))
-    of_kind = pricing.all_of([*priced.values()])
-    known = dict(zip(priced, of_kind, strict=True))
-    return {i: known.get(pricing.kind(i), ()) for i in arguments}
+    priced = [i for _, i in itertools.islice(first.items(), _MOST_KINDS)]
+    known = pricing.all_of(priced, preview)
+    return {i: known.get(first[pricing.kind(i)], ()) for i in arguments}
+
+
+class _Other(NamedTuple):
+    """Another place of an argument and of the outputs that lie as it does, and what it costs."""
+
+    argument: int
+    at: Mapping[int, _Places]
+    estimate: Estimate
+
+    @property
+    def places(self) -> _Places:
+        return self.at[self.argument]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,20 +89,52 @@ class _Pricing:
         places = places_of(tensors, self.one.layout, self.machine.sizes, at=[i])
         return tuple(places[i].items())
 
-    def all_of(self, arguments: Sequence[int]) -> Iterator[tuple[Price, ...]]:
+    def all_of(
+        self, arguments: Sequence[int], preview: Callable[[Choice], Choice] | None
+    ) -> dict[int, tuple[Price, ...]]:
         """What other places of each argument cost, the cheapest first."""
         assert self.one.layout
         own = {i: [i, *(o for o, argument in self.twins if argument == i)] for i in arguments}
         apart = {i for found in own.values() for i in found}
         estimate = Estimator(self.one.graph, self.machine, self.fixed, apart)
         now = estimate(self.one.layout)
-        for i, twins in own.items():
-            tensor, found = self.one.graph.tensors[i], []
-            for places in _others(tensor, dict(self._own(i)), self.machine.sizes):
-                other = estimate.keeping(dict.fromkeys(twins, places))(self.one.layout)
-                seconds, nbytes = other.seconds - now.seconds, other.peak - now.peak
-                found.append(Price(spec=_entries(places, tensor), seconds=seconds, nbytes=nbytes))
-            yield tuple(sorted(found, key=lambda price: price.seconds))
+        others = [
+            _Other(i, at, estimate.keeping(at)(self.one.layout))
+            for i, twins in own.items()
+            for places in _others(self.one.graph.tensors[i], dict(self._own(i)), self.machine.sizes)
+            if (at := dict.fromkeys(twins, places))
+        ]
+        size = {i: self.one.graph.tensors[i].nbytes for i in arguments}
+        others.sort(
+            key=lambda other: (
+                max(0.0, other.estimate.seconds - now.seconds) / max(1, size[other.argument]),
+                -size[other.argument],
+            )
+        )
+        one = dataclasses.replace(self.one, estimate=now)
+        if preview and others and one.exchange is None:
+            one = preview(one)
+        found: dict[int, list[Price]] = {i: [] for i in arguments}
+        for count, other in enumerate(others):
+            seconds = other.estimate.seconds - now.seconds
+            if preview and count < _LOOKED_AT:
+                seconds = preview(self._moved(one, other)).predicted - one.predicted
+            spec = _entries(other.places, self.one.graph.tensors[other.argument])
+            nbytes = other.estimate.peak - now.peak
+            found[other.argument].append(Price(spec=spec, seconds=seconds, nbytes=nbytes))
+        by_seconds = (sorted(prices, key=lambda price: price.seconds) for prices in found.values())
+        return dict(zip(found, map(tuple, by_seconds), strict=True))
+
+    def _moved(self, one: Choice, other: _Other) -> Choice:
+        """The same layout with an argument elsewhere."""
+        assert one.layout
+        fixed = Fixed.of({**self.fixed.to_dict(), **other.at})
+        ins, outs = entries_of(one.graph, one.layout, self.machine.sizes, fixed)
+        first = len(ins) - len(one.kept)
+        whole = [*one.ins]
+        for leaf, entries in zip(one.kept, ins[first:], strict=True):
+            whole[leaf] = entries
+        return dataclasses.replace(one, ins=tuple(whole), outs=outs, estimate=other.estimate)
 
 
 def _entries(places: _Places, tensor: Tensor) -> Entries:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import dataclasses
 import itertools
 import math
@@ -31,6 +31,7 @@ def recorded(
     fixed: Collection[str],
     keeps: Fixed,
     labels: Mapping[str, int],
+    preview: Callable[[Choice], Choice],
     **known: Any,
 ) -> Plan:
     """The record of the first choice, with the others beside it.
@@ -42,16 +43,18 @@ def recorded(
         fixed: names of those whose places the user gave.
         keeps: their places.
         labels: classes that the user named.
+        preview: gives a layout the exchanges that Shardy makes of it.
         **known: fields that do not depend on what was found.
     """
     best = found.choices[0]
+    looks = preview if found.complete else None  # who has no time for more waits for nothing else
     return Plan(
         axes=dict(best.mesh.shape),
         topology=on.topology,
         device_kind=best.mesh.devices.flat[0].device_kind,
         chip=on.chip.name,
         budget=on.budget,
-        arguments=_priced(_placed(leaves[0], best.ins, fixed), best, on, keeps),
+        arguments=_priced(_placed(leaves[0], best.ins, fixed), best, on, keeps, looks),
         results=_placed(leaves[1], best.outs, fixed),
         pins=best.pins,
         candidates=tuple(itertools.islice(_candidates(found.choices, labels), _MOST)),
@@ -98,12 +101,16 @@ def _placed(
 
 
 def _priced(
-    arguments: tuple[Placed, ...], best: Choice, on: Hardware, keeps: Fixed
+    arguments: tuple[Placed, ...],
+    best: Choice,
+    on: Hardware,
+    keeps: Fixed,
+    preview: Callable[[Choice], Choice] | None,
 ) -> tuple[Placed, ...]:
     sizes = dict(best.mesh.shape)
     links, _ = links_of(on.chip, [*best.mesh.devices.flat], sizes)
-    prices = [*prices_of(best, Machine(on.chip, links, sizes), keeps).items()] if links else []
-    by_tensor = [found for _, found in sorted(prices)]
+    prices = prices_of(best, Machine(on.chip, links, sizes), keeps, preview) if links else {}
+    by_tensor = [found for _, found in sorted(prices.items())]
     own = by_tensor[len(by_tensor) - len(best.kept) :]
     by_leaf = dict(zip(best.kept, own, strict=False))
     return tuple(
