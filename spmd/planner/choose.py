@@ -10,6 +10,7 @@ import collections
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
 import math
+import statistics
 import time
 from typing import Any, NamedTuple
 import warnings
@@ -194,7 +195,7 @@ class Chosen:
 
 def choose(
     program: Program,
-    meshes: Iterable[Any],
+    meshes: Sequence[Any],
     chip: Chip,
     *,
     rules: Rules | None = None,
@@ -228,7 +229,7 @@ def choose(
         looking.estimate(meshes)
         looking.add_written(written)
         looking.preview()
-        looking.compile()
+        looking.compile(meshes)
     except KeyboardInterrupt:
         if not looking.choices:
             raise
@@ -433,8 +434,12 @@ class _Looking:
 
     # Tier three
 
-    def compile(self) -> None:
-        """The compiler's word on the best ones, and on the best experts."""
+    def compile(self, meshes: Iterable[Any] = ()) -> None:
+        """The compiler's word on the best ones, and on the best experts.
+
+        Args:
+            meshes: to search once more where the compiler needs more memory than the estimate says.
+        """
         if not self.top:
             return
         for is_wanted, count in (
@@ -457,6 +462,7 @@ class _Looking:
                 break
             if not self._compile(i):
                 return
+        self._look_again(meshes)
         if self.top > 1:
             self._vary()
 
@@ -474,6 +480,40 @@ class _Looking:
                 return False
             left -= self.choices[i].fits(self.rules.budget)
         return True
+
+    def _look_again(self, meshes: Iterable[Any]) -> None:
+        """What is best in less memory, where a compiler needs more than the estimate says.
+
+        Only where what fits is slower than what seemed to fit: by what the compiler said of that, a
+        search knows how much less to look for.
+        """
+        budget = self.rules.budget
+        asked = [one for one in self.choices if one.report or one.needed is not None]
+        over = [one for one in asked if self.rules.fits(one.estimate) and not one.fits(budget)]
+        if budget is None or not over or self._is_late():
+            return
+        fits = min((one.seconds for one in asked if one.fits(budget)), default=math.inf)
+        if fits <= _NEAR * min(one.predicted for one in over):
+            return
+        given, before = self.rules, [*self.choices]
+        more = statistics.median(one.peak / one.estimate.peak for one in over)
+        smaller = dataclasses.replace(given, budget=budget / more)
+        self.rules = smaller
+        try:
+            self.estimate(meshes)
+            self.preview()
+        finally:
+            self.rules = given
+        known = {program_of(one) for one in before}
+        found = self.choices[len(before) :]
+        self.choices = before + [one for one in found if program_of(one) not in known]
+        left = [
+            i
+            for i, one in enumerate(self.choices)
+            if smaller.fits(one.estimate) and one.layout and not one.report and not one.failure
+        ]
+        left.sort(key=lambda i: self._rank(self.choices[i]))
+        self._compile_first(self._unlike(left), self.top)
 
     def _vary(self) -> None:
         """The best ones again: activations split otherwise, and products pinned otherwise."""

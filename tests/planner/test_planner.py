@@ -501,6 +501,32 @@ def looking_at(pod, top, data, model, *, varied=False):
     return looking
 
 
+def test_a_compiler_that_needs_more_memory_is_asked_about_smaller_layouts(monkeypatch, mesh):
+    """What the first layouts need beyond their estimates says how much less to search for."""
+
+    def report(one, lowered, chip):
+        memory = types.SimpleNamespace(peak=2 * one.estimate.peak)
+        time = types.SimpleNamespace(seconds=one.predicted, exchange=0.0)
+        found = types.SimpleNamespace(time=time, memory=memory, collectives=())
+        return dataclasses.replace(one, report=found)
+
+    monkeypatch.setattr(choosing, "_compiled", report)
+    options = {"chip": CHIPS["v5e"], "seeds": False, "cached": False}
+    free = choose(MLP, [mesh], top=0, **options).choices[0]
+    budget = 1.5 * free.estimate.peak
+    wanted = choose(MLP, [mesh], rules=Rules(budget=budget / 2), top=0, **options).choices[0]
+    assert wanted.estimate.peak <= budget / 2
+    found = choose(MLP, [mesh], rules=Rules(budget=budget), top=1, **options)
+    assert found.choices[0].report is not None
+    assert found.choices[0].fits(budget)
+    assert found.choices[0].seconds == pytest.approx(wanted.predicted)
+    # Where the fastest one fits, nothing is searched for again.
+    enough = choose(MLP, [mesh], rules=Rules(budget=2 * budget), top=1, **options)
+    assert (
+        enough.tried == choose(MLP, [mesh], rules=Rules(budget=2 * budget), top=0, **options).tried
+    )
+
+
 @pytest.mark.parametrize(
     ("data", "model", "wide"),
     [("b", "f", "fd"), ("bd", "f", "fd"), ("b", "fd", None), ("bd", "", None)],

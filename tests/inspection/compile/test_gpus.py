@@ -99,6 +99,7 @@ def test_an_axis_that_leaves_the_server_takes_longer():
 
 
 @needs_cuda
+@pytest.mark.slow
 def test_programs_with_what_libraries_compute():
     """Products, convolutions, factorisations, random numbers and sorting compile without a GPU."""
 
@@ -118,6 +119,7 @@ def test_programs_with_what_libraries_compute():
 
 
 @needs_cuda
+@pytest.mark.slow
 def test_a_plan():
     """The planner takes them as any topology: its answer is compiled, for the memory there is."""
     plan = spmd.plan(step, *shapes(width=1024, rows=8192), topology="h200:8", top=1)
