@@ -489,7 +489,11 @@ class _Looking:
         """
         budget = self.rules.budget
         asked = [one for one in self.choices if one.report or one.needed is not None]
-        over = [one for one in asked if self.rules.fits(one.estimate) and not one.fits(budget)]
+        over = [
+            one
+            for one in asked
+            if one.layout and self.rules.fits(one.estimate) and not one.fits(budget)
+        ]
         if budget is None or not over or self._is_late():
             return
         fits = min((one.seconds for one in asked if one.fits(budget)), default=math.inf)

@@ -4,6 +4,7 @@ In the order of reading:
 
 - `program`: from a function to a compiled program, its mesh and its text.
 - `libtpu`: what the TPU's compiler asks when it starts, and what it logs.
+- `gpus`: what the GPU's compiler is told of a kind, and how JAX loads it.
 - `topology`: hardware that is only described.
 - `warned`: what the partitioner warns of while it compiles.
 - `carrying`: arguments for other devices than those where they lie.
