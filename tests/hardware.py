@@ -15,7 +15,14 @@ needs_libtpu = pytest.mark.skipif(not HAS_LIBTPU, reason=WITHOUT_LIBTPU)
 HAS_CUDA = importlib.util.find_spec("jax_cuda13_plugin") is not None or "CI" in os.environ
 WITHOUT_CUDA = "the compiler for GPUs is not installed: pip install 'spmd[gpu]'"
 
+# Without that plugin nothing compiles for GPUs; in CI it is there, and no test is skipped so.
 needs_cuda = pytest.mark.skipif(not HAS_CUDA, reason=WITHOUT_CUDA)
+
+
+def require_cuda():
+    """Skips the test that calls it where programs for GPUs cannot be compiled: never in CI."""
+    if not HAS_CUDA:
+        pytest.skip(WITHOUT_CUDA)
 
 
 def require_libtpu():

@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 
-from hardware import HAS_CUDA, WITHOUT_CUDA, require_libtpu
+from hardware import require_cuda, require_libtpu
 import jax
 import pytest
 
@@ -90,8 +90,8 @@ def test_page(page, monkeypatch, tmp_path):
     text = page.read_text()
     if "--topology v" in text or 'topology("v' in text:
         require_libtpu()
-    if 'topology("h' in text and not HAS_CUDA:
-        pytest.skip(WITHOUT_CUDA)
+    if 'topology("h' in text:
+        require_cuda()
     monkeypatch.chdir(tmp_path)
     # Readers do not run under the strict promotion of the test suite.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

@@ -28,7 +28,7 @@ from spmd.inspection.shardy.passes import module_of
 from spmd.inspection.show.progress import planning, quiet, showing
 from spmd.planner import asked, cache
 from spmd.planner.asked import Hardware
-from spmd.planner.choose import Progress, as_shardy_makes, choose
+from spmd.planner.choose import Progress, choose
 from spmd.planner.code.inside import call_of, called, inside_of
 from spmd.planner.plans import fingerprint
 from spmd.planner.program.layout import Fixed, fixed_at
@@ -361,7 +361,7 @@ def plan_program(
         fixed={names[i] for i in specs},
         keeps=keeps,
         labels=labels,
-        preview=lambda one: as_shardy_makes(one, program, on.chip),
+        source=program,
         name=name,
         versions=versions(),
         program=fingerprint(module),

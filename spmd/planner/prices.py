@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import itertools
 from typing import Any, NamedTuple
 
 from spmd.inspection.records.plan import Entries, Price
-from spmd.planner.choose import Choice
+from spmd.planner.choose import Choice, as_shardy_makes
 from spmd.planner.cost.estimate import Estimate, Estimator
 from spmd.planner.cost.machine import Machine
 from spmd.planner.program.layout import Fixed, places_of, spec_entries
 from spmd.planner.program.optimizer import outputs_of
 from spmd.planner.program.structure import Tensor
-from spmd.planner.verify import entries_of
+from spmd.planner.verify import Program, entries_of
 
 _MOST_KINDS = 60
 """Programs have more arguments, which are mostly of few kinds."""
@@ -28,7 +28,7 @@ _Places = Mapping[str, int]
 
 
 def prices_of(
-    one: Choice, machine: Machine, fixed: Fixed, preview: Callable[[Choice], Choice] | None
+    one: Choice, machine: Machine, fixed: Fixed, source: Program | None
 ) -> dict[int, tuple[Price, ...]]:
     """By index of an argument, what its other places cost; a returned state lies as it is given.
 
@@ -39,7 +39,7 @@ def prices_of(
         one: the layout that other places are compared with.
         machine: that it is for.
         fixed: the places that the user gave.
-        preview: gives a layout the exchanges that Shardy makes of it; None where there is no time.
+        source: the program, for previews; None where there is no time for them.
     """
     if one.layout is None:
         return {}
@@ -51,7 +51,7 @@ def prices_of(
     for i in arguments:
         first.setdefault(pricing.kind(i), i)
     priced = [i for _, i in itertools.islice(first.items(), _MOST_KINDS)]
-    known = pricing.all_of(priced, preview)
+    known = pricing.all_of(priced, source)
     return {i: known.get(first[pricing.kind(i)], ()) for i in arguments}
 
 
@@ -90,7 +90,7 @@ class _Pricing:
         return tuple(places[i].items())
 
     def all_of(
-        self, arguments: Sequence[int], preview: Callable[[Choice], Choice] | None
+        self, arguments: Sequence[int], source: Program | None
     ) -> dict[int, tuple[Price, ...]]:
         """What other places of each argument cost, the cheapest first."""
         assert self.one.layout
@@ -102,7 +102,7 @@ class _Pricing:
             _Other(i, at, estimate.keeping(at)(self.one.layout))
             for i, twins in own.items()
             for places in _others(self.one.graph.tensors[i], dict(self._own(i)), self.machine.sizes)
-            if (at := dict.fromkeys(twins, places))
+            for at in [dict.fromkeys(twins, places)]
         ]
         size = {i: self.one.graph.tensors[i].nbytes for i in arguments}
         others.sort(
@@ -112,29 +112,28 @@ class _Pricing:
             )
         )
         one = dataclasses.replace(self.one, estimate=now)
-        if preview and others and one.exchange is None:
-            one = preview(one)
+        if source and others and one.exchange is None:
+            one = as_shardy_makes(one, source, self.machine.chip)
         found: dict[int, list[Price]] = {i: [] for i in arguments}
         for count, other in enumerate(others):
             seconds = other.estimate.seconds - now.seconds
-            if preview and count < _LOOKED_AT:
-                seconds = preview(self._moved(one, other)).predicted - one.predicted
+            if source and count < _LOOKED_AT:
+                moved = self._moved(one, other, source)
+                seconds = moved.predicted - one.predicted
             spec = _entries(other.places, self.one.graph.tensors[other.argument])
             nbytes = other.estimate.peak - now.peak
             found[other.argument].append(Price(spec=spec, seconds=seconds, nbytes=nbytes))
         by_seconds = (sorted(prices, key=lambda price: price.seconds) for prices in found.values())
         return dict(zip(found, map(tuple, by_seconds), strict=True))
 
-    def _moved(self, one: Choice, other: _Other) -> Choice:
-        """The same layout with an argument elsewhere."""
+    def _moved(self, one: Choice, other: _Other, source: Program) -> Choice:
+        """The same layout with an argument elsewhere, as Shardy makes it."""
         assert one.layout
         fixed = Fixed.of({**self.fixed.to_dict(), **other.at})
         ins, outs = entries_of(one.graph, one.layout, self.machine.sizes, fixed)
-        first = len(ins) - len(one.kept)
-        whole = [*one.ins]
-        for leaf, entries in zip(one.kept, ins[first:], strict=True):
-            whole[leaf] = entries
-        return dataclasses.replace(one, ins=tuple(whole), outs=outs, estimate=other.estimate)
+        ins = source.whole(one.mesh, ins)
+        moved = dataclasses.replace(one, ins=ins, outs=outs, estimate=other.estimate)
+        return as_shardy_makes(moved, source, self.machine.chip)
 
 
 def _entries(places: _Places, tensor: Tensor) -> Entries:

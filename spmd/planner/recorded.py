@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 import dataclasses
 import itertools
 import math
@@ -21,6 +21,7 @@ from spmd.planner.cost.machine import Machine
 from spmd.planner.deviations import deviations
 from spmd.planner.prices import prices_of
 from spmd.planner.program.layout import Fixed
+from spmd.planner.verify import Program
 
 
 def recorded(
@@ -31,7 +32,7 @@ def recorded(
     fixed: Collection[str],
     keeps: Fixed,
     labels: Mapping[str, int],
-    preview: Callable[[Choice], Choice],
+    source: Program,
     **known: Any,
 ) -> Plan:
     """The record of the first choice, with the others beside it.
@@ -43,11 +44,11 @@ def recorded(
         fixed: names of those whose places the user gave.
         keeps: their places.
         labels: classes that the user named.
-        preview: gives a layout the exchanges that Shardy makes of it.
+        source: what was planned.
         **known: fields that do not depend on what was found.
     """
     best = found.choices[0]
-    looks = preview if found.complete else None  # who has no time for more waits for nothing else
+    looks = source if found.complete else None  # who has no time for more waits for nothing else
     return Plan(
         axes=dict(best.mesh.shape),
         topology=on.topology,
@@ -105,11 +106,11 @@ def _priced(
     best: Choice,
     on: Hardware,
     keeps: Fixed,
-    preview: Callable[[Choice], Choice] | None,
+    source: Program | None,
 ) -> tuple[Placed, ...]:
     sizes = dict(best.mesh.shape)
     links, _ = links_of(on.chip, [*best.mesh.devices.flat], sizes)
-    prices = prices_of(best, Machine(on.chip, links, sizes), keeps, preview) if links else {}
+    prices = prices_of(best, Machine(on.chip, links, sizes), keeps, source) if links else {}
     by_tensor = [found for _, found in sorted(prices.items())]
     own = by_tensor[len(by_tensor) - len(best.kept) :]
     by_leaf = dict(zip(best.kept, own, strict=False))

@@ -27,6 +27,7 @@ from spmd.errors import (
     explain,
 )
 from spmd.inspection.compile import gpus, libtpu
+from spmd.inspection.timing.chips import CHIPS
 
 #: Virtual CPU devices share this machine's cores and threads; more are no use to anyone.
 MOST_STAND_INS = 512
@@ -329,7 +330,8 @@ def _bad_sizes(kind: str, sizes: tuple[int, ...]) -> Failure | None:
     expected, fix = "", ""
     known = _KINDS.get(kind)
     dims = known.dims if known else 0
-    most = {"cpu": MOST_STAND_INS}.get(kind, gpus.MOST if kind in gpus.KINDS else _MOST_CHIPS)
+    most = MOST_STAND_INS if kind == "cpu" else _MOST_CHIPS
+    box = CHIPS[kind].box if kind in gpus.KINDS else 1
     what = "virtual devices" if kind == "cpu" else "GPUs" if kind in gpus.KINDS else "chips"
     if not all(sizes):
         expected = "sizes of at least 1"
@@ -341,9 +343,9 @@ def _bad_sizes(kind: str, sizes: tuple[int, ...]) -> Failure | None:
     elif math.prod(sizes) > most:
         expected = f"at most {most} {what}"
         fix = "describe TPUs instead: pip install 'spmd[tpu]'" if kind == "cpu" else ""
-    elif kind in gpus.KINDS and (rest := max(sizes[0], gpus.PER_BOX) % gpus.PER_BOX):
-        expected = f"whole servers of {gpus.PER_BOX}, or a part of one"
-        fix = f"{kind}:{sizes[0] - rest} or {kind}:{sizes[0] - rest + gpus.PER_BOX}"
+    elif rest := max(sizes[0], box) % box:
+        expected = f"whole servers of {box}, or a part of one"
+        fix = f"{kind}:{sizes[0] - rest} or {kind}:{sizes[0] - rest + box}"
     elif known and max(sizes) > known.longest:
         expected = f"at most {known.longest} chips along a dimension, as a pod has"
     if not expected:

@@ -16,6 +16,7 @@ from spmd import P, pjit, topology
 from spmd.inspection import CHIPS, hbm_bytes
 from spmd.inspection.compile import gpus
 from spmd.inspection.compile.topology import is_described, is_stand_in, limit_of
+from spmd.inspection.timing.chips import chip_of
 
 WIDTH, ROWS = 512, 2048
 WEIGHTS = {"up": P(None, "model"), "down": P("model")}
@@ -139,11 +140,13 @@ def test_memory():
     assert hbm_bytes("NVIDIA A100-SXM4-80GB") is None
 
 
-def test_kinds_have_the_names_and_the_memory_of_their_chips():
-    """Each has figures for a time, and a bandwidth that agrees with them."""
-    for name, kind in gpus.KINDS.items():
-        assert kind.bandwidth == CHIPS[name].hbm
-        assert CHIPS[name].box == gpus.PER_BOX
+@needs_cuda
+@pytest.mark.parametrize("name", gpus.KINDS)
+def test_a_described_one_is_the_chip_that_has_figures(name):
+    """The compiler hands on the name of the kind that times and memory are looked up by."""
+    (device,) = topology(f"{name}:1").devices.flat
+    assert chip_of(device.device_kind) == CHIPS[name]
+    assert hbm_bytes(device.device_kind) == int(0.75 * gpus.KINDS[name])
 
 
 @pytest.mark.parametrize(
@@ -240,7 +243,7 @@ def test_without_a_driver_nothing_is_said(first):
 def test_a_real_one_is_as_described():
     """Its name, its memory and the peak of a step are those of the described one."""
     real = jax.devices()[0]
-    name = next(n for n, one in gpus.KINDS.items() if one.device_kind == real.device_kind)
+    name = chip_of(real.device_kind).name
     assert limit_of(real) == pytest.approx(hbm_bytes(real.device_kind), rel=0.01)
     peaks = []
     for mesh in (spmd.make_mesh({"data": 1, "model": 1}, devices=[real]), topology(f"{name}:1")):
