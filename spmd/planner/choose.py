@@ -367,14 +367,24 @@ class _Looking:
             count += 1
             self.tell(Progress(self.tried, self.best, ""))
             self.choices[i] = self._previewed(one)
+        self._preview_best(ranked, 1)
+        named = [i for i, one in enumerate(self.choices) if one.name not in (FOUND, WRITTEN)]
+        self._preview_best(named, self.named)
+        self._unpin()
+
+    def _preview_best(self, among: Sequence[int], count: int) -> None:
+        """Looks at what seems to be among so many best of some, until it is known that they are.
+
+        Exchanges can only add to what a layout was estimated to take.
+        """
         for _ in range(_AFTER_THOSE):
-            fitting = [i for i in ranked if self.choices[i].fits(self.rules.budget)]
-            at = min(fitting, key=lambda i: self.choices[i].predicted, default=None)
-            if at is None or self.choices[at].told is not None or self._is_late():
-                break
+            fitting = [i for i in among if self.choices[i].fits(self.rules.budget)]
+            fitting.sort(key=lambda i: self.choices[i].predicted)
+            at = next((i for i in fitting[:count] if self.choices[i].told is None), None)
+            if at is None or self._is_late():
+                return
             self.tell(Progress(self.tried, self.best, ""))
             self.choices[at] = self._previewed(self.choices[at])
-        self._unpin()
 
     def _unpin(self) -> None:
         """The best layout of each mesh without pins, where Shardy then makes far fewer exchanges.

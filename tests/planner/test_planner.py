@@ -833,6 +833,36 @@ def test_shardy_is_asked_of_what_seems_better(monkeypatch, more, asked):
     assert [one.told is not None for one in looking.choices] == asked
 
 
+@pytest.mark.parametrize(
+    ("named", "asked"),
+    [
+        (1, [True, True, True, False, False]),  # the last one is slower than the best of them
+        (2, [True, True, True, True, False]),
+    ],
+)
+def test_shardy_is_asked_of_the_experts_that_seem_best(monkeypatch, named, asked):
+    """What was found seems faster than they are; the best of them are known all the same."""
+    monkeypatch.setattr(choosing, "_LOOKED_AT", 1)
+    monkeypatch.setattr(choosing, "_OF_EACH", 1)
+    looking = looking_at(spmd.make_mesh({"data": 4, "model": 2}), 1, "b", "f")
+    looking.named = named
+    one = looking.choices[0]
+    looking.choices = [
+        dataclasses.replace(
+            one, name=name, estimate=dataclasses.replace(one.estimate, compute=seconds)
+        )
+        for name, seconds in (("found", 1.0), ("FSDP", 2.0), ("DP", 2.5), ("TP", 3.2), ("2D", 9.0))
+    ]
+    sent = {1.0: 0.0, 2.0: 3.0, 2.5: 0.5, 3.2: 0.1}
+    monkeypatch.setattr(
+        looking,
+        "_previewed",
+        lambda one: dataclasses.replace(one, exchange=sent[one.estimate.compute], told=()),
+    )
+    looking.preview()
+    assert [one.told is not None for one in looking.choices] == asked
+
+
 @pytest.mark.parametrize(("seconds", "asked"), [(1.4, True), (1.6, False)])
 def test_shardy_is_asked_of_another_mesh_that_is_near(monkeypatch, seconds, asked):
     """Of each mesh some are timed, but where exchanges, which only add, would make up for none."""

@@ -23,7 +23,9 @@ from spmd.inspection.timing.chips import Chip
 from spmd.inspection.timing.clock import KERNEL, REACHED, Links
 from spmd.inspection.timing.torus import Torus
 
-_PROBE = 2**30
+_LEAST, _PROBE = 1, 2**30
+"""Bytes with which the delay of a collective is measured, and the time of a byte: one that sends
+nothing has no delay between boxes."""
 _SIDE, _ROWS = 128, 8
 """Rows and columns of the smallest matrix unit; and rows of a tile, whose columns are as many."""
 _NEAR, _BRIEF, _ROOM = 16 * 2**20, 64 * 2**20, 96 * 2**20
@@ -136,7 +138,7 @@ class Machine:
         return over_all and is_gathered_by_sum(nbytes, self._slice_of, self.chip.name)
 
     def delay(self, kind: str, axes: tuple[str, ...]) -> float:
-        """Seconds of a collective over axes that sends nothing."""
+        """Seconds of a collective over axes, however little it sends."""
         return self._line(kind, axes)[0]
 
     def around(self, axes: tuple[str, ...], nbytes: float, times: int) -> float:
@@ -186,8 +188,9 @@ class Machine:
 
     def _of_groups(self, kind: str, groups: Groups) -> tuple[float, float]:
         """Seconds of delay, and those for a byte."""
-        delay = self._links.transfer(kind, groups, 0, 0).seconds
-        return delay, (self._links.transfer(kind, groups, _PROBE, _PROBE).seconds - delay) / _PROBE
+        least, most = (self._links.transfer(kind, groups, n, n).seconds for n in (_LEAST, _PROBE))
+        per_byte = (most - least) / (_PROBE - _LEAST)
+        return max(0.0, least - _LEAST * per_byte), per_byte
 
     def computing(self, flops: float) -> float:
         """Seconds of products."""

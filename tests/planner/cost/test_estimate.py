@@ -10,6 +10,7 @@ from hardware import needs_cuda, needs_libtpu
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
+import numpy as np
 from planned_programs import FLAT, MESH, classes, f32, ints, pins_of, priced, read, sending, tpu
 import pytest
 
@@ -34,6 +35,26 @@ def sent(function, args, orders, **more):
 
 
 # Exchanges
+
+
+@pytest.mark.parametrize(("chip", "data"), [("v5e", 4), ("h100", 4), ("h200", 8)])
+@pytest.mark.parametrize(
+    "kind", ["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
+)
+@pytest.mark.parametrize("nbytes", [4, 2**16, 2**28])
+@pytest.mark.parametrize("axes", [("data",), ("model",), ("data", "model")])
+def test_an_exchange_takes_as_long_as_the_clock_has_it(chip, data, kind, nbytes, axes):
+    """Its delay and its bytes, between TPUs, and GPUs of a server and of two."""
+    sizes = {"data": data, "model": 2}
+    devices = np.arange(2 * data).reshape(data, 2)
+    along = {("data",): devices.T, ("model",): devices, ("data", "model"): devices.reshape(1, -1)}
+    links, _ = links_of(CHIPS[chip], [], sizes)
+    groups = tuple(map(tuple, along[axes].tolist()))
+    if kind == "collective-permute":
+        groups = tuple((a, b) for one in groups for a, b in zip(one, (*one[1:], one[0]), strict=True))
+    found = Machine(CHIPS[chip], links, sizes).exchange(kind, axes, nbytes)
+    assert found == pytest.approx(links.transfer(kind, groups, nbytes, nbytes).seconds, rel=1e-6)
+    assert found >= CHIPS[chip].hop
 
 
 def test_sums_that_are_added_are_sent_once():
