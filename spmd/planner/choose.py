@@ -702,7 +702,8 @@ class _Looking:
             if one.predicted > _NEAR * self.choices[ranked[0]].predicted:
                 break
             sizes = tuple(size for size in one.mesh.shape.values() if size > 1)
-            keys = {(sizes, _places_of_large(one)), (sizes, one.estimate, one.exchange)}
+            # With equal figures it may well be the same program, under other names of its axes.
+            keys = {(sizes, _places_of_large(one)), (one.estimate, one.exchange)}
             if keys.isdisjoint(seen):
                 seen |= keys
                 first.append(i)

@@ -880,9 +880,15 @@ def test_shardy_is_asked_of_another_mesh_that_is_near(monkeypatch, seconds, aske
     assert [one.told is not None for one in looking.choices] == [True, True, False, asked]
 
 
-def test_equal_figures_are_compiled_later(monkeypatch):
-    """Rows over one axis or the other are one program; over both they are not, though slower."""
+@pytest.mark.parametrize("other", [{"data": 2, "model": 2}, {"data": 4, "model": 1}])
+def test_equal_figures_are_compiled_later(monkeypatch, other):
+    """Rows over one axis or the other are one program; over both they are not, though slower.
+
+    Nor are they more on another mesh.
+    """
     looking = looking_at(spmd.make_mesh({"data": 2, "model": 2}), 2, "b", "")
+    (one,) = looking_at(spmd.make_mesh(other), 2, "b", "").choices
+    looking.choices.append(one)
     for orders, seconds in (("", "b"), 1.0), (("b", "b"), 1.1):
         (one,) = looking_at(spmd.make_mesh({"data": 2, "model": 2}), 2, *orders).choices
         estimate = dataclasses.replace(one.estimate, compute=seconds)
