@@ -213,29 +213,42 @@ def _answer(args: argparse.Namespace, plan: Any) -> int:
     """Prints a plan as it was asked for, and writes it to the files that there are.
 
     Files have its code, which may take longer than the search: the table comes before. Who
-    interrupts that has all the rest.
+    interrupts that has all the rest; and where nobody reads the output to its end, the files are
+    there all the same.
     """
     is_table = not (args.json or args.code)
-    if is_table:
-        options.draw(plan)
-    has_code = (is_table and not (args.save or args.html)) or _work_out_code(args, plan)
+    has_code = True
+    try:
+        if is_table:
+            options.draw(plan)
+    finally:
+        if args.save or args.html or not is_table:
+            has_code = _work_out_code(args, plan)
+        if not has_code:
+            plan = dataclasses.replace(plan, inside=None)
+        try:
+            if not is_table:
+                _print_instead(args, plan, has_code)
+        finally:
+            for path in (args.save, args.html):
+                if path:
+                    with options.writing(path) as part:
+                        plan.save(part)
     if not has_code:
-        plan = dataclasses.replace(plan, inside=None)
+        raise KeyboardInterrupt
+    return OK
+
+
+def _print_instead(args: argparse.Namespace, plan: Any, has_code: bool) -> None:
+    """Prints what stands for the table; the table, where the code was not worked out."""
     if args.json:
         from spmd.inspection.records.plan_codec import encode
 
         print(json.dumps(encode(plan, force=True), indent=1))
-    elif args.code and has_code:
+    elif has_code:
         print(plan.code())
-    elif args.code:
+    else:
         options.draw(plan)
-    for path in (args.save, args.html):
-        if path:
-            with options.writing(path) as part:
-                plan.save(part)
-    if not has_code:
-        raise KeyboardInterrupt
-    return OK
 
 
 def _work_out_code(args: argparse.Namespace, plan: Any) -> bool:

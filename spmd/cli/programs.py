@@ -54,10 +54,11 @@ def add_program_command(
         help="devices that need not be there, such as v5e:4x4 or cpu:64"
         + ("; once for each mesh to compare" if several else ""),
     )
+    which = parser.add_mutually_exclusive_group()
     options.add_devices(
-        parser, "virtual CPU devices to start JAX with (default: as many as the mesh has, else 8)"
+        which, "virtual CPU devices to start JAX with (default: as many as the mesh has, else 8)"
     )
-    parser.add_argument(
+    which.add_argument(
         "--real",
         action="store_true",
         help="use the devices of this machine instead of virtual CPU devices",

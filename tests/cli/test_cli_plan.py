@@ -268,6 +268,19 @@ def test_an_interrupt_while_the_code_is_worked_out(shown, planned, here, capsys,
     assert "working out the code ..." in lines
 
 
+@pytest.mark.parametrize("shown", [[], ["--code"], ["--json"]])
+def test_files_are_written_where_nobody_reads_the_output(shown, planned, asked, here, monkeypatch):
+    """As of `spmd plan ... --save plan.json | head -1`."""
+    read, write = os.pipe()
+    os.close(read)
+    with monkeypatch.context() as patch:
+        closed = os.fdopen(write, "w")
+        patch.setattr(sys, "stdout", closed)
+        assert run(*ON_CPUS, "--save", "plan.json", *shown) == 141
+        closed.close()
+    assert plan_codec.load(here / "plan.json") == planned
+
+
 @pytest.mark.parametrize(("option", "name"), [("--save", "p.json"), ("--html", "p.html")])
 def test_a_file_that_cannot_be_written(option, name, planned, here, capsys, monkeypatch):
     """The plan is printed, and a sentence says why the file is not there: its folder went away."""
