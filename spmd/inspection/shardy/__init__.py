@@ -5,6 +5,7 @@ In the order of reading:
 - `passes`: the operations of a module, and what their attributes say.
 - `places`: which device has which part, and which sends its own to which.
 - `ragged`: products in groups, for which Shardy has no rule and XLA one.
+- `tables`: lookups in many tables at once, where XLA makes tables whole.
 - `reshards`: the steps in which XLA places a value otherwise.
 - `pipeline`: Shardy's passes on a copy of a module.
 - `flow`: where values go, through calls, loops and branches, and how often loops run.

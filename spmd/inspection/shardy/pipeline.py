@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+import math
 import re
 from typing import Any
 
 from jax.extend.mlir import ir, passmanager
+from jax.extend.mlir.dialects import stablehlo
 
 from spmd import _jax
 from spmd.errors import Failure, ReportError, explain
@@ -35,6 +37,7 @@ def run(module: Any, wanted: Sequence[str], *, subject: str, own: bool = False) 
         operations = _all_in(copy)
         has_loops = any(one.name == passes.LOOP for one in operations)
         _tell_rules(operations)
+        _reshape(operations)
         del operations  # which the passes may replace
         i = wanted.index(RESHARDS) if RESHARDS in wanted else len(wanted)
         _run(copy, wanted[:i], subject, has_loops=has_loops)
@@ -135,6 +138,25 @@ def _rule_of_each(operation: Any) -> str:
     names = passes.FACTORS[: len(shape)]
     sides = ([names] * len(side) for side in (operation.operands, operation.results))
     return passes.rule_text(*sides, sizes=dict(zip(names, shape, strict=True)))
+
+
+def _reshape(operations: Iterable[Any]) -> None:
+    """Puts a reshape in the place of a broadcast that only adds dimensions of size 1, as XLA does.
+
+    A sharding goes through reshapes before it goes through broadcasts, and through lookups.
+    """
+    for one in operations:
+        if one.name != "stablehlo.broadcast_in_dim":
+            continue
+        operand, result = one.operands[0], one.results[0]
+        before, after = (math.prod(passes.dims_of(side.type)[0]) for side in (operand, result))
+        if before == after and passes.dims_of(operand.type)[0]:
+            with ir.InsertionPoint(one), one.location:
+                made = stablehlo.ReshapeOp(result.type, operand)
+            if "sdy.sharding" in one.attributes:
+                made.operation.attributes["sdy.sharding"] = one.attributes["sdy.sharding"]
+            result.replace_all_uses_with(made.result)
+            one.erase()
 
 
 def _missing(wanted: Sequence[str], error: Exception) -> Failure:

@@ -18,7 +18,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
 
 from spmd.inspection.hlo.groups import part_of
-from spmd.inspection.shardy import passes, ragged
+from spmd.inspection.shardy import passes, ragged, tables
 
 _PLACE = "sdy.sharding"
 _ELEMENTWISE = frozenset(
@@ -103,6 +103,9 @@ def agree(module: Any, operations: Iterable[Any]) -> None:
         if one.name in passes.PRODUCTS and not ragged.stands_in(one) and not _is_grouped(one):
             with one.location:
                 _sum_first(one, meshes)
+        if one.name in tables.NAMES:
+            with one.location:
+                tables.gather(one, meshes)
         if one.name in _ELEMENTWISE or (one.name.startswith("chlo.") and one.name != ragged.NAME):
             place = passes.entry_of(one.attributes, _PLACE)
             if not all(_is_at(operand, place) for operand in one.operands):

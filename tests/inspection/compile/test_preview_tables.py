@@ -178,3 +178,108 @@ def test_tables_as_the_compiler_scatters_them(topology, axes, words, table, kind
     require_libtpu()
     lowered = _added(spmd.topology(topology, axes), words, table, 6144)
     assert _sent(spmd.report(lowered)) == _of_table(lowered, kind)
+
+
+# Many tables
+
+_TABLES, _WORDS, _WIDE = 8, 1024, 16
+_ALL, _ROWS = (count * _TABLES * _WIDE * 4 for count in (_TABLE, _WORDS))
+"""Bytes of all tables, and of rows that are looked up in them."""
+
+
+def _looked_up_in_many(mesh, tables, words, rows):
+    """Rows of each table, by words of each."""
+    given = (
+        jax.ShapeDtypeStruct((_TABLES, _TABLE, _WIDE), jnp.float32),
+        jax.ShapeDtypeStruct((_WORDS, _TABLES), jnp.int32),
+    )
+    look_up = jax.vmap(lambda table, ids: table[ids], in_axes=(0, 1), out_axes=1)
+    return _lowered(look_up, mesh, given, (tables, words), rows)
+
+
+def _added_to_many(mesh, tables, words, _):
+    """Rows that are added to each table."""
+    given = (
+        jax.ShapeDtypeStruct((_WORDS, _TABLES), jnp.int32),
+        jax.ShapeDtypeStruct((_WORDS, _TABLES, _WIDE), jnp.float32),
+    )
+
+    def f(ids, rows):
+        return jnp.zeros((_TABLE, _WIDE)).at[ids].add(rows)
+
+    return _lowered(jax.vmap(f, in_axes=(1, 1)), mesh, given, (words, words), tables)
+
+
+#: What crosses: axes, places of tables (number first), words (table last) and rows.
+_MANY = [
+    # Words of each table that are split: all tables are sent, and then rows, if they are wanted so.
+    (
+        _looked_up_in_many, _FLAT, P("data"), P("data"), P("data"),
+        [("all-gather", ("data",), _ALL * 7 // 8)],
+    ),
+    (
+        _looked_up_in_many, _FLAT, P("data"), P("data"), P(None, "data"),
+        [("all-gather", ("data",), _ALL * 7 // 8), ("all-to-all", ("data",), _ROWS // 8 * 7 // 8)],
+    ),
+    (
+        _looked_up_in_many, _GRID, P("data"), P("data", "model"), P("data", "model"),
+        [("all-gather", ("data",), _ALL * 3 // 4)],
+    ),
+    # Words that are whole, or split by their table, or over other axes: none.
+    (_looked_up_in_many, _FLAT, P("data"), P(), P(None, "data"), []),
+    (_looked_up_in_many, _FLAT, P("data"), P(None, "data"), P(None, "data"), []),
+    (_looked_up_in_many, _GRID, P("data"), P("model"), P("model", "data"), []),
+    (_looked_up_in_many, _GRID, P(), P("data", "model"), P("data", "model"), []),
+    # Words that are in more parts have their tables sent to them.
+    (
+        _looked_up_in_many, _GRID, P("model"), P(None, "data"), P(None, "data"),
+        [("collective-permute", ("data:part", "model:part"), _ALL // 4)],
+    ),
+    # What is added is summed as whole tables, or where the words are.
+    (
+        _added_to_many, _FLAT, P("data"), P("data"), None,
+        [("all-reduce", ("data",), 2 * _ALL * 7 // 8)],
+    ),
+    (
+        _added_to_many, _GRID, P("data"), P("data", "model"), None,
+        [
+            ("all-reduce", ("data",), 2 * (_ALL // 2) * 3 // 4),
+            ("collective-permute", ("data:part", "model:part"), _ALL // 4),
+        ],
+    ),
+    (
+        _added_to_many, _GRID, P("data"), P(None, "model"), None,
+        [("collective-permute", ("data:part", "model:part"), _ALL // 4)],
+    ),
+    (
+        _added_to_many, _GRID, P("data"), P("model", "data"), None,
+        [("all-reduce", ("model",), 2 * (_ALL // 4) // 2)],
+    ),
+    (_added_to_many, _FLAT, P("data"), P(None, "data"), None, []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("build", "axes", "tables", "words", "rows", "expected"), _MANY)
+def test_many_tables(build, axes, tables, words, rows, expected):
+    """By hand, and as the compiler for CPUs has them."""
+    lowered = build(spmd.make_mesh(axes), tables, words, rows)
+    assert _sent(spmd.preview(lowered)) == expected
+    assert _sent(spmd.report(lowered)) == expected
+
+
+def test_words_that_a_reshape_makes_are_where_they_were():
+    """XLA adds a dimension of size 1 by a reshape, which takes a place with it before lookups do."""
+    mesh = spmd.make_mesh(_FLAT)
+    tables, rows = P("data"), P(None, "data")
+    given = (
+        jax.ShapeDtypeStruct((_TABLES, _TABLE, _WIDE), jnp.float32),
+        jax.ShapeDtypeStruct((_TABLES, _WORDS), jnp.int32),
+    )
+
+    def f(tables, ids):
+        return jnp.take_along_axis(tables, ids[:, :, None], 1)
+
+    lowered = _lowered(f, mesh, given, (tables, rows), tables)
+    found = _sent(spmd.preview(lowered))
+    assert ("all-gather", ("data",), _ALL * 7 // 8) in found
+    assert found == _sent(spmd.report(lowered))

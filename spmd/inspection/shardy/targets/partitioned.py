@@ -8,7 +8,7 @@ import functools
 from typing import Any, NamedTuple
 
 from spmd.inspection.records.report import Shape, Shapes
-from spmd.inspection.shardy import passes, places, ragged
+from spmd.inspection.shardy import passes, places, ragged, tables
 from spmd.inspection.shardy.flow import Flow
 from spmd.inspection.shardy.passes import Dimension, Dimensions
 from spmd.inspection.shardy.targets.base import AnyTarget, Exchange, axes_by_dimension, local_shape
@@ -111,7 +111,7 @@ class Partitioned(AnyTarget):
         user, i = only_use(operation)
         if user is None or user.name != "stablehlo.gather" or i != 0:
             return None
-        is_of_rows = {*rows_of(user)} & {*axes_by_dimension(operation, "gathering_axes")}
+        is_of_rows = {*rows_of(user), *tables.numbering(user)} & {*axes_by_dimension(operation, "gathering_axes")}
         if is_of_rows or not _splits(user.results[0], asked.mesh_axes):
             return None
         return [asked.to("all-to-all", self.local(user.results[0]))]
@@ -121,7 +121,8 @@ class Partitioned(AnyTarget):
         maker = passes.maker_of(operation.operands[0])
         if maker is None or maker.name != "stablehlo.scatter":
             return None
-        if not {*asked.mesh_axes} <= sliced_over(operation, self.flow, but=rows_of(maker)):
+        rows = *rows_of(maker), *tables.numbering(maker)
+        if not {*asked.mesh_axes} <= sliced_over(operation, self.flow, but=rows):
             return None
         return asked.to("all-to-all", self.local(maker.operands[2]))
 
