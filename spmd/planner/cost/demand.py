@@ -107,7 +107,19 @@ class Demand:
         """Of several factors, that for which the fewest bytes have to be moved."""
         if len(names) == 1:
             return names[0]
+        if self.one.name in TABLES and (own := self._of_words(axis)) in names:
+            return own
         return min(names, key=lambda name: self._misplaced(axis, name))
+
+    def _of_words(self, axis: str) -> str | None:
+        """The factor along which an axis splits the words of each of many tables, if it splits both.
+
+        Tables are whole then: see `spmd.inspection.shardy.tables`.
+        """
+        n = 0 if self.one.name == "gather" else -1
+        table, words = ((self.one.factors[i], self.places[i].get(axis)) for i in (n, 1))
+        number, own = _at(*table), _at(*words)
+        return own if number in words[0] and own is not None and own not in table[0] else None
 
     def _misplaced(self, axis: str, name: str) -> float:
         found = 0.0

@@ -37,6 +37,24 @@ def sent(function, args, orders, **more):
 # Exchanges
 
 
+@pytest.mark.parametrize(
+    ("orders", "nbytes"),
+    [
+        (["ids:0", "tables:0"], 8 * 512 * 32 * F32 * 3 / 4),  # the words are split: all tables
+        (["tables:0"], 0),  # the words of each are whole where it is
+        (["ids:0"], 0),
+    ],
+)
+def test_tables_are_whole_where_their_words_are_split(orders, nbytes):
+    """Rows of many tables at once: each device has those of its words."""
+    look_up = jax.vmap(lambda table, ids: table[ids], in_axes=(0, 1), out_axes=1)
+
+    def f(tables, ids):
+        return look_up(tables, ids)
+
+    assert sent(f, (f32(8, 512, 32), ints(64, 8)), {"data": orders}) == nbytes
+
+
 @pytest.mark.parametrize(("chip", "data"), [("v5e", 4), ("h100", 4), ("h200", 8)])
 @pytest.mark.parametrize(
     "kind", ["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
