@@ -103,6 +103,7 @@ def agree(module: Any, operations: Iterable[Any]) -> None:
         if one.name in passes.PRODUCTS and not ragged.stands_in(one) and not _is_grouped(one):
             with one.location:
                 _sum_first(one, meshes)
+                _keep_rows(one, meshes)
         if one.name in tables.NAMES:
             with one.location:
                 tables.gather(one, meshes)
@@ -177,6 +178,34 @@ def _sum_first(product: Any, meshes: Mapping[str, Mapping[str, int]]) -> None:
         product.attributes[_PLACE] = ir.Attribute.parse(text)
         asked = ir.Attribute.parse(passes.sharding_text(wanted, mesh))
         passes.placed_after(result, sdy.ReshardOp, asked)
+
+
+def _keep_rows(product: Any, meshes: Mapping[str, Mapping[str, int]]) -> None:
+    """Gathers an operand over the axes that split rows, or columns, of the other and of the result.
+
+    Shardy's pass would gather the other one where that is smaller, and place the result otherwise.
+    """
+    if product.name != "stablehlo.dot_general":
+        return
+    places = [*map(_axes_of, (*product.operands, product.results[0]))]
+    *sides, made = _names_of(product)
+    wanted = dict(zip(made, places[-1], strict=True))
+    for n, (names, place) in enumerate(zip(sides, places, strict=False)):
+        own = {
+            axis
+            for name, axes in zip(names, place, strict=True)
+            if name not in sides[1 - n]
+            for axis in axes
+            if axis in wanted.get(name, ())
+        }
+        other = places[1 - n]
+        kept = tuple(tuple(axis for axis in axes if axis not in own) for axes in other)
+        mesh = passes.mesh_with(own, meshes)
+        if kept != other and mesh is not None:
+            asked = ir.Attribute.parse(passes.sharding_text(kept, mesh))
+            with ir.InsertionPoint(product):
+                product.operands[1 - n] = sdy.ReshardOp(product.operands[1 - n], asked).result
+            places[1 - n] = kept
 
 
 def _is_grouped(product: Any) -> bool:
