@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import math
 import re
 from typing import Any
@@ -37,7 +37,7 @@ def run(module: Any, wanted: Sequence[str], *, subject: str, own: bool = False) 
         operations = _all_in(copy)
         has_loops = any(one.name == passes.LOOP for one in operations)
         _tell_rules(operations)
-        _reshape(operations)
+        _change(operations)
         del operations  # which the passes may replace
         i = wanted.index(RESHARDS) if RESHARDS in wanted else len(wanted)
         _run(copy, wanted[:i], subject, has_loops=has_loops)
@@ -140,23 +140,78 @@ def _rule_of_each(operation: Any) -> str:
     return passes.rule_text(*sides, sizes=dict(zip(names, shape, strict=True)))
 
 
-def _reshape(operations: Iterable[Any]) -> None:
+def _change(operations: Sequence[Any]) -> None:
+    """Makes operations what they are in XLA where it propagates."""
+    calls: dict[str, list[Any]] = {}
+    for one in operations:
+        if one.name == "func.call":
+            calls.setdefault(passes.callee_of(one), []).append(one)
+    for one in operations:
+        if one.name == "stablehlo.broadcast_in_dim":
+            _reshape(one)
+        elif one.name == "sdy.sharding_constraint":
+            _move_out(one, calls)
+
+
+def _reshape(broadcast: Any) -> None:
     """Puts a reshape in the place of a broadcast that only adds dimensions of size 1, as XLA does.
 
-    A sharding goes through reshapes before it goes through broadcasts, and through lookups.
+    A place goes through reshapes before it goes through broadcasts, and through lookups.
     """
-    for one in operations:
-        if one.name != "stablehlo.broadcast_in_dim":
-            continue
-        operand, result = one.operands[0], one.results[0]
-        before, after = (math.prod(passes.dims_of(side.type)[0]) for side in (operand, result))
-        if before == after and passes.dims_of(operand.type)[0]:
-            with ir.InsertionPoint(one), one.location:
-                made = stablehlo.ReshapeOp(result.type, operand)
-            if "sdy.sharding" in one.attributes:
-                made.operation.attributes["sdy.sharding"] = one.attributes["sdy.sharding"]
-            result.replace_all_uses_with(made.result)
-            one.erase()
+    operand, result = broadcast.operands[0], broadcast.results[0]
+    before, after = (passes.dims_of(side.type)[0] for side in (operand, result))
+    if not before or math.prod(before) != math.prod(after):
+        return
+    with ir.InsertionPoint(broadcast), broadcast.location:
+        made = stablehlo.ReshapeOp(result.type, operand)
+    if "sdy.sharding" in broadcast.attributes:
+        made.operation.attributes["sdy.sharding"] = broadcast.attributes["sdy.sharding"]
+    result.replace_all_uses_with(made.result)
+    broadcast.erase()
+
+
+def _move_out(constraint: Any, calls: Mapping[str, Sequence[Any]]) -> None:
+    """Constrains what a loop hands on as it is before the loop, and not in each turn, as XLA does.
+
+    Where that is a gather, it is made once. XLA has no calls then: out of a function that is called
+    once it is moved, too, on the way to a loop.
+    """
+    way: list[tuple[Any, int]] = []
+    value = constraint.operands[0]
+    while found := _given(value, calls):
+        way.append(found)
+        value = found[0].operands[found[1]]
+    while way and way[-1][0].name != passes.LOOP:
+        way.pop()
+    for holder, i in way:
+        with ir.InsertionPoint(holder):
+            moved = constraint.clone()
+        moved.operands[0] = holder.operands[i]
+        if holder.name == passes.LOOP:
+            made = moved.results[0]
+        else:
+            holder.operands[i], made = moved.results[0], constraint.operands[0]
+        constraint.results[0].replace_all_uses_with(made)
+        constraint.erase()
+        constraint = moved
+
+
+def _given(value: Any, calls: Mapping[str, Sequence[Any]]) -> tuple[Any, int] | None:
+    """The loop that hands a value on as it is, or the only call of a function that it is given to.
+
+    With it comes the number of the operand. A function may do nothing else with the value.
+    """
+    if passes.maker_of(value) is not None:
+        return None
+    i, holder = value.arg_number, passes.operation_of(value.owner.owner)
+    if holder.name == passes.LOOP:
+        *_, body = passes.blocks(holder)
+        is_kept = value.owner == body and passes.end_of(body).operands[i] == value
+        return (holder, i) if is_kept else None
+    if holder.name != "func.func" or not passes.is_used_once(value):
+        return None
+    found = calls.get(passes.name_of(holder), ())
+    return (found[0], i) if len(found) == 1 else None
 
 
 def _missing(wanted: Sequence[str], error: Exception) -> Failure:

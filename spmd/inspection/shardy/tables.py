@@ -137,16 +137,20 @@ def _axes_of(value: Any) -> Axes:
     return [dimension.axes for dimension in passes.sharding_of(value)]
 
 
+_NAMES = {
+    _GATHER: ("dimension_numbers", "operand", "start_indices", "collapsed_slice", "offset"),
+    _SCATTER: (
+        *("scatter_dimension_numbers", "input", "scatter_indices"),
+        *("inserted_window", "update_window"),
+    ),
+}
+"""What StableHLO calls dimensions: their attribute, and in it the tables, indices, what an index
+leaves out, and the columns of rows."""
 _VECTOR = re.compile(r"index_vector_dim = (\d+)")
 
 
 def _dims_of(operation: Any) -> _Dims:
-    names = (
-        ("dimension_numbers", "operand", "start_indices", "collapsed_slice", "offset")
-        if operation.name == _GATHER
-        else ("scatter_dimension_numbers", "input", "scatter_indices", "inserted_window", "update_window")
-    )
-    attribute, table, indices, collapsed, rows = names
+    attribute, table, indices, collapsed, rows = _NAMES[operation.name]
     numbers = passes.numbers_of(operation, attribute)
     tables = numbers.get(f"{table}_batching_dims", ())
     without = {*tables, *numbers.get(f"{collapsed}_dims", ())}

@@ -112,7 +112,7 @@ class Demand:
         return min(names, key=lambda name: self._misplaced(axis, name))
 
     def _of_words(self, axis: str) -> str | None:
-        """The factor along which an axis splits the words of each of many tables, if it splits both.
+        """The factor along which an axis splits the words of each table, if it splits both.
 
         Tables are whole then: see `spmd.inspection.shardy.tables`.
         """

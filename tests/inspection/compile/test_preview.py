@@ -227,6 +227,110 @@ def test_products_take_narrow_gathers_on_tpu(grid, precision, dtype, size):
     assert sent == [("all-gather", ("data",), dtype, 5, 5 * 8 * 8 * size * 3 // 4)]
 
 
+#: Where a weight and the product of rows with it lie, and how many elements are gathered.
+_KEPT_ROWS = [
+    (P(None, "data"), P("data"), 1024 * 1024),
+    (P("data"), P("data"), 1024 * 1024),
+    (P(None, "data"), P(None, "data"), 64 * 1024),
+]
+
+
+@pytest.mark.parametrize(("weight", "made", "gathered"), _KEPT_ROWS)
+def test_a_product_keeps_the_rows_of_its_result(grid, weight, made, gathered):
+    """A large weight is gathered for few rows, where these lie as those of the result do."""
+    f = spmd.pjit(
+        jnp.matmul, in_axis_resources=(P("data"), weight), out_axis_resources=made, mesh=grid
+    )
+    lowered = f.lower(f32(64, 1024), f32(1024, 1024))
+    for found in (preview(lowered), spmd.report(lowered)):
+        sent = [(one.kind, one.mesh_axes, one.wire_bytes) for one in found.collectives]
+        assert sent == [("all-gather", ("data",), gathered * 4 * 3 // 4)]
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_what_a_loop_does_not_change_is_gathered_before_it(grid, is_nested):
+    """Where it is constrained inside: as XLA does, also out of several loops."""
+
+    def step(x, w):
+        whole = jax.lax.with_sharding_constraint(w, NamedSharding(grid, P()))
+        return jnp.tanh(x @ whole)
+
+    def repeated(x, w):
+        return jax.lax.fori_loop(0, 5, lambda _, x: step(x, w), x)
+
+    def nested(x, w):
+        return jax.lax.scan(lambda x, _: (repeated(x, w), None), x, None, length=3)[0]
+
+    f = spmd.pjit(
+        nested if is_nested else repeated,
+        in_axis_resources=(P("data"), P(None, "data")), out_axis_resources=P("data"), mesh=grid,
+    )  # fmt: skip
+    lowered = f.lower(f32(64, 256), f32(256, 256))
+    for found in (preview(lowered), spmd.report(lowered)):
+        (gather,) = found.collectives
+        assert (gather.kind, gather.executions) == ("all-gather", 1)
+        assert gather.total_wire_bytes == 256 * 256 * 4 * 3 // 4
+
+
+def test_what_a_loop_changes_is_gathered_in_each_turn(grid):
+    """As what only its first turn is given, or what is used as it is as well."""
+    kept = NamedSharding(grid, P("data"))
+
+    def f(x, w):
+        def body(_, carry):
+            x, w = carry
+            whole = jax.lax.with_sharding_constraint(w, NamedSharding(grid, P()))
+            return jnp.tanh(x @ whole), jax.lax.with_sharding_constraint(w * 2, kept)
+
+        return jax.lax.fori_loop(0, 5, body, (x, w))
+
+    specs = P("data"), P("data")
+    f = spmd.pjit(f, in_axis_resources=specs, out_axis_resources=specs, mesh=grid)
+    lowered = f.lower(f32(64, 256), f32(256, 256))
+    for found in (preview(lowered), spmd.report(lowered)):
+        assert [(one.kind, one.executions) for one in found.collectives] == [("all-gather", 5)]
+
+
+_NARROWER = [
+    (jnp.bfloat16, True, "bf16"), (jnp.bfloat16, False, "bf16"),
+    (jnp.float16, True, "f16"), (jnp.float8_e4m3fn, True, "f8e4m3fn"), (None, True, "f32"),
+]  # fmt: skip
+
+
+def _converted(mesh, dtype, is_after):
+    """A product of weights that are converted to fewer bytes, before or after a gather."""
+
+    def whole(w):
+        return jax.lax.with_sharding_constraint(w, NamedSharding(mesh, P()))
+
+    def f(x, w):
+        if dtype is None:
+            return x @ jnp.tanh(whole(w))
+        w = whole(w.astype(dtype)) if is_after else whole(w).astype(dtype)
+        return x @ w.astype(jnp.float32)
+
+    specs = P("data"), P("data")
+    f = spmd.pjit(f, in_axis_resources=specs, out_axis_resources=P("data"), mesh=mesh)
+    return f.lower(f32(64, 256), f32(256, 128))
+
+
+@pytest.mark.parametrize(("dtype", "is_after", "sent"), _NARROWER)
+def test_numbers_are_converted_before_they_are_gathered_on_gpu(grid, dtype, is_after, sent):
+    """Those of fewer bytes are sent."""
+    found = preview(_converted(grid, dtype, is_after), chip="h100")
+    assert [(one.kind, one.dtype) for one in found.collectives] == [("all-gather", sent)]
+
+
+@needs_cuda
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "is_after", "sent"), _NARROWER)
+def test_what_is_converted_as_the_compiler_for_gpus_gathers_it(dtype, is_after, sent):
+    """Bytes are those of a preview."""
+    lowered = _converted(spmd.topology("h100:8", {"data": 8}), dtype, is_after)
+    found, compiled = preview(lowered), spmd.report(lowered)
+    assert models.distance(found, compiled, "kind", "axis") == 0
+
+
 def _partial_sums(mesh, dtype, part):
     """A product whose sum over ``model`` each device keeps a part of."""
     parts = mesh.shape["model"]

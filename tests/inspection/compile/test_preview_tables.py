@@ -268,7 +268,7 @@ def test_many_tables(build, axes, tables, words, rows, expected):
 
 
 def test_words_that_a_reshape_makes_are_where_they_were():
-    """XLA adds a dimension of size 1 by a reshape, which takes a place with it before lookups do."""
+    """XLA adds a dimension of size 1 by a reshape, which takes a place along before lookups do."""
     mesh = spmd.make_mesh(_FLAT)
     tables, rows = P("data"), P(None, "data")
     given = (

@@ -73,6 +73,8 @@ class Partitioned(AnyTarget):
         held = passes.sharding_of(operation.operands[0])
         gathered = {d for d, one in enumerate(held) if {*one.axes} & {*asked.mesh_axes}}
         other, result = user.operands[1 - i], user.results[0]
+        if _splits(result, asked.mesh_axes):  # its rows stay where they are
+            return None
         if not gathered <= {*contracted(user, i)} or not _splits(other, asked.mesh_axes):
             return None
         moved, total = self.local(other), self.local(result, but=asked.mesh_axes)
@@ -111,7 +113,8 @@ class Partitioned(AnyTarget):
         user, i = only_use(operation)
         if user is None or user.name != "stablehlo.gather" or i != 0:
             return None
-        is_of_rows = {*rows_of(user), *tables.numbering(user)} & {*axes_by_dimension(operation, "gathering_axes")}
+        rows = {*rows_of(user), *tables.numbering(user)}
+        is_of_rows = rows & {*axes_by_dimension(operation, "gathering_axes")}
         if is_of_rows or not _splits(user.results[0], asked.mesh_axes):
             return None
         return [asked.to("all-to-all", self.local(user.results[0]))]

@@ -82,8 +82,8 @@ class Tpu(Partitioned):
             return self._scattered(operation, asked)
         if asked.kind == "all-reduce":
             return [dataclasses.replace(asked, after=self._added_up_by(operation))]
-        if self._is_narrowed(operation, asked.kind) and self._for_products(operation):
-            return [asked.with_shapes(lambda shape: dataclasses.replace(shape, dtype="bf16"))]
+        if dtype := self._narrowed(operation, asked.kind):
+            return [asked.with_shapes(lambda shape: dataclasses.replace(shape, dtype=dtype))]
         return [asked]
 
     def _kept(self, operation: Any, one: Exchange) -> Exchange:
@@ -117,16 +117,18 @@ class Tpu(Partitioned):
         splits = {passes.whole_of(axis) for one in held for axis in one.axes}
         return all(size == 1 or axis in splits for axis, size in self.sizes.items())
 
-    def _is_narrowed(self, operation: Any, kind: str) -> bool:
-        """Whether what is sent may be of fewer bytes: of an all-to-all it is what nothing made.
+    def _narrowed(self, operation: Any, kind: str) -> str | None:
+        """The type of fewer bytes that is sent, where no more is needed of a value.
 
-        On a tpu7x it is all of them.
+        Of an all-to-all it is what nothing made. On a tpu7x it is all of them.
         """
-        if kind != "all-to-all":
-            return kind in ("all-gather", "collective-permute")
-        maker = passes.maker_of(operation.operands[0])
-        is_given = maker is None or maker.name.startswith("sdy.")
-        return is_given or is_placed_by_shardy(self.chip)
+        if kind == "all-to-all":
+            maker = passes.maker_of(operation.operands[0])
+            is_given = maker is None or maker.name.startswith("sdy.")
+            is_narrower = is_given or is_placed_by_shardy(self.chip)
+        else:
+            is_narrower = kind in ("all-gather", "collective-permute")
+        return "bf16" if is_narrower and self._for_products(operation) else None
 
     def _for_products(self, operation: Any) -> bool:
         """Whether all that is computed with a result is products of the default precision."""
