@@ -7,7 +7,7 @@ summed over is added up. What compilers do beyond that is left to `choose`'s lat
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -238,22 +238,58 @@ _LINEAR = ("convert", "reshape", "transpose")
 def totals(graph: Graph) -> dict[int, int]:
     """By value that an operation sums up, that which it is a term of: only that is exchanged."""
     makers = {result: one for one in graph.operations for result, _ in one.results}
-    users = Counter(i for one in graph.operations for i in one.tensors[: one.operands])
+    return {
+        term: result
+        for result, found in _terms(graph, _users(graph)).items()
+        if makers[result].name == "add"
+        for term in found
+    }
+
+
+def turns(graph: Graph) -> dict[int, int]:
+    """By value that is summed up in a loop which only adds it to a total, how many turns that has.
+
+    The total is exchanged after the loop, where no device keeps a part of it.
+    """
+    users = _users(graph)
+    terms = _terms(graph, users)
+    found: dict[int, int] = {}
+    for edge in graph.operations:
+        if edge.name != "while":
+            continue
+        _, made, total = edge.tensors
+        inside = [one for one in users[total] if edge.loops[-1] in one.loops]
+        if len(inside) != 1 or inside[0].name != "add" or [*users[made]] != [edge]:
+            continue
+        (add,) = inside
+        added = {*add.tensors[: add.operands]} - {total}
+        if add.tensors[-1] == made and len(added) == 1 and len(users[one := added.pop()]) == 1:
+            found |= dict.fromkeys(terms.get(one, ()), add.runs // edge.runs)
+    return found
+
+
+def _users(graph: Graph) -> dict[int, list[Operation]]:
+    """By value, what takes it, as often as it does."""
+    found: dict[int, list[Operation]] = defaultdict(list)
+    for one in graph.operations:
+        for i in one.tensors[: one.operands]:
+            found[i].append(one)
+    return found
+
+
+def _terms(graph: Graph, users: Mapping[int, Sequence[Operation]]) -> dict[int, list[int]]:
+    """By value that is a sum, or what several sums add up to, those that are used for it alone."""
     terms: dict[int, list[int]] = {}
     for one in graph.operations:
         result = one.tensors[-1]
         if one.flops or one.name in ("scatter", "reduce"):
             terms[result] = [result]
         elif one.name == "add" or one.name in _LINEAR or one.is_call:
-            sides = [terms.get(i, []) if users[i] == 1 else [] for i in one.tensors[: one.operands]]
+            operands = one.tensors[: one.operands]
+            sides = [terms.get(i, []) if len(users[i]) == 1 else [] for i in operands]
             if all(sides) and sides:
                 terms[result] = [term for side in sides for term in side]
-    return {
-        term: result
-        for result, found in terms.items()
-        if makers[result].name == "add"
-        for term in found
-    }
+    return terms
 
 
 def last(graph: Graph) -> dict[int, int]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from spmd.planner.cost.demand import TABLES, Demand, Exchanged, last, totals
+from spmd.planner.cost.demand import TABLES, Demand, Exchanged, last, totals, turns
 from spmd.planner.cost.fusion import Fusion, is_fusible
 from spmd.planner.cost.lives import Lives, wider
 from spmd.planner.cost.machine import Machine
@@ -210,6 +210,7 @@ class Estimator:
         work = ((part, self._patterns(part)) for part in self._parts(graph, fusion))
         self._work = Sayings(regrouped(grouped(work)))
         self.totals = {self.alike[i]: self.alike[j] for i, j in totals(graph).items()}
+        self.turns = {self.alike[i]: n for i, n in turns(graph).items()}
         self._known: dict[Hashable, Estimate] = {}
 
     def on(self, machine: Machine) -> Estimator:
@@ -532,6 +533,11 @@ class Estimator:
         elements = share * math.prod(sizes.values())
         return sum(self.machine.transforming(elements, sizes[name]) for name in one.whole)
 
+    def _turns(self, sent: Exchanged, made: int) -> int:
+        """For how many turns of a loop an exchange of a sum, or of another value, is made once."""
+        is_after = sent.kind == "all-reduce" and self.machine.sums_after_loops
+        return self.turns.get(made, 1) if is_after else 1
+
     def _source(self, tensor: int, parts: list[float]) -> float:
         """Bytes on a device of what a value is a slice of; 0 for one that is none."""
         i = self.sources.get(tensor)
@@ -566,13 +572,14 @@ class Estimator:
         joined: set[_Joined] = set()
         for sent in product.sent:
             sending = product.sending(sent)
+            turns = self._turns(sent, one.tensors[-1])
             if sending.joined:
-                joined.add((sending.joined, one.runs, part.turn or 0))
+                joined.add((sending.joined, one.runs // turns, part.turn or 0))
             if sent.tensor is None or sent in product.around:
-                exchange += part.runs * sending.seconds
-                beside += part.runs * sending.beside
+                exchange += part.runs // turns * sending.seconds
+                beside += part.runs // turns * sending.beside
             else:
-                shared[sent] = sending.times(part.runs)
+                shared[sent] = sending.times(part.runs // turns)
         in_parts = frozenset(one.tensors if product.around else ())
         sent = exchange, beside, shared, frozenset(joined), in_parts
         if is_fusible(one):

@@ -19,7 +19,7 @@ from spmd.inspection.shardy.targets.sums import (
     is_one_sum,
     is_summed_whole,
 )
-from spmd.inspection.timing.chips import Chip
+from spmd.inspection.timing.chips import Chip, platform_of
 from spmd.inspection.timing.clock import KERNEL, REACHED, Links
 from spmd.inspection.timing.torus import Torus
 
@@ -102,6 +102,7 @@ class Machine:
             products, although there is room.
         sums_whole: whether a sum over all devices is made whole where devices keep parts of it.
         one_sum: whether sums over several axes are one, where devices keep parts over some of them.
+        sums_after_loops: whether what a loop adds to a total is summed over devices after the loop.
 
     Args:
         chip: whose figures to use.
@@ -116,6 +117,7 @@ class Machine:
         self._slice_of = slice_of(chip, links)
         self.sums_whole = is_summed_whole(self._slice_of, chip.name)
         self.one_sum = is_one_sum(chip.name)
+        self.sums_after_loops = platform_of(chip) != "cpu"
         self._counted = _COUNTED.get(chip.name, _Counted())
         self.near, self.brief, self.room, self.evicted = 0, 0, _NEAR, _EVICTED
         if self._counted.is_near:

@@ -220,6 +220,30 @@ def _by_blocks(x, w):
     return jax.lax.scan(lambda t, b: add(t, b[:1]), jnp.zeros((64, 64)), blocks)[0]
 
 
+@pytest.mark.parametrize(
+    ("chip", "is_read", "times"),
+    [
+        ("h100", False, 1),
+        ("v5e", False, 1),
+        ("cpu", False, 16),  # its compiler leaves sums in loops
+        ("h100", True, 16),  # what is added up so far is needed in each turn
+    ],
+)
+def test_what_a_loop_adds_up_is_summed_after_it(chip, is_read, times):
+    """The gradient of a weight that all turns have, of rows that are split."""
+
+    def f(x, w):
+        def turn(total, x):
+            made = x.T @ (x @ w)
+            return total + made, jnp.sum(total) if is_read else 0.0
+
+        return jax.lax.scan(turn, jnp.zeros((32, 32)), x)
+
+    on = Machine(CHIPS[chip], sending(**MESH)._links, MESH)
+    nbytes = sent(f, (f32(16, 64, 32), f32(32, 32)), {"data": ["x:1"]}, on=on)
+    assert nbytes == pytest.approx(times * 2 * 32 * 32 * F32 * 3 / 4)
+
+
 def test_blocks_of_a_loop_are_gathered_before_it():
     """Columns that are split are gathered once, and not in each turn that takes a part of them."""
     args = (f32(64, 16), f32(16, 128))
