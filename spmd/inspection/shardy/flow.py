@@ -49,6 +49,18 @@ class Flow:
         holders = (passes.operation_of(one.parent) for one in steps)
         return [one for one in holders if one.name == "stablehlo.while"]
 
+    def turning(self, operation: Any) -> Any:
+        """The innermost loop around an operation, through calls; None for none."""
+        while True:
+            holder = operation.parent.operation
+            if holder.name == passes.LOOP:
+                return holder
+            if holder.name == "func.func":
+                (holder, *_) = self.calls.get(passes.name_of(holder), (None,))
+            if holder is None:
+                return None
+            operation = holder
+
     def ends(self, value: Any) -> Iterator[tuple[Any, int]]:
         """The uses of a value wherever it is moved, those that only move it left out."""
         yield from ((user, i) for user, i, ways in self._steps(value, moved=True) if not ways)

@@ -877,6 +877,45 @@ def test_totals_are_summed_after_their_loop_on_tpu(grid):
     assert sent["cpu"] == [("all-reduce", ("data",), "f32", 5, 5 * per_turn)]
 
 
+def _accumulated(mesh, *, is_scanned):
+    """Gradients of three layers, added up over four batches; rows are split, and no weight."""
+
+    def loss(weights, x):
+        if is_scanned:
+            x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, weights)
+        else:
+            for w in weights:
+                x = x + jnp.tanh(x @ w)
+        return jnp.sum(x**2)
+
+    def f(weights, x):
+        def turn(total, x):
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(weights, x)), None
+
+        return jax.lax.scan(turn, jax.tree.map(jnp.zeros_like, weights), x)[0]
+
+    weights = f32(3, 64, 64) if is_scanned else [f32(64, 64)] * 3
+    f = spmd.pjit(f, in_axis_resources=(P(), P(None, "data")), out_axis_resources=P(), mesh=mesh)
+    return f.lower(weights, f32(4, 32, 64))
+
+
+@pytest.mark.parametrize(("is_scanned", "count"), [(False, 1), (True, 12)])
+def test_sums_that_another_loop_adds_up_stay_in_their_own(grid, is_scanned, count):
+    """Of layers that are written out gradients are summed after all batches, and else in each."""
+    found = preview(_accumulated(grid, is_scanned=is_scanned), chip="h100")
+    assert {one.executions for one in found.collectives} == {count}
+    assert found.total.wire_bytes == 3 * 64 * 64 * 4 * 2 * 3 // 4 * max(1, count // 3)
+
+
+@needs_cuda
+@pytest.mark.slow
+@pytest.mark.parametrize("is_scanned", [False, True])
+def test_what_two_loops_add_up_as_the_compiler_for_gpus_does(is_scanned):
+    """Bytes are those of a preview."""
+    lowered = _accumulated(spmd.topology("h100:8", {"data": 8}), is_scanned=is_scanned)
+    assert models.distance(preview(lowered), spmd.report(lowered), "kind", "axis") == 0
+
+
 #: Programs whose exchanges TPU's compiler chooses otherwise, by more than a tenth of the bytes.
 TPU_EXCEPTIONS = {
     "psum_scatter_of_odd_rows": "a sum, and a slice of it",

@@ -188,7 +188,9 @@ class Tpu(Partitioned):
         read = any(user.block == add.block and user != add for user, _ in uses)
         if read or (add, 1 - i) not in uses:
             return None
-        return next(iter(self.flow.loops(add.results[0])), None)
+        loop = next(iter(self.flow.loops(add.results[0])), None)
+        # A sum in a loop of its own is made in each turn of that.
+        return loop if self.flow.turning(operation) == loop else None
 
 
 def _kept_in_parts(asked: Exchange, parts: tuple[Shape, ...]) -> Exchange:
