@@ -73,6 +73,24 @@ def recommender() -> Program:
     return _step(loss, params, batch)
 
 
+def tables_at_once() -> Program:
+    """Eight tables of one size, in which an example looks up a row each, all at once."""
+    tables, rows, width, examples = 8, 250_000, 128, 65_536
+    params = {
+        "tables": array(tables, rows, width),
+        "top": [array(tables * width, 1024), array(1024, 1)],
+    }
+    look_up = jax.vmap(lambda table, ids: table[ids], in_axes=(0, 1), out_axes=1)
+
+    def loss(params: Any, batch: Any) -> Any:
+        first, last = params["top"]
+        found = look_up(params["tables"], batch["ids"]).reshape(examples, -1)
+        scores = (jax.nn.relu(found @ first) @ last)[:, 0]
+        return optax.sigmoid_binary_cross_entropy(scores, batch["clicked"]).mean()
+
+    return _step(loss, params, {"ids": ids(examples, tables), "clicked": array(examples)})
+
+
 def graph_network() -> Program:
     """Two layers that sum what neighbours have (Kipf and Welling, 2017)."""
     nodes, edges, width, labels = 100_000, 1_000_000, 256, 16
@@ -303,6 +321,7 @@ def contrastive() -> Program:
 
 OTHERS: dict[str, Callable[[], Program]] = {
     "recommender": recommender,
+    "tables at once": tables_at_once,
     "graph network": graph_network,
     "LSTM": lstm,
     "vision transformer": vision_transformer,
