@@ -114,6 +114,12 @@ def maker_of(value: Any, through: str = "") -> Any:
     return maker_of(maker.operands[0], through)
 
 
+def is_constant(value: Any) -> bool:
+    """Whether all elements are one constant, which every device has."""
+    maker = maker_of(value, through="stablehlo.broadcast_in_dim")
+    return maker is not None and maker.name in ("sdy.constant", "stablehlo.constant")
+
+
 def is_used_once(value: Any) -> bool:
     """Whether one operand alone is this value."""
     return len([*itertools.islice(value.uses, 2)]) == 1

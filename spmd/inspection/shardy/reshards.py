@@ -106,7 +106,7 @@ def agree(module: Any, operations: Iterable[Any]) -> None:
                 _keep_rows(one, meshes)
         if one.name in tables.NAMES:
             with one.location:
-                tables.gather(one, meshes)
+                tables.place(one, meshes)
         if one.name in _ELEMENTWISE or (one.name.startswith("chlo.") and one.name != ragged.NAME):
             place = passes.entry_of(one.attributes, _PLACE)
             if not all(_is_at(operand, place) for operand in one.operands):

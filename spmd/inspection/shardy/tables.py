@@ -49,7 +49,7 @@ def numbering(operation: Any) -> Sequence[int]:
     return _dims_of(operation).tables
 
 
-def gather(operation: Any, meshes: Mapping[str, Mapping[str, int]]) -> None:
+def place(operation: Any, meshes: Mapping[str, Mapping[str, int]]) -> None:
     """Places tables as XLA does for a lookup, and what is made of them otherwise after that.
 
     Args:
@@ -73,8 +73,8 @@ def gather(operation: Any, meshes: Mapping[str, Mapping[str, int]]) -> None:
         own[d] = taken[i]
     whole = [() if d in dims.tables else axes for d, axes in enumerate(held)]
     wanted = _attribute(_axes_of(result), mesh)
-    for place in (whole, own) if is_whole else (own,):
-        table = _placed_before(operation, table, passes.sharding_text(place, mesh))
+    for at in (whole, own) if is_whole else (own,):
+        table = _placed_before(operation, table, passes.sharding_text(at, mesh))
     operation.operands[0] = table
     made = _of_rows(dims, own, taken, len(_axes_of(result))) if is_lookup else own
     text = passes.per_value(passes.sharding_text(made, mesh))
@@ -83,12 +83,11 @@ def gather(operation: Any, meshes: Mapping[str, Mapping[str, int]]) -> None:
 
 
 def _placed_before(operation: Any, value: Any, place: str) -> Any:
-    """A value in another place, for an operation; of a constant, every device has all."""
-    maker = passes.maker_of(value)
+    """A value in another place, for an operation; what is constant is made there."""
     with ir.InsertionPoint(operation):
-        if maker is None or maker.name != "stablehlo.broadcast_in_dim":
+        if not passes.is_constant(value):
             return sdy.ReshardOp(value, ir.Attribute.parse(place)).result
-        made = maker.clone()
+        made = passes.maker_of(value).clone()
     made.attributes["sdy.sharding"] = ir.Attribute.parse(passes.per_value(place))
     return made.results[0]
 

@@ -107,7 +107,8 @@ class Demand:
         """Of several factors, that for which the fewest bytes have to be moved."""
         if len(names) == 1:
             return names[0]
-        if self.one.name in TABLES and (own := self._of_words(axis)) in names:
+        own = self._of_words(axis) if self.one.name in TABLES else None
+        if own is not None and own in names:
             return own
         return min(names, key=lambda name: self._misplaced(axis, name))
 

@@ -47,7 +47,7 @@ class Partitioned(AnyTarget):
     def sent(self, operation: Any, asked: Exchange) -> Sequence[Exchange]:
         """What is sent in place of what an operation asks for."""
         if operation.name == "sdy.all_gather":
-            if _is_constant(operation.operands[0]):
+            if passes.is_constant(operation.operands[0]):
                 return []
             found = self._added_first(operation, asked)
             if found is not None:
@@ -104,7 +104,7 @@ class Partitioned(AnyTarget):
             return []
         part, whole = self.local(table), self.local(table, but=asked.mesh_axes)
         total = asked.to("all-reduce", whole)
-        if _is_constant(before):
+        if passes.is_constant(before):
             return [total]
         return [dataclasses.replace(asked, shapes=Shapes((part,), (whole,))), total]
 
@@ -218,12 +218,6 @@ def only_use(operation: Any) -> tuple[Any, int]:
     """What uses a result, and as which operand; None where it is not one operation."""
     uses = [*operation.results[0].uses]
     return passes.user_of(uses[0]) if len(uses) == 1 else (None, 0)
-
-
-def _is_constant(value: Any) -> bool:
-    """Whether all elements are one constant, which every device has."""
-    maker = passes.maker_of(value, through="stablehlo.broadcast_in_dim")
-    return maker is not None and maker.name in ("sdy.constant", "stablehlo.constant")
 
 
 def sliced_over(operation: Any, flow: Flow, but: Container[int] = ()) -> frozenset[str]:
