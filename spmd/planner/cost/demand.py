@@ -254,17 +254,31 @@ def turns(graph: Graph) -> dict[int, int]:
     """
     users = _users(graph)
     terms = _terms(graph, users)
+    makers = {result: one for one in graph.operations for result, _ in one.results}
+
+    def source(i: int) -> int:
+        """What goes into functions, or comes out of them, as a value."""
+        while i in makers and makers[i].is_call:
+            i = makers[i].tensors[0]
+        return i
+
+    def uses(i: int) -> Iterator[Operation]:
+        for one in users[i]:
+            yield from uses(one.tensors[-1]) if one.is_call else (one,)
+
     found: dict[int, int] = {}
     for edge in graph.operations:
         if edge.name != "while":
             continue
         _, made, total = edge.tensors
-        inside = [one for one in users[total] if edge.loops[-1] in one.loops]
-        if len(inside) != 1 or inside[0].name != "add" or [*users[made]] != [edge]:
+        inside = [one for one in uses(total) if edge.loops[-1] in one.loops]
+        if len(inside) != 1 or inside[0].name != "add":
             continue
         (add,) = inside
-        added = {*add.tensors[: add.operands]} - {total}
-        if add.tensors[-1] == made and len(added) == 1 and len(users[one := added.pop()]) == 1:
+        if source(made) != add.tensors[-1] or [*uses(add.tensors[-1])] != [edge]:
+            continue
+        added = {i for i in add.tensors[: add.operands] if source(i) != total}
+        if len(added) == 1 and len(users[one := added.pop()]) == 1:
             found |= dict.fromkeys(terms.get(one, ()), add.runs // edge.runs)
     return found
 
