@@ -21,7 +21,7 @@ needs_cuda = pytest.mark.skipif(not HAS_CUDA, reason=WITHOUT_CUDA)
 
 def require_cuda():
     """Skips the test that calls it where programs for GPUs cannot be compiled: never in CI."""
-    if not HAS_CUDA:
+    if not HAS_CUDA:  # on a machine without that plugin there is nothing to compile with
         pytest.skip(WITHOUT_CUDA)
 
 

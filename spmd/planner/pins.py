@@ -236,12 +236,12 @@ def pin(module: Any, pins: Sequence[Pin], mesh: str = "mesh") -> None:
             for n, entries in enumerate(one.specs[: len(operation.operands)]):
                 if entries:
                     operation.operands[n] = _constrained(
-                        operation, n, _sharding(entries, mesh), held
+                        operation, n, passes.sharding_attribute(entries, mesh), held
                     )
             for result, entries in _results(operation, one):
                 if _ends_branch(result):
                     continue
-                asked = _sharding(entries, mesh)
+                asked = passes.sharding_attribute(entries, mesh)
                 value = passes.placed_after(result, sdy.ShardingConstraintOp, asked)
                 held[value, str(asked), operation.block] = value
 
@@ -283,7 +283,7 @@ def _with_places(given: Sequence[Any], entries: Sequence[Entries], mesh: str) ->
     """Attributes of all arguments or results, of which the last ones get places."""
     found = [{one.name: one.attr for one in attr or ()} for attr in given]
     for attr, spec in zip(found[len(found) - len(entries) :], entries, strict=True):
-        attr["sdy.sharding"] = _sharding(spec, mesh)
+        attr["sdy.sharding"] = passes.sharding_attribute(spec, mesh)
     return ir.ArrayAttr.get([ir.DictAttr.get(attr) for attr in found])
 
 
@@ -354,7 +354,3 @@ def _has_ranks(one: Pin, ranks: Sequence[int]) -> bool:
         return False
     pairs = zip(one.specs, ranks, strict=True)
     return all(spec is None or len(spec) == rank for spec, rank in pairs)
-
-
-def _sharding(entries: Entries, mesh: str) -> Any:
-    return ir.Attribute.parse(passes.sharding_text(entries, mesh))

@@ -15,6 +15,7 @@ import re
 from typing import Any, NamedTuple
 
 from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import sdy
 
 from spmd.errors import Failure, ReportError, explain
 from spmd.inspection.records.report import Source
@@ -442,6 +443,11 @@ def sharding_text(entries: Iterable[Iterable[str]], mesh: str) -> str:
     return f"#sdy.sharding<@{mesh}, [{', '.join(dimensions)}]>"
 
 
+def sharding_attribute(entries: Iterable[Iterable[str]], mesh: str) -> Any:
+    """The same as an attribute."""
+    return ir.Attribute.parse(sharding_text(entries, mesh))
+
+
 def per_value(*shardings: str) -> str:
     """The shardings of an operation's results, as an attribute of the operation."""
     own = ", ".join(one.removeprefix("#sdy.sharding") for one in shardings)
@@ -472,6 +478,11 @@ def sharding_of(value: Any, default: Dimensions | None = None) -> Dimensions:
     return _nth(text_of(operation, name), value.result_number, value)
 
 
+def axes_of(value: Any) -> tuple[tuple[str, ...], ...]:
+    """The axes that split each dimension of an operand, as what makes it says."""
+    return tuple([dimension.axes for dimension in sharding_of(value)])
+
+
 def _entering(value: Any, default: Dimensions | None) -> Dimensions:
     """The sharding of what enters a block."""
     operation, i = value.owner.owner.operation, value.arg_number
@@ -500,6 +511,21 @@ def placed_after(result: Any, kind: Any, sharding: Any) -> Any:
     for use in users:
         operation_of(use.owner).operands[use.operand_number] = placed
     return placed
+
+
+def placed_for(operation: Any, value: Any, place: Iterable[Iterable[str]], mesh: str) -> Any:
+    """A value in another place, for an operation."""
+    with ir.InsertionPoint(operation):
+        return sdy.ReshardOp(value, sharding_attribute(place, mesh)).result
+
+
+def make_at(operation: Any, place: Iterable[Iterable[str]], mesh: str) -> None:
+    """Has an operation make its result in a place; all that used it has it where it was."""
+    result = operation.results[0]
+    wanted = sharding_attribute(axes_of(result), mesh)
+    text = per_value(sharding_text(place, mesh))
+    operation.attributes["sdy.sharding"] = ir.Attribute.parse(text)
+    placed_after(result, sdy.ReshardOp, wanted)
 
 
 # Places

@@ -94,16 +94,15 @@ def agree(module: Any, operations: Iterable[Any]) -> None:
     """Places the operands of operations on each element as their results are, as XLA does.
 
     Operands that are all in one place stay there, and the result is placed otherwise. Shardy's pass
-    would have all done where operands and results are split by most axes together. So it would with
-    products: see `_sum_first`.
+    would have all done where operands and results are split by most axes together. Products and
+    lookups in many tables have ways of their own: see `_place_product` and `tables`.
     """
     meshes = passes.meshes(module)
     known: dict[Any, Axes] = {}
     for one in operations:
         if one.name in passes.PRODUCTS and not ragged.stands_in(one) and not _is_grouped(one):
             with one.location:
-                _sum_first(one, meshes)
-                _keep_rows(one, meshes)
+                _place_product(one, meshes)
         if one.name in tables.NAMES:
             with one.location:
                 tables.place(one, meshes)
@@ -125,12 +124,12 @@ def _is_at(value: Any, place: Any) -> bool:
 
 def _agree(operation: Any, meshes: Mapping[str, Mapping[str, int]], known: dict[Any, Axes]) -> None:
     result = operation.results[0]
-    wanted = _axes_of(result)
+    wanted = passes.axes_of(result)
     held: dict[int, Axes] = {}
     for n, operand in enumerate(operation.operands):
         if _is_of_shape(operand, result):
             if operand not in known:
-                known[operand] = _axes_of(operand)
+                known[operand] = passes.axes_of(operand)
             held[n] = known[operand]
     places = {*held.values()}
     if places <= {wanted}:
@@ -139,73 +138,70 @@ def _agree(operation: Any, meshes: Mapping[str, Mapping[str, int]], known: dict[
     mesh = passes.mesh_with(used, meshes)
     if mesh is None:
         return
-    asked = ir.Attribute.parse(passes.sharding_text(wanted, mesh))
     if len(places) == 1 < len(held):
         (own,) = places
-        text = passes.per_value(passes.sharding_text(own, mesh))
-        operation.attributes[_PLACE] = ir.Attribute.parse(text)
-        passes.placed_after(result, sdy.ReshardOp, asked)
+        passes.make_at(operation, own, mesh)
         return
-    with ir.InsertionPoint(operation):
-        for n, axes in held.items():
-            if axes != wanted:
-                operation.operands[n] = sdy.ReshardOp(operation.operands[n], asked).result
+    for n, axes in held.items():
+        if axes != wanted:
+            value = operation.operands[n]
+            operation.operands[n] = passes.placed_for(operation, value, wanted, mesh)
 
 
-def _sum_first(product: Any, meshes: Mapping[str, Mapping[str, int]]) -> None:
-    """Sums a product where its operands lie, if both are split alike along what is summed over.
+def _place_product(product: Any, meshes: Mapping[str, Mapping[str, int]]) -> None:
+    """Places the result of a product, or its operands, as XLA does."""
+    places = [*map(passes.axes_of, (*product.operands, product.results[0]))]
+    mesh = passes.mesh_with({axis for one in places for axes in one for axis in axes}, meshes)
+    if mesh is None:
+        return
+    names = _names_of(product)
+    summed = _summed_first(names, places)
+    if summed is not None:
+        passes.make_at(product, summed, mesh)
+    elif product.name == "stablehlo.dot_general":
+        for n in range(2):
+            kept = _beside_rows(names, places, n)
+            if kept != places[n]:
+                value = product.operands[n]
+                product.operands[n] = passes.placed_for(product, value, kept, mesh)
+                places[n] = kept
 
-    The result is placed otherwise after that. Shardy's pass would gather operands that are smaller
-    than the result; XLA sums, however large it is.
+
+def _summed_first(names: Sequence[Sequence[str]], places: Sequence[Axes]) -> Axes | None:
+    """Where a product is summed, if its operands are split alike along what is summed over.
+
+    That is where they lie; the result is placed otherwise after that. Shardy's pass would gather
+    operands that are smaller than the result; XLA sums, however large it is.
     """
-    result = product.results[0]
-    places = [*map(_axes_of, (*product.operands, result))]
-    *sides, made = _names_of(product)
+    *sides, made = names
     held: Mapping[str, tuple[str, ...]] = {}
-    for names, place in zip(sides, places, strict=False):
-        own = dict(zip(names, place, strict=True))
-        if any(held.get(name, axes) != axes for name, axes in own.items()):
-            return
-        held = {**held, **own}
+    for own, place in zip(sides, places, strict=False):
+        axes_of = dict(zip(own, place, strict=True))
+        if any(held.get(name, axes) != axes for name, axes in axes_of.items()):
+            return None
+        held = {**held, **axes_of}
     summed = {axis for name, axes in held.items() if name not in made for axis in axes}
     wanted = places[-1]
     kept = tuple(tuple(axis for axis in axes if axis not in summed) for axes in wanted)
-    if kept == wanted or kept != tuple(held.get(name, ()) for name in made):
-        return
-    mesh = passes.mesh_with({axis for one in places for axes in one for axis in axes}, meshes)
-    if mesh is not None:
-        text = passes.per_value(passes.sharding_text(kept, mesh))
-        product.attributes[_PLACE] = ir.Attribute.parse(text)
-        asked = ir.Attribute.parse(passes.sharding_text(wanted, mesh))
-        passes.placed_after(result, sdy.ReshardOp, asked)
+    is_as_held = kept == tuple(held.get(name, ()) for name in made)
+    return kept if is_as_held and kept != wanted else None
 
 
-def _keep_rows(product: Any, meshes: Mapping[str, Mapping[str, int]]) -> None:
-    """Gathers an operand over the axes that split rows, or columns, of the other and of the result.
+def _beside_rows(names: Sequence[Sequence[str]], places: Sequence[Axes], n: int) -> Axes:
+    """Where an operand is whole over the axes that split rows of the other and of the result.
 
-    Shardy's pass would gather the other one where that is smaller, and place the result otherwise.
+    Columns are rows in this. Shardy's pass would gather the other operand where that is smaller,
+    and place the result otherwise.
     """
-    if product.name != "stablehlo.dot_general":
-        return
-    places = [*map(_axes_of, (*product.operands, product.results[0]))]
-    *sides, made = _names_of(product)
-    wanted = dict(zip(made, places[-1], strict=True))
-    for n, (names, place) in enumerate(zip(sides, places, strict=False)):
-        own = {
-            axis
-            for name, axes in zip(names, place, strict=True)
-            if name not in sides[1 - n]
-            for axis in axes
-            if axis in wanted.get(name, ())
-        }
-        other = places[1 - n]
-        kept = tuple(tuple(axis for axis in axes if axis not in own) for axes in other)
-        mesh = passes.mesh_with(own, meshes)
-        if kept != other and mesh is not None:
-            asked = ir.Attribute.parse(passes.sharding_text(kept, mesh))
-            with ir.InsertionPoint(product):
-                product.operands[1 - n] = sdy.ReshardOp(product.operands[1 - n], asked).result
-            places[1 - n] = kept
+    wanted = dict(zip(names[-1], places[-1], strict=True))
+    rows = {
+        axis
+        for name, axes in zip(names[1 - n], places[1 - n], strict=True)
+        if name not in names[n]
+        for axis in axes
+        if axis in wanted.get(name, ())
+    }
+    return tuple(tuple(axis for axis in axes if axis not in rows) for axes in places[n])
 
 
 def _is_grouped(product: Any) -> bool:
@@ -247,10 +243,6 @@ def _is_of_shape(value: Any, result: Any) -> bool:
     return passes.dims_of(value.type)[0] == passes.dims_of(result.type)[0]
 
 
-def _axes_of(value: Any) -> Axes:
-    return tuple([dimension.axes for dimension in passes.sharding_of(value)])
-
-
 def _is_for_table(operation: Any) -> bool:
     """Whether rows are taken from it, or added: XLA places these in ways of its own."""
     users = (passes.operation_of(use.owner).name for use in operation.results[0].uses)
@@ -259,7 +251,7 @@ def _is_for_table(operation: Any) -> bool:
 
 def _replace(operation: Any, mesh: str, sizes: tuple[tuple[str, int], ...]) -> None:
     value, result = operation.operands[0], operation.results[0]
-    before, after = _axes_of(value), _axes_of(result)
+    before, after = passes.axes_of(value), passes.axes_of(result)
     used = {passes.whole_of(axis) for axes in (*before, *after) for axis in axes}
     if not used <= {axis for axis, _ in sizes}:
         return  # Shardy may split values of a `shard_map` over its axes, which XLA never does

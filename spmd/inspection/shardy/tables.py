@@ -15,7 +15,6 @@ import re
 from typing import Any, NamedTuple, TypeAlias
 
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import sdy
 
 from spmd.inspection.shardy import passes
 
@@ -61,7 +60,7 @@ def place(operation: Any, meshes: Mapping[str, Mapping[str, int]]) -> None:
         return
     (table, indices, *_), result = operation.operands, operation.results[0]
     is_lookup = operation.name == _GATHER
-    held, taken = _axes_of(table if is_lookup else result), _axes_of(indices)
+    held, taken = passes.axes_of(table if is_lookup else result), passes.axes_of(indices)
     mesh = passes.mesh_with({axis for axes in (*held, *taken) for axis in axes}, meshes)
     if mesh is None:
         return
@@ -72,23 +71,21 @@ def place(operation: Any, meshes: Mapping[str, Mapping[str, int]]) -> None:
     for d, i in zip(dims.tables, dims.indices, strict=True):
         own[d] = taken[i]
     whole = [() if d in dims.tables else axes for d, axes in enumerate(held)]
-    wanted = _attribute(_axes_of(result), mesh)
     for at in (whole, own) if is_whole else (own,):
-        table = _placed_before(operation, table, passes.sharding_text(at, mesh))
+        table = _placed_for(operation, table, at, mesh)
     operation.operands[0] = table
-    made = _of_rows(dims, own, taken, len(_axes_of(result))) if is_lookup else own
-    text = passes.per_value(passes.sharding_text(made, mesh))
-    operation.attributes["sdy.sharding"] = ir.Attribute.parse(text)
-    passes.placed_after(result, sdy.ReshardOp, wanted)
+    made = _of_rows(dims, own, taken, len(passes.axes_of(result))) if is_lookup else own
+    passes.make_at(operation, made, mesh)
 
 
-def _placed_before(operation: Any, value: Any, place: str) -> Any:
+def _placed_for(operation: Any, value: Any, at: Axes, mesh: str) -> Any:
     """A value in another place, for an operation; what is constant is made there."""
+    if not passes.is_constant(value):
+        return passes.placed_for(operation, value, at, mesh)
     with ir.InsertionPoint(operation):
-        if not passes.is_constant(value):
-            return sdy.ReshardOp(value, ir.Attribute.parse(place)).result
         made = passes.maker_of(value).clone()
-    made.attributes["sdy.sharding"] = ir.Attribute.parse(passes.per_value(place))
+    text = passes.per_value(passes.sharding_text(at, mesh))
+    made.attributes["sdy.sharding"] = ir.Attribute.parse(text)
     return made.results[0]
 
 
@@ -126,14 +123,6 @@ def _of_rows(dims: _Dims, table: Axes, taken: Axes, rank: int) -> Axes:
     columns = {n: table[d] for n, d in zip(dims.rows, dims.columns, strict=True)}
     others = iter([axes for i, axes in enumerate(taken) if i != dims.vector])
     return [columns[n] if n in columns else next(others) for n in range(rank)]
-
-
-def _attribute(place: Axes, mesh: str) -> Any:
-    return ir.Attribute.parse(passes.sharding_text(place, mesh))
-
-
-def _axes_of(value: Any) -> Axes:
-    return [dimension.axes for dimension in passes.sharding_of(value)]
 
 
 _NAMES = {

@@ -104,7 +104,7 @@ class Demand:
                 yield name
 
     def _nearest(self, axis: str, names: Sequence[str]) -> str:
-        """Of several factors, that for which the fewest bytes have to be moved."""
+        """Of several factors, that for which the fewest bytes are moved, or which words decide."""
         if len(names) == 1:
             return names[0]
         own = self._of_words(axis) if self.one.name in TABLES else None

@@ -573,13 +573,14 @@ class Estimator:
         for sent in product.sent:
             sending = product.sending(sent)
             turns = self._turns(sent, one.tensors[-1])
+            runs = part.runs // turns
             if sending.joined:
                 joined.add((sending.joined, one.runs // turns, part.turn or 0))
             if sent.tensor is None or sent in product.around:
-                exchange += part.runs // turns * sending.seconds
-                beside += part.runs // turns * sending.beside
+                exchange += runs * sending.seconds
+                beside += runs * sending.beside
             else:
-                shared[sent] = sending.times(part.runs // turns)
+                shared[sent] = sending.times(runs)
         in_parts = frozenset(one.tensors if product.around else ())
         sent = exchange, beside, shared, frozenset(joined), in_parts
         if is_fusible(one):
