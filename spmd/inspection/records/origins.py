@@ -39,8 +39,8 @@ class Step:
     """One operation through which an axis travelled.
 
     Attributes:
-        operation: its name in StableHLO, ``return`` for the end of the program, ``while`` or
-            ``call of NAME`` for the way into or out of one.
+        operation: its name in StableHLO, ``return`` for the end of the program, ``while``,
+            ``case`` or ``shard_map`` for the way into or out of one.
         source: the user's line.
         way: ``forward`` from operand to result, ``backward`` from result to operand, ``sideways``
             from operand to operand.

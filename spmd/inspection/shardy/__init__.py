@@ -3,12 +3,13 @@
 In the order of reading:
 
 - `passes`: the operations of a module, and what their attributes say.
+- `calls`: the functions of a module in the places of their calls, as XLA has them.
 - `places`: which device has which part, and which sends its own to which.
 - `ragged`: products in groups, for which Shardy has no rule and XLA one.
 - `tables`: lookups in many tables at once, where XLA makes tables whole.
 - `reshards`: the steps in which XLA places a value otherwise.
 - `pipeline`: Shardy's passes on a copy of a module.
-- `flow`: where values go, through calls, loops and branches, and how often loops run.
+- `flow`: where values go, through loops and branches, and how often loops run.
 - `propagation`: values, operations and steps, as plain data.
 - `flops`: what one call computes, of the whole program and of a device.
 - `products`: the products of a program, and how often each runs.

@@ -21,8 +21,8 @@ from spmd.inspection.shardy.targets.base import AXES, Exchange, axes_by_dimensio
 def exchanges(module: Any, platform: str = "") -> tuple[Collective, ...]:
     """The collectives of a module after ``sdy-reshard-to-collectives``, in the program's order.
 
-    Each place has one record, with the executions of all calls of a function together. The rules of
-    the platform's compiler change them; without a platform they are what the shardings ask for.
+    The rules of the platform's compiler change them; without a platform they are what the shardings
+    ask for.
     """
     return read(module, platform).collectives
 
@@ -51,8 +51,9 @@ def read(
         chip: the name of its generation, if known.
         slice_of: sizes of the slice's dimensions, if known.
     """
-    reader = _Reader(module, platform, chip, slice_of)
-    found = reader.function("main")
+    main, sizes = passes.functions(module)["main"], passes.axis_sizes(module)
+    reader = _Reader(main, sizes, target_of(platform)(main, sizes, chip, slice_of))
+    found = reader.all()
     return Exchanges(tuple(found.values()), tuple(map(reader.together.get, found)))
 
 
@@ -61,22 +62,17 @@ _Found = dict[Any, Collective]
 
 
 class _Reader:
-    """Walks a module as it runs. Each function is read once, however often it is called."""
+    """Walks a program as it runs."""
 
-    def __init__(self, module: Any, platform: str, chip: str, slice_of: Sequence[int]):
-        self.functions = passes.functions(module)
-        self.sizes = passes.axis_sizes(module)
-        self.target = target_of(platform)(self.functions, self.sizes, chip, slice_of)
+    def __init__(self, main: Any, sizes: Mapping[str, int], target: Any):
+        self.main, self.sizes, self.target = main, sizes, target
         self.after: dict[Any, Any] = {}
         self.together: dict[Any, int] = {}
         self.numbers: dict[Any, int] = {}
-        self.done: dict[str, _Found] = {}
 
-    def function(self, name: str) -> _Found:
-        """The collectives of one call of a function."""
-        if name not in self.done:
-            self.done[name] = self._blocks(self.functions[name])
-        return self.done[name]
+    def all(self) -> _Found:
+        """The collectives of one call of the program."""
+        return self._blocks(self.main)
 
     def _blocks(self, operation: Any) -> _Found:
         found: _Found = {}
@@ -98,7 +94,7 @@ class _Reader:
                             key = one.after or block, one.mesh_axes, one.turn
                             number = self.numbers.setdefault(key, len(self.numbers))
                             self.together[operation, i] = number
-            elif operation.name in passes.HOLDERS or operation.name == "func.call":
+            elif operation.name in passes.HOLDERS:
                 inner = self._inside(operation)
                 _add(found, {place: _within(one, operation) for place, one in inner.items()})
         return found
@@ -106,8 +102,6 @@ class _Reader:
     def _inside(self, operation: Any) -> _Found:
         """The collectives of one execution of an operation that holds others."""
         match operation.name:
-            case "func.call":
-                return self.function(passes.callee_of(operation))
             case "stablehlo.while":
                 return self._loop(operation)
             case "stablehlo.case" | "stablehlo.if":
@@ -150,10 +144,8 @@ def _repeated(one: Collective, times: int | None) -> Collective:
 
 def _within(one: Collective, holder: Any) -> Collective:
     """A collective inside of another operation: its name stack goes on from there."""
-    frames = one.frames
-    if not frames or passes.takes_part_in_loops(holder):
-        frames = passes.frames_of(holder.location)
-    op_name = _joined(passes.op_name_of(holder.location), one.op_name)
+    frames = one.frames or passes.frames_of(holder.location)
+    op_name = passes.joined(passes.op_name_of(holder.location), one.op_name)
     return dataclasses.replace(
         one,
         frames=frames,
@@ -196,14 +188,6 @@ def _again(operation: Any, done: set[object]) -> bool:
     texts = tuple(passes.text_of(operation, name) for name in _SAYING)
     key = (operation.name, operation.operands[0], texts)
     return key in done or bool(done.add(key))
-
-
-def _joined(outer: str, inner: str) -> str:
-    """A name stack; functions that are lowered once have only the end of theirs."""
-    first = outer.partition("/")[0]
-    if not outer or not inner or inner.startswith(first):
-        return inner or outer
-    return f"{outer}/{inner}"
 
 
 # What is sent

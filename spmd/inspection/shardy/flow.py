@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 import itertools
 import re
 from typing import Any
@@ -24,21 +24,15 @@ MOVES = frozenset(
 
 
 class Flow:
-    """The uses of values in a module of functions that call each other."""
+    """The uses of values in a program without calls."""
 
-    def __init__(self, functions: Mapping[str, Any]):
-        self.functions = functions
-        self.calls: dict[str, list[Any]] = {}
+    def __init__(self) -> None:
         self._without: dict[frozenset[str], set[Any]] = {}
-        for function in functions.values():
-            for one in passes.operations_in(function):
-                if one.name == "func.call":
-                    self.calls.setdefault(passes.callee_of(one), []).append(one)
 
     def uses(self, value: Any) -> Iterator[tuple[Any, int]]:
         """The operations that compute with a value, each with the number of its operand.
 
-        What calls, loops and manual computations do with it counts, and not they themselves. A
+        What loops and manual computations do with it counts, and not they themselves. A
         result of the program is used by the ``func.return`` that gives it.
         """
         yield from ((user, i) for user, i, ways in self._steps(value) if not ways)
@@ -48,18 +42,6 @@ class Flow:
         steps = (user for user, _, _ in self._steps(value) if user.name == "stablehlo.return")
         holders = (passes.operation_of(one.parent) for one in steps)
         return [one for one in holders if one.name == "stablehlo.while"]
-
-    def turning(self, operation: Any) -> Any:
-        """The innermost loop around an operation, through calls; None for none."""
-        while True:
-            holder = operation.parent.operation
-            if holder.name == passes.LOOP:
-                return holder
-            if holder.name == "func.func":
-                (holder, *_) = self.calls.get(passes.name_of(holder), (None,))
-            if holder is None:
-                return None
-            operation = holder
 
     def ends(self, value: Any) -> Iterator[tuple[Any, int]]:
         """The uses of a value wherever it is moved, those that only move it left out."""
@@ -101,16 +83,10 @@ class Flow:
     def _ways(self, user: Any, i: int) -> list[Any]:
         """What a value is called where it enters or leaves a part of the program."""
         match user.name:
-            case "func.call":
-                function = self.functions[passes.callee_of(user)]
-                return [passes.block_of(function).arguments[i]]
             case "stablehlo.while":
                 return [block.arguments[i] for block in passes.blocks(user)]
-            case "sdy.manual_computation" | "sdy.named_computation":
+            case passes.MANUAL:
                 return [passes.block_of(user).arguments[i]]
-            case "func.return":
-                name = passes.name_of(user.parent)
-                return [call.results[i] for call in self.calls.get(name, ())]
             case "sdy.return":
                 return [user.parent.results[i]]
             case "stablehlo.return":

@@ -52,12 +52,7 @@ LOOP = "stablehlo.while"
 MANUAL = "sdy.manual_computation"
 PRODUCTS = "stablehlo.dot_general", "stablehlo.convolution"
 
-HOLDERS = frozenset(
-    (
-        *(LOOP, "stablehlo.case", "stablehlo.if"),
-        *(MANUAL, "sdy.named_computation"),
-    )
-)
+HOLDERS = frozenset((LOOP, MANUAL, "stablehlo.case", "stablehlo.if"))
 """Operations whose regions are part of the program; others' say how to reduce or compare."""
 
 
@@ -93,13 +88,14 @@ def operation_of(view: Any) -> Any:
 
 
 def holders_of(operation: Any) -> Iterator[Any]:
-    """The operations that one is inside of, such as calls, up to its function, innermost first.
-
-    The operations of a function of its own, as `jax.jit` makes one, have only the frames and the
-    name stack from there on: the call of it has the rest.
-    """
+    """The operations that one is inside of, such as loops, innermost first."""
     while (operation := operation.parent.operation).name != "func.func":
         yield operation
+
+
+def loop_around(operation: Any) -> Any:
+    """The innermost loop that one is inside of; None for none."""
+    return next((one for one in holders_of(operation) if one.name == LOOP), None)
 
 
 def is_manual(operation: Any) -> bool:
@@ -560,21 +556,6 @@ def places_of(location: Any) -> list[tuple[Any, str]]:
     return found
 
 
-#: MLIR numbers functions of one name.
-_LOOPS_OWN = re.compile(r"dynamic_(?:update_)?index_in_dim(?:_\d+)?")
-
-
-def takes_part_in_loops(operation: Any) -> bool:
-    """Whether an operation is a call of what JAX takes loops' arrays apart with, or stacks them.
-
-    JAX traces these functions once in a process. The frames inside are those of the loop that came
-    first, in whatever program; the call has those of this one.
-    """
-    if operation.name != "sdy.named_computation":
-        return False
-    return _LOOPS_OWN.fullmatch(text_of(operation, "name").strip('"')) is not None
-
-
 def op_name_of(location: Any) -> str:
     """The name stack that JAX gave an operation, or the name of an argument."""
     if isinstance(location, ir.NameLoc):
@@ -582,3 +563,11 @@ def op_name_of(location: Any) -> str:
     if isinstance(location, ir.FusedLoc):
         return next(filter(None, map(op_name_of, location.locations)), "")
     return ""
+
+
+def joined(outer: str, inner: str) -> str:
+    """A name stack; functions that are lowered once have only the end of theirs."""
+    first = outer.partition("/")[0]
+    if not outer or not inner or inner.startswith(first):
+        return inner or outer
+    return f"{outer}/{inner}"

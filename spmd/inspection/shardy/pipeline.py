@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 import math
 import re
 from typing import Any
@@ -12,7 +12,7 @@ from jax.extend.mlir.dialects import stablehlo
 
 from spmd import _jax
 from spmd.errors import Failure, ReportError, explain
-from spmd.inspection.shardy import passes, ragged, reshards
+from spmd.inspection.shardy import calls, passes, ragged, reshards
 
 PROPAGATION = "sdy-propagation-pipeline"
 """Shardy's propagation and what comes before and after it."""
@@ -34,32 +34,29 @@ def run(module: Any, wanted: Sequence[str], *, subject: str, own: bool = False) 
     """
     with module.context:
         copy = module.operation.clone().operation
+        calls.inline(copy)
         operations = _all_in(copy)
-        has_loops = any(one.name == passes.LOOP for one in operations)
         _tell_rules(operations)
         _change(operations)
         del operations  # which the passes may replace
         i = wanted.index(RESHARDS) if RESHARDS in wanted else len(wanted)
-        _run(copy, wanted[:i], subject, has_loops=has_loops)
+        _run(copy, wanted[:i], subject)
         if i < len(wanted):
             operations = _all_in(copy)
             if not own:
                 reshards.agree(copy, [one for one in operations if one.name not in _OPAQUE])
             ragged.replace(copy, operations)
             del operations
-            _run(copy, [RESHARDS], subject, has_loops=has_loops)
+            _run(copy, [RESHARDS], subject)
             if not own:
                 reshards.replace(copy, _all_in(copy))
-            _run(copy, wanted[i + 1 :], subject, has_loops=has_loops)
+            _run(copy, wanted[i + 1 :], subject)
     return copy
 
 
-def _run(copy: Any, wanted: Sequence[str], subject: str, *, has_loops: bool) -> None:
-    parse = passmanager.PassManager.parse
+def _run(copy: Any, wanted: Sequence[str], subject: str) -> None:
     try:
-        manager = parse(f"builtin.module({', '.join(wanted)})")
-        if has_loops:
-            manager = parse(_propagating_twice(str(manager)))
+        manager = passmanager.PassManager.parse(f"builtin.module({', '.join(wanted)})")
     except (ValueError, ir.MLIRError) as error:
         raise explain(subject, [_missing(wanted, error)]) from None
     # On JAX 0.10.2 the records of propagation fail verification on every loop.
@@ -86,24 +83,6 @@ def _all_in(copy: Any) -> list[Any]:
 
     copy.walk(keep)
     return found
-
-
-_PROPAGATE = re.compile(r"sdy-user-priority-propagate(\{[^{}]*\})?")
-
-
-def _propagating_twice(pipeline: str) -> str:
-    """A pipeline that propagates again where it does so once, for programs with loops.
-
-    Propagation is over before the shardings of a loop reach the functions that its body calls, such
-    as those that take its turn of a stacked array: whatever they give stays whole. A second one
-    starts from all that the first one knows; numbers of steps go on. Asked for origins, it would
-    say of each that it cannot be found. XLA needs no second one: it has no calls when it
-    propagates, and its loops do not carry what they only read.
-    """
-    # This one writes files if it is told where, and has no name that can be parsed.
-    pipeline = pipeline.replace("sdy-save-module,", "")
-    again = "debug-sharding-origins=true", "debug-sharding-origins=false"
-    return _PROPAGATE.sub(lambda one: f"{one[0]},{one[0].replace(*again)}", pipeline)
 
 
 #: What XLA keeps as a call that it does not partition.
@@ -140,17 +119,13 @@ def _rule_of_each(operation: Any) -> str:
     return passes.rule_text(*sides, sizes=dict(zip(names, shape, strict=True)))
 
 
-def _change(operations: Sequence[Any]) -> None:
+def _change(operations: Iterable[Any]) -> None:
     """Makes operations what they are in XLA where it propagates."""
-    calls: dict[str, list[Any]] = {}
-    for one in operations:
-        if one.name == "func.call":
-            calls.setdefault(passes.callee_of(one), []).append(one)
     for one in operations:
         if one.name == "stablehlo.broadcast_in_dim":
             _reshape(one)
         elif one.name == "sdy.sharding_constraint":
-            _move_out(one, calls)
+            _move_out(one)
 
 
 def _reshape(broadcast: Any) -> None:
@@ -170,48 +145,30 @@ def _reshape(broadcast: Any) -> None:
     broadcast.erase()
 
 
-def _move_out(constraint: Any, calls: Mapping[str, Sequence[Any]]) -> None:
-    """Constrains what a loop hands on as it is before the loop, and not in each turn, as XLA does.
+def _move_out(constraint: Any) -> None:
+    """Constrains what loops hand on as it is before them, and not in each turn, as XLA does.
 
-    Where that is a gather, it is made once. XLA has no calls then: out of a function that is called
-    once it is moved, too, on the way to a loop.
+    Where that is a gather, it is made once.
     """
-    way: list[tuple[Any, int]] = []
-    value = constraint.operands[0]
-    while found := _given(value, calls):
-        way.append(found)
-        value = found[0].operands[found[1]]
-    while way and way[-1][0].name != passes.LOOP:
-        way.pop()
-    for holder, i in way:
-        with ir.InsertionPoint(holder):
+    while loop := _loop_of(value := constraint.operands[0]):
+        with ir.InsertionPoint(loop):
             moved = constraint.clone()
-        moved.operands[0] = holder.operands[i]
-        if holder.name == passes.LOOP:
-            made = moved.results[0]
-        else:
-            holder.operands[i], made = moved.results[0], constraint.operands[0]
-        constraint.results[0].replace_all_uses_with(made)
+        moved.operands[0] = loop.operands[value.arg_number]
+        constraint.results[0].replace_all_uses_with(moved.results[0])
         constraint.erase()
         constraint = moved
 
 
-def _given(value: Any, calls: Mapping[str, Sequence[Any]]) -> tuple[Any, int] | None:
-    """The loop that hands a value on as it is, or the only call of a function that it is given to.
-
-    With it comes the number of the operand. A function may do nothing else with the value.
-    """
+def _loop_of(value: Any) -> Any:
+    """The loop that hands a value on as it is, or None."""
     if passes.maker_of(value) is not None:
         return None
-    i, holder = value.arg_number, passes.operation_of(value.owner.owner)
-    if holder.name == passes.LOOP:
-        *_, body = passes.blocks(holder)
-        is_kept = value.owner == body and passes.end_of(body).operands[i] == value
-        return (holder, i) if is_kept else None
-    if holder.name != "func.func" or not passes.is_used_once(value):
+    loop = passes.operation_of(value.owner.owner)
+    if loop.name != passes.LOOP:
         return None
-    found = calls.get(passes.name_of(holder), ())
-    return (found[0], i) if len(found) == 1 else None
+    *_, body = passes.blocks(loop)
+    is_kept = value.owner == body and passes.end_of(body).operands[value.arg_number] == value
+    return loop if is_kept else None
 
 
 def _missing(wanted: Sequence[str], error: Exception) -> Failure:

@@ -19,8 +19,6 @@ from spmd.inspection.shardy.passes import Dimensions, Rule
 _RECORDS = " debug-sharding-origins=true debug-propagation-edge-sharding=true"
 _PASSES = (
     "sdy-import-pipeline",
-    # Without it nothing is said about the inside of called functions.
-    "sdy-import-func-calls",
     f"sdy-user-priority-propagate{{keep-sharding-rules=true{_RECORDS}}}",
 )
 _EDGE = "sdy.data_flow_edge"
@@ -429,12 +427,9 @@ def _owner(raw: Any) -> Any:
 
 
 def _frames(operation: Any) -> tuple[Source, ...]:
-    """The frames of an operation, or of the call that it is part of: functions of JAX have none."""
-    frames: tuple[Source, ...] = ()
-    for one in itertools.chain([operation], passes.holders_of(operation)):
-        if not frames or passes.takes_part_in_loops(one):
-            frames = passes.frames_of(one.location)
-    return frames
+    """The frames of an operation, or of what it is inside of if it has none."""
+    holders = itertools.chain([operation], passes.holders_of(operation))
+    return next(filter(None, (passes.frames_of(one.location) for one in holders)), ())
 
 
 def _sources(raw: Any) -> list[Any]:
@@ -465,8 +460,6 @@ def _owner_name(raw: Any) -> str:
     owner = _owner(raw)
     if owner.name == passes.MANUAL:
         return "shard_map"
-    if owner.name == "sdy.named_computation":
-        return "call of " + passes.text_of(owner, "name").strip('"')
     return _short(owner.name)
 
 

@@ -37,7 +37,7 @@ from spmd.planner.verify import Program, pinned
 logger = logging.getLogger(__name__)
 
 _SUBJECT = "plan"
-_PROPAGATION = ("sdy-import-pipeline", "sdy-import-func-calls", "sdy-user-priority-propagate")
+_PROPAGATION = ("sdy-import-pipeline", "sdy-user-priority-propagate")
 _MOST_PLACES = 3
 
 

@@ -254,30 +254,18 @@ def turns(graph: Graph) -> dict[int, int]:
     """
     users = _users(graph)
     terms = _terms(graph, users)
-    makers = {result: one for one in graph.operations for result, _ in one.results}
-
-    def source(i: int) -> int:
-        """What goes into functions, or comes out of them, as a value."""
-        while i in makers and makers[i].is_call:
-            i = makers[i].tensors[0]
-        return i
-
-    def uses(i: int) -> Iterator[Operation]:
-        for one in users[i]:
-            yield from uses(one.tensors[-1]) if one.is_call else (one,)
-
     found: dict[int, int] = {}
     for edge in graph.operations:
         if edge.name != "while":
             continue
         _, made, total = edge.tensors
-        inside = [one for one in uses(total) if edge.loops[-1] in one.loops]
+        inside = [one for one in users[total] if edge.loops[-1] in one.loops]
         if len(inside) != 1 or inside[0].name != "add":
             continue
         (add,) = inside
-        if source(made) != add.tensors[-1] or [*uses(add.tensors[-1])] != [edge]:
+        if made != add.tensors[-1] or users[made] != [edge]:
             continue
-        added = {i for i in add.tensors[: add.operands] if source(i) != total}
+        added = {i for i in add.tensors[: add.operands] if i != total}
         if len(added) == 1 and len(users[one := added.pop()]) == 1:
             found |= dict.fromkeys(terms.get(one, ()), add.runs // edge.runs)
     return found
@@ -299,7 +287,7 @@ def _terms(graph: Graph, users: Mapping[int, Sequence[Operation]]) -> dict[int, 
         result = one.tensors[-1]
         if one.flops or one.name in ("scatter", "reduce"):
             terms[result] = [result]
-        elif one.name == "add" or one.name in _LINEAR or one.is_call:
+        elif one.name == "add" or one.name in _LINEAR:
             operands = one.tensors[: one.operands]
             sides = [terms.get(i, []) if len(users[i]) == 1 else [] for i in operands]
             if all(sides) and sides:

@@ -204,7 +204,7 @@ class Estimator:
         )
         # What products find whole: what is gathered ahead, and once for several of them.
         self.lasting = self.early | {i for i, count in users.items() if count > 1}
-        self.given = graph.given
+        self.arguments = graph.arguments
         self.sources = _sources(graph)
         self.alike = {i: i for i in range(len(graph.tensors))}
         work = ((part, self._patterns(part)) for part in self._parts(graph, fusion))
@@ -489,7 +489,7 @@ class Estimator:
         machine, is_brief = self.machine, tensor in self.lives.brief
         most, shares = (machine.brief, at.kept) if is_brief else (machine.near, at.parts)
         is_large = self.nbytes[tensor] * shares[self.kind_of[tensor]] > most
-        return tensor in self.given or is_large or self._source(tensor, at.parts) > machine.near
+        return tensor in self.arguments or is_large or self._source(tensor, at.parts) > machine.near
 
     def _read(self, part: _Part, product: Product, at: _Placed) -> Iterator[float]:
         """Bytes of each value in main memory that a product reads.

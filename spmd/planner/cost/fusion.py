@@ -160,7 +160,7 @@ class Fusion:
                 continue
             works = is_fusible(one) and not one.passes_on
             for i in one.tensors[: one.operands] if works and one.name not in NO_WORK else ():
-                if i in self.graph.given:
+                if i in self.graph.arguments:
                     found.add(i)
             for result, _ in one.results:
                 made[result] = made.get(one.tensors[0], False) if one.passes_on else works

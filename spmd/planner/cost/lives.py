@@ -87,7 +87,7 @@ class Lives:
         tensors = self.graph.tensors
         for one in self.graph.operations:
             first, *_, last = one.tensors
-            if one.name in ("while", "return") or one.is_call:
+            if one.name in ("while", "return"):
                 changed = one.name == "while" and one.tensors[1] != last
                 for i in one.tensors[changed and self._is_given(first) : -1]:
                     self.buffers.join(i, last)
@@ -250,7 +250,7 @@ class Lives:
             before, i = self.graph.tensors[i].nbytes, one.tensors[-1]
             if one.name == "convert":
                 return self.graph.tensors[i].nbytes / before if before else 1.0
-            if one.name not in NO_WORK and not one.is_call:
+            if one.name not in NO_WORK:
                 break
         return 1.0
 
@@ -280,7 +280,7 @@ class Lives:
             for i in {i for i, _ in one.results} - graph.constants:
                 if is_again and i not in self.stored:
                     own = frozenset().union(*(found[j] for j in one.tensors[: one.operands]))
-                    found[i] = own - graph.given
+                    found[i] = own - graph.arguments
                 else:
                     found[i] = frozenset((self.written(i),))
         return found
@@ -322,7 +322,7 @@ def wider(graph: Graph) -> dict[int, int]:
             if not _is_part(one):
                 break
             last = one.tensors[-1]
-            is_worked |= one.name not in (*NO_WORK, "convert") and not one.is_call
+            is_worked |= one.name not in (*NO_WORK, "convert")
         made, own = graph.tensors[last], graph.tensors[product.tensors[-1]]
         is_wider = made.nbytes > own.nbytes and math.prod(made.shape) == math.prod(own.shape)
         if is_worked and is_wider:

@@ -127,5 +127,5 @@ def _until(graph: Graph) -> dict[int, int]:
         for n, one in enumerate(graph.operations)
         if one.flops and not one.loops
         for i in one.tensors[: one.operands]
-        if i in graph.given
+        if i in graph.arguments
     }

@@ -66,7 +66,7 @@ class Reads:
         return found.difference(*self.operands[n], map(self.lives.written, own))
 
     def _is_given(self, i: int) -> bool:
-        return i in self.graph.given
+        return i in self.graph.arguments
 
     def _passes(self) -> Iterator[tuple[int, int]]:
         free = self._free()

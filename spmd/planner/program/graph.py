@@ -30,7 +30,6 @@ from spmd.planner.program.structure import (
     Operation,
     Tensor,
     early,
-    given,
     with_weights,
 )
 from spmd.planner.program.sums import regroup
@@ -117,7 +116,7 @@ def graph_of(module: Any, *, subject: str) -> Graph:
     with module.context:
         read = _Reader(found, donated).read()
     graph = with_state(tied(read))
-    return dataclasses.replace(graph, early=frozenset(early(graph)), given=frozenset(given(graph)))
+    return dataclasses.replace(graph, early=frozenset(early(graph)))
 
 
 def with_ranks(graph: Graph, ins: Sequence[int], outs: Sequence[int]) -> Graph:
@@ -189,6 +188,7 @@ class _Reader:
                 classes={},
                 sizes={},
                 constants=_constants(tensors, operations),
+                arguments=frozenset(_arguments(tensors)),
                 kernels=kernel_work(self.found).flops,
             )
         )
@@ -320,7 +320,7 @@ class _Reader:
                 shapes[first][:d] + shapes[first][d + 1 :] == shapes[second]
                 for d in range(len(shapes[first]))
             )
-        return link.name in _FUSED or not own or link.name.startswith("call of")
+        return link.name in _FUSED or not own
 
     def _by_class(
         self, link: Link, factors: Sequence[Sequence[str | None]]
@@ -368,14 +368,17 @@ def _whole_in(rule: Any) -> frozenset[str]:
     return frozenset(name.strip() for names in found for name in names.split(",") if name.strip())
 
 
+def _arguments(tensors: Sequence[Tensor]) -> Iterator[int]:
+    return (i for i, one in enumerate(tensors) if one.kind == "argument")
+
+
 def _constants(tensors: Sequence[Tensor], operations: Sequence[Operation]) -> frozenset[int]:
     """Values that come from no argument."""
     after: dict[int, set[int]] = defaultdict(set)
     for one in operations:
         for i in one.tensors[: one.operands]:
             after[i].update(one.tensors[one.operands :])
-    arguments = (i for i, one in enumerate(tensors) if one.kind == "argument")
-    reached = {i for i, _, _ in walk(arguments, lambda i: after[i])}
+    reached = {i for i, _, _ in walk(_arguments(tensors), lambda i: after[i])}
     return frozenset(range(len(tensors))) - reached
 
 

@@ -96,14 +96,9 @@ class Operation:
     types: frozenset[str] = frozenset()
 
     @property
-    def is_call(self) -> bool:
-        """Whether a value goes into a function of the module, or comes out of it, as it is."""
-        return self.name.startswith("call of")
-
-    @property
     def passes_on(self) -> bool:
         """Whether its result is its operand, in the same place."""
-        return self.name in _IN_PLACE or self.is_call
+        return self.name in _IN_PLACE
 
     @property
     def results(self) -> Iterator[tuple[int, tuple[str | None, ...]]]:
@@ -124,7 +119,7 @@ class Graph:
         sizes: of these classes: the largest dimension.
         constants: values that come from no argument: a compiler makes them where they are used.
         early: values that come from arguments without a product or a sum: they can be sent ahead.
-        given: arguments, and what functions that are called with them call these.
+        arguments: those of the program.
         kernels: FLOPs of the kernels written by hand on a device, which no layout splits.
     """
 
@@ -134,7 +129,7 @@ class Graph:
     sizes: dict[int, int]
     constants: frozenset[int] = frozenset()
     early: frozenset[int] = frozenset()
-    given: frozenset[int] = frozenset()
+    arguments: frozenset[int] = frozenset()
     kernels: int = 0
 
 
@@ -235,18 +230,6 @@ def early(graph: Graph) -> set[int]:
                 own = own[:1] if one.tensors[1:2] == one.tensors[-1:] else []
             if own and found.issuperset(own) and (one.is_fused or one.name in _CHEAP):
                 found.update(result for result, _ in one.results)
-    return found
-
-
-def given(graph: Graph) -> set[int]:
-    """Arguments, and what functions that are called with them call these."""
-    found = {i for i, one in enumerate(graph.tensors) if one.kind == "argument"}
-    before = 0
-    while before < len(found):
-        before = len(found)
-        for one in graph.operations:
-            if one.is_call and one.tensors[0] in found:
-                found.add(one.tensors[-1])
     return found
 
 

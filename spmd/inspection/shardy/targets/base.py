@@ -106,12 +106,12 @@ class AnyTarget:
 
     def __init__(
         self,
-        functions: Mapping[str, Any],
+        main: Any,
         sizes: Mapping[str, int],
         chip: str = "",
         slice_of: Sequence[int] = (),
     ):
-        self.functions, self.sizes, self.chip, self.slice_of = functions, sizes, chip, slice_of
+        self.main, self.sizes, self.chip, self.slice_of = main, sizes, chip, slice_of
 
     def sent(self, operation: Any, asked: Exchange) -> Sequence[Exchange]:
         """What is sent in place of what an operation asks for."""

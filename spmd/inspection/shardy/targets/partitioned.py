@@ -36,8 +36,8 @@ class Partitioned(AnyTarget):
 
     @functools.cached_property
     def flow(self) -> Flow:
-        """Where the values of the functions go."""
-        return Flow(self.functions)
+        """Where the values of the program go."""
+        return Flow()
 
     @functools.cached_property
     def turned(self) -> set[Any]:

@@ -43,7 +43,7 @@ class Tpu(Partitioned):
     @functools.cached_property
     def merged(self) -> set[Any]:
         """Sums that are a part of others."""
-        return {op for one in self.functions.values() for op in _merged(one)}
+        return {*_merged(self.main)}
 
     def sent(self, operation: Any, asked: Exchange) -> Sequence[Exchange]:
         """Sums are merged, scattered, or moved out of loops; gathers and permutes narrower."""
@@ -190,7 +190,7 @@ class Tpu(Partitioned):
             return None
         loop = next(iter(self.flow.loops(add.results[0])), None)
         # A sum in a loop of its own is made in each turn of that.
-        return loop if self.flow.turning(operation) == loop else None
+        return loop if passes.loop_around(operation) == loop else None
 
 
 def _kept_in_parts(asked: Exchange, parts: tuple[Shape, ...]) -> Exchange:
