@@ -237,6 +237,14 @@ def choose(
     return looking.chosen()
 
 
+class _Mesh(NamedTuple):
+    """A mesh, what a program takes on it, and its experts by name."""
+
+    mesh: Any
+    estimate: Estimator
+    experts: dict[str, Candidate]
+
+
 class _Looking:
     """A search on its way."""
 
@@ -266,29 +274,23 @@ class _Looking:
     # Tier one
 
     def estimate(self, meshes: Iterable[Any]) -> None:
-        """The best layouts of each mesh, and its experts, by classes alone."""
-        estimate: Estimator | None = None
+        """The best layouts of each mesh, and its experts, by classes alone.
+
+        Meshes with better experts come first: of those that are farther from the best, less is
+        looked at.
+        """
+        on = [*self._open(meshes)]
+        on.sort(key=lambda one: min((named.score for named in one.experts.values()), default=0.0))
         best = math.inf
-        for mesh in meshes:
+        for mesh, estimate, named in on:
             if self.choices and self._is_late():
                 return
-            machine = self._machine(mesh)
-            if machine is None or not self.program.is_for(mesh):
-                continue
-            sizes = machine.sizes
-            graph = self.program.graph(mesh)
-            known = experts(graph, sizes) if self.seeds else {}
-            known = {name: one for name, one in known.items() if self.rules.allow(one)}
-            if estimate and estimate.graph is graph and estimate.machine.count == machine.count:
-                estimate = estimate.on(machine)
-            else:
-                estimate = Estimator(graph, machine, self.rules.fixed)
             self.seen = []
             try:
                 found = search(
                     estimate,
                     self.rules,
-                    starts=known.values(),
+                    starts=[one.layout for one in named.values()],
                     best=best,
                     seed=self.seed,
                     saw=self._saw,
@@ -298,9 +300,31 @@ class _Looking:
                 raise
             best = min(best, found[0].score)
             self.choices += self._kept(found, estimate, mesh)
-            for name, layout in known.items():
-                named = Candidate(layout, estimate(layout), 0.0)
-                self.choices.append(self._choice(name, named, graph, mesh))
+            self.choices += (
+                self._choice(name, one, estimate.graph, mesh) for name, one in named.items()
+            )
+
+    def _open(self, meshes: Iterable[Any]) -> Iterator[_Mesh]:
+        """The program on each mesh that it is for; at the deadline on the first one at least."""
+        estimate: Estimator | None = None
+        for mesh in meshes:
+            if estimate and self._is_late():
+                return
+            machine = self._machine(mesh)
+            if machine is None or not self.program.is_for(mesh):
+                continue
+            graph = self.program.graph(mesh)
+            if estimate and estimate.graph is graph and estimate.machine.count == machine.count:
+                estimate = estimate.on(machine)
+            else:
+                estimate = Estimator(graph, machine, self.rules.fixed)
+            known = experts(graph, machine.sizes) if self.seeds else {}
+            named = {
+                name: Candidate(layout, cost := estimate(layout), self.rules.score(cost))
+                for name, layout in known.items()
+                if self.rules.allow(layout)
+            }
+            yield _Mesh(mesh, estimate, named)
 
     def _machine(self, mesh: Any) -> Machine | None:
         """What its devices can do; None where their links are not known."""

@@ -877,8 +877,8 @@ def test_totals_are_summed_after_their_loop_on_tpu(grid):
     assert sent["cpu"] == [("all-reduce", ("data",), "f32", 5, 5 * per_turn)]
 
 
-def _accumulated(mesh, *, is_scanned):
-    """Gradients of three layers, added up over four batches; rows are split, and no weight."""
+def _accumulated(mesh, *, is_scanned, place=None):
+    """Gradients of three layers, added up over four batches whose rows are split."""
 
     def loss(weights, x):
         if is_scanned:
@@ -895,8 +895,9 @@ def _accumulated(mesh, *, is_scanned):
         return jax.lax.scan(turn, jax.tree.map(jnp.zeros_like, weights), x)[0]
 
     weights = f32(3, 64, 64) if is_scanned else [f32(64, 64)] * 3
-    f = spmd.pjit(f, in_axis_resources=(P(), P(None, "data")), out_axis_resources=P(), mesh=mesh)
-    return f.lower(weights, f32(4, 32, 64))
+    place = place or P()
+    specs = {"in_axis_resources": (place, P(None, "data")), "out_axis_resources": place}
+    return spmd.pjit(f, mesh=mesh, **specs).lower(weights, f32(4, 32, 64))
 
 
 @pytest.mark.parametrize(("is_scanned", "count"), [(False, 1), (True, 12)])
@@ -905,6 +906,14 @@ def test_sums_that_another_loop_adds_up_stay_in_their_own(grid, is_scanned, coun
     found = preview(_accumulated(grid, is_scanned=is_scanned), chip="h100")
     assert {one.executions for one in found.collectives} == {count}
     assert found.total.wire_bytes == 3 * 64 * 64 * 4 * 2 * 3 // 4 * max(1, count // 3)
+
+
+def test_weights_are_split_through_the_calls_of_two_loops(grid):
+    """FSDP without a constraint: a place propagates as where no function is called, as in XLA."""
+    lowered = _accumulated(grid, is_scanned=True, place=P(None, "data"))
+    told, made = preview(lowered), spmd.report(lowered)
+    assert models.distance(told, made, "kind", "axis") == 0
+    assert {one.kind for one in told.collectives} == {"all-gather", "all-reduce"}
 
 
 @needs_cuda

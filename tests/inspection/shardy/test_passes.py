@@ -1,11 +1,16 @@
 """Shardy's passes, as they are run on a copy of a program."""
 
+from collections import Counter
+
 from hypothesis import example, given, strategies as st
+import jax
 from jax.extend.mlir import ir
+import jax.numpy as jnp
+import numpy as np
 import programs
 import pytest
 
-from spmd.inspection.shardy import passes, pipeline, propagation
+from spmd.inspection.shardy import calls, passes, pipeline, propagation
 
 #: Calls, branches, a `shard_map` and constraints, and no loop.
 LOOPLESS = (
@@ -26,6 +31,49 @@ def test_without_loops_a_second_round_changes_nothing(name):
     twice = pipeline.run(module, [*before, propagate, propagate], subject="test")
     assert not any(one.name == passes.LOOP for one in passes.operations_in(once))
     assert str(once) == str(twice)
+
+
+@jax.jit
+def _inner(x):
+    return jnp.sin(x)
+
+
+@jax.jit
+def _outer(x, y):
+    x = jax.lax.fori_loop(0, 3, lambda _, x: _inner(x) + y, x)
+    return _inner(x), y
+
+
+def _calling(x):
+    a, b = _outer(x, 2 * x)
+    with jax.named_scope("again"):
+        a, b = _outer(b, a)
+    return a + b
+
+
+def test_functions_stand_in_the_places_of_their_calls():
+    """Also of calls within loops and other functions; the program computes what it did."""
+    lowered = jax.jit(_calling).lower(jnp.float32(0.0))
+    module = lowered.compiler_ir()
+    expected = lowered.compile()(jnp.float32(0.3))
+    assert {*passes.functions(module.operation)} > {"main"}
+    with module.context:
+        calls.inline(module.operation)
+        assert module.operation.verify()
+        found = [*passes.operations_in(module.operation)]
+        sines = [one for one in found if one.name == "stablehlo.sine"]
+        around = Counter(len([*passes.holders_of(one)]) for one in sines)
+        scopes = Counter("again" in _name_stack(one) for one in sines)
+    assert [*passes.functions(module.operation)] == ["main"]
+    assert not any(one.name == calls.CALL for one in found)
+    assert around == {0: 2, 1: 2}  # two beside loops, and two in them
+    assert scopes == {True: 2, False: 2}
+    np.testing.assert_array_equal(lowered.compile()(jnp.float32(0.3)), expected)
+
+
+def _name_stack(operation):
+    holders = (passes.op_name_of(one.location) for one in passes.holders_of(operation))
+    return "/".join((*holders, passes.op_name_of(operation.location)))
 
 
 @pytest.mark.slow

@@ -224,8 +224,7 @@ def test_inside_of_a_loop_and_a_called_function(grid):
 def test_the_way_back_through_a_loop(grid):
     """What a gradient makes of the rows of `x` in each turn is split as the program has it.
 
-    The backward loop takes its turn of a stacked array by functions, to which propagation comes
-    only in a second round.
+    The backward loop takes its turn of a stacked array by functions of JAX.
     """
 
     def loss(ws, x):
