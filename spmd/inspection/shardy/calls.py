@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from jax.extend.mlir import ir
+from jax.extend.mlir import ir, passmanager
 
 from spmd.inspection.shardy import passes
 
-CALL = "func.call"
+CALLS = {"func.call": "callee", "stablehlo.composite": "decomposition"}
+"""Operations that stand for those of a function, and the attribute that names it."""
 
 #: MLIR numbers functions of one name.
 _LOOPS_OWN = re.compile(r"dynamic_(?:update_)?index_in_dim(?:_\d+)?")
@@ -19,25 +20,24 @@ def inline(module: Any) -> None:
     """Puts the operations of functions in the places of all calls, as XLA does early.
 
     A place goes otherwise into a function, and comes otherwise out of it, than it goes on between
-    operations.
+    operations. Functions that an operation calls for each element, say, stay.
     """
     functions = passes.functions(module)
-    main = functions.pop("main")
-    pending = _calls_in(main)
+    pending = _calls_in(functions["main"])
     while pending:
         call = pending.pop()
-        function = functions[passes.callee_of(call)].clone().operation
+        name = callee_of(call)
+        function = functions[name].clone().operation
         pending += _calls_in(function)
-        _replace(call, function)
-    for function in functions.values():
-        function.erase()
+        _replace(call, name, function)
+    passmanager.PassManager.parse("builtin.module(symbol-dce)").run(module)
 
 
 def _calls_in(operation: Any) -> list[Any]:
     found: list[Any] = []
 
     def keep(one: Any) -> Any:
-        if one.name == CALL:
+        if one.name in CALLS:
             found.append(one)
         return ir.WalkResult.ADVANCE
 
@@ -45,13 +45,18 @@ def _calls_in(operation: Any) -> list[Any]:
     return found
 
 
-def _replace(call: Any, function: Any) -> None:
+def callee_of(call: Any) -> str:
+    """The name of the function that a call stands for."""
+    return passes.text_of(call, CALLS[call.name]).removeprefix("@").strip('"')
+
+
+def _replace(call: Any, name: str, function: Any) -> None:
     """Puts the operations of a function of its own in the place of a call."""
     block = passes.block_of(function)
     for argument, operand in zip(block.arguments, call.operands, strict=True):
         argument.replace_all_uses_with(operand)
     outer = passes.op_name_of(call.location)
-    is_loops = _LOOPS_OWN.fullmatch(passes.callee_of(call)) is not None
+    is_loops = _LOOPS_OWN.fullmatch(name) is not None
     *operations, end = (view.operation for view in block.operations)
     for one in operations:
         one.location = _within(one.location, call.location, outer, is_loops)

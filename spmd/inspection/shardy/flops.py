@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from spmd.inspection.hlo.cost import convolved
 from spmd.inspection.records.report import Shape
-from spmd.inspection.shardy import passes, ragged
+from spmd.inspection.shardy import calls, passes, ragged
 from spmd.inspection.shardy.flow import trip_count
 from spmd.inspection.shardy.propagation import Link, Propagation
 from spmd.inspection.timing.chips import Chip
@@ -155,9 +155,9 @@ class _Walk:
         name = operation.name
         if name in _COUNTED:
             return self.of(operation, _joined(path, operation), parts)
-        if name == "func.call":
+        if name in calls.CALLS:
             # A function of many calls is looked at once, unless its names say that it is another.
-            return self.called(passes.callee_of(operation), _short(path, operation), parts)
+            return self.called(calls.callee_of(operation), _short(path, operation), parts)
         if name not in passes.HOLDERS:
             return Work()
         path = _short(path, operation)

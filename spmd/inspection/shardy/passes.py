@@ -132,11 +132,6 @@ def name_of(function: Any) -> str:
     return text_of(operation_of(function), "sym_name").strip('"')
 
 
-def callee_of(call: Any) -> str:
-    """The name of the function that a ``func.call`` calls."""
-    return text_of(call, "callee").removeprefix("@").strip('"')
-
-
 def functions(module: Any) -> dict[str, Any]:
     """The functions of a module by name."""
     found = (view.operation for view in block_of(module).operations)

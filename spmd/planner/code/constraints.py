@@ -22,7 +22,7 @@ from spmd.inspection.compile.warned import compile_and_catch
 from spmd.inspection.records.names import short_path
 from spmd.inspection.records.plan import SourceConstraint
 from spmd.inspection.records.report import Report
-from spmd.inspection.shardy import passes, pipeline
+from spmd.inspection.shardy import calls, passes, pipeline
 from spmd.inspection.show.words import plural
 from spmd.planner.code import marks
 from spmd.planner.code.fewest import Fewest, Judged, is_over
@@ -156,17 +156,17 @@ class _Case:
 
     def _locations(self) -> Iterator[Any]:
         """Of what the plan pins, and of the calls of the functions that it is in."""
-        calls: dict[str, list[Any]] = {}
+        found: dict[str, list[Any]] = {}
         for one in passes.operations_in(self.module.operation):
-            if one.name == "func.call":
-                calls.setdefault(passes.callee_of(one), []).append(one)
+            if one.name in calls.CALLS:
+                found.setdefault(calls.callee_of(one), []).append(one)
         pending = [operation for _, operation in self.operations()]
         while pending:
             following = {}
             for one in pending:
                 yield one.location
                 following[_function_of(one)] = None
-            pending = [call for name in following for call in calls.pop(name, ())]
+            pending = [call for name in following for call in found.pop(name, ())]
 
 
 def _function_of(operation: Any) -> str:

@@ -908,6 +908,23 @@ def test_sums_that_another_loop_adds_up_stay_in_their_own(grid, is_scanned, coun
     assert found.total.wire_bytes == 3 * 64 * 64 * 4 * 2 * 3 // 4 * max(1, count // 3)
 
 
+def test_places_go_through_composites(grid):
+    """Such a one is a call that a compiler may know by its name; these know none."""
+    layer = jax.lax.composite(lambda x, w: jnp.tanh(x @ w), "tests.layer")
+
+    def f(x, a, b):
+        return layer(layer(x, a), b)
+
+    specs = P("data"), P(None, "model"), P("model")
+    lowered = spmd.pjit(f, in_axis_resources=specs, mesh=grid).lower(
+        f32(32, 16), f32(16, 64), f32(64, 16)
+    )
+    told, made = preview(lowered, chip="v5e"), spmd.report(lowered)
+    assert [(one.kind, one.mesh_axes) for one in told.collectives] == [("all-reduce", ("model",))]
+    assert models.distance(told, made, "kind", "axis") == 0
+    assert told.time.model_flops == 2 * 2 * 32 * 16 * 64
+
+
 def test_weights_are_split_through_the_calls_of_two_loops(grid):
     """FSDP without a constraint: a place propagates as where no function is called, as in XLA."""
     lowered = _accumulated(grid, is_scanned=True, place=P(None, "data"))
