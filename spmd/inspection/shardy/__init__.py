@@ -7,6 +7,7 @@ In the order of reading:
 - `places`: which device has which part, and which sends its own to which.
 - `ragged`: products in groups, for which Shardy has no rule and XLA one.
 - `tables`: lookups in many tables at once, where XLA makes tables whole.
+- `operands`: where products take their operands, and make their results.
 - `reshards`: the steps in which XLA places a value otherwise.
 - `pipeline`: Shardy's passes on a copy of a module.
 - `flow`: where values go, through loops and branches, and how often loops run.

@@ -18,7 +18,8 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
 
 from spmd.inspection.hlo.groups import part_of
-from spmd.inspection.shardy import passes, ragged, tables
+from spmd.inspection.shardy import operands, passes, ragged, tables
+from spmd.inspection.shardy.operands import Axes
 
 _PLACE = "sdy.sharding"
 _ELEMENTWISE = frozenset(
@@ -49,8 +50,6 @@ class Atom(NamedTuple):
     size: int
 
 
-Axes: TypeAlias = tuple[tuple[str, ...], ...]
-"""By dimension, the axes that split it."""
 Atoms: TypeAlias = tuple[Atom, ...]
 Placement: TypeAlias = tuple[Atoms, ...]
 """By dimension, what splits it, the major one first."""
@@ -95,14 +94,14 @@ def agree(module: Any, operations: Iterable[Any]) -> None:
 
     Operands that are all in one place stay there, and the result is placed otherwise. Shardy's pass
     would have all done where operands and results are split by most axes together. Products and
-    lookups in many tables have ways of their own: see `_place_product` and `tables`.
+    lookups in many tables have ways of their own: see `operands` and `tables`.
     """
     meshes = passes.meshes(module)
     known: dict[Any, Axes] = {}
     for one in operations:
-        if one.name in passes.PRODUCTS and not ragged.stands_in(one) and not _is_grouped(one):
+        if one.name in passes.PRODUCTS and not ragged.stands_in(one):
             with one.location:
-                _place_product(one, meshes)
+                operands.place(one, meshes)
         if one.name in tables.NAMES:
             with one.location:
                 tables.place(one, meshes)
@@ -146,95 +145,6 @@ def _agree(operation: Any, meshes: Mapping[str, Mapping[str, int]], known: dict[
         if axes != wanted:
             value = operation.operands[n]
             operation.operands[n] = passes.placed_for(operation, value, wanted, mesh)
-
-
-def _place_product(product: Any, meshes: Mapping[str, Mapping[str, int]]) -> None:
-    """Places the result of a product, or its operands, as XLA does."""
-    places = [*map(passes.axes_of, (*product.operands, product.results[0]))]
-    mesh = passes.mesh_with({axis for one in places for axes in one for axis in axes}, meshes)
-    if mesh is None:
-        return
-    names = _names_of(product)
-    summed = _summed_first(names, places)
-    if summed is not None:
-        passes.make_at(product, summed, mesh)
-    elif product.name == "stablehlo.dot_general":
-        for n in range(2):
-            kept = _beside_rows(names, places, n)
-            if kept != places[n]:
-                value = product.operands[n]
-                product.operands[n] = passes.placed_for(product, value, kept, mesh)
-                places[n] = kept
-
-
-def _summed_first(names: Sequence[Sequence[str]], places: Sequence[Axes]) -> Axes | None:
-    """Where a product is summed, if its operands are split alike along what is summed over.
-
-    That is where they lie; the result is placed otherwise after that. Shardy's pass would gather
-    operands that are smaller than the result; XLA sums, however large it is.
-    """
-    *sides, made = names
-    held: Mapping[str, tuple[str, ...]] = {}
-    for own, place in zip(sides, places, strict=False):
-        axes_of = dict(zip(own, place, strict=True))
-        if any(held.get(name, axes) != axes for name, axes in axes_of.items()):
-            return None
-        held = {**held, **axes_of}
-    summed = {axis for name, axes in held.items() if name not in made for axis in axes}
-    wanted = places[-1]
-    kept = tuple(tuple(axis for axis in axes if axis not in summed) for axes in wanted)
-    is_as_held = kept == tuple(held.get(name, ()) for name in made)
-    return kept if is_as_held and kept != wanted else None
-
-
-def _beside_rows(names: Sequence[Sequence[str]], places: Sequence[Axes], n: int) -> Axes:
-    """Where an operand is whole over the axes that split rows of the other and of the result.
-
-    Columns are rows in this. Shardy's pass would gather the other operand where that is smaller,
-    and place the result otherwise.
-    """
-    wanted = dict(zip(names[-1], places[-1], strict=True))
-    rows = {
-        axis
-        for name, axes in zip(names[1 - n], places[1 - n], strict=True)
-        if name not in names[n]
-        for axis in axes
-        if axis in wanted.get(name, ())
-    }
-    return tuple(tuple(axis for axis in axes if axis not in rows) for axes in places[n])
-
-
-def _is_grouped(product: Any) -> bool:
-    """Whether a convolution is one of groups of channels, or of batches."""
-    counts = "feature_group_count", "batch_group_count"
-    return any(int(product.attributes[one]) > 1 for one in counts if one in product.attributes)
-
-
-def _names_of(product: Any) -> tuple[list[str], list[str], list[str]]:
-    """Names of the dimensions of a product's operands and result: those that are one have one."""
-    if product.name == "stablehlo.convolution":
-        left, right, made = passes.labels_of(product)
-        # What goes over the window has a name of its own in each.
-        return (
-            [{"f": "i"}.get(name, f"input {name}") for name in left],
-            [{"i": "i"}.get(name, f"kernel {name}") for name in right],
-            [{"b": "input b", "f": "kernel o"}.get(name, f"result {name}") for name in made],
-        )
-    numbers = passes.numbers_of(product, "dot_dimension_numbers")
-    sides = []
-    for side, operand in zip(("lhs", "rhs"), product.operands, strict=True):
-        batch, terms = (
-            numbers.get(f"{side}_{kind}_dimensions", ()) for kind in ("batching", "contracting")
-        )
-        names = [f"{side} {d}" for d in range(len(passes.dims_of(operand.type)[0]))]
-        for kind, numbered in (("batch", batch), ("term", terms)):
-            for n, d in enumerate(numbered):
-                names[d] = f"{kind} {n}"
-        sides.append(names)
-    free = (name for names in sides for name in names if name[:3] in ("lhs", "rhs"))
-    shared = (name for name in sides[0] if name.startswith("batch"))
-    batch = sorted(shared, key=lambda name: int(name.split()[1]))
-    return sides[0], sides[1], [*batch, *free]
 
 
 def _is_of_shape(value: Any, result: Any) -> bool:
