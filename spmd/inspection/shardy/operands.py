@@ -114,7 +114,8 @@ def _as_made(names: Sequence[Sequence[str]], places: Sequence[Axes], n: int) -> 
     for name, axes in own.items():
         first = tuple(axis for axis in made.get(name, ()) if axis in decided)
         is_more = axes[: len(first)] == first
-        found.append((*first, *(axis for axis in axes if is_more and axis not in decided)))
+        more = (a for a in axes if is_more and not any(passes.overlap(a, b) for b in decided))
+        found.append((*first, *more))
     return tuple(found)
 
 

@@ -423,6 +423,20 @@ def size_of(axis: str, sizes: Mapping[str, int]) -> int:
     return int(part[2]) if part else sizes.get(axis, 1)
 
 
+def overlap(axis: str, other: str) -> bool:
+    """Whether two axes, or parts of one, are the same one or have devices in common ways.
+
+    Parts such as ``data:(1)2`` and ``data:(2)2`` have none.
+    """
+    if whole_of(axis) != whole_of(other):
+        return False
+    parts = [_PART.search(one) for one in (axis, other)]
+    if None in parts:
+        return True
+    (first, size), (second, own) = ((int(p[1]), int(p[2])) for p in parts if p)
+    return first < second * own and second < first * size
+
+
 def count_of(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
     """How many devices several axes have, or in how many parts they split a dimension."""
     return math.prod(size_of(axis, sizes) for axis in axes)

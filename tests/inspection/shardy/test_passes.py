@@ -84,6 +84,22 @@ def _name_stack(operation):
     return "/".join((*holders, passes.op_name_of(operation.location)))
 
 
+@pytest.mark.parametrize(
+    ("axis", "other", "expected"),
+    [
+        ("data", "data", True),
+        ("data", "model", False),
+        ("data", "data:(1)2", True),
+        ("data:(1)2", "data:(2)2", False),
+        ("data:(2)2", "data:(1)4", True),
+        ("data:(2)4", "data:(1)4", True),
+    ],
+)
+def test_parts_of_an_axis_that_have_devices_in_common_ways(axis, other, expected):
+    """A value may be split over two parts only where these do not overlap."""
+    assert passes.overlap(axis, other) == passes.overlap(other, axis) == expected
+
+
 @pytest.mark.slow
 @given(st.text(min_size=1))
 @example('a"b')
