@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import subprocess
 import sys
 
@@ -722,6 +723,28 @@ def test_axes_that_a_function_names_tell_meshes_apart(whole, model):
     bare = spmd.plan(jnp.tanh, BATCH["x"], **options)
     assert {one.axes[model] for one in named.candidates} == {1, 2, 4, 8}
     assert {one.axes[model] for one in bare.candidates} == {1, 2, 4}
+
+
+def test_functions_that_a_shard_map_calls_may_be_pinned():
+    """Such as kernels of JAX: constraints in them name axes that are manual there."""
+    require_libtpu()
+
+    @jax.jit
+    def scores(q):
+        return jax.nn.softmax(jnp.einsum("btd,bsd->bts", q, q))
+
+    def loss(w, x):
+        attend = jax.shard_map(
+            lambda y: jnp.einsum("bts,bsd->btd", scores(y), y),
+            in_specs=P("data"), out_specs=P("data"), mesh=spmd.current_mesh(),
+        )  # fmt: skip
+        return jnp.mean(attend(x @ w) ** 2)
+
+    arrays = [jax.ShapeDtypeStruct(shape, f32) for shape in ((64, 64), (16, 32, 64))]
+    options = {"topology": "v5e:2x4", "top": 0, "cache": False, "progress": False}
+    found = spmd.plan(jax.grad(loss), *arrays, axes=("data", "model"), **options)
+    assert math.prod(found.axes.values()) == 8
+    assert len(found.candidates) > 1
 
 
 def test_a_mesh_that_fixed_places_leave_may_be_passed_over():
