@@ -37,15 +37,7 @@ def inline(module: Any) -> None:
 
 
 def _calls_in(operation: Any) -> list[Any]:
-    found: list[Any] = []
-
-    def keep(one: Any) -> Any:
-        if one.name in CALLS:
-            found.append(one)
-        return ir.WalkResult.ADVANCE
-
-    operation.walk(keep)
-    return found
+    return [one for one in passes.all_in(operation) if one.name in CALLS]
 
 
 def callee_of(call: Any) -> str:

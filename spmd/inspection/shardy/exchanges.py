@@ -52,8 +52,8 @@ def read(
         slice_of: sizes of the slice's dimensions, if known.
     """
     main, sizes = passes.functions(module)["main"], passes.axis_sizes(module)
-    reader = _Reader(main, sizes, target_of(platform)(main, sizes, chip, slice_of))
-    found = reader.all()
+    reader = _Reader(sizes, target_of(platform)(main, sizes, chip, slice_of))
+    found = reader.inside(main)
     return Exchanges(tuple(found.values()), tuple(map(reader.together.get, found)))
 
 
@@ -64,21 +64,11 @@ _Found = dict[Any, Collective]
 class _Reader:
     """Walks a program as it runs."""
 
-    def __init__(self, main: Any, sizes: Mapping[str, int], target: Any):
-        self.main, self.sizes, self.target = main, sizes, target
+    def __init__(self, sizes: Mapping[str, int], target: Any):
+        self.sizes, self.target = sizes, target
         self.after: dict[Any, Any] = {}
         self.together: dict[Any, int] = {}
         self.numbers: dict[Any, int] = {}
-
-    def all(self) -> _Found:
-        """The collectives of one call of the program."""
-        return self._blocks(self.main)
-
-    def _blocks(self, operation: Any) -> _Found:
-        found: _Found = {}
-        for block in passes.blocks(operation):
-            _add(found, self._block(block))
-        return found
 
     def _block(self, block: Any) -> _Found:
         found: _Found = {}
@@ -95,19 +85,20 @@ class _Reader:
                             number = self.numbers.setdefault(key, len(self.numbers))
                             self.together[operation, i] = number
             elif operation.name in passes.HOLDERS:
-                inner = self._inside(operation)
-                _add(found, {place: _within(one, operation) for place, one in inner.items()})
+                inner = self.inside(operation)
+                found |= {place: _within(one, operation) for place, one in inner.items()}
         return found
 
-    def _inside(self, operation: Any) -> _Found:
-        """The collectives of one execution of an operation that holds others."""
-        match operation.name:
-            case "stablehlo.while":
-                return self._loop(operation)
-            case "stablehlo.case" | "stablehlo.if":
-                found = self._blocks(operation)
-                return {p: dataclasses.replace(c, conditional=True) for p, c in found.items()}
-        return self._blocks(operation)
+    def inside(self, operation: Any) -> _Found:
+        """The collectives of one execution of an operation that holds others, or of a function."""
+        if operation.name == passes.LOOP:
+            return self._loop(operation)
+        found: _Found = {}
+        for block in passes.blocks(operation):
+            found |= self._block(block)
+        if operation.name in ("stablehlo.case", "stablehlo.if"):
+            return {p: dataclasses.replace(c, conditional=True) for p, c in found.items()}
+        return found
 
     def _loop(self, operation: Any) -> _Found:
         trips = trip_count(operation)
@@ -117,23 +108,8 @@ class _Reader:
         for place, one in body.items():
             loop = self.after.get(place)
             once = loop is not None and loop == operation
-            _add(found, {place: one if once else _repeated(one, trips)})
+            found[place] = one if once else _repeated(one, trips)
         return found
-
-
-def _add(found: _Found, more: _Found) -> None:
-    """Adds collectives; those of a place that is there already run as often as both together."""
-    for place, one in more.items():
-        if (known := found.get(place)) is None:
-            found[place] = one
-            continue
-        counts = known.executions, one.executions
-        found[place] = dataclasses.replace(
-            known,
-            executions=None if None in counts else sum(count or 0 for count in counts),
-            conditional=known.conditional and one.conditional,
-            in_loop=known.in_loop or one.in_loop,
-        )
 
 
 def _repeated(one: Collective, times: int | None) -> Collective:

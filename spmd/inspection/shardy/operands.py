@@ -79,20 +79,20 @@ def _taken(
         for own, axes in zip(before, after, strict=True)
         for axis in {*own} & {*axes}
     }
-    made = [
+    made = {
         axis
         for own, place in zip(names, taken, strict=False)
         for name, axes in zip(own, place, strict=True)
         if name in names[-1]
         for axis in axes
-    ]
+    }
     for n, place in enumerate(taken):
         whole = _without_sums(names, taken, n)
         parts = passes.count_of({*_axes_in(place)} - {*_axes_in(whole)}, sizes)
         if parts == 1:
             continue
         gather = (parts - 1) * _elements(product.operands[n], _axes_in(places[n]), sizes)
-        total = 2 * (parts - 1) / parts * _elements(product.results[0], {*made}, sizes)
+        total = 2 * (parts - 1) / parts * _elements(product.results[0], made, sizes)
         if gather < total or not {*sizes} <= held:
             taken[n] = whole
     return taken

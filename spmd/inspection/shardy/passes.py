@@ -77,6 +77,18 @@ def operations_in(operation: Any, holders: Container[str] | None = None) -> Iter
                 yield from operations_in(operation, holders)
 
 
+def all_in(operation: Any) -> list[Any]:
+    """All operations inside of one, and itself, inner ones first: sooner than `operations_in`."""
+    found: list[Any] = []
+
+    def keep(one: Any) -> Any:
+        found.append(one)
+        return ir.WalkResult.ADVANCE
+
+    operation.walk(keep)
+    return found
+
+
 def end_of(block: Any) -> Any:
     """The last operation of a block, whose operands the block gives."""
     return block.operations[len(block.operations) - 1].operation

@@ -35,21 +35,21 @@ def run(module: Any, wanted: Sequence[str], *, subject: str, own: bool = False) 
     with module.context:
         copy = module.operation.clone().operation
         calls.inline(copy)
-        operations = _all_in(copy)
+        operations = passes.all_in(copy)
         _tell_rules(operations)
         _change(operations)
         del operations  # which the passes may replace
         i = wanted.index(RESHARDS) if RESHARDS in wanted else len(wanted)
         _run(copy, wanted[:i], subject)
         if i < len(wanted):
-            operations = _all_in(copy)
+            operations = passes.all_in(copy)
             if not own:
                 reshards.agree(copy, [one for one in operations if one.name not in _OPAQUE])
             ragged.replace(copy, operations)
             del operations
             _run(copy, [RESHARDS], subject)
             if not own:
-                reshards.replace(copy, _all_in(copy))
+                reshards.replace(copy, passes.all_in(copy))
             _run(copy, wanted[i + 1 :], subject)
     return copy
 
@@ -71,18 +71,6 @@ def _run(copy: Any, wanted: Sequence[str], subject: str) -> None:
             error=ReportError,
         )
         raise explain(subject, [failure]) from None
-
-
-def _all_in(copy: Any) -> list[Any]:
-    """All operations of a module, inner ones first: sooner than by `operations_in`."""
-    found: list[Any] = []
-
-    def keep(operation: Any) -> Any:
-        found.append(operation)
-        return ir.WalkResult.ADVANCE
-
-    copy.walk(keep)
-    return found
 
 
 #: What XLA keeps as a call that it does not partition.

@@ -719,6 +719,7 @@ def test_sums_of_gradients_have_one_delay():
     specs = P(), P(), P("data")
     found, times, delay = _sums(f, args, specs, (P(), P()))
     nbytes = sum(2 * one.payload_bytes * 15 / 16 for one in found.collectives)
+    assert [one.kind for one in found.collectives] == ["all-reduce"] * 2
     assert len(times) == 2
     assert found.time.exchange == pytest.approx(delay + nbytes / (2 * CHIPS["v5e"].link))
     mesh = spmd.topology("v5e:4x4", {"data": 16})

@@ -10,7 +10,7 @@ import pytest
 
 import spmd
 from spmd import P, pjit
-from spmd.inspection.shardy import passes, pipeline, reshards
+from spmd.inspection.shardy import passes, reshards
 
 GRID = (("d", 4), ("m", 2))
 CUBE = (("d", 2), ("m", 2), ("k", 2))
@@ -163,10 +163,10 @@ def test_axes_that_a_shard_map_has_taken(place):
     context = jax.jit(lambda: 0).lower().compiler_ir("stablehlo").context
     with context:
         module = ir.Module.parse(MANUAL)
-        operations = pipeline._all_in(module.operation)
+        operations = passes.all_in(module.operation)
         (one,) = (each for each in operations if each.name == "sdy.reshard")
         wanted = passes.sharding_text(((), (place,)), "mesh")
         one.attributes["sharding"] = ir.Attribute.parse(wanted)
         reshards.replace(module.operation, operations)
-        found = [each.name for each in pipeline._all_in(module.operation)]
+        found = [each.name for each in passes.all_in(module.operation)]
     assert found.count("sdy.reshard") == 1
