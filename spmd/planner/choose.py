@@ -397,18 +397,33 @@ class _Looking:
         self._unpin()
 
     def _preview_best(self, among: Sequence[int], count: int) -> None:
-        """Looks at what seems to be among so many best of some, until it is known that they are.
-
-        Exchanges can only add to what a layout was estimated to take.
-        """
+        """Looks at what seems to be among so many best of some, until it is known that they are."""
         for _ in range(_AFTER_THOSE):
             fitting = [i for i in among if self.choices[i].fits(self.rules.budget)]
-            fitting.sort(key=lambda i: self.choices[i].predicted)
+            seconds = self._seconds_at_least()
+            fitting.sort(key=lambda i: seconds[i])
             at = next((i for i in fitting[:count] if self.choices[i].told is None), None)
             if at is None or self._is_late():
                 return
             self.tell(Progress(self.tried, self.best, ""))
             self.choices[at] = self._previewed(self.choices[at])
+
+    def _seconds_at_least(self) -> list[float]:
+        """What each one takes, as far as Shardy's exchanges are known.
+
+        To the estimate of one that was found they add no less than to those of all others that were
+        found on its mesh: unlike ones have been looked at.
+        """
+        added: dict[Any, float] = {}
+        for one in self.choices:
+            if one.name == FOUND and one.told is not None:
+                more = one.predicted - one.estimate.seconds
+                added[one.mesh] = min(more, added.get(one.mesh, math.inf))
+        return [
+            one.predicted
+            + (added.get(one.mesh, 0.0) if one.name == FOUND and one.told is None else 0.0)
+            for one in self.choices
+        ]
 
     def _unpin(self) -> None:
         """The best layout of each mesh without pins, where Shardy then makes far fewer exchanges.

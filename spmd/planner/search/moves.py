@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import itertools
 import math
+from typing import TypeAlias
 
 from spmd.planner.cost.machine import Machine
 from spmd.planner.program.layout import Fixed, Layout, Orders
 from spmd.planner.program.structure import Graph
+
+Kind: TypeAlias = Callable[[Layout], Iterator[Layout]]
+"""Of moves: what is one such move away from a layout."""
 
 _MOST_CLASSES = 5
 _MOST_OF_STATE = 3
@@ -26,6 +30,7 @@ class Space:
         allowed: by axis, the classes that it may split, those of most products first.
         of_state: likewise, those that values of the optimizer have.
         turning: classes that a value has twice.
+        kinds: of moves, in the order in which a search tries them.
 
     Args:
         graph: the program.
@@ -54,6 +59,7 @@ class Space:
         self._fixed = _classes_of(graph, fixed)
         self._alike = _alike(machine, self.allowed, fixed)
         self._sorted = functools.cache(self._in_order)
+        self.kinds = [*self._kinds()]
 
     # One for all that say the same
 
@@ -85,9 +91,10 @@ class Space:
         return tuple(found)
 
     def permitted(self, layout: Layout) -> Layout:
-        """A layout without what is barred, or does not divide."""
+        """A layout with all axes, without what is barred, or does not divide."""
+        orders = dict(layout.orders)
         return Layout(
-            tuple((a, self._only(a, order)) for a, order in layout.orders if a in self.allowed),
+            tuple((a, self._only(a, orders.get(a, ()))) for a in self.allowed),
             tuple((a, self._only(a, order)) for a, order in layout.state if a in self.allowed),
             layout.last,
         )
@@ -144,35 +151,49 @@ class Space:
 
     def moves(self, layout: Layout) -> Iterator[Layout]:
         """What is one move away."""
-        orders, state = dict(layout.orders), dict(layout.state)
-        for axis, classes in orders.items():
-            for order in _next(classes, self.allowed.get(axis, ()), _MOST_CLASSES):
-                yield layout.with_order(axis, order)
-            own = state.get(axis, ())
-            for order in _next(own, self.of_state.get(axis, ()), _MOST_OF_STATE):
-                yield layout.with_state(axis, order)
-            for c in (*classes, *own):
-                if c in self.turning:
-                    yield layout.turned(axis, c)
-        yield from self._across(layout, orders)
+        return itertools.chain.from_iterable(kind(layout) for kind in self.kinds)
 
-    def _across(self, layout: Layout, orders: Mapping[str, tuple[int, ...]]) -> Iterator[Layout]:
-        """Two axes exchange what they split, or one gives a class to another."""
-        for a, b in itertools.combinations(orders, 2):
-            yield self.permitted(
-                dataclasses.replace(
-                    layout,
-                    orders=_exchanged(layout.orders, a, b),
-                    state=_exchanged(layout.state, a, b),
-                )
-            )
-        for a, b in itertools.permutations(orders, 2):
-            for c in orders[a]:
-                if c in self.allowed.get(b, ()) and c not in orders[b]:
-                    left = tuple(x for x in orders[a] if x != c)
-                    for at in range(min(len(orders[b]) + 1, _MOST_CLASSES)):
-                        order = (*orders[b][:at], c, *orders[b][at:])[:_MOST_CLASSES]
-                        yield layout.with_order(a, left).with_order(b, order)
+    def _kinds(self) -> Iterator[Kind]:
+        for axis in self.allowed:
+            for kind in (self._reordered, self._of_optimizer, self._turned):
+                yield functools.partial(kind, axis=axis)
+        for a, b in itertools.combinations(self.allowed, 2):
+            yield functools.partial(self._swapped, a=a, b=b)
+        for a, b in itertools.permutations(self.allowed, 2):
+            yield functools.partial(self._given, a=a, b=b)
+
+    def _reordered(self, layout: Layout, axis: str) -> Iterator[Layout]:
+        """Another order of what an axis splits."""
+        order = dict(layout.orders)[axis]
+        for one in _next(order, self.allowed[axis], _MOST_CLASSES):
+            yield layout.with_order(axis, one)
+
+    def _of_optimizer(self, layout: Layout, axis: str) -> Iterator[Layout]:
+        """Another order of what an axis splits of the optimizer's values alone."""
+        order = dict(layout.state).get(axis, ())
+        for one in _next(order, self.of_state[axis], _MOST_OF_STATE):
+            yield layout.with_state(axis, one)
+
+    def _turned(self, layout: Layout, axis: str) -> Iterator[Layout]:
+        """The other one of two dimensions of a class."""
+        for c in (*dict(layout.orders)[axis], *dict(layout.state).get(axis, ())):
+            if c in self.turning:
+                yield layout.turned(axis, c)
+
+    def _swapped(self, layout: Layout, a: str, b: str) -> Iterator[Layout]:
+        """Two axes exchange what they split."""
+        orders, state = (_exchanged(one, a, b) for one in (layout.orders, layout.state))
+        yield self.permitted(dataclasses.replace(layout, orders=orders, state=state))
+
+    def _given(self, layout: Layout, a: str, b: str) -> Iterator[Layout]:
+        """One axis gives a class to another."""
+        orders = dict(layout.orders)
+        for c in orders[a]:
+            if c in self.allowed[b] and c not in orders[b]:
+                left = tuple(x for x in orders[a] if x != c)
+                for at in range(min(len(orders[b]) + 1, _MOST_CLASSES)):
+                    order = (*orders[b][:at], c, *orders[b][at:])[:_MOST_CLASSES]
+                    yield layout.with_order(a, left).with_order(b, order)
 
 
 def _most(classes: Sequence[int]) -> int:

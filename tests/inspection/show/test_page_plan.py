@@ -275,6 +275,16 @@ def test_a_budget_far_away_is_told():
     assert scatter.view(BARE) is None
 
 
+def test_an_expert_on_several_meshes_is_named_once():
+    """Beside its first compiled point, which is the fastest one; each point says its mesh."""
+    some = [compiled(f"x{i}", 0.1 * 2**i, GIB) for i in range(4)]
+    some = [dataclasses.replace(one, name="FSDP") for one in some[:3]] + some[3:]
+    some[0] = dataclasses.replace(some[0], peak=None, time=None)
+    found = scatter.view(dataclasses.replace(GPT, candidates=(*some,), budget=None))
+    names = [one["name"] and one["name"]["text"] for one in found["points"]]
+    assert names == [None, "FSDP", None, "x3"]
+
+
 @pytest.mark.parametrize(
     ("sizes", "times", "columns", "lines"),
     [

@@ -169,6 +169,26 @@ def test_a_mesh_far_behind_another_is_looked_at_less():
     assert len(seen((), score / 2)[0]) > len(few)
 
 
+def test_a_descent_that_stays_behind_is_given_up(monkeypatch):
+    """Two rounds of moves decide: so fewer layouts are looked at, for the same answer."""
+    found, on = graph_named("gpt"), machine(MESHES[0])
+    starts = [*experts(found, MESHES[0]).values()]
+    fewer = search(Estimator(found, on), Rules(), starts=starts)
+    monkeypatch.setattr(searching, "_ROUNDS", 1000)
+    whole = search(Estimator(found, on), Rules(), starts=starts)
+    assert len(fewer) < len(whole)
+    assert fewer[0].score == whole[0].score
+
+
+def test_a_start_has_all_axes():
+    """Of what is fixed on one axis, moves may add what another one splits."""
+    found = graph_named("mlp")
+    space = Space(found, sending(data=4, model=2), frozenset(), Fixed())
+    one = space.permitted(Layout.of({"data": [*found.classes][:1]}))
+    assert [axis for axis, _ in one.orders] == ["data", "model"]
+    assert any(dict(near.orders)["model"] for near in space.moves(one))
+
+
 def test_a_seed_gives_one_answer():
     """The same seed sees the same layouts in the same order."""
     found, on = graph_named("moe"), machine(MESHES[0])

@@ -125,7 +125,7 @@ _LETTER, _LINE = 7.6, 16
 def _names(
     points: Sequence[_Point], places: Sequence[_Place], line: float | None
 ) -> list[dict[str, Any] | None]:
-    """Where each name stands so that it hits no point, name or line; None where it would.
+    """Where each name stands, once, so that it hits no point, name or line; None where it would.
 
     Names that stand beside their points come before those that a line leads to, which passes by
     names and other lines, and may be behind a point.
@@ -133,11 +133,13 @@ def _names(
     taken = [_Box(x - 9, y - 9, x + 9, y + 9) for x, y in places]
     taken += [_Box(line - 2, 0, line + 2, _HEIGHT)] if line is not None else []
     found: list[dict[str, Any] | None] = [None] * len(points)
-    # What was compiled comes first.
+    # What was compiled comes first; of several points of one name only the first has it.
     order = sorted(range(len(points)), key=lambda i: "hollow" in points[i].look)
+    first = {points[i].name: i for i in reversed(order) if points[i].name}
+    order = [i for i in order if first.get(points[i].name) == i]
     drawn: list[_Box] = []
     for sides in (_SIDES, _FARTHER):
-        for i in [i for i in order if points[i].name and not found[i]]:
+        for i in [i for i in order if not found[i]]:
             one, (x, y) = points[i], places[i]
             for side, right, down in sides:
                 box = _box(one.name, side, x + right, y + down)
