@@ -426,15 +426,19 @@ class _Looking:
         ]
 
     def _unpin(self) -> None:
-        """The best layout of each mesh without pins, where Shardy then makes far fewer exchanges.
+        """The best layouts of each mesh without pins, where Shardy then makes far fewer exchanges.
 
-        Most layouts need their pins: without, propagation places the activations otherwise. Where
+        One is the best as Shardy makes it, and one by its estimate: pins may cost it the more. Most
+        layouts need their pins: without, propagation places the activations otherwise. Where
         exchanges are little of the time, none is looked at.
         """
         told = [one for one in self.choices if one.told is not None and one.layout is not None]
         best: dict[Any, Choice] = {}
-        for one in sorted(told, key=self._rank):
-            best.setdefault(one.mesh, one)
+        for rank in (self._rank, self._estimated):
+            first: dict[Any, Choice] = {}
+            for one in sorted(told, key=rank):
+                first.setdefault(one.mesh, one)
+            best |= {program_of(one): one for one in first.values()}
         for one in best.values():
             if one.estimate.seconds >= _FEWER * one.predicted:  # were there none beyond these
                 continue
@@ -756,6 +760,10 @@ class _Looking:
         """
         fits, is_known = one.fits(self.rules.budget), one.told is not None
         return not fits, not is_known, self.rules.score(one), coarse(one.peak)
+
+    def _estimated(self, one: Choice) -> tuple[bool, float]:
+        """The rank by the estimate alone."""
+        return not self.rules.fits(one.estimate), one.estimate.seconds
 
     def _is_late(self) -> bool:
         late = self.rules.deadline is not None and time.monotonic() > self.rules.deadline

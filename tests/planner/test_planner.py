@@ -841,6 +841,29 @@ def test_shardy_is_asked_of_what_seems_better(monkeypatch, least, more, asked):
     assert [one.told is not None for one in looking.choices[:-1]] == asked
 
 
+def test_pins_that_cost_most_are_left_out(monkeypatch):
+    """Also of the layout that is best by its estimate, and not as it is pinned."""
+    looking = looking_at(spmd.make_mesh({"data": 4, "model": 2}), 1, "b", "f")
+    (one,) = looking.choices
+    without = looking._pins(one, Way(free=True))
+    assert without != one.pins
+    best, other = (dataclasses.replace(one.estimate, compute=seconds) for seconds in (1.0, 1.5))
+    looking.choices = [
+        dataclasses.replace(one, estimate=best),
+        dataclasses.replace(one, estimate=other, outs=()),  # another program
+    ]
+    sent = {best: 5.0, other: 1.0}
+    monkeypatch.setattr(
+        looking,
+        "_previewed",
+        lambda one: dataclasses.replace(
+            one, exchange=0.0 if one.pins == without else sent[one.estimate], told=()
+        ),
+    )
+    looking.preview()
+    assert sorted(one.predicted for one in looking.choices) == [1.0, 1.5, 2.5, 6.0]
+
+
 @pytest.mark.parametrize(
     ("named", "asked"),
     [
