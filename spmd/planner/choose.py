@@ -58,6 +58,9 @@ _AS_MUCH = 1.05
 """Up to so many times the seconds of exchanges, fewer pins are worth a compile."""
 _FEWER = 0.9
 """Below so many times what is predicted with pins, a layout is looked at without any as well."""
+_CLEARLY = 0.8
+"""Below so many times the best prediction, one is taken that another layout may have without pins:
+where propagation places the activations, exchanges are told less surely."""
 _INSTEAD = 2
 """Up to so many times as many are compiled where some do not keep to the memory."""
 _HARDLY = 1.02
@@ -428,26 +431,29 @@ class _Looking:
     def _unpin(self) -> None:
         """The best layouts of each mesh without pins, where Shardy then makes far fewer exchanges.
 
-        One is the best as Shardy makes it, and one by its estimate: pins may cost it the more. Most
-        layouts need their pins: without, propagation places the activations otherwise. Where
-        exchanges are little of the time, none is looked at.
+        One is the best as Shardy makes it. Another is the best by its estimate, which pins may cost
+        the more; it has to be clearly better than all others. Most layouts need their pins:
+        without, propagation places the activations otherwise. Where exchanges are little of the
+        time, none is looked at.
         """
         told = [one for one in self.choices if one.told is not None and one.layout is not None]
-        best: dict[Any, Choice] = {}
-        for rank in (self._rank, self._estimated):
+        seen: set[Any] = set()
+        for rank, share in ((self._rank, math.inf), (self._estimated, _CLEARLY)):
+            known = [one.predicted for one in self.choices if one.told is not None]
+            least = min(known, default=math.inf)
             first: dict[Any, Choice] = {}
             for one in sorted(told, key=rank):
                 first.setdefault(one.mesh, one)
-            best |= {program_of(one): one for one in first.values()}
-        for one in best.values():
-            if one.estimate.seconds >= _FEWER * one.predicted:  # were there none beyond these
-                continue
-            pins = self._pins(one, Way(free=True))
-            if pins == one.pins or self._is_late():
-                continue
-            free = self._previewed(dataclasses.replace(one, pins=pins))
-            if free.predicted < _FEWER * one.predicted:
-                self.choices.append(free)
+            for one in first.values():
+                if one.estimate.seconds >= _FEWER * one.predicted:  # were there none beyond these
+                    continue
+                pins = self._pins(one, Way(free=True))
+                if pins == one.pins or program_of(one) in seen or self._is_late():
+                    continue
+                seen.add(program_of(one))
+                free = self._previewed(dataclasses.replace(one, pins=pins))
+                if free.predicted < min(_FEWER * one.predicted, share * least):
+                    self.choices.append(free)
 
     def _previewed(self, one: Choice) -> Choice:
         return as_shardy_makes(one, self.program, self.chip)
