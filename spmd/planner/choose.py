@@ -436,23 +436,22 @@ class _Looking:
         without, propagation places the activations otherwise. Where exchanges are little of the
         time, none is looked at.
         """
-        told = [one for one in self.choices if one.told is not None and one.layout is not None]
-        seen: set[Any] = set()
+        told = [i for i, one in enumerate(self.choices) if one.told is not None and one.layout]
+        seen: set[int] = set()
         for rank, share in ((self._rank, math.inf), (self._estimated, _CLEARLY)):
-            known = [one.predicted for one in self.choices if one.told is not None]
-            least = min(known, default=math.inf)
-            first: dict[Any, Choice] = {}
-            for one in sorted(told, key=rank):
-                first.setdefault(one.mesh, one)
-            for one in first.values():
+            scores = (self.rules.score(one) for one in self.choices if one.told is not None)
+            most = share * min(scores, default=math.inf)
+            ranked = sorted(told, key=lambda i: rank(self.choices[i]))
+            for i in self._unlike_in(ranked, lambda one: one.mesh):
+                one = self.choices[i]
                 if one.estimate.seconds >= _FEWER * one.predicted:  # were there none beyond these
                     continue
                 pins = self._pins(one, Way(free=True))
-                if pins == one.pins or program_of(one) in seen or self._is_late():
+                if pins == one.pins or i in seen or self._is_late():
                     continue
-                seen.add(program_of(one))
+                seen.add(i)
                 free = self._previewed(dataclasses.replace(one, pins=pins))
-                if free.predicted < min(_FEWER * one.predicted, share * least):
+                if free.predicted < min(_FEWER * one.predicted, most):
                     self.choices.append(free)
 
     def _previewed(self, one: Choice) -> Choice:

@@ -2,8 +2,8 @@
 
 A move puts a class into the order of an axis, takes one out, puts one elsewhere in it or into that
 of another axis, or has an axis split the other one of two dimensions. From each start moves
-are taken until none helps. What was seen on the way is kept, so that a later stage can choose among
-the best that differ. Where there are few layouts, all of them are looked at.
+are taken until none helps, or others are better. What was seen on the way is kept, so that a later
+stage can choose among the best that differ. Where there are few layouts, all of them are looked at.
 """
 
 from __future__ import annotations
