@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+import functools
 from typing import NamedTuple, TypeAlias
 
 from spmd.inspection.shardy.places import stand_ins
@@ -17,6 +18,8 @@ from spmd.planner.program.structure import Graph, Operation
 
 # A table is looked up, or added to, where its rows are whole, or where parts of all of them are.
 TABLES = ("gather", "scatter")
+_TAKES_HELD = (*TABLES, "reduce")
+"""These go on with what their operands are split by, if no class of the order is theirs."""
 
 _PRODUCTS = ("dot_general", "convolution")
 
@@ -75,24 +78,30 @@ class Demand:
 
     def _chosen(self) -> dict[str, str]:
         """The factor that each axis splits."""
-        if self.one.manual:
-            return {axis: name for axis, name in self.one.manual if name is not None}
+        one = self.one
+        if one.manual:
+            return {axis: name for axis, name in one.manual if name is not None}
         found: dict[str, str] = {}
-        left = dict(self.one.sizes)
-        for axis, classes in self.layout.order(is_state=self.one.is_state):
-            names = next(filter(None, (self._named(axis, c, left) for c in classes)), [])
-            if self.one.name in (*TABLES, "reduce"):
+        left = dict(one.sizes)
+        takes_held = one.name in _TAKES_HELD
+        for axis, classes in self.layout.order(is_state=one.is_state):
+            names = self._named(axis, classes, left)
+            if takes_held:
                 names += [
                     n for n in self._held(axis) if n not in names and self._fits(axis, n, left)
                 ]
             if names:
-                found[axis] = self._nearest(axis, names)
-                left[found[axis]] //= self.sizes[axis]
+                name = found[axis] = self._nearest(axis, names)
+                left[name] //= self.sizes[axis]
         return found
 
-    def _named(self, axis: str, number: int, left: Mapping[str, int]) -> list[str]:
-        """The factors of a class that an axis may split."""
-        return [n for n in self.one.by_class.get(number, ()) if self._fits(axis, n, left)]
+    def _named(self, axis: str, classes: Sequence[int], left: Mapping[str, int]) -> list[str]:
+        """The factors that an axis may split of the first class that has such."""
+        by_class = self.one.by_class
+        for c in classes:
+            if c in by_class and (found := [n for n in by_class[c] if self._fits(axis, n, left)]):
+                return found
+        return []
 
     def _fits(self, axis: str, name: str, left: Mapping[str, int]) -> bool:
         return name not in self.one.whole and left.get(name, 1) % self.sizes[axis] == 0
@@ -130,8 +139,12 @@ class Demand:
                 found += nbytes * (1 if has and name in names else self.sizes[axis])
         return found
 
-    def exchanges(self) -> Iterator[Exchanged]:
+    @functools.cached_property
+    def sent(self) -> list[Exchanged]:
         """What has to be sent before the operation and after it."""
+        return [*self._exchanges()]
+
+    def _exchanges(self) -> Iterator[Exchanged]:
         for n, names in enumerate(self.one.factors):
             if self.one.manual and not any(names):
                 continue  # what each device has for itself

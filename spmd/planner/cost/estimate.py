@@ -77,10 +77,14 @@ class _Part(NamedTuple):
 
     Its turn is the number of sums up to its own, where no product depends on it. A product reads
     each operand as so many values, and then others beside them; it writes its result, and tables.
+    The kinds and the shapes are those of what the operation takes and makes.
     """
 
     one: Operation
     runs: int
+    kinds: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    is_fusible: bool
     beside: Mapping[int, float]
     turn: int | None
     reads: tuple[tuple[int, ...], ...]
@@ -105,6 +109,9 @@ class _Costs(NamedTuple):
     shared: dict[Exchanged, Sending]
     joined: frozenset[_Joined]
     in_parts: frozenset[int]
+
+
+_NOTHING = _Costs(0.0, 0.0, 0.0, 0.0, {}, frozenset(), frozenset())
 
 
 class _Placed(NamedTuple):
@@ -264,7 +271,17 @@ class Estimator:
             beside = {k: len(found) * n for k, n in fusion.beside.get(found[0], {}).items()}
             turn = self.last.get(first.tensors[-1])
             *reads, written = self._reads(found[0], first)
-            yield _Part(one, len(found) * one.runs, beside, turn, tuple(reads), written)
+            yield _Part(
+                one=one,
+                runs=len(found) * one.runs,
+                kinds=tuple(self.kind_of[i] for i in tensors),
+                shapes=tuple(graph.tensors[i].shape for i in tensors),
+                is_fusible=is_fusible(one),
+                beside=beside,
+                turn=turn,
+                reads=tuple(reads),
+                written=written,
+            )
 
     def _reads(self, n: int, one: Operation) -> tuple[Any, ...]:
         """What a product reads for each operand, what beside them, and what it writes."""
@@ -486,24 +503,29 @@ class Estimator:
 
     def _is_far(self, tensor: int, at: _Placed) -> bool:
         """Whether a value is in main memory: it is given, too large, or a slice of such a one."""
-        machine, is_brief = self.machine, tensor in self.lives.brief
-        most, shares = (machine.brief, at.kept) if is_brief else (machine.near, at.parts)
-        is_large = self.nbytes[tensor] * shares[self.kind_of[tensor]] > most
-        return tensor in self.arguments or is_large or self._source(tensor, at.parts) > machine.near
+        if tensor in self.arguments:
+            return True
+        k, nbytes, machine = self.kind_of[tensor], self.nbytes[tensor], self.machine
+        if tensor in self.lives.brief:
+            is_large = nbytes * at.kept[k] > machine.brief
+        else:
+            is_large = nbytes * at.parts[k] > machine.near
+        return is_large or self._source(tensor, at.parts) > machine.near
 
     def _read(self, part: _Part, product: Product, at: _Placed) -> Iterator[float]:
         """Bytes of each value in main memory that a product reads.
 
         What is gathered for a product is in use only there.
         """
+        brief = self.machine.brief
         for k, found in enumerate(part.reads):
-            is_operand, brief = k < part.one.operands, self.machine.brief
-            if is_operand and (gathered := product.gathered(k)):
+            if gathered := product.gathered.get(k):
                 yield gathered if gathered > brief else 0.0
                 continue
-            for nbytes in (self._size(i, at) for i in found):
-                is_again = is_operand and product.around and nbytes > brief
-                yield nbytes * product.passes(k) if is_again else nbytes
+            is_again = k < part.one.operands and product.around
+            for i in found:
+                nbytes = self._size(i, at)
+                yield nbytes * product.passes(k) if is_again and nbytes > brief else nbytes
 
     def _size(self, tensor: int, at: _Placed) -> float:
         """Bytes on a device of a value that is in main memory, or else 0."""
@@ -544,33 +566,32 @@ class Estimator:
         return 0.0 if i is None else self.nbytes[i] * parts[self.kind_of[i]]
 
     def _cost(self, part: _Part, layout: Layout, at: _Placed) -> _Costs:
-        one = part.one
-        kinds = [self.kind_of[i] for i in one.tensors]
+        one, kinds = part.one, part.kinds
         nbytes = [self.nbytes[i] * at.parts[k] for i, k in zip(one.tensors, kinds, strict=True)]
-        total = self.totals.get(one.tensors[-1])
         demand = Demand(
             one,
             layout,
             self.sizes,
             [at.places[k] for k in kinds],
             nbytes,
-            total,
+            self.totals.get(one.tensors[-1]),
             one_sum=self.machine.one_sum,
         )
+        if part.is_fusible and not demand.sent:
+            return _NOTHING
         steps = sum(steps * at.parts[k] for k, steps in part.beside.items()) / part.runs
-        is_last = part.turn is not None
         product = Product(
             demand,
             self.machine,
-            [self.graph.tensors[i].shape for i in one.tensors],
+            part.shapes,
             steps,
             self.lasting,
-            is_last=is_last,
+            is_last=part.turn is not None,
             is_packed=self.packed[part.written[0]],
         )
         exchange, beside, shared = 0.0, 0.0, {}
         joined: set[_Joined] = set()
-        for sent in product.sent:
+        for sent in demand.sent:
             sending = product.sending(sent)
             turns = self._turns(sent, one.tensors[-1])
             runs = part.runs // turns
@@ -583,7 +604,7 @@ class Estimator:
                 shared[sent] = sending.times(runs)
         in_parts = frozenset(one.tensors if product.around else ())
         sent = exchange, beside, shared, frozenset(joined), in_parts
-        if is_fusible(one):
+        if part.is_fusible:
             return _Costs(0.0, 0.0, *sent)
         if not one.flops:
             far = [

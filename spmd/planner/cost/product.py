@@ -88,8 +88,7 @@ class Product:
         self.demand, self.machine, self.shapes = demand, machine, shapes
         self.is_packed = is_packed
         self.steps, self.lasting, self.is_last = steps, lasting, is_last
-        self.sent = [*demand.exchanges()]
-        self.around = [one for one in self.sent if self._goes_around(one)]
+        self.around = [one for one in demand.sent if self._goes_around(one)]
 
     def seconds(self) -> float:
         """Of one run; one in parts is as slow as its parts are small.
@@ -97,6 +96,8 @@ class Product:
         Where the parts are of what is summed over, each of them makes the whole result, two at a
         time.
         """
+        if not self.around:
+            return self.whole
         left, again = dict(self._left), 1.0
         for one in self.around:
             for axis in one.axes:
@@ -104,7 +105,7 @@ class Product:
                     size = self.demand.sizes[axis]
                     left[name] = max(1, left[name] // size)
                     again *= size if name not in self.demand.one.factors[-1] else 1
-        return self._seconds(self._sides(left), max(1.0, again / 2))
+        return self._seconds(self._sides_of(left), max(1.0, again / 2))
 
     def passes(self, n: int) -> float:
         """How often memory moves an operand.
@@ -119,16 +120,20 @@ class Product:
                     times *= self.demand.sizes[axis]
         return max(1.0, times / 2)
 
-    def gathered(self, n: int) -> float:
-        """Bytes of an operand that is gathered before the product, or else 0."""
-        found = (one for one in self.sent if one.kind == "all-gather" and one.tensor is not None)
-        whole = (one for one in found if one not in self.around and self._index(one) == n)
-        return max((one.nbytes for one in whole), default=0.0)
+    @functools.cached_property
+    def gathered(self) -> dict[int, float]:
+        """Bytes of operands that are gathered before the product, by their place among these."""
+        found: dict[int, float] = {}
+        for one in self.demand.sent:
+            if one.kind == "all-gather" and one.tensor is not None and one not in self.around:
+                n = self._index(one)
+                found[n] = max(found.get(n, 0.0), one.nbytes)
+        return found
 
     @functools.cached_property
     def whole(self) -> float:
         """Seconds of one run that is not in parts."""
-        return self._seconds(self._sides(self._left), 1.0)
+        return self._seconds(self._sides, 1.0)
 
     def _seconds(self, sides: Sides, again: float) -> float:
         one, machine = self.demand.one, self.machine
@@ -148,20 +153,15 @@ class Product:
     @functools.cached_property
     def is_large(self) -> bool:
         """Whether the peak decides what it takes, with all that is fused into it: see `clock`."""
-        return _is_large(self._sides(self._left))
+        return _is_large(self._sides)
 
     @functools.cached_property
     def popping(self) -> float:
         """Seconds in which the matrix units give its results."""
-        rows, columns, *_ = self._sides(self._left)
-        made = self._made * self.machine.widened(max(rows, columns))
+        sides = self._sides
+        made = sides.rows * sides.columns * sides.batch
+        made *= self.machine.widened(max(sides.rows, sides.columns))
         return self.machine.popping(made, is_packed=self.is_packed)
-
-    @functools.cached_property
-    def _made(self) -> float:
-        """Elements of the result on a device."""
-        sides = self._sides(self._left)
-        return sides.rows * sides.columns * sides.batch
 
     @functools.cached_property
     def _left(self) -> dict[str, int]:
@@ -171,7 +171,11 @@ class Product:
             left[name] //= self.demand.sizes[axis]
         return left
 
-    def _sides(self, left: dict[str, int]) -> Sides:
+    @functools.cached_property
+    def _sides(self) -> Sides:
+        return self._sides_of(self._left)
+
+    def _sides_of(self, left: dict[str, int]) -> Sides:
         sizes = [1.0, 1.0, 1.0, 1.0]
         for n, names in enumerate(_names_of_sides(self.demand.one.factors)):
             for name in names:
@@ -209,7 +213,7 @@ class Product:
 
         A product without a batch takes them as they lie.
         """
-        n, batch = self._index(sent), self._sides(self._left).batch
+        n, batch = self._index(sent), self._sides.batch
         last = len(self.demand.one.factors[n]) - 1
         return batch > 1 and any(self.demand.places[n].get(axis) == last for axis in sent.axes)
 
@@ -259,7 +263,7 @@ class Product:
             name not in one.factors[-1] for axis, name in chosen.items() if axis not in sent.axes
         ):
             return False  # the result is a sum over other axes as well
-        if self._sides(self._left).batch != 1:
+        if self._sides.batch != 1:
             return False
         n = self._index(sent)
         own = {*one.factors[n]}

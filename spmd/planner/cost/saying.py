@@ -83,10 +83,10 @@ class Group:
 
     def number(self, order: tuple[int, ...], state: tuple[int, ...], last: frozenset[int]) -> int:
         """One for all orders of an axis that say the same."""
-        own = self.classes
-        order = tuple([c for c in order if c in own])
-        state = tuple([c for c in state if c in own]) if self.is_state and state else ()
-        last &= self._turning
+        has = self.classes.__contains__
+        order = tuple(filter(has, order))
+        state = tuple(filter(has, state)) if self.is_state and state else ()
+        last = last & self._turning if last else last
         key = order, state, last
         found = self._numbers.get(key)
         if found is None:

@@ -76,10 +76,12 @@ class Layout:
         """With the other one of two dimensions of a class, split by an axis."""
         return dataclasses.replace(self, last=self.last ^ {(axis, number)})
 
-    def order(self, *, is_state: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def order(self, *, is_state: bool) -> Orders:
         """By axis, what it splits: of values of the optimizer, or of all others."""
-        first = dict(self.state) if is_state else {}
-        return ((axis, (*first.get(axis, ()), *classes)) for axis, classes in self.orders)
+        if not (is_state and self.state):
+            return self.orders
+        first = dict(self.state)
+        return tuple((axis, (*first.get(axis, ()), *classes)) for axis, classes in self.orders)
 
     def places(self, tensor: Placed, sizes: Mapping[str, int]) -> dict[str, int]:
         """The dimension that each axis splits.

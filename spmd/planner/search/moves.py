@@ -105,9 +105,9 @@ class Space:
     # Where to begin
 
     def starts(self) -> Iterator[Layout]:
-        """What is fixed, first and last in the orders; and one class on each axis."""
+        """One class on each axis; and what is fixed, or a `shard_map` has, alone and before it."""
         if any(self._fixed.values()):
-            for ways in itertools.permutations(range(max(map(len, self._fixed.values())))):
+            for ways in _around(max(map(len, self._fixed.values()))):
                 yield self.permitted(Layout.of(self._ordered(ways)))
         choices = ([(c,) for c in classes[:_SINGLE]] for classes in self.allowed.values())
         for chosen in itertools.product(*choices):
@@ -196,6 +196,14 @@ class Space:
                     yield layout.with_order(a, left).with_order(b, order)
 
 
+def _around(count: int) -> Iterator[tuple[int, ...]]:
+    """Orders of so many, with each one first: those after it, or those before it, follow."""
+    for first in range(count):
+        ways = (*range(first, count), *range(first))
+        yield ways
+        yield ways[:1] + ways[:0:-1]
+
+
 def _most(classes: Sequence[int]) -> int:
     return min(len(classes), _MOST_CLASSES)
 
@@ -246,14 +254,24 @@ def _together(graph: Graph) -> set[tuple[int | None, int | None]]:
 
 
 def _classes_of(graph: Graph, fixed: Fixed) -> dict[str, tuple[int, ...]]:
-    """By axis, the classes of the dimensions that fixed places have it split."""
+    """By axis, the classes of what it splits by fixed places, or around a `shard_map`."""
     found: dict[str, dict[int, None]] = {}
-    for i, places in fixed.places:
-        for axis, d in places:
-            c = graph.tensors[i].classes[d]
-            if c in graph.classes:
-                found.setdefault(axis, {})[c] = None
+    for i, axis, d in _given(graph, fixed):
+        c = graph.tensors[i].classes[d]
+        if c in graph.classes:
+            found.setdefault(axis, {})[c] = None
     return {axis: tuple(classes) for axis, classes in found.items()}
+
+
+def _given(graph: Graph, fixed: Fixed) -> Iterator[tuple[int, str, int]]:
+    """Values with an axis and the dimension that it splits, whatever a layout says."""
+    for i, places in fixed.places:
+        yield from ((i, axis, d) for axis, d in places)
+    for one in graph.operations:
+        for axis, name in one.manual:
+            for i, names in zip(one.tensors, one.factors, strict=True):
+                if name is not None and name in names:
+                    yield i, axis, names.index(name)
 
 
 def _alike(
