@@ -58,9 +58,6 @@ _AS_MUCH = 1.05
 """Up to so many times the seconds of exchanges, fewer pins are worth a compile."""
 _FEWER = 0.9
 """Below so many times what is predicted with pins, a layout is looked at without any as well."""
-_CLEARLY = 0.8
-"""Below so many times the best prediction, one is taken that another layout may have without pins:
-where propagation places the activations, exchanges are told less surely."""
 _INSTEAD = 2
 """Up to so many times as many are compiled where some do not keep to the memory."""
 _HARDLY = 1.02
@@ -432,13 +429,13 @@ class _Looking:
         """The best layouts of each mesh without pins, where Shardy then makes far fewer exchanges.
 
         One is the best as Shardy makes it. Another is the best by its estimate, which pins may cost
-        the more; it has to be clearly better than all others. Most layouts need their pins:
-        without, propagation places the activations otherwise. Where exchanges are little of the
-        time, none is looked at.
+        the more; it has to be better than all others. Most layouts need their pins: without,
+        propagation places the activations otherwise. Where exchanges are little of the time, none
+        is looked at.
         """
         told = [i for i, one in enumerate(self.choices) if one.told is not None and one.layout]
         seen: set[int] = set()
-        for rank, share in ((self._rank, math.inf), (self._estimated, _CLEARLY)):
+        for rank, share in ((self._rank, math.inf), (self._estimated, 1.0)):
             scores = (self.rules.score(one) for one in self.choices if one.told is not None)
             most = share * min(scores, default=math.inf)
             ranked = sorted(told, key=lambda i: rank(self.choices[i]))
