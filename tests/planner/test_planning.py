@@ -97,7 +97,7 @@ def test_a_layout_may_be_better_without_constraints(monkeypatch):
 
 @pytest.mark.slow
 @needs_libtpu
-def test_a_layout_without_pins_is_takesizewhere_it_seems_best():
+def test_a_layout_without_pins_is_taken_where_it_seems_best():
     """However little it seems to save: what the compiler makes of it takes less than experts do."""
     w, batch = ({n: jax.ShapeDtypeStruct((size, 512), f32) for n in "xy"} for size in (512, 32768))
     options = {"topology": "v5e:4x4", "axes": ("data", "model"), "top": 1, "cache": False}

@@ -19,7 +19,7 @@ from spmd.planner.program.structure import Graph, Operation
 # A table is looked up, or added to, where its rows are whole, or where parts of all of them are.
 TABLES = ("gather", "scatter")
 _TAKES_HELD = (*TABLES, "reduce")
-"""These go on with what their operands are split by, if no class of the order is theirs."""
+"""Of these an axis may split what it splits of their operands and results, too."""
 
 _PRODUCTS = ("dot_general", "convolution")
 

@@ -200,8 +200,7 @@ def _around(count: int) -> Iterator[tuple[int, ...]]:
     """Orders of so many, with each one first: those after it, or those before it, follow."""
     for first in range(count):
         ways = (*range(first, count), *range(first))
-        yield ways
-        yield ways[:1] + ways[:0:-1]
+        yield from dict.fromkeys((ways, ways[:1] + ways[:0:-1]))
 
 
 def _most(classes: Sequence[int]) -> int:

@@ -23,7 +23,7 @@ from spmd.planner.program.layout import Fixed, Layout, spec_of
 from spmd.planner.search import descent as searching
 from spmd.planner.search.descent import Rules, search
 from spmd.planner.search.experts import experts
-from spmd.planner.search.moves import Space
+from spmd.planner.search.moves import Space, _around
 from spmd.planner.verify import Program
 
 #: Seconds each: the README's command is to be short.
@@ -197,7 +197,7 @@ def test_the_best_mesh_alone_is_left_at_random():
     assert seen(score, 0) == seen(score, 1)
 
 
-def test_a_small_program_is_searched_whole(monkeypatch):
+def test_a_small_program_is_searched_whole():
     """All orders are looked at where they are few, and the program is small."""
     on = machine({"data": 8, "model": 1})
     for name, is_whole in (("mlp", True), ("gpt", False)):
@@ -257,6 +257,13 @@ def test_many_fixed_places_are_few_starts():
     assert len(own) > 4
     assert {one[0] for one in orders} >= own
     assert len(orders) < 200
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_few_fixed_places_come_in_all_orders(count):
+    """Each of them once: one that comes twice would take the place of another start."""
+    orders = [*_around(count)]
+    assert sorted(orders) == [*itertools.permutations(range(count))]
 
 
 def test_a_seed_gives_one_answer():
