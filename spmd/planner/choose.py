@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
+import itertools
 import math
 import statistics
 import time
@@ -375,22 +376,28 @@ class _Looking:
     def preview(self) -> None:
         """Shardy's own exchanges of the best of all meshes, and of the experts that are near."""
         ranked = sorted(range(len(self.choices)), key=lambda i: self._rank(self.choices[i]))
-        ranked = self._unlike(ranked)
+        unlike, alike = self._by_likeness(ranked)
+        ranked = [*unlike, *alike]
         scores = [self.rules.score(one) for one in self.choices]
         most = _FAR * min(scores, default=0.0)
+        enough = _INSTEAD * max(1, self.top)
         of_mesh: dict[Any, int] = {}
-        count = 0
+        known: list[float] = []
         for i in ranked:
             one = self.choices[i]
             of_mesh[one.mesh] = of_mesh.get(one.mesh, 0) + 1
             is_extra = of_mesh[one.mesh] <= _OF_EACH and scores[i] <= most
-            if one.written or (count >= _LOOKED_AT and not is_extra):
+            # Exchanges can only add: what seems to be behind as many as may be compiled is.
+            is_behind = len(known) >= enough and (
+                i in alike or scores[i] > sorted(known)[enough - 1]
+            )
+            if one.written or is_behind or (len(known) >= _LOOKED_AT and not is_extra):
                 continue
             if self._is_late():
                 return
-            count += 1
             self.tell(Progress(self.tried, self.best, ""))
             self.choices[i] = self._previewed(one)
+            known.append(self.rules.score(self.choices[i]))
         self._preview_best(ranked, 1)
         named = [i for i, one in enumerate(self.choices) if one.name not in (FOUND, WRITTEN)]
         self._preview_best(named, self.named)
@@ -412,16 +419,22 @@ class _Looking:
         """What each one takes, as far as Shardy's exchanges are known.
 
         To the estimate of one that was found they add no less than to those of all others that were
-        found on its mesh: unlike ones have been looked at.
+        found on its mesh: unlike ones have been looked at. One with the figures of another may well
+        be the same program.
         """
         added: dict[Any, float] = {}
+        alike: dict[Estimate, float] = {}
         for one in self.choices:
-            if one.name == FOUND and one.told is not None:
-                more = one.predicted - one.estimate.seconds
-                added[one.mesh] = min(more, added.get(one.mesh, math.inf))
+            if one.told is not None:
+                alike[one.estimate] = min(one.predicted, alike.get(one.estimate, math.inf))
+                if one.name == FOUND:
+                    more = one.predicted - one.estimate.seconds
+                    added[one.mesh] = min(more, added.get(one.mesh, math.inf))
         return [
             one.predicted
-            + (added.get(one.mesh, 0.0) if one.name == FOUND and one.told is None else 0.0)
+            if one.told is not None
+            else alike.get(one.estimate)
+            or one.predicted + (added.get(one.mesh, 0.0) if one.name == FOUND else 0.0)
             for one in self.choices
         ]
 
@@ -736,9 +749,13 @@ class _Looking:
         return one
 
     def _unlike(self, ranked: Sequence[int]) -> list[int]:
-        """The same choices: those that are not much slower than the first and unlike all before.
+        """The same choices, unlike ones first."""
+        return [*itertools.chain(*self._by_likeness(ranked))]
 
-        After them come those that place large arguments, or have figures, as one before them.
+    def _by_likeness(self, ranked: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Those that are not much slower than the first and unlike all before, and the others.
+
+        These place large arguments, or have figures, as one before them, or are slower.
         """
         seen: set[Any] = set()
         first: list[int] = []
@@ -752,7 +769,7 @@ class _Looking:
             if keys.isdisjoint(seen):
                 seen |= keys
                 first.append(i)
-        return [*first, *(i for i in ranked if i not in {*first})]
+        return first, [i for i in ranked if i not in {*first}]
 
     def _rank(self, one: Choice) -> tuple[bool, bool, float, float]:
         """What Shardy's exchanges are not known of seems faster than it is, and comes later.

@@ -319,7 +319,7 @@ def _checked(one: Pin, found: Sequence[Any]) -> Any:
     if one.name == TRANSPOSE:
         found = [after for each in found if each.results and (after := turned(each))]
     values = (value for each in found for side in (each.operands, each.results) for value in side)
-    ranks = [len(passes.dims_of(value.type)[0]) for value in values]
+    ranks = [len(passes.shape_of(value)) for value in values]
     names = [each.name for each in found]
     if names != [one.name] or not _has_ranks(one, ranks):
         raise MisfitError(

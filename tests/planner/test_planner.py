@@ -894,9 +894,14 @@ def test_shardy_is_asked_of_the_experts_that_seem_best(monkeypatch, named, asked
     assert [one.told is not None for one in looking.choices] == asked
 
 
-@pytest.mark.parametrize(("seconds", "asked"), [(1.4, True), (1.6, False)])
-def test_shardy_is_asked_of_another_mesh_that_is_near(monkeypatch, seconds, asked):
-    """Of each mesh some are timed, but where exchanges, which only add, would make up for none."""
+@pytest.mark.parametrize(
+    ("sent", "seconds", "asked"), [(0.6, 1.4, True), (0.6, 1.6, False), (0.3, 1.4, False)]
+)
+def test_shardy_is_asked_of_another_mesh_that_is_near(monkeypatch, sent, seconds, asked):
+    """Of each mesh some are timed, but where exchanges, which only add, would make up for none.
+
+    Nor where it is behind what is known of as many as may be compiled.
+    """
     monkeypatch.setattr(choosing, "_LOOKED_AT", 1)
     first, second = ({"data": 4, "model": 2}, {"data": 2, "model": 4})
     looking = looking_at(spmd.make_mesh(first), 1, "b", "f")
@@ -905,10 +910,54 @@ def test_shardy_is_asked_of_another_mesh_that_is_near(monkeypatch, seconds, aske
     estimate = dataclasses.replace(one.estimate, compute=seconds)
     looking.choices.append(dataclasses.replace(one, estimate=estimate))
     monkeypatch.setattr(
-        looking, "_previewed", lambda one: dataclasses.replace(one, exchange=0.0, told=())
+        looking, "_previewed", lambda one: dataclasses.replace(one, exchange=sent, told=())
     )
     looking.preview()
     assert [one.told is not None for one in looking.choices] == [True, True, False, asked]
+
+
+@pytest.mark.parametrize(
+    ("top", "asked"), [(1, [True, True, False, False]), (2, [True, True, True, True])]
+)
+def test_shardy_is_asked_of_as_many_as_may_be_compiled(monkeypatch, top, asked):
+    """Twice as many as are wanted, since some may not fit; of others, as far as they may be best.
+
+    Of two that are wanted the first four are timed, though exchanges make none of them slower.
+    """
+    looking = looking_at(spmd.make_mesh({"data": 4, "model": 2}), top, "b", "f")
+    one = looking.choices[0]
+    looking.choices = [
+        dataclasses.replace(one, estimate=dataclasses.replace(one.estimate, compute=seconds))
+        for seconds in (1.0, 1.1, 1.2, 1.3)
+    ]
+    monkeypatch.setattr(
+        looking, "_previewed", lambda one: dataclasses.replace(one, exchange=0.0, told=())
+    )
+    looking.preview()
+    assert [one.told is not None for one in looking.choices] == asked
+
+
+def test_what_has_the_figures_of_another_is_not_asked_of_again(monkeypatch):
+    """It may well be the same program, and seems to be better only as long as it is not known.
+
+    The last one is known, far behind, and says that exchanges may add nothing.
+    """
+    monkeypatch.setattr(choosing, "_LOOKED_AT", 2)
+    monkeypatch.setattr(choosing, "_OF_EACH", 1)
+    looking = looking_at(spmd.make_mesh({"data": 4, "model": 2}), 1, "b", "f")
+    one = looking.choices[0]
+    looking.choices = [
+        dataclasses.replace(one, estimate=dataclasses.replace(one.estimate, compute=seconds))
+        for seconds in (1.0, 1.0, 1.4, 1.4, 9.0)
+    ]
+    looking.choices[-1] = dataclasses.replace(looking.choices[-1], exchange=0.0, told=())
+    monkeypatch.setattr(
+        looking,
+        "_previewed",
+        lambda one: one if one.told == () else dataclasses.replace(one, exchange=1.0, told=()),
+    )
+    looking.preview()
+    assert [one.told is not None for one in looking.choices[:-1]] == [True, False, True, False]
 
 
 @pytest.mark.parametrize("other", [{"data": 2, "model": 2}, {"data": 4, "model": 1}])

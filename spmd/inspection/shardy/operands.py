@@ -7,6 +7,7 @@ split by most axes together. XLA goes by rules of its own, which do not always s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+import functools
 import math
 from typing import Any, TypeAlias
 
@@ -14,6 +15,9 @@ from spmd.inspection.shardy import passes
 
 Axes: TypeAlias = tuple[tuple[str, ...], ...]
 """By dimension, the axes that split it."""
+
+_Names: TypeAlias = tuple[tuple[str, ...], ...]
+"""Of two operands and a result, the names of their dimensions: those that are one have one."""
 
 
 def place(product: Any, meshes: Mapping[str, Mapping[str, int]]) -> None:
@@ -25,7 +29,7 @@ def place(product: Any, meshes: Mapping[str, Mapping[str, int]]) -> None:
     """
     if _is_grouped(product):
         return
-    places = [*map(passes.axes_of, (*product.operands, product.results[0]))]
+    places = tuple(map(passes.axes_of, (*product.operands, product.results[0])))
     mesh = passes.mesh_with({axis for one in places for axes in one for axis in axes}, meshes)
     if mesh is None:
         return
@@ -41,7 +45,8 @@ def place(product: Any, meshes: Mapping[str, Mapping[str, int]]) -> None:
                 product.operands[n] = passes.placed_for(product, value, taken, mesh)
 
 
-def _summed_first(names: Sequence[Sequence[str]], places: Sequence[Axes]) -> Axes | None:
+@functools.lru_cache(maxsize=1 << 12)
+def _summed_first(names: _Names, places: tuple[Axes, ...]) -> Axes | None:
     """Where a product is summed, if its operands are split alike along what is summed over.
 
     That is where they lie; the result is placed otherwise after that. Shardy's pass would gather
@@ -62,7 +67,7 @@ def _summed_first(names: Sequence[Sequence[str]], places: Sequence[Axes]) -> Axe
 
 
 def _taken(
-    product: Any, names: Sequence[Sequence[str]], places: Sequence[Axes], sizes: Mapping[str, int]
+    product: Any, names: _Names, places: tuple[Axes, ...], sizes: Mapping[str, int]
 ) -> list[Axes]:
     """Where a product takes its operands: where its result lies, on all dimensions of that.
 
@@ -98,7 +103,8 @@ def _taken(
     return taken
 
 
-def _as_made(names: Sequence[Sequence[str]], places: Sequence[Axes], n: int) -> Axes:
+@functools.lru_cache(maxsize=1 << 12)
+def _as_made(names: _Names, places: tuple[Axes, ...], n: int) -> Axes:
     """An operand where the result lies, but for what is summed over, and axes that sum both.
 
     Shardy's pass would place the result otherwise, where that is smaller.
@@ -119,7 +125,7 @@ def _as_made(names: Sequence[Sequence[str]], places: Sequence[Axes], n: int) -> 
     return tuple(found)
 
 
-def _without_sums(names: Sequence[Sequence[str]], places: Sequence[Axes], n: int) -> Axes:
+def _without_sums(names: _Names, places: Sequence[Axes], n: int) -> Axes:
     """An operand that is whole along what is summed over, where the other one is."""
     other = dict(zip(names[1 - n], places[1 - n], strict=True))
     return tuple(
@@ -134,7 +140,7 @@ def _axes_in(place: Axes) -> list[str]:
 
 def _elements(value: Any, axes: Iterable[str], sizes: Mapping[str, int]) -> float:
     """Those of a value that a device has."""
-    return math.prod(passes.dims_of(value.type)[0]) / passes.count_of(axes, sizes)
+    return math.prod(passes.shape_of(value)) / passes.count_of(axes, sizes)
 
 
 def _is_grouped(product: Any) -> bool:
@@ -143,28 +149,35 @@ def _is_grouped(product: Any) -> bool:
     return any(int(product.attributes[one]) > 1 for one in counts if one in product.attributes)
 
 
-def _names_of(product: Any) -> tuple[list[str], list[str], list[str]]:
-    """Names of the dimensions of a product's operands and result: those that are one have one."""
+def _names_of(product: Any) -> _Names:
+    """Names of the dimensions of a product's operands and result."""
     if product.name == "stablehlo.convolution":
         left, right, made = passes.labels_of(product)
         # What goes over the window has a name of its own in each.
         return (
-            [{"f": "i"}.get(name, f"input {name}") for name in left],
-            [{"i": "i"}.get(name, f"kernel {name}") for name in right],
-            [{"b": "input b", "f": "kernel o"}.get(name, f"result {name}") for name in made],
+            tuple([{"f": "i"}.get(name, f"input {name}") for name in left]),
+            tuple([{"i": "i"}.get(name, f"kernel {name}") for name in right]),
+            tuple([{"b": "input b", "f": "kernel o"}.get(name, f"result {name}") for name in made]),
         )
-    numbers = passes.numbers_of(product, "dot_dimension_numbers")
+    ranks = [len(passes.shape_of(one)) for one in product.operands]
+    return _names_in(passes.text_of(product, "dot_dimension_numbers"), *ranks)
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _names_in(text: str, *ranks: int) -> _Names:
+    """The same, of what a product of matrices says of the dimensions of its operands."""
+    numbers = passes.numbers_in(text)
     sides = []
-    for side, operand in zip(("lhs", "rhs"), product.operands, strict=True):
+    for side, rank in zip(("lhs", "rhs"), ranks, strict=True):
         batch, terms = (
             numbers.get(f"{side}_{kind}_dimensions", ()) for kind in ("batching", "contracting")
         )
-        names = [f"{side} {d}" for d in range(len(passes.dims_of(operand.type)[0]))]
+        names = [f"{side} {d}" for d in range(rank)]
         for kind, numbered in (("batch", batch), ("term", terms)):
             for n, d in enumerate(numbered):
                 names[d] = f"{kind} {n}"
-        sides.append(names)
+        sides.append(tuple(names))
     free = (name for names in sides for name in names if name[:3] in ("lhs", "rhs"))
     shared = (name for name in sides[0] if name.startswith("batch"))
     batch = sorted(shared, key=lambda name: int(name.split()[1]))
-    return sides[0], sides[1], [*batch, *free]
+    return sides[0], sides[1], (*batch, *free)

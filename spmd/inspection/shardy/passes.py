@@ -221,8 +221,13 @@ _NUMBERS = re.compile(r"(\w+) = \[([\d, ]*)\]")
 
 def numbers_of(operation: Any, name: str) -> dict[str, tuple[int, ...]]:
     """The lists of numbers in an attribute such as the dimensions of a product, by their names."""
-    found = _NUMBERS.findall(text_of(operation, name))
-    return {key: tuple(map(int, text.split(", "))) if text else () for key, text in found}
+    return numbers_in(text_of(operation, name))
+
+
+def numbers_in(text: str) -> dict[str, tuple[int, ...]]:
+    """The same, of such an attribute as text."""
+    found = _NUMBERS.findall(text)
+    return {key: tuple(map(int, numbers.split(", "))) if numbers else () for key, numbers in found}
 
 
 _LABELS = re.compile(r"\[([^\]]*)\]")
@@ -235,6 +240,12 @@ def labels_of(convolution: Any) -> list[list[str]]:
 
 
 # Types
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """The dimensions of a value: none of a token, and 0 for one that is not known."""
+    shape = tuple(getattr(value.type, "shape", ()))
+    return shape if min(shape, default=0) >= 0 else tuple([max(0, size) for size in shape])
 
 
 def dims_of(kind: Any) -> tuple[tuple[int, ...], str]:
@@ -495,17 +506,27 @@ def sharding_of(value: Any, default: Dimensions | None = None) -> Dimensions:
     return _nth(text_of(operation, name), value.result_number, value)
 
 
+def made_at(operation: Any) -> tuple[tuple[str, ...], ...]:
+    """The axes that split each dimension of the only result of an operation on each element."""
+    return _axes(_nth(text_of(operation, "sdy.sharding"), 0, operation.results[0]))
+
+
 def axes_of(value: Any) -> tuple[tuple[str, ...], ...]:
     """The axes that split each dimension of an operand, as what makes it says."""
-    return tuple([dimension.axes for dimension in sharding_of(value)])
+    return _axes(sharding_of(value))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _axes(dimensions: Dimensions) -> tuple[tuple[str, ...], ...]:
+    return tuple([dimension.axes for dimension in dimensions])
 
 
 def _entering(value: Any, default: Dimensions | None) -> Dimensions:
     """The sharding of what enters a block."""
     operation, i = value.owner.owner.operation, value.arg_number
     if operation.name == "func.func":
-        entries = entries_of(operation, "arg_attrs")
-        own = entry_of(entries[i], "sdy.sharding") if i < len(entries) else None
+        entries = entry_of(operation.attributes, "arg_attrs")
+        own = entry_of(entries[i], "sdy.sharding") if entries is not None else None
         return _nth("" if own is None else str(own), 0, value)
     if operation.name == "stablehlo.while":
         return _nth(text_of(operation, "sdy.sharding"), i, value)
@@ -513,11 +534,11 @@ def _entering(value: Any, default: Dimensions | None) -> Dimensions:
 
 
 def _nth(text: str, i: int, value: Any) -> Dimensions:
-    found = shardings_in(text)
-    dims, _ = dims_of(value.type)
+    found = shardings_in(text) if text else ()
+    if i < len(found) and found[i]:
+        return found[i]
     # What one device has alone, such as a value of the host, is told without dimensions.
-    is_told = i < len(found) and len(found[i]) == len(dims)
-    return found[i] if is_told else open_sharding(len(dims))
+    return open_sharding(len(shape_of(value)))
 
 
 def placed_after(result: Any, kind: Any, sharding: Any) -> Any:

@@ -99,7 +99,7 @@ def _rule_of_each(operation: Any) -> str:
     results of one shape work on each element.
     """
     values = [*operation.operands, *operation.results]
-    shape, *others = {passes.dims_of(value.type)[0] for value in values}
+    shape, *others = {passes.shape_of(value) for value in values}
     if others or not 0 < len(shape) <= len(passes.FACTORS):
         return ""
     names = passes.FACTORS[: len(shape)]
@@ -122,7 +122,7 @@ def _reshape(broadcast: Any) -> None:
     A place goes through reshapes before it goes through broadcasts, and through lookups.
     """
     operand, result = broadcast.operands[0], broadcast.results[0]
-    before, after = (passes.dims_of(side.type)[0] for side in (operand, result))
+    before, after = (passes.shape_of(side) for side in (operand, result))
     if not before or math.prod(before) != math.prod(after):
         return
     with ir.InsertionPoint(broadcast), broadcast.location:

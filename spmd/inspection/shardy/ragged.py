@@ -53,7 +53,7 @@ class Ragged(NamedTuple):
 
 def read(operation: Any) -> Ragged:
     """Reads a product in groups."""
-    shapes = [passes.dims_of(one.type)[0] for one in operation.operands]
+    shapes = [passes.shape_of(one) for one in operation.operands]
     numbers = passes.numbers_of(operation, "ragged_dot_dimension_numbers")
     names, sizes = iter(passes.FACTORS), {}
 

@@ -21,7 +21,6 @@ from spmd.inspection.hlo.groups import part_of
 from spmd.inspection.shardy import operands, passes, ragged, tables
 from spmd.inspection.shardy.operands import Axes
 
-_PLACE = "sdy.sharding"
 _ELEMENTWISE = frozenset(
     f"stablehlo.{name}"
     for name in (
@@ -78,7 +77,7 @@ def _give_all(value: Any, mesh: str, meshes: Mapping[str, Mapping[str, int]]) ->
     own = passes.mesh_in(passes.text_of(maker, "sdy.sharding"))
     if own not in meshes or meshes[own]:  # that of one device has no axes
         return
-    ranks = [len(passes.dims_of(result.type)[0]) for result in maker.results]
+    ranks = [len(passes.shape_of(result)) for result in maker.results]
     whole = [passes.sharding_text(((),) * rank, mesh) for rank in ranks]
     maker.attributes["sdy.sharding"] = ir.Attribute.parse(passes.per_value(*whole))
 
@@ -99,37 +98,28 @@ def agree(module: Any, operations: Iterable[Any]) -> None:
     meshes = passes.meshes(module)
     known: dict[Any, Axes] = {}
     for one in operations:
-        if one.name in passes.PRODUCTS and not ragged.stands_in(one):
+        name = one.name
+        if name in _ELEMENTWISE or (name.startswith("chlo.") and name != ragged.NAME):
+            _agree(one, meshes, known)
+        elif name in passes.PRODUCTS and not ragged.stands_in(one):
             with one.location:
                 operands.place(one, meshes)
-        if one.name in tables.NAMES:
+        elif name in tables.NAMES:
             with one.location:
                 tables.place(one, meshes)
-        if one.name in _ELEMENTWISE or (one.name.startswith("chlo.") and one.name != ragged.NAME):
-            place = passes.entry_of(one.attributes, _PLACE)
-            if not all(_is_at(operand, place) for operand in one.operands):
-                with one.location:
-                    _agree(one, meshes, known)
-
-
-def _is_at(value: Any, place: Any) -> bool:
-    """Whether what makes a value, and nothing else, says that it is in a place."""
-    operation = passes.maker_of(value)
-    if place is None or operation is None or len(operation.results) > 1:
-        return False
-    own = passes.entry_of(operation.attributes, _PLACE)
-    return own is not None and own == place
 
 
 def _agree(operation: Any, meshes: Mapping[str, Mapping[str, int]], known: dict[Any, Axes]) -> None:
+    """The same of one operation; `known` has where values before it are, and then its own."""
     result = operation.results[0]
-    wanted = passes.axes_of(result)
-    held: dict[int, Axes] = {}
-    for n, operand in enumerate(operation.operands):
-        if _is_of_shape(operand, result):
-            if operand not in known:
-                known[operand] = passes.axes_of(operand)
-            held[n] = known[operand]
+    wanted = known[result] = passes.made_at(operation)
+    given = [*operation.operands]
+    for operand in given:
+        if operand not in known:
+            known[operand] = passes.axes_of(operand)
+    if all(known[operand] == wanted for operand in given):
+        return
+    held = {n: known[one] for n, one in enumerate(given) if _is_of_shape(one, result)}
     places = {*held.values()}
     if places <= {wanted}:
         return
@@ -137,20 +127,21 @@ def _agree(operation: Any, meshes: Mapping[str, Mapping[str, int]], known: dict[
     mesh = passes.mesh_with(used, meshes)
     if mesh is None:
         return
-    if len(places) == 1 < len(held):
-        (own,) = places
-        passes.make_at(operation, own, mesh)
-        return
-    for n, axes in held.items():
-        if axes != wanted:
-            value = operation.operands[n]
-            operation.operands[n] = passes.placed_for(operation, value, wanted, mesh)
+    with operation.location:
+        if len(places) == 1 < len(held):
+            (own,) = places
+            known[result] = own
+            passes.make_at(operation, own, mesh)
+            return
+        for n, axes in held.items():
+            if axes != wanted:
+                operation.operands[n] = passes.placed_for(operation, given[n], wanted, mesh)
 
 
 def _is_of_shape(value: Any, result: Any) -> bool:
     if value.type == result.type:
         return True
-    return passes.dims_of(value.type)[0] == passes.dims_of(result.type)[0]
+    return passes.shape_of(value) == passes.shape_of(result)
 
 
 def _is_for_table(operation: Any) -> bool:

@@ -142,7 +142,7 @@ def _dims_of(operation: Any) -> _Dims:
     numbers = passes.numbers_of(operation, attribute)
     tables = numbers.get(f"{table}_batching_dims", ())
     without = {*tables, *numbers.get(f"{collapsed}_dims", ())}
-    rank = len(passes.dims_of(operation.operands[0].type)[0])
+    rank = len(passes.shape_of(operation.operands[0]))
     vector = _VECTOR.search(passes.text_of(operation, attribute))
     return _Dims(
         tables=tables,

@@ -95,7 +95,7 @@ def turned(product: Any) -> Any:
 def _changes_rank(reshape: Any) -> bool:
     """Whether a reshape splits dimensions, or merges some; those of size 1 do not count."""
     before, after = (
-        sum(size > 1 for size in passes.dims_of(value.type)[0])
+        sum(size > 1 for size in passes.shape_of(value))
         for value in (reshape.operands[0], reshape.results[0])
     )
     return before != after

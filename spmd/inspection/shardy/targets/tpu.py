@@ -222,7 +222,7 @@ def _added(maker: Any, sizes: Mapping[str, int]) -> int:
     """How many products each device adds for an element of a product; 0 for what is none."""
     if maker is None or maker.name != "stablehlo.dot_general" or ragged.stands_in(maker):
         return 0
-    dims, _ = passes.dims_of(maker.operands[0].type)
+    dims = passes.shape_of(maker.operands[0])
     held = passes.sharding_of(maker.operands[0])
     return math.prod(dims[d] // passes.count_of(held[d].axes, sizes) for d in contracted(maker))
 
