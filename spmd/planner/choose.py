@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
-import itertools
 import math
 import statistics
 import time
@@ -376,20 +375,22 @@ class _Looking:
     def preview(self) -> None:
         """Shardy's own exchanges of the best of all meshes, and of the experts that are near."""
         ranked = sorted(range(len(self.choices)), key=lambda i: self._rank(self.choices[i]))
-        unlike, alike = self._by_likeness(ranked)
-        ranked = [*unlike, *alike]
+        ranked = self._unlike(ranked)
         scores = [self.rules.score(one) for one in self.choices]
         most = _FAR * min(scores, default=0.0)
         enough = _INSTEAD * max(1, self.top)
         of_mesh: dict[Any, int] = {}
         known: list[float] = []
+        of_place: dict[Any, float] = {}
         for i in ranked:
             one = self.choices[i]
+            place = _place_of(one)
             of_mesh[one.mesh] = of_mesh.get(one.mesh, 0) + 1
             is_extra = of_mesh[one.mesh] <= _OF_EACH and scores[i] <= most
-            # Exchanges can only add: what seems to be behind as many as may be compiled is.
+            # Exchanges can only add: what seems to be behind as many as may be compiled is. So is
+            # what seems to be behind what is like it.
             is_behind = len(known) >= enough and (
-                i in alike or scores[i] > sorted(known)[enough - 1]
+                scores[i] >= of_place.get(place, math.inf) or scores[i] > sorted(known)[enough - 1]
             )
             if one.written or is_behind or (len(known) >= _LOOKED_AT and not is_extra):
                 continue
@@ -398,6 +399,7 @@ class _Looking:
             self.tell(Progress(self.tried, self.best, ""))
             self.choices[i] = self._previewed(one)
             known.append(self.rules.score(self.choices[i]))
+            of_place.setdefault(place, scores[i])
         self._preview_best(ranked, 1)
         named = [i for i, one in enumerate(self.choices) if one.name not in (FOUND, WRITTEN)]
         self._preview_best(named, self.named)
@@ -749,13 +751,9 @@ class _Looking:
         return one
 
     def _unlike(self, ranked: Sequence[int]) -> list[int]:
-        """The same choices, unlike ones first."""
-        return [*itertools.chain(*self._by_likeness(ranked))]
+        """The same choices: those that are not much slower than the first and unlike all before.
 
-    def _by_likeness(self, ranked: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Those that are not much slower than the first and unlike all before, and the others.
-
-        These place large arguments, or have figures, as one before them, or are slower.
+        After them come those that place large arguments, or have figures, as one before them.
         """
         seen: set[Any] = set()
         first: list[int] = []
@@ -763,13 +761,12 @@ class _Looking:
             one = self.choices[i]
             if one.predicted > _NEAR * self.choices[ranked[0]].predicted:
                 break
-            sizes = tuple(size for size in one.mesh.shape.values() if size > 1)
             # With equal figures it may well be the same program, under other names of its axes.
-            keys = {(sizes, _places_of_large(one)), (one.estimate, one.exchange)}
+            keys = {_place_of(one), (one.estimate, one.exchange)}
             if keys.isdisjoint(seen):
                 seen |= keys
                 first.append(i)
-        return first, [i for i in ranked if i not in {*first}]
+        return [*first, *(i for i in ranked if i not in {*first})]
 
     def _rank(self, one: Choice) -> tuple[bool, bool, float, float]:
         """What Shardy's exchanges are not known of seems faster than it is, and comes later.
@@ -828,6 +825,11 @@ def _places_of_large(one: Choice) -> Any:
     own = arguments[len(arguments) - len(one.kept) :]
     places = zip(own, (one.ins[i] for i in one.kept), strict=True)
     return tuple(place for tensor, place in places if tensor.nbytes >= least)
+
+
+def _place_of(one: Choice) -> Any:
+    """The same, on a mesh of which sizes."""
+    return tuple(size for size in one.mesh.shape.values() if size > 1), _places_of_large(one)
 
 
 def program_of(one: Choice) -> Any:
