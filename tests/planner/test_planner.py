@@ -937,6 +937,28 @@ def test_shardy_is_asked_of_as_many_as_may_be_compiled(monkeypatch, top, asked):
     assert [one.told is not None for one in looking.choices] == asked
 
 
+def test_what_lies_as_another_is_asked_of_where_it_seems_faster(monkeypatch):
+    """One with the figures of the first comes later, and may lie as what is asked of before it.
+
+    The last one lies so as well, and is behind; what it might take is less than is known of two.
+    """
+    looking = looking_at(spmd.make_mesh({"data": 4, "model": 2}), 1, "b", "f")
+    one = looking.choices[0]
+    elsewhere = tuple(((),) * len(entries) for entries in one.ins)
+    assert elsewhere != one.ins
+    looking.choices = [
+        dataclasses.replace(
+            one, ins=ins, estimate=dataclasses.replace(one.estimate, compute=seconds)
+        )
+        for seconds, ins in ((1.0, one.ins), (1.0, elsewhere), (1.1, elsewhere), (1.2, elsewhere))
+    ]
+    monkeypatch.setattr(
+        looking, "_previewed", lambda one: dataclasses.replace(one, exchange=0.5, told=())
+    )
+    looking.preview()
+    assert [one.told is not None for one in looking.choices] == [True, True, True, False]
+
+
 def test_what_has_the_figures_of_another_is_not_asked_of_again(monkeypatch):
     """It may well be the same program, and seems to be better only as long as it is not known.
 
