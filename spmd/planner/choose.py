@@ -384,22 +384,23 @@ class _Looking:
         of_place: dict[Any, float] = {}
         for i in ranked:
             one = self.choices[i]
-            place = _place_of(one)
             of_mesh[one.mesh] = of_mesh.get(one.mesh, 0) + 1
             is_extra = of_mesh[one.mesh] <= _OF_EACH and scores[i] <= most
+            if one.written or (len(known) >= _LOOKED_AT and not is_extra):
+                continue
             # Exchanges can only add: what seems to be behind as many as may be compiled is. So is
             # what seems to be behind what is like it.
-            is_behind = len(known) >= enough and (
-                scores[i] >= of_place.get(place, math.inf) or scores[i] > sorted(known)[enough - 1]
-            )
-            if one.written or is_behind or (len(known) >= _LOOKED_AT and not is_extra):
+            if len(known) >= enough and (
+                scores[i] > sorted(known)[enough - 1]
+                or scores[i] >= of_place.get(_place_of(one), math.inf)
+            ):
                 continue
             if self._is_late():
                 return
             self.tell(Progress(self.tried, self.best, ""))
             self.choices[i] = self._previewed(one)
             known.append(self.rules.score(self.choices[i]))
-            of_place.setdefault(place, scores[i])
+            of_place.setdefault(_place_of(one), scores[i])
         self._preview_best(ranked, 1)
         named = [i for i, one in enumerate(self.choices) if one.name not in (FOUND, WRITTEN)]
         self._preview_best(named, self.named)
@@ -432,13 +433,15 @@ class _Looking:
                 if one.name == FOUND:
                     more = one.predicted - one.estimate.seconds
                     added[one.mesh] = min(more, added.get(one.mesh, math.inf))
-        return [
-            one.predicted
-            if one.told is not None
-            else alike.get(one.estimate)
-            or one.predicted + (added.get(one.mesh, 0.0) if one.name == FOUND else 0.0)
-            for one in self.choices
-        ]
+
+        def at_least(one: Choice) -> float:
+            if one.told is not None:
+                return one.predicted
+            if one.estimate in alike:
+                return alike[one.estimate]
+            return one.predicted + (added.get(one.mesh, 0.0) if one.name == FOUND else 0.0)
+
+        return [*map(at_least, self.choices)]
 
     def _unpin(self) -> None:
         """The best layouts of each mesh without pins, where Shardy then makes far fewer exchanges.

@@ -508,17 +508,13 @@ def sharding_of(value: Any, default: Dimensions | None = None) -> Dimensions:
 
 def made_at(operation: Any) -> tuple[tuple[str, ...], ...]:
     """The axes that split each dimension of the only result of an operation on each element."""
-    return _axes(_nth(text_of(operation, "sdy.sharding"), 0, operation.results[0]))
+    found = _nth(text_of(operation, "sdy.sharding"), 0, operation.results[0])
+    return tuple([dimension.axes for dimension in found])
 
 
 def axes_of(value: Any) -> tuple[tuple[str, ...], ...]:
     """The axes that split each dimension of an operand, as what makes it says."""
-    return _axes(sharding_of(value))
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _axes(dimensions: Dimensions) -> tuple[tuple[str, ...], ...]:
-    return tuple([dimension.axes for dimension in dimensions])
+    return tuple([dimension.axes for dimension in sharding_of(value)])
 
 
 def _entering(value: Any, default: Dimensions | None) -> Dimensions:
@@ -534,7 +530,7 @@ def _entering(value: Any, default: Dimensions | None) -> Dimensions:
 
 
 def _nth(text: str, i: int, value: Any) -> Dimensions:
-    found = shardings_in(text) if text else ()
+    found = shardings_in(text)
     if i < len(found) and found[i]:
         return found[i]
     # What one device has alone, such as a value of the host, is told without dimensions.
