@@ -270,6 +270,7 @@ class _Looking:
         self.best: float | None = None
         self.start = time.monotonic()
         self._known: dict[int, Pinned] = {}
+        self._estimators: dict[Any, Estimator] = {}
 
     # Tier one
 
@@ -318,6 +319,7 @@ class _Looking:
                 estimate = estimate.on(machine)
             else:
                 estimate = Estimator(graph, machine, self.rules.fixed)
+            self._estimators[mesh] = estimate
             known = experts(graph, machine.sizes) if self.seeds else {}
             named = {
                 name: Candidate(layout, cost := estimate(layout), self.rules.score(cost))
@@ -366,7 +368,7 @@ class _Looking:
             kept=self.program.kept(mesh),
             ins=ins,
             outs=outs,
-            pins=self._pinned(graph).pins(one.layout, dict(mesh.shape), Way()),
+            pins=self._pins_of(one.layout, one.cost, graph, mesh, Way()),
             estimate=one.cost,
         )
 
@@ -453,7 +455,7 @@ class _Looking:
         """
         told = [i for i, one in enumerate(self.choices) if one.told is not None and one.layout]
         seen: set[int] = set()
-        for rank, share in ((self._rank, math.inf), (self._estimated, 1.0)):
+        for rank, share in ((self._rank, math.inf), (self._rank_by_estimate, 1.0)):
             scores = (self.rules.score(one) for one in self.choices if one.told is not None)
             most = share * min(scores, default=math.inf)
             ranked = sorted(told, key=lambda i: rank(self.choices[i]))
@@ -640,10 +642,7 @@ class _Looking:
                 layout = layout.with_order(axis, (*order, *width))
         if layout == best.layout or not self.rules.allow(layout):
             return
-        machine = self._machine(best.mesh)
-        assert machine is not None  # or it would not be a choice
-        estimate = Estimator(best.graph, machine, self.rules.fixed)
-        found = Candidate(layout, estimate(layout), 0.0)
+        found = Candidate(layout, self._estimated(best, layout), 0.0)
         other = self._previewed(self._choice(FOUND, found, best.graph, best.mesh))
         if other.predicted <= _NEAR * best.predicted:
             self.choices.append(other)
@@ -655,12 +654,13 @@ class _Looking:
         What gains nothing but noise does not stay for the next changes, which it may bar; all of
         that is tried together in the end.
         """
-        best, way = self.choices[at], Way()
-        if best.layout is None or best.pins == self._pins(best, Way(free=True)):
+        usual, way = self.choices[at], Way()
+        if usual.layout is None or usual.pins == self._pins(usual, Way(free=True)):
             return
         little: dict[str, bool] = {}
         for change in (
             {"whole": True},
+            *[{"whole": False}] * bool(usual.estimate.first),
             {"ahead": False},
             {"turned": False},
             {"loose": True},
@@ -671,12 +671,15 @@ class _Looking:
             if best.is_stand_in or self._is_late():
                 return
             other = way._replace(**change)
-            pins = self._pins(best, other)
-            # What products gather ahead of their use they would not without pins.
-            if pins == best.pins or (other.free and self._gathers_ahead(best, way)):
+            pins = self._pins(usual, other)
+            if pins == best.pins or ("whole" in change and way.whole is not None):
                 continue
-            one = dataclasses.replace(best, pins=pins, report=None, failure="", needed=None)
-            one = self._previewed(one)
+            # What products gather ahead of their use they would not without pins.
+            if other.free and self._gathers_ahead(usual, way):
+                continue
+            estimate = self._estimated(best, usual.layout, whole=other.whole)
+            one = dataclasses.replace(best, pins=pins, estimate=estimate)
+            one = self._previewed(dataclasses.replace(one, report=None, failure="", needed=None))
             sends_more = (one.exchange or 0.0) > (best.exchange or 0.0) * _AS_MUCH
             if sends_more and (other.loose or other.free):
                 continue
@@ -703,7 +706,22 @@ class _Looking:
 
     def _pins(self, one: Choice, way: Way) -> tuple[Pin, ...]:
         assert one.layout is not None
-        return self._pinned(one.graph).pins(one.layout, dict(one.mesh.shape), way)
+        return self._pins_of(one.layout, one.estimate, one.graph, one.mesh, way)
+
+    def _pins_of(
+        self, layout: Layout, estimate: Estimate, graph: Graph, mesh: Any, way: Way
+    ) -> tuple[Pin, ...]:
+        first = self._estimators[mesh].summed_first(estimate) if estimate.first else ()
+        return self._pinned(graph).pins(layout, dict(mesh.shape), way, first)
+
+    def _estimated(self, one: Choice, layout: Layout, *, whole: bool | None = None) -> Estimate:
+        """What a layout costs where another one is, with all sums made first, or none."""
+        if (found := self._estimators.get(one.mesh)) is None:
+            machine = self._machine(one.mesh)
+            assert machine is not None  # or it would not be a choice
+            found = Estimator(one.graph, machine, self.rules.fixed)
+            self._estimators[one.mesh] = found
+        return (found if whole is None else found.summing(first=whole))(layout)
 
     def _pinned(self, graph: Graph) -> Pinned:
         if id(graph) not in self._known:  # the program keeps its graphs
@@ -780,7 +798,7 @@ class _Looking:
         fits, is_known = one.fits(self.rules.budget), one.told is not None
         return not fits, not is_known, self.rules.score(one), coarse(one.peak)
 
-    def _estimated(self, one: Choice) -> tuple[bool, float]:
+    def _rank_by_estimate(self, one: Choice) -> tuple[bool, float]:
         """The rank by the estimate alone."""
         return not self.rules.fits(one.estimate), one.estimate.seconds
 

@@ -31,8 +31,8 @@ class Way(NamedTuple):
         ahead: whether what is known before its use, such as a weight, is put where a product wants
             it. Else a compiler that is to multiply by parts of an operand sends them around, and
             multiplies by one after the other.
-        whole: whether a sum is made before each device takes its part of it. Else the parts of it
-            go around likewise.
+        whole: whether all sums are made before each device takes its part of them, or none: the
+            parts of these go around likewise. Else those that are thought to be faster so.
         turned: whether a product's result that is but transposed is pinned after that. So a
             compiler makes it in that order. An exchange in between would end in another one, and
             what it is added to, such as an optimizer's moments, would be copied to that.
@@ -41,7 +41,7 @@ class Way(NamedTuple):
     """
 
     ahead: bool = True
-    whole: bool = False
+    whole: bool | None = None
     turned: bool = True
     loose: bool = False
     free: bool = False
@@ -80,16 +80,34 @@ class Pinned:
             ),
         )
 
-    def pins(self, layout: Layout, sizes: Mapping[str, int], way: Way) -> tuple[Pin, ...]:
-        """What a layout says of each operation, by its number."""
+    def pins(
+        self,
+        layout: Layout,
+        sizes: Mapping[str, int],
+        way: Way,
+        first: Container[int] = (),
+    ) -> tuple[Pin, ...]:
+        """What a layout says of each operation, by its number.
+
+        Args:
+            layout: what the mesh axes split.
+            sizes: of these.
+            way: how products are pinned.
+            first: results of products whose sums are made first, where the way leaves that open.
+        """
         if way.free:
             return ()
         own = {i for ((_, one), *_) in self._alike.values() for i in one.tensors}
         places = places_of(self.graph.tensors, layout, sizes, self.fixed, own)
         found: list[Pin] = []
         for alike in self._alike.values():
-            specs = self._specs(alike[0][1], layout, sizes, places, way)
+            known: dict[bool, tuple[Entries | None, ...]] = {}
             for number, one in alike:
+                whole = one.tensors[-1] in first if way.whole is None else way.whole
+                if whole not in known:
+                    asked = way._replace(whole=whole)
+                    known[whole] = self._specs(alike[0][1], layout, sizes, places, asked)
+                specs = known[whole]
                 name, (*others, last) = _name_in_module(one), specs
                 turn = self._turned.get(number)
                 if way.turned and turn and last:

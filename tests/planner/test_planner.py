@@ -620,7 +620,8 @@ def test_the_best_one_is_pinned_in_other_ways(monkeypatch, seconds, compiled, be
     def way_of(one):
         """That of its pins; of loose ones, sums are the same either way."""
         ways = [Way(free=True), Way(loose=True), Way(ahead=False, loose=True)]
-        ways += itertools.starmap(Way, itertools.product((True, False), repeat=3))
+        known = itertools.product((True, False), (None, True), (True, False))
+        ways += itertools.starmap(Way, known)
         sizes = dict(pod.shape)
         found = {way: pins_of(one.graph, one.layout, sizes, way=way) for way in ways}
         assert len({*found.values()}) == 11
@@ -637,6 +638,33 @@ def test_the_best_one_is_pinned_in_other_ways(monkeypatch, seconds, compiled, be
     looking.compile()
     assert len(seen) == compiled == looking.chosen().compiles
     assert [way_of(one) for one in looking.choices] == [best]
+
+
+def test_sums_that_are_to_be_made_first_are_tried_in_parts(monkeypatch):
+    """Which is faster a compiler says; the estimate is of what was compiled."""
+    pytest.importorskip("libtpu", reason=WITHOUT_LIBTPU)
+    pod = spmd.topology("v5e:2x2", {"data": 2, "model": 2})
+    looking = looking_at(pod, 2, "bd", "f")
+    (one,) = looking.choices
+    looking._estimated(one, one.layout)
+    every = frozenset(looking._estimators[pod].alike.values())
+    one = dataclasses.replace(one, estimate=dataclasses.replace(one.estimate, first=every))
+    whole, parts = (looking._pins(one, Way(whole=whole)) for whole in (True, False))
+    assert looking._pins(one, Way()) == whole != parts
+    looking.choices = [dataclasses.replace(one, pins=whole)]
+    seen = []
+
+    def report(one, lowered, chip):
+        seen.append(one.pins)
+        time = types.SimpleNamespace(seconds=0.5 if one.pins == parts else 1.0)
+        return dataclasses.replace(one, report=types.SimpleNamespace(time=time, memory=None))
+
+    monkeypatch.setattr(choosing, "_compiled", report)
+    monkeypatch.setattr(Choice, "fits", lambda one, budget: True)
+    looking.compile()
+    (best,) = looking.choices
+    assert (best.pins, best.seconds, best.estimate.first) == (parts, 0.5, frozenset())
+    assert len({*seen}) == len(seen)
 
 
 @pytest.mark.parametrize(("behind", "answer"), [(1.015, "second"), (1.03, "first")])

@@ -11,10 +11,15 @@ import functools
 import math
 from typing import Any, TypeAlias
 
+from jax.extend.mlir import ir
+
 from spmd.inspection.shardy import passes
 
 Axes: TypeAlias = tuple[tuple[str, ...], ...]
 """By dimension, the axes that split it."""
+
+_ASKED = "spmd.asked"
+"""An attribute of a product: where its result is to lie."""
 
 _Names: TypeAlias = tuple[tuple[str, ...], ...]
 """Of two operands and a result, the names of their dimensions: those that are one have one."""
@@ -27,6 +32,8 @@ def place(product: Any, meshes: Mapping[str, Mapping[str, int]]) -> None:
         product: of matrices, or a convolution; one of groups of channels stays as it is.
         meshes: sizes of the axes of each mesh, by its symbol.
     """
+    found = product.attributes
+    found[_ASKED] = found["sdy.sharding"] if "sdy.sharding" in found else ir.UnitAttr.get()
     if _is_grouped(product):
         return
     places = tuple(map(passes.axes_of, (*product.operands, product.results[0])))
@@ -43,6 +50,16 @@ def place(product: Any, meshes: Mapping[str, Mapping[str, int]]) -> None:
             if taken != places[n]:
                 value = product.operands[n]
                 product.operands[n] = passes.placed_for(product, value, taken, mesh)
+
+
+def is_made_in_parts(product: Any, axes: Iterable[str]) -> bool:
+    """Whether a product's result is to be split over the axes, wherever it is placed after that.
+
+    Of one that nobody was asked about it may be.
+    """
+    if _ASKED not in product.attributes:
+        return True
+    return {*axes} <= {*passes.axes_in(passes.text_of(product, _ASKED))}
 
 
 @functools.lru_cache(maxsize=1 << 12)

@@ -43,6 +43,8 @@ class Estimate:
         hidden: seconds of them that go on beside work.
         peak: bytes of the program's code, of arguments, and of what is alive beside them at the
             worst moment.
+        first: products whose sums are made before each device takes its part of them, by their
+            results: see `Estimator.summed_first`.
     """
 
     compute: float
@@ -50,6 +52,7 @@ class Estimate:
     exchange: float
     hidden: float
     peak: float
+    first: frozenset[int] = dataclasses.field(default=frozenset(), compare=False)
 
     @property
     def seconds(self) -> float:
@@ -99,7 +102,8 @@ class _Costs(NamedTuple):
     """Seconds of a group; and exchanges of operands and sums, which others may ask for as well.
 
     Of sums that are sent together it is told which: each of these is a delay. What products take
-    and make that are done in parts, one for each device, is told as well.
+    and make that are done in parts, one for each device, is told as well, and what those make whose
+    sums are made first.
     """
 
     compute: float
@@ -109,6 +113,7 @@ class _Costs(NamedTuple):
     shared: dict[Exchanged, Sending]
     joined: frozenset[_Joined]
     in_parts: frozenset[int]
+    first: frozenset[int] = frozenset()
 
 
 _NOTHING = _Costs(0.0, 0.0, 0.0, 0.0, {}, frozenset(), frozenset())
@@ -218,6 +223,7 @@ class Estimator:
         self._work = Sayings(regrouped(grouped(work)))
         self.totals = {self.alike[i]: self.alike[j] for i, j in totals(graph).items()}
         self.turns = {self.alike[i]: n for i, n in turns(graph).items()}
+        self.first: bool | None = None
         self._known: dict[Hashable, Estimate] = {}
 
     def on(self, machine: Machine) -> Estimator:
@@ -235,6 +241,21 @@ class Estimator:
             k = self.kind_of[i]
             found.kinds[k] = self.kinds[k]._replace(fixed=tuple(at.items()))
         return found
+
+    def summing(self, *, first: bool) -> Estimator:
+        """The same, where all sums are made before devices take their parts, or none.
+
+        Else that is so for products that are faster so. Where Shardy places values the two are one.
+        """
+        found = self._anew(range(len(self.kinds)))
+        found.first = first
+        return found
+
+    def summed_first(self, found: Estimate) -> frozenset[int]:
+        """The results of products whose sums are made first, of an estimate."""
+        if not found.first:
+            return frozenset()
+        return frozenset(i for i, own in self.alike.items() if own in found.first)
 
     def _anew(self, changed: Collection[int]) -> Estimator:
         """The same, that remembers nothing of these kinds, and of what they have a part in."""
@@ -358,6 +379,7 @@ class Estimator:
         shared: dict[Exchanged, Sending] = {}
         joined: set[_Joined] = set()
         in_parts: set[int] = set()
+        first: set[int] = set()
         for group, key in zip(self._work.groups, self._work.keys(said), strict=True):
             costs = group.known.get(key)
             if costs is None:
@@ -371,6 +393,7 @@ class Estimator:
                 joined |= costs.joined
             if costs.in_parts:
                 in_parts |= costs.in_parts
+            first |= costs.first
             if costs.shared:
                 _add(shared, costs.shared)
         exchange += sum(runs * self.machine.delay("all-reduce", axes) for axes, runs, _ in joined)
@@ -393,6 +416,7 @@ class Estimator:
             peak=self._peak(
                 np.array(at.ends), np.array(at.inside), self._gathered(shared, in_parts)
             ),
+            first=frozenset(first),
         )
 
     def _passing(self, shares: np.ndarray, kept: np.ndarray) -> float:
@@ -565,6 +589,37 @@ class Estimator:
         i = self.sources.get(tensor)
         return 0.0 if i is None else self.nbytes[i] * parts[self.kind_of[i]]
 
+    def _product(self, part: _Part, demand: Demand, at: _Placed) -> tuple[Product, frozenset[int]]:
+        """An operation as a product, and its result, if its sum is made first."""
+        steps = sum(steps * at.parts[k] for k, steps in part.beside.items()) / part.runs
+
+        def of(*, first: bool) -> Product:
+            return Product(
+                demand,
+                self.machine,
+                part.shapes,
+                steps,
+                self.lasting,
+                is_last=part.turn is not None,
+                is_packed=self.packed[part.written[0]],
+                sums_around=not first,
+            )
+
+        product = of(first=False)
+        if self.first is False or not product.may_sum_first:
+            return product, frozenset()
+        whole = of(first=True)
+        if self.first or self._taken(part, whole, at) < self._taken(part, product, at):
+            return whole, frozenset(part.one.tensors[-1:])
+        return product, frozenset()
+
+    def _taken(self, part: _Part, product: Product, at: _Placed) -> float:
+        """Seconds of one run of a product, with its exchanges."""
+        found = map(product.sending, product.demand.sent)
+        return sum(self._multiplied(part, product, at)) + sum(
+            sending.seconds - sending.beside for sending in found
+        )
+
     def _cost(self, part: _Part, layout: Layout, at: _Placed) -> _Costs:
         one, kinds = part.one, part.kinds
         nbytes = [self.nbytes[i] * at.parts[k] for i, k in zip(one.tensors, kinds, strict=True)]
@@ -579,16 +634,7 @@ class Estimator:
         )
         if part.is_fusible and not demand.sent:
             return _NOTHING
-        steps = sum(steps * at.parts[k] for k, steps in part.beside.items()) / part.runs
-        product = Product(
-            demand,
-            self.machine,
-            part.shapes,
-            steps,
-            self.lasting,
-            is_last=part.turn is not None,
-            is_packed=self.packed[part.written[0]],
-        )
+        product, first = self._product(part, demand, at)
         exchange, beside, shared = 0.0, 0.0, {}
         joined: set[_Joined] = set()
         for sent in demand.sent:
@@ -603,7 +649,7 @@ class Estimator:
             else:
                 shared[sent] = sending.times(runs)
         in_parts = frozenset(one.tensors if product.around else ())
-        sent = exchange, beside, shared, frozenset(joined), in_parts
+        sent = exchange, beside, shared, frozenset(joined), in_parts, first
         if part.is_fusible:
             return _Costs(0.0, 0.0, *sent)
         if not one.flops:
@@ -667,6 +713,7 @@ def _together(found: Sequence[_Costs]) -> _Costs:
         shared=shared,
         joined=frozenset().union(*(one.joined for one in found)),
         in_parts=frozenset().union(*(one.in_parts for one in found)),
+        first=frozenset().union(*(one.first for one in found)),
     )
 
 

@@ -8,7 +8,11 @@ import math
 from typing import NamedTuple
 
 from spmd.inspection.shardy import ragged
-from spmd.inspection.shardy.targets.sums import goes_around, is_left_whole
+from spmd.inspection.shardy.targets.sums import (
+    goes_around,
+    is_left_whole,
+    is_placed_by_shardy,
+)
 from spmd.planner.cost.demand import Demand, Exchanged
 from spmd.planner.cost.machine import Machine
 from spmd.planner.program.structure import WINDOW
@@ -17,7 +21,8 @@ from spmd.planner.program.structure import WINDOW
 # vector units are with what is fused into them: a `gelu` adds 16 of its 71 us to a compiled one,
 # and its gradient none of 98.
 _LARGE = 1024
-_RINGS = ("all-gather", "reduce-scatter")
+_SUM = "reduce-scatter"
+_RINGS = ("all-gather", _SUM)
 # Seconds that the smallest products take on a TPU: 0.3e-6 of operands in vector memory, and 2.7e-6
 # of those that are read just then.
 _LEAST = 0.75e-6
@@ -72,6 +77,7 @@ class Product:
         lasting: values that are whole before the product: it is not given parts of these.
         is_last: whether no product depends on it: what it sums is sent with others.
         is_packed: whether its result is written in fewer bytes than a sum has.
+        sums_around: whether a sum may be made in parts that go around.
     """
 
     def __init__(
@@ -84,11 +90,18 @@ class Product:
         *,
         is_last: bool = False,
         is_packed: bool = False,
+        sums_around: bool = True,
     ):
         self.demand, self.machine, self.shapes = demand, machine, shapes
-        self.is_packed = is_packed
+        self.is_packed, self.sums_around = is_packed, sums_around
         self.steps, self.lasting, self.is_last = steps, lasting, is_last
         self.around = [one for one in demand.sent if self._goes_around(one)]
+
+    @property
+    def may_sum_first(self) -> bool:
+        """Whether its sum goes around, and would not if it were to be made first."""
+        is_around = any(one.kind == _SUM for one in self.around)
+        return is_around and not is_placed_by_shardy(self.machine.chip.name)
 
     def seconds(self) -> float:
         """Of one run; one in parts is as slow as its parts are small.
@@ -193,7 +206,7 @@ class Product:
             share = _BESIDE if machine.is_beside(sent.axes) else 0.0
             return Sending(ring, beside=min(share * ring, self.seconds()))
         kind = sent.kind
-        if kind == "reduce-scatter" and machine.chip.multipliers and self._is_left_whole(sent):
+        if kind == _SUM and machine.chip.multipliers and self._is_left_whole(sent):
             kind = "all-reduce"
         if sent.before:
             return Sending(machine.trading(sent.before, sent.after, sent.nbytes))
@@ -249,6 +262,8 @@ class Product:
         if sent.kind not in _RINGS or not one.flops or one.name == ragged.KIND:
             return False
         if not self.machine.chip.multipliers:
+            return False
+        if sent.kind == _SUM and not self.sums_around:
             return False
         sizes, chosen = self.demand.sizes, self.demand.chosen
         if any(size > 1 and axis not in chosen for axis, size in sizes.items()):

@@ -740,6 +740,42 @@ def test_what_goes_around_in_what_the_compiler_makes(topology, dtype, few, many)
         assert (kinds[0] == {"collective-permute"}) == (sizes == flat and terms == many)
 
 
+def _first_whole(mesh, terms, *, turned):
+    """A product whose sum is made before each device takes its part of it, maybe of the other."""
+
+    def f(x, y):
+        total = spmd.with_sharding_constraint(x.T @ y, P())
+        return total.T if turned else total
+
+    args = (jax.ShapeDtypeStruct((terms, 2048), jnp.bfloat16),) * 2
+    rows = P("data")
+    specs = {"in_axis_resources": (rows, rows), "out_axis_resources": rows}
+    with mesh:
+        return spmd.pjit(f, mesh=mesh, **specs).lower(*args)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_sum_that_is_whole_first_does_not_go_around(turned):
+    """A constraint says that each device has all of it: it is scattered once it is made."""
+    lowered = _first_whole(spmd.topology("cpu:8", {"data": 8}), 16_384, turned=turned)
+    found = preview(lowered, chip="v5e").collectives
+    assert [(one.kind, one.executions) for one in found] == [("reduce-scatter", 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", [one for one, *_ in _OVERLAPS])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_sum_that_is_whole_first_in_what_the_compiler_makes(topology, turned):
+    """The prediction and libtpu agree; on a tpu7x Shardy makes one exchange of both."""
+    require_libtpu()
+    lowered = _first_whole(spmd.topology(topology, {"data": 8}), 16_384, turned=turned)
+    sent, told = (
+        {one.kind for one in found(lowered).collectives} for found in (spmd.report, preview)
+    )
+    assert told == sent
+    assert (sent == {"collective-permute"}) == topology.startswith("tpu7x")
+
+
 def _gathered(mesh, shape, dtype="bfloat16"):
     """Rows of which each device has a part, and then all."""
     rows, whole = (NamedSharding(mesh, spec) for spec in (P("data"), P()))

@@ -21,6 +21,7 @@ from spmd.inspection.timing.chips import CHIPS
 from spmd.planner.cost import product
 from spmd.planner.cost.estimate import Estimator
 from spmd.planner.cost.machine import Machine
+from spmd.planner.pins import Pinned, Way
 from spmd.planner.program.layout import Fixed, Layout
 from spmd.planner.verify import Program, entries_of, planned
 
@@ -451,6 +452,65 @@ def test_a_ring_goes_on_beside_its_product():
         hidden.append(found.hidden)
         assert 0 < found.hidden <= min(found.exchange, found.compute + found.memory)
     assert hidden[1] < hidden[0]
+
+
+#: Terms of a product whose sum is faster made first, and of one beside which its parts go around.
+_TERMS = [(8192, True), (65_536, False)]
+
+
+def _gradient(terms):
+    """A gradient of which each device keeps rows, with the layout that says so."""
+    args = [jax.ShapeDtypeStruct((terms, 2048), jnp.bfloat16)] * 2
+    program = Program(function=lambda a, b: jnp.einsum("ki,kj->ij", a, b), args=args)
+    found = read(program)
+    of = classes(found)
+    return program, found, Layout.of({"data": [of["a:0"], of["a:1"]], "model": []})
+
+
+@pytest.mark.parametrize(("terms", "is_first"), _TERMS)
+def test_a_sum_is_made_first_where_its_parts_would_be_waited_for(terms, is_first):
+    """By what either takes; pins leave it whole after its product, or have it in parts there."""
+    _, found, layout = _gradient(terms)
+    links, _ = links_of(CHIPS["v5e"], [], FLAT)
+    estimate = Estimator(found, Machine(CHIPS["v5e"], links, FLAT))
+    either, first, none = (
+        one(layout)
+        for one in (estimate, estimate.summing(first=True), estimate.summing(first=False))
+    )
+    assert (first.seconds < none.seconds) == is_first
+    assert either == (first if is_first else none)
+    (product,) = (one for one in found.operations if one.flops)
+    results = estimate.summed_first(either)
+    assert results == ({product.tensors[-1]} if is_first else set())
+    assert estimate.summed_first(first) == {product.tensors[-1]}
+    assert estimate.summed_first(none) == set()
+    (pin,) = Pinned(found).pins(layout, FLAT, Way(), results)
+    assert pin.specs[-1] == ((() if is_first else ("data",)), ())
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(("terms", "is_first"), _TERMS)
+def test_a_sum_is_made_first_where_libtpu_waits_for_its_parts(terms, is_first):
+    """The compiled steps are in the same order."""
+    program, found, layout = _gradient(terms)
+    mesh = spmd.topology("v5e:2x4", FLAT)
+    ins, outs = entries_of(found, layout, FLAT)
+    seconds = [
+        spmd.report(planned(program, mesh, ins, outs, pins).compile()).time.seconds
+        for pins in (Pinned(found).pins(layout, FLAT, Way(whole=whole)) for whole in (True, False))
+    ]
+    assert (seconds[0] < seconds[1]) == is_first
+
+
+def test_on_a_tpu7x_no_sum_is_made_first():
+    """Shardy places values there, and makes one exchange of both."""
+    _, found, layout = _gradient(65_536)
+    links, _ = links_of(CHIPS["tpu7x"], [], FLAT)
+    estimate = Estimator(found, Machine(CHIPS["tpu7x"], links, FLAT)).summing(first=True)
+    cost = estimate(layout)
+    assert cost.hidden > 0
+    assert estimate.summed_first(cost) == set()
 
 
 SPLIT = {"data": ["w:1", "x:0"]}

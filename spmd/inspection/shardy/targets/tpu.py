@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from spmd.inspection.records.report import Shape, Shapes
-from spmd.inspection.shardy import passes, ragged
+from spmd.inspection.shardy import operands, passes, ragged
 from spmd.inspection.shardy.targets.base import Exchange, axes_by_dimension, part_of
 from spmd.inspection.shardy.targets.partitioned import (
     Partitioned,
@@ -146,7 +146,7 @@ class Tpu(Partitioned):
         if n < 2 or self.is_summed_at_once(operation):
             return [asked]
         maker = passes.maker_of(operation.operands[0])
-        if not rest and self._goes_around(maker, n):
+        if not rest and self._goes_around(maker, n) and operands.is_made_in_parts(maker, over):
             return [_around(asked)]
         user = slice_after(operation, self.flow)
         slices = axes_by_dimension(user, "slicing_axes")
