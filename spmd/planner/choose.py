@@ -270,7 +270,7 @@ class _Looking:
         self.best: float | None = None
         self.start = time.monotonic()
         self._known: dict[int, Pinned] = {}
-        self._estimators: dict[Any, Estimator] = {}
+        self._estimators: dict[tuple[Any, bool | None], Estimator] = {}
 
     # Tier one
 
@@ -319,7 +319,7 @@ class _Looking:
                 estimate = estimate.on(machine)
             else:
                 estimate = Estimator(graph, machine, self.rules.fixed)
-            self._estimators[mesh] = estimate
+            self._estimators[mesh, None] = estimate
             known = experts(graph, machine.sizes) if self.seeds else {}
             named = {
                 name: Candidate(layout, cost := estimate(layout), self.rules.score(cost))
@@ -359,18 +359,18 @@ class _Looking:
 
     def _choice(self, name: str, one: Candidate, graph: Graph, mesh: Any) -> Choice:
         ins, outs = entries_of(graph, one.layout, mesh.shape, self.rules.fixed)
-        ins = self.program.whole(mesh, ins)
-        return Choice(
+        found = Choice(
             name=name,
             mesh=mesh,
             graph=graph,
             layout=one.layout,
             kept=self.program.kept(mesh),
-            ins=ins,
+            ins=self.program.whole(mesh, ins),
             outs=outs,
-            pins=self._pins_of(one.layout, one.cost, graph, mesh, Way()),
+            pins=(),
             estimate=one.cost,
         )
+        return dataclasses.replace(found, pins=self._pins(found, Way()))
 
     # Tier two
 
@@ -448,28 +448,45 @@ class _Looking:
     def _unpin(self) -> None:
         """The best layouts of each mesh without pins, where Shardy then makes far fewer exchanges.
 
-        One is the best as Shardy makes it. Another is the best by its estimate, which pins may cost
-        the more; it has to be better than all others. Most layouts need their pins: without,
-        propagation places the activations otherwise. Where exchanges are little of the time, none
-        is looked at.
+        One is the best as Shardy makes it. Another is the best by its estimate without pins, which
+        these may cost the more; it has to be better than all others. Most layouts need their pins:
+        without, propagation places the activations otherwise. Where exchanges are little of the
+        time, none is looked at.
         """
-        told = [i for i, one in enumerate(self.choices) if one.told is not None and one.layout]
-        seen: set[int] = set()
-        for rank, share in ((self._rank, math.inf), (self._rank_by_estimate, 1.0)):
-            scores = (self.rules.score(one) for one in self.choices if one.told is not None)
-            most = share * min(scores, default=math.inf)
-            ranked = sorted(told, key=lambda i: rank(self.choices[i]))
-            for i in self._unlike_in(ranked, lambda one: one.mesh):
-                one = self.choices[i]
-                if one.estimate.seconds >= _FEWER * one.predicted:  # were there none beyond these
-                    continue
-                pins = self._pins(one, Way(free=True))
-                if pins == one.pins or i in seen or self._is_late():
-                    continue
-                seen.add(i)
-                free = self._previewed(dataclasses.replace(one, pins=pins))
-                if free.predicted < min(_FEWER * one.predicted, most):
-                    self.choices.append(free)
+        own = [i for i, one in enumerate(self.choices) if one.layout]
+        told = [i for i in own if self.choices[i].told is not None]
+        first = self._best_of_each_mesh(filter(self._seems_far, told), self._rank)
+        for i in first:
+            self._without_pins(self.choices[i], math.inf)
+        scores = (self.rules.score(one) for one in self.choices if one.told is not None)
+        least = min(scores, default=math.inf)
+        meshes = {self.choices[i].mesh for i in told if self._seems_far(i)}
+        own = [i for i in own if self.choices[i].mesh in meshes]
+        for i in self._best_of_each_mesh(own, self._rank_without_pins):
+            if i not in first:
+                self._without_pins(self.choices[i], least)
+
+    def _seems_far(self, i: int) -> bool:
+        """Whether Shardy makes far more of a layout than the estimate."""
+        return self.choices[i].estimate.seconds < _FEWER * self.choices[i].predicted
+
+    def _best_of_each_mesh(
+        self, among: Iterable[int], rank: Callable[[Choice], tuple[Any, ...]]
+    ) -> list[int]:
+        ranked = sorted(among, key=lambda i: rank(self.choices[i]))
+        return self._unlike_in(ranked, lambda one: one.mesh)
+
+    def _without_pins(self, one: Choice, most: float) -> None:
+        """Adds a layout without pins, if it is far better so, and takes no longer than `most`."""
+        pins = self._pins(one, Way(free=True))
+        if pins == one.pins or self._is_late():
+            return
+        estimate = self._estimated(one, one.layout, Way(free=True))
+        free = self._previewed(dataclasses.replace(one, pins=pins, estimate=estimate))
+        if one.told is not None:
+            most = min(_FEWER * one.predicted, most)
+        if free.predicted < most:
+            self.choices.append(free)
 
     def _previewed(self, one: Choice) -> Choice:
         return as_shardy_makes(one, self.program, self.chip)
@@ -642,7 +659,7 @@ class _Looking:
                 layout = layout.with_order(axis, (*order, *width))
         if layout == best.layout or not self.rules.allow(layout):
             return
-        found = Candidate(layout, self._estimated(best, layout), 0.0)
+        found = Candidate(layout, self._estimated(best, layout, Way()), 0.0)
         other = self._previewed(self._choice(FOUND, found, best.graph, best.mesh))
         if other.predicted <= _NEAR * best.predicted:
             self.choices.append(other)
@@ -677,7 +694,7 @@ class _Looking:
             # What products gather ahead of their use they would not without pins.
             if other.free and self._gathers_ahead(usual, way):
                 continue
-            estimate = self._estimated(best, usual.layout, whole=other.whole)
+            estimate = self._estimated(best, usual.layout, other)
             one = dataclasses.replace(best, pins=pins, estimate=estimate)
             one = self._previewed(dataclasses.replace(one, report=None, failure="", needed=None))
             sends_more = (one.exchange or 0.0) > (best.exchange or 0.0) * _AS_MUCH
@@ -706,22 +723,21 @@ class _Looking:
 
     def _pins(self, one: Choice, way: Way) -> tuple[Pin, ...]:
         assert one.layout is not None
-        return self._pins_of(one.layout, one.estimate, one.graph, one.mesh, way)
+        first = self._estimators[one.mesh, None].summed_first(one.estimate)
+        return self._pinned(one.graph).pins(one.layout, dict(one.mesh.shape), way, first)
 
-    def _pins_of(
-        self, layout: Layout, estimate: Estimate, graph: Graph, mesh: Any, way: Way
-    ) -> tuple[Pin, ...]:
-        first = self._estimators[mesh].summed_first(estimate) if estimate.first else ()
-        return self._pinned(graph).pins(layout, dict(mesh.shape), way, first)
+    def _estimated(self, one: Choice, layout: Layout | None, way: Way) -> Estimate:
+        """What a layout costs where another one is, as it is pinned.
 
-    def _estimated(self, one: Choice, layout: Layout, *, whole: bool | None = None) -> Estimate:
-        """What a layout costs where another one is, with all sums made first, or none."""
-        if (found := self._estimators.get(one.mesh)) is None:
-            machine = self._machine(one.mesh)
-            assert machine is not None  # or it would not be a choice
-            found = Estimator(one.graph, machine, self.rules.fixed)
-            self._estimators[one.mesh] = found
-        return (found if whole is None else found.summing(first=whole))(layout)
+        Sums go around where results are left to propagation.
+        """
+        assert layout is not None
+        first = False if way.loose or way.free else way.whole
+        key = one.mesh, first
+        if key not in self._estimators:
+            assert first is not None  # or it would not be a choice
+            self._estimators[key] = self._estimators[one.mesh, None].summing(first=first)
+        return self._estimators[key](layout)
 
     def _pinned(self, graph: Graph) -> Pinned:
         if id(graph) not in self._known:  # the program keeps its graphs
@@ -798,9 +814,10 @@ class _Looking:
         fits, is_known = one.fits(self.rules.budget), one.told is not None
         return not fits, not is_known, self.rules.score(one), coarse(one.peak)
 
-    def _rank_by_estimate(self, one: Choice) -> tuple[bool, float]:
-        """The rank by the estimate alone."""
-        return not self.rules.fits(one.estimate), one.estimate.seconds
+    def _rank_without_pins(self, one: Choice) -> tuple[bool, float]:
+        """The rank by the estimate alone, of what is not pinned."""
+        estimate = self._estimated(one, one.layout, Way(free=True))
+        return not self.rules.fits(estimate), estimate.seconds
 
     def _is_late(self) -> bool:
         late = self.rules.deadline is not None and time.monotonic() > self.rules.deadline

@@ -495,6 +495,8 @@ def looking_at(pod, top, data, model, *, varied=False):
     layout = Layout.of({"data": [*map(letters.get, data)], "model": [*map(letters.get, model)]})
     cost = Estimate(compute=1.0, memory=0.0, exchange=0.0, hidden=0.0, peak=1.0)
     looking = choosing._Looking(MLP, CHIPS["v5e"], Rules(), top, False, 0, lambda one: None)
+    looking._estimators[pod, None] = Estimator(found, looking._machine(pod))
+    looking._estimated = lambda one, layout, way: one.estimate  # which is made up
     looking.choices = [looking._choice("found", Candidate(layout, cost, 1.0), found, pod)]
     if not varied:
         looking._split_width = lambda at: None
@@ -646,8 +648,8 @@ def test_sums_that_are_to_be_made_first_are_tried_in_parts(monkeypatch):
     pod = spmd.topology("v5e:2x2", {"data": 2, "model": 2})
     looking = looking_at(pod, 2, "bd", "f")
     (one,) = looking.choices
-    looking._estimated(one, one.layout)
-    every = frozenset(looking._estimators[pod].alike.values())
+    del looking._estimated
+    every = frozenset(looking._estimators[pod, None].alike.values())
     one = dataclasses.replace(one, estimate=dataclasses.replace(one.estimate, first=every))
     whole, parts = (looking._pins(one, Way(whole=whole)) for whole in (True, False))
     assert looking._pins(one, Way()) == whole != parts
@@ -675,6 +677,7 @@ def test_a_second_mesh_that_is_hardly_slower_is_pinned_in_other_ways(monkeypatch
     looking, other = looking_at(pods[0], 3, "bd", "f"), looking_at(pods[1], 3, "bd", "")
     own = {pods[0]: looking.choices[0].pins, pods[1]: other.choices[0].pins}
     looking.choices += other.choices
+    looking._estimators |= other._estimators
 
     def report(one, lowered, chip):
         first, plain = one.mesh == pods[0], one.pins == own[one.mesh]
@@ -769,6 +772,7 @@ def test_of_what_does_not_fit_one_of_each_mesh_is_pinned_in_other_ways(monkeypat
     pods = [spmd.topology("v5e:2x2", axes) for axes in ({"data": 2, "model": 2}, {"data": 4})]
     looking, other = looking_at(pods[0], 3, "bd", "f"), looking_at(pods[1], 3, "bd", "")
     looking.rules, looking.choices = Rules(budget=2.0), [*looking.choices, *other.choices]
+    looking._estimators |= other._estimators
     whole = [looking._pins(one, Way(whole=True)) for one in looking.choices]
 
     def compiled(one, lowered, chip):
@@ -934,7 +938,9 @@ def test_shardy_is_asked_of_another_mesh_that_is_near(monkeypatch, sent, seconds
     first, second = ({"data": 4, "model": 2}, {"data": 2, "model": 4})
     looking = looking_at(spmd.make_mesh(first), 1, "b", "f")
     looking.choices *= 3
-    (one,) = looking_at(spmd.make_mesh(second), 1, "b", "f").choices
+    other = looking_at(spmd.make_mesh(second), 1, "b", "f")
+    looking._estimators |= other._estimators
+    (one,) = other.choices
     estimate = dataclasses.replace(one.estimate, compute=seconds)
     looking.choices.append(dataclasses.replace(one, estimate=estimate))
     monkeypatch.setattr(

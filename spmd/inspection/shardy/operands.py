@@ -19,7 +19,7 @@ Axes: TypeAlias = tuple[tuple[str, ...], ...]
 """By dimension, the axes that split it."""
 
 _ASKED = "spmd.asked"
-"""An attribute of a product: where its result is to lie."""
+"""An attribute of a product: where its result was to lie."""
 
 _Names: TypeAlias = tuple[tuple[str, ...], ...]
 """Of two operands and a result, the names of their dimensions: those that are one have one."""
@@ -53,9 +53,9 @@ def place(product: Any, meshes: Mapping[str, Mapping[str, int]]) -> None:
 
 
 def is_made_in_parts(product: Any, axes: Iterable[str]) -> bool:
-    """Whether a product's result is to be split over the axes, wherever it is placed after that.
+    """Whether a product's result was to be split over the axes, before `place` had it elsewhere.
 
-    Of one that nobody was asked about it may be.
+    Where Shardy places values, it always may be.
     """
     if _ASKED not in product.attributes:
         return True

@@ -99,7 +99,13 @@ class Product:
 
     @property
     def may_sum_first(self) -> bool:
-        """Whether its sum goes around, and would not if it were to be made first."""
+        """Whether its sum goes around, and what it takes if it is made first is known.
+
+        Of convolutions that is not known: the U-Net with 17 of these made first takes 15 % longer
+        than it would.
+        """
+        if self.demand.one.name != "dot_general":
+            return False
         is_around = any(one.kind == _SUM for one in self.around)
         return is_around and not is_placed_by_shardy(self.machine.chip.name)
 
