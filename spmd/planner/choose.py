@@ -455,7 +455,7 @@ class _Looking:
         """
         own = [i for i, one in enumerate(self.choices) if one.layout]
         told = [i for i in own if self.choices[i].told is not None]
-        first = self._best_of_each_mesh(filter(self._seems_far, told), self._rank)
+        first = [i for i in self._best_of_each_mesh(told, self._rank) if self._seems_far(i)]
         for i in first:
             self._without_pins(self.choices[i], math.inf)
         scores = (self.rules.score(one) for one in self.choices if one.told is not None)
