@@ -727,15 +727,14 @@ class _Looking:
         return self._pinned(one.graph).pins(one.layout, dict(one.mesh.shape), way, first)
 
     def _estimated(self, one: Choice, layout: Layout | None, way: Way) -> Estimate:
-        """What a layout costs where another one is, as it is pinned.
+        """What a layout costs on the mesh of another one, as it is pinned.
 
         Sums go around where results are left to propagation.
         """
         assert layout is not None
         first = False if way.loose or way.free else way.whole
         key = one.mesh, first
-        if key not in self._estimators:
-            assert first is not None  # or it would not be a choice
+        if first is not None and key not in self._estimators:
             self._estimators[key] = self._estimators[one.mesh, None].summing(first=first)
         return self._estimators[key](layout)
 

@@ -223,7 +223,8 @@ class Estimator:
         self._work = Sayings(regrouped(grouped(work)))
         self.totals = {self.alike[i]: self.alike[j] for i, j in totals(graph).items()}
         self.turns = {self.alike[i]: n for i, n in turns(graph).items()}
-        self.first: bool | None = None
+        # Whether all sums are made first, or none; None for what is faster for each.
+        self.sums_first: bool | None = None
         self._known: dict[Hashable, Estimate] = {}
 
     def on(self, machine: Machine) -> Estimator:
@@ -248,7 +249,7 @@ class Estimator:
         Else that is so for products that are faster so. Where Shardy places values the two are one.
         """
         found = self._anew(range(len(self.kinds)))
-        found.first = first
+        found.sums_first = first
         return found
 
     def summed_first(self, found: Estimate) -> frozenset[int]:
@@ -606,10 +607,10 @@ class Estimator:
             )
 
         product = of(first=False)
-        if self.first is False or not product.may_sum_first:
+        if self.sums_first is False or not product.may_sum_first:
             return product, frozenset()
         whole = of(first=True)
-        if self.first or self._taken(part, whole, at) < self._taken(part, product, at):
+        if self.sums_first or self._taken(part, whole, at) < self._taken(part, product, at):
             return whole, frozenset(part.one.tensors[-1:])
         return product, frozenset()
 

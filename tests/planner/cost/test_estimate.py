@@ -503,6 +503,26 @@ def test_a_sum_is_made_first_where_libtpu_waits_for_its_parts(terms, is_first):
     assert (seconds[0] < seconds[1]) == is_first
 
 
+def test_sums_of_convolutions_are_not_made_first():
+    """What they take so is not known."""
+
+    def loss(kernel, x):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        y = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    kernel, x = (
+        jax.ShapeDtypeStruct(d, jnp.bfloat16) for d in ((1, 1, 128, 128), (256, 64, 64, 128))
+    )
+    found = read(Program(function=jax.grad(loss), args=(kernel, x)))
+    of = classes(found)
+    layout = Layout.of({"data": [of["x:0"], of["kernel:2"]], "model": []})
+    estimate = Estimator(found, tpu(FLAT))
+    assert estimate(layout).exchange > 0
+    for one in (estimate, estimate.summing(first=True)):
+        assert one.summed_first(one(layout)) == set()
+
+
 def test_on_a_tpu7x_no_sum_is_made_first():
     """Shardy places values there, and makes one exchange of both."""
     _, found, layout = _gradient(65_536)
