@@ -101,8 +101,8 @@ class Product:
     def may_sum_first(self) -> bool:
         """Whether its sum goes around, and what it takes if it is made first is known.
 
-        Of convolutions that is not known: the U-Net with 17 of these made first takes 15 % longer
-        than it would.
+        Of convolutions that is not known: the U-Net with 17 sums of these made first takes 15 %
+        longer than predicted.
         """
         if self.demand.one.name != "dot_general":
             return False
