@@ -11,7 +11,8 @@ In the order of reading:
 - `search`: the layouts that are worth a look.
 - `pins`: a layout written into a lowered module.
 - `verify`: the program that is planned, lowered with places and pins.
-- `choose`: all of it, from a program and meshes to the layouts that were compiled.
+- `tiers`: from thousands of layouts to the few that were compiled.
+- `choose`: all of it, from a program and meshes to an answer.
 - `prices`: what other places of an argument would cost.
 - `deviations`: bytes that the compiler sends otherwise than predicted, with causes.
 - `recorded`: the record of a plan.

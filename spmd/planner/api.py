@@ -28,13 +28,14 @@ from spmd.inspection.shardy.passes import module_of
 from spmd.inspection.show.progress import planning, quiet, showing
 from spmd.planner import asked, cache
 from spmd.planner.asked import Hardware
-from spmd.planner.choose import Progress, choose
+from spmd.planner.choose import choose
 from spmd.planner.code.inside import call_of, called, inside_of
 from spmd.planner.plans import fingerprint
 from spmd.planner.program.layout import Fixed, fixed_at
 from spmd.planner.program.structure import Graph
 from spmd.planner.recorded import nothing_fits, recorded
 from spmd.planner.search.descent import Rules
+from spmd.planner.tiers.choice import Progress
 from spmd.planner.verify import Program, entries_of_parts, open_avals, open_leaves, structs
 from spmd.planner.written import (
     given_specs,

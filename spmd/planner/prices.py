@@ -8,12 +8,13 @@ import itertools
 from typing import Any, NamedTuple
 
 from spmd.inspection.records.plan import Entries, Price
-from spmd.planner.choose import Choice, as_shardy_makes
 from spmd.planner.cost.estimate import Estimate, Estimator
 from spmd.planner.cost.machine import Machine
 from spmd.planner.program.layout import Fixed, places_of, spec_entries
 from spmd.planner.program.optimizer import outputs_of
 from spmd.planner.program.structure import Tensor
+from spmd.planner.tiers.choice import Choice
+from spmd.planner.tiers.looking import as_shardy_makes
 from spmd.planner.verify import Program, entries_of
 
 _MOST_KINDS = 60

@@ -15,12 +15,12 @@ from spmd.inspection.records.plan import Candidate, Deviation, Entries, Placed, 
 from spmd.inspection.records.sizes import show_bytes
 from spmd.inspection.records.sums import once, sum_of
 from spmd.planner.asked import Hardware, label_of
-from spmd.planner.choose import FOUND, Choice, Chosen, program_of
 from spmd.planner.cost.estimate import Estimator
 from spmd.planner.cost.machine import Machine
 from spmd.planner.deviations import deviations
 from spmd.planner.prices import prices_of
 from spmd.planner.program.layout import Fixed
+from spmd.planner.tiers.choice import FOUND, Choice, Chosen, program_of
 from spmd.planner.verify import Program
 
 

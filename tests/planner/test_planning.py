@@ -18,8 +18,11 @@ from spmd import P
 from spmd.inspection.records.plan import added_by_compiler
 from spmd.inspection.records.sizes import show_seconds
 from spmd.inspection.timing.chips import CHIPS
-from spmd.planner import api, cache, choose, recorded
+from spmd.planner import api, cache, recorded
 from spmd.planner.asked import factorisations
+from spmd.planner.choose import choose
+from spmd.planner.tiers import compiled, previewed
+from spmd.planner.tiers.choice import Progress, program_of
 from spmd.planner.verify import Program
 
 B, D, F = 64, 32, 128
@@ -85,8 +88,8 @@ def test_a_layout_may_be_better_without_constraints(monkeypatch):
     """Where they ask for far more exchanges: propagation finds what the compiler exchanges less."""
     w, batch = ({n: jax.ShapeDtypeStruct((size, 256), f32) for n in "xy"} for size in (256, 8192))
     told = []
-    for fewer in (choose._FEWER, 0.0):
-        monkeypatch.setattr(choose, "_FEWER", fewer)
+    for fewer in (previewed._FEWER, 0.0):
+        monkeypatch.setattr(previewed, "_FEWER", fewer)
         options = {"topology": "v5e:4x2", "axes": ("data", "model"), "top": 1, "cache": False}
         found = spmd.plan(agreement, w, batch, progress=False, **options)
         assert bool(found.pins) == (not fewer)
@@ -138,7 +141,7 @@ def test_candidates_differ_in_a_figure(mesh):
 def test_a_program_is_one_row_with_the_names_of_its_experts(mesh):
     """Other layouts, and other figures of the first tier, may be one program all the same."""
     program = Program(function=step, args=(W, BATCH), options={})
-    first, other, *_ = choose.choose(program, [mesh], CHIPS["v5e"], top=0, seeds=False).choices
+    first, other, *_ = choose(program, [mesh], CHIPS["v5e"], top=0, seeds=False).choices
     figures = dataclasses.replace(first.estimate, memory=1.0)
     names = ("Megatron + sequence", "found", "Megatron", "found")
     twins = [dataclasses.replace(first, name=name, estimate=figures) for name in names]
@@ -151,7 +154,7 @@ def test_a_program_is_one_row_with_the_names_of_its_experts(mesh):
     assert rows[0].memory == first.estimate.memory
     # What was pinned in another way, or has another mesh, is another program.
     others = dataclasses.replace(first, pins=()), dataclasses.replace(first, mesh=mesh.devices.size)
-    assert len({choose.program_of(one) for one in (first, *others)}) == 3
+    assert len({program_of(one) for one in (first, *others)}) == 3
 
 
 def test_without_a_compile_nothing_is_verified(mesh):
@@ -212,10 +215,10 @@ def test_a_plan_for_the_slice_of_stand_ins_runs_on_them(mesh):
 @pytest.mark.slow
 def test_what_a_compiler_adds_to_exchanges_counts(mesh, monkeypatch, tmp_path):
     """Where it sends thrice the bytes, two thirds of its exchanges are not predicted."""
-    compiled = choose._compiled
+    compile_one = compiled._compiled
 
     def sending(one, lowered, chip):
-        one = compiled(one, lowered, chip)
+        one = compile_one(one, lowered, chip)
         times = 3 if one.predicted == plain.predicted else 1
         time = one.report.time
         longer = dataclasses.replace(time, exchanges=time.exchanges * times)
@@ -238,7 +241,7 @@ def test_what_a_compiler_adds_to_exchanges_counts(mesh, monkeypatch, tmp_path):
     plain = planned()
     assert (plain.chosen.name, plain.chosen.added) == ("found", 0)
     assert plain.seconds == plain.predicted
-    monkeypatch.setattr(choose, "_compiled", sending)
+    monkeypatch.setattr(compiled, "_compiled", sending)
     other = planned()
     # Another one is chosen, whose prediction is longer.
     assert other.chosen.orders != plain.chosen.orders
@@ -320,7 +323,7 @@ def test_a_second_start_searches_nothing(mesh, tmp_path, monkeypatch):
     heard.clear()
     assert plan(mesh, cache=True, progress=heard.append) == first
     assert not searches
-    assert heard == [choose.Progress(first.tried, first.chosen.predicted, "", kept=True)]
+    assert heard == [Progress(first.tried, first.chosen.predicted, "", kept=True)]
     plan(mesh, cache=True, memory="1GB")
     assert len(searches) == 1
     plan(mesh)
@@ -367,7 +370,7 @@ def test_what_was_compiled_is_not_compiled_again(mesh, tmp_path, monkeypatch):
     # An interrupt ends a plan, and what was compiled until then is there.
     for file in tmp_path.glob("*.json"):
         file.unlink()
-    compile_one, asked = choose._compiled, []
+    compile_one, asked = compiled._compiled, []
 
     def interrupted(*args):
         asked.append(args)
@@ -376,7 +379,7 @@ def test_what_was_compiled_is_not_compiled_again(mesh, tmp_path, monkeypatch):
         return compile_one(*args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(choose, "_compiled", interrupted)
+        patched.setattr(compiled, "_compiled", interrupted)
         assert not plan(mesh, cache=True, top=3).complete
     assert len(compiled_kept(tmp_path)) == 1
     assert plan(mesh, cache=True, top=3).compiles == more.compiles + first.compiles - 1

@@ -2,7 +2,7 @@
 
 Each axis goes to one factor of an operation: the first in its order that the operation has. An
 operand that the axis splits otherwise is gathered or exchanged, and a result whose factor was
-summed over is added up. What compilers do beyond that is left to `choose`'s later tiers.
+summed over is added up. What compilers do beyond that is left to later `tiers`.
 """
 
 from __future__ import annotations
