@@ -9,6 +9,7 @@ In the order of reading:
 - `reads`: what products read of main memory, and what takes a pass between them.
 - `prefetch`: the argument that is in vector memory first, and what finds no room beside it.
 - `product`: a product on a device, and what becomes of the exchanges around it.
+- `parts`: the operations that may cost anything; those of one kind are one.
 - `saying`: what a layout says of some classes, so that equal ones need one look.
 - `estimate`: all of these, in under a millisecond.
 """

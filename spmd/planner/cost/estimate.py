@@ -6,28 +6,36 @@ of them go on beside work.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Container, Hashable, Iterator, Mapping, Sequence
 import copy
 import dataclasses
 import itertools
 import math
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from spmd.planner.cost.demand import TABLES, Demand, Exchanged, last, totals, turns
-from spmd.planner.cost.fusion import Fusion, is_fusible
+from spmd.planner.cost.fusion import Fusion
 from spmd.planner.cost.lives import Lives, wider
 from spmd.planner.cost.machine import Machine
+from spmd.planner.cost.parts import (
+    Kind,
+    Part,
+    Parts,
+    left_by_manual,
+    sources_of,
+    tables_of,
+    traffic,
+)
 from spmd.planner.cost.prefetch import Prefetch
 from spmd.planner.cost.product import Product, Sending
 from spmd.planner.cost.reads import Reads
 from spmd.planner.cost.saying import Group, Pattern, Said, Sayings, grouped, regrouped, said_by
 from spmd.planner.program.layout import Fixed, Layout
-from spmd.planner.program.structure import UPDATES, Graph, Operation
+from spmd.planner.program.structure import Graph, Operation
 
-_SLICES = ("dynamic_slice", "slice")
 _SUM = 4
 """Bytes of float32."""
 
@@ -58,40 +66,6 @@ class Estimate:
     def seconds(self) -> float:
         """Of one call."""
         return self.compute + self.memory + self.exchange - self.hidden
-
-
-class Kind(NamedTuple):
-    """What tensors that a layout places alike have in common; one that is `apart` is by itself.
-
-    A product's result that is kept as a wider value has `own` bytes before that.
-    """
-
-    shape: tuple[int, ...]
-    classes: tuple[int | None, ...]
-    is_state: bool
-    nbytes: float
-    fixed: tuple[tuple[str, int], ...] | None
-    apart: int | None = None
-    own: float | None = None
-
-
-class _Part(NamedTuple):
-    """An operation that runs often, with the vector work beside it, by kind.
-
-    Its turn is the number of sums up to its own, where no product depends on it. A product reads
-    each operand as so many values, and then others beside them; it writes its result, and tables.
-    The kinds and the shapes are those of what the operation takes and makes.
-    """
-
-    one: Operation
-    runs: int
-    kinds: tuple[int, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    is_fusible: bool
-    beside: Mapping[int, float]
-    turn: int | None
-    reads: tuple[tuple[int, ...], ...]
-    written: tuple[int, ...]
 
 
 _Joined: TypeAlias = tuple[tuple[str, ...], int, int]
@@ -176,7 +150,7 @@ class Estimator:
     ):
         self.graph, self.machine, self.sizes = graph, machine, machine.sizes
         self.fixed = fixed or Fixed()
-        left = dict(_left_by_manual(graph))
+        left = dict(left_by_manual(graph))
         kept = {**left, **dict(self.fixed.places)}
         wide = wider(graph)
         narrower = {w: graph.tensors[i].nbytes for i, w in wide.items()}
@@ -206,7 +180,7 @@ class Estimator:
         self.packed = [one.nbytes < _SUM * math.prod(one.shape) for one in graph.tensors]
         self.last = last(graph)
         self.lives = lives
-        self.tables = {self.kind_of[i] for i in _tables(graph)}
+        self.tables = {self.kind_of[i] for i in tables_of(graph)}
         self.prefetch = Prefetch(graph, self.kind_of)
         self.moved = fusion.alone
         self.code = sum(machine.code(one.flops) for one in graph.operations)
@@ -217,9 +191,10 @@ class Estimator:
         # What products find whole: what is gathered ahead, and once for several of them.
         self.lasting = self.early | {i for i, count in users.items() if count > 1}
         self.arguments = graph.arguments
-        self.sources = _sources(graph)
-        self.alike = {i: i for i in range(len(graph.tensors))}
-        work = ((part, self._patterns(part)) for part in self._parts(graph, fusion))
+        self.sources = sources_of(graph)
+        parts = Parts(graph, self.kind_of, fusion, lives, self.reads, self.last)
+        self.alike = parts.alike
+        work = ((part, self._patterns(part)) for part in parts.all)
         self._work = Sayings(regrouped(grouped(work)))
         self.totals = {self.alike[i]: self.alike[j] for i, j in totals(graph).items()}
         self.turns = {self.alike[i]: n for i, n in turns(graph).items()}
@@ -266,71 +241,13 @@ class Estimator:
         found._known = {}
         return found
 
-    def _parts(self, graph: Graph, fusion: Fusion) -> Iterator[_Part]:
-        """The operations; those of the same kinds are one, about the first of alike values.
-
-        Two values are alike that are the same operands and results of the same operations.
-        """
-        keys: dict[int, Any] = {}
-        for n, one in enumerate(graph.operations):
-            if not is_fusible(one) or len({self.kind_of[i] for i in one.tensors}) > 1:
-                kinds = tuple(self.kind_of[i] for i in one.tensors)
-                steps = tuple(sorted(fusion.beside.get(n, {}).items()))
-                turn = self.last.get(one.tensors[-1])
-                brief = tuple(i in self.lives.brief for i in one.tensors)
-                own = one.name, one.factors, kinds, one.flops, one.types, one.runs
-                *reads, written = self._reads(n, one)
-                read = tuple(tuple(sorted(self.kind_of[i] for i in found)) for found in reads)
-                wrote = tuple(self.kind_of[i] for i in written)
-                keys[n] = *own, steps, turn, brief, read, wrote
-        self._find_alike(graph, keys)
-        merged: dict[Any, list[int]] = defaultdict(list)
-        for n, key in keys.items():
-            merged[key, tuple(self.alike[i] for i in graph.operations[n].tensors)].append(n)
-        for (_, tensors), found in merged.items():
-            first = graph.operations[found[0]]
-            one = dataclasses.replace(first, tensors=tensors)
-            beside = {k: len(found) * n for k, n in fusion.beside.get(found[0], {}).items()}
-            turn = self.last.get(first.tensors[-1])
-            *reads, written = self._reads(found[0], first)
-            yield _Part(
-                one=one,
-                runs=len(found) * one.runs,
-                kinds=tuple(self.kind_of[i] for i in tensors),
-                shapes=tuple(graph.tensors[i].shape for i in tensors),
-                is_fusible=is_fusible(one),
-                beside=beside,
-                turn=turn,
-                reads=tuple(reads),
-                written=written,
-            )
-
-    def _reads(self, n: int, one: Operation) -> tuple[Any, ...]:
-        """What a product reads for each operand, what beside them, and what it writes."""
-        if not one.flops:
-            return ((one.tensors[-1],),)
-        found = *self.reads.operands[n], self.reads.beside[n]
-        return *(tuple(sorted(each)) for each in found), self.reads.written[n]
-
-    def _find_alike(self, graph: Graph, keys: Mapping[int, Any]) -> None:
-        """Finds, for each value, the first one that has the same part in the same operations."""
-        numbers: dict[Any, int] = {}
-        uses: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for n, key in keys.items():
-            number = numbers.setdefault(key, len(numbers))
-            for place, i in enumerate(graph.operations[n].tensors):
-                uses[i].append((number, place))
-        first: dict[Any, int] = {}
-        for i, found in uses.items():
-            self.alike[i] = first.setdefault((self.kind_of[i], tuple(sorted(found))), i)
-
-    def _kinds(self, part: _Part) -> set[int]:
+    def _kinds(self, part: Part) -> set[int]:
         """Those of the values that an operation is about."""
         tensors = {*part.one.tensors, *itertools.chain(*part.reads), *part.written}
         tensors.update([self.sources[i] for i in tensors if i in self.sources])
         return {self.kind_of[i] for i in tensors} | {*part.beside}
 
-    def _patterns(self, part: _Part) -> frozenset[Pattern]:
+    def _patterns(self, part: Part) -> frozenset[Pattern]:
         """What an operation and the values that it is about have."""
         one = part.one
         found = {self._pattern(self.kinds[k]) for k in self._kinds(part)}
@@ -537,7 +454,7 @@ class Estimator:
             is_large = nbytes * at.parts[k] > machine.near
         return is_large or self._source(tensor, at.parts) > machine.near
 
-    def _read(self, part: _Part, product: Product, at: _Placed) -> Iterator[float]:
+    def _read(self, part: Part, product: Product, at: _Placed) -> Iterator[float]:
         """Bytes of each value in main memory that a product reads.
 
         What is gathered for a product is in use only there.
@@ -557,7 +474,7 @@ class Estimator:
         is_far = self._is_far(tensor, at)
         return self.nbytes[tensor] * at.parts[self.kind_of[tensor]] if is_far else 0.0
 
-    def _multiplied(self, part: _Part, product: Product, at: _Placed) -> tuple[float, float]:
+    def _multiplied(self, part: Part, product: Product, at: _Placed) -> tuple[float, float]:
         """Seconds of one run of a product, as compute or as memory: whichever decides."""
         machine, computing = self.machine, product.seconds()
         read = [*self._read(part, product, at)]
@@ -590,7 +507,7 @@ class Estimator:
         i = self.sources.get(tensor)
         return 0.0 if i is None else self.nbytes[i] * parts[self.kind_of[i]]
 
-    def _product(self, part: _Part, demand: Demand, at: _Placed) -> tuple[Product, frozenset[int]]:
+    def _product(self, part: Part, demand: Demand, at: _Placed) -> tuple[Product, frozenset[int]]:
         """An operation as a product, and its result, if its sum is made first."""
         steps = sum(steps * at.parts[k] for k, steps in part.beside.items()) / part.runs
 
@@ -614,14 +531,14 @@ class Estimator:
             return whole, frozenset(part.one.tensors[-1:])
         return product, frozenset()
 
-    def _taken(self, part: _Part, product: Product, at: _Placed) -> float:
+    def _taken(self, part: Part, product: Product, at: _Placed) -> float:
         """Seconds of one run of a product, with its exchanges."""
         found = map(product.sending, product.demand.sent)
         return sum(self._multiplied(part, product, at)) + sum(
             sending.seconds - sending.beside for sending in found
         )
 
-    def _cost(self, part: _Part, layout: Layout, at: _Placed) -> _Costs:
+    def _cost(self, part: Part, layout: Layout, at: _Placed) -> _Costs:
         one, kinds = part.one, part.kinds
         nbytes = [self.nbytes[i] * at.parts[k] for i, k in zip(one.tensors, kinds, strict=True)]
         demand = Demand(
@@ -657,46 +574,12 @@ class Estimator:
             far = [
                 n if self._is_far(i, at) else 0.0 for i, n in zip(one.tensors, nbytes, strict=True)
             ]
-            moving = self.machine.moving(_traffic(one, far))
+            moving = self.machine.moving(traffic(one, far))
             if one.name == "fft":
                 moving = max(moving, self._transforming(one, at.parts[kinds[-1]]))
             return _Costs(0.0, part.runs * moving, *sent)
         compute, memory = self._multiplied(part, product, at)
         return _Costs(part.runs * compute, part.runs * memory, *sent)
-
-
-def _tables(graph: Graph) -> Iterator[int]:
-    """Whole rows, as a gather makes them and a scatter takes them, and the tables that it makes."""
-    for one in graph.operations:
-        if one.name not in TABLES:
-            continue
-        table, *rows = (0, -1) if one.name == "gather" else (-1, 2, -1)
-        for n in rows:
-            columns = one.factors[n][-1:]
-            is_wide = columns not in ((), (None,)) and columns == one.factors[table][-1:]
-            if is_wide and len(graph.tensors[one.tensors[n]].shape) == 2:
-                yield one.tensors[n]
-
-
-def _sources(graph: Graph) -> dict[int, int]:
-    """What slices are taken of: they are read where that is."""
-    found: dict[int, int] = {}
-    for one in graph.operations:
-        first = one.tensors[0]
-        if one.name in _SLICES:
-            found[one.tensors[-1]] = found.get(first, first)
-        elif one.passes_on and first in found:
-            found[one.tensors[-1]] = found[first]
-    return found
-
-
-def _left_by_manual(graph: Graph) -> Iterator[tuple[int, tuple[tuple[str, int], ...]]]:
-    """Where a `shard_map` leaves its results."""
-    for one in graph.operations:
-        names = one.factors[-1]
-        if one.manual and names.count(None) < len(names):
-            at = ((axis, names.index(name)) for axis, name in one.manual if name is not None)
-            yield one.tensors[-1], tuple(at)
 
 
 def _together(found: Sequence[_Costs]) -> _Costs:
@@ -724,14 +607,3 @@ def _add(shared: dict[Exchanged, Sending], more: Mapping[Exchanged, Sending]) ->
         known = shared.get(sent)
         if known is None or known.seconds < sending.seconds:
             shared[sent] = sending
-
-
-def _traffic(one: Operation, nbytes: list[float]) -> float:
-    """Bytes that an operation reads and writes on a device."""
-    if one.name in _SLICES:
-        return 0.0  # what uses a slice reads it where it is
-    if one.name == "gather":
-        return sum(nbytes[one.operands :])
-    if one.name in UPDATES:
-        return 2 * min(nbytes[1:2], default=0.0)
-    return sum(nbytes)
