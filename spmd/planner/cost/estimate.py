@@ -188,8 +188,9 @@ class Estimator:
         users = Counter(
             i for one in graph.operations if one.flops for i in {*one.tensors[: one.operands]}
         )
-        # What products find whole: what is gathered ahead, and once for several of them.
-        self.lasting = self.early | {i for i, count in users.items() if count > 1}
+        # What products find whole: what is gathered once for several of them, and ahead.
+        self.several = frozenset(i for i, count in users.items() if count > 1)
+        self.lasting = self.early | self.several
         self.arguments = graph.arguments
         self.sources = sources_of(graph)
         parts = Parts(graph, self.kind_of, fusion, lives, self.reads, self.last)
@@ -218,13 +219,19 @@ class Estimator:
             found.kinds[k] = self.kinds[k]._replace(fixed=tuple(at.items()))
         return found
 
-    def summing(self, *, first: bool) -> Estimator:
-        """The same, where all sums are made before devices take their parts, or none.
+    def as_pinned(self, *, sums_first: bool | None = None, ahead: bool = True) -> Estimator:
+        """The same program, whose products are pinned in another way.
 
-        Else that is so for products that are faster so. Where Shardy places values the two are one.
+        Args:
+            sums_first: whether all sums are made before devices take their parts, or none. None for
+                what is faster for each product. Where Shardy places values the two are one.
+            ahead: whether what is known before its use is gathered ahead. Else parts of it go
+                around, but of what several products take: that is gathered once.
         """
         found = self._anew(range(len(self.kinds)))
-        found.sums_first = first
+        found.sums_first = sums_first
+        if not ahead:
+            found.lasting = self.several
         return found
 
     def summed_first(self, found: Estimate) -> frozenset[int]:

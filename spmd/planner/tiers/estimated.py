@@ -73,7 +73,7 @@ def _open(looking: Looking, meshes: Iterable[Any]) -> Iterator[_Mesh]:
             estimate = estimate.on(machine)
         else:
             estimate = Estimator(graph, machine, looking.rules.fixed)
-        looking.estimators[mesh, None] = estimate
+        looking.estimators[mesh] = estimate
         known = experts(graph, machine.sizes) if looking.seeds else {}
         named = {
             name: Candidate(layout, cost := estimate(layout), looking.rules.score(cost))

@@ -41,7 +41,7 @@ class Looking:
         named: how many experts are compiled.
         cached: whether what compilers say is kept on disk and found again.
         choices: the layouts that are known, in the order in which they were found.
-        estimators: by mesh, and by whether all sums are made first, or none, or what is faster.
+        estimators: by mesh, of layouts that are pinned as usual.
         seen: layouts of the mesh that is searched.
         tried: how many layouts were estimated.
         best: seconds of the best one of these; None before the first.
@@ -60,7 +60,7 @@ class Looking:
     named: int = 1
     cached: bool = True
     choices: list[Choice] = dataclasses.field(default_factory=list)
-    estimators: dict[tuple[Any, bool | None], Estimator] = dataclasses.field(default_factory=dict)
+    estimators: dict[Any, Estimator] = dataclasses.field(default_factory=dict)
     seen: list[Candidate] = dataclasses.field(default_factory=list)
     tried: int = 0
     best: float | None = None
@@ -71,6 +71,7 @@ class Looking:
     def __post_init__(self):
         self._start = time.monotonic()
         self._known: dict[int, Pinned] = {}
+        self._as_pinned: dict[tuple[Any, bool | None, bool], Estimator] = {}
 
     def machine(self, mesh: Any) -> Machine | None:
         """What its devices can do; None where their links are not known."""
@@ -109,20 +110,24 @@ class Looking:
     def pins(self, one: Choice, way: Way) -> tuple[Pin, ...]:
         """The constraints of a layout, as a way of pinning has them."""
         assert one.layout is not None
-        first = self.estimators[one.mesh, None].summed_first(one.estimate)
+        first = self.estimators[one.mesh].summed_first(one.estimate)
         return self._pinned(one.graph).pins(one.layout, dict(one.mesh.shape), way, first)
 
     def estimated(self, one: Choice, layout: Layout | None, way: Way) -> Estimate:
         """What a layout costs on the mesh of another one, as it is pinned.
 
-        Sums go around where results are left to propagation.
+        Sums go around where results are left to propagation, and weights where operands are.
         """
         assert layout is not None
+        usual = self.estimators[one.mesh]
         first = False if way.loose or way.free else way.whole
-        key = one.mesh, first
-        if first is not None and key not in self.estimators:
-            self.estimators[key] = self.estimators[one.mesh, None].summing(first=first)
-        return self.estimators[key](layout)
+        ahead = way.ahead and not way.free
+        if first is None and ahead:
+            return usual(layout)
+        key = one.mesh, first, ahead
+        if key not in self._as_pinned:
+            self._as_pinned[key] = usual.as_pinned(sums_first=first, ahead=ahead)
+        return self._as_pinned[key](layout)
 
     def _pinned(self, graph: Graph) -> Pinned:
         if id(graph) not in self._known:  # the program keeps its graphs

@@ -79,8 +79,8 @@ def _split_width(looking: Looking, at: int) -> None:
 def _pin_otherwise(looking: Looking, at: int) -> None:
     """One again, whose products gather and add up in other ways, or as they will.
 
-    What gains nothing but noise does not stay for the next changes, which it may bar; all of
-    that is tried together in the end.
+    What is predicted to be much slower is not worth a compile. What gains nothing but noise does
+    not stay for the next changes, which it may bar; all of that is tried together in the end.
     """
     usual, way = looking.choices[at], Way()
     if usual.layout is None or usual.pins == looking.pins(usual, Way(free=True)):
@@ -110,6 +110,8 @@ def _pin_otherwise(looking: Looking, at: int) -> None:
         one = looking.previewed(dataclasses.replace(one, report=None, failure="", needed=None))
         sends_more = (one.exchange or 0.0) > (best.exchange or 0.0) * _AS_MUCH
         if sends_more and (other.loose or other.free):
+            continue
+        if one.predicted > NEAR * best.predicted:
             continue
         looking.choices.append(one)
         compile_one(looking, len(looking.choices) - 1)

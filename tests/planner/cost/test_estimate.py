@@ -475,7 +475,11 @@ def test_a_sum_is_made_first_where_its_parts_would_be_waited_for(terms, is_first
     estimate = Estimator(found, Machine(CHIPS["v5e"], links, FLAT))
     either, first, none = (
         one(layout)
-        for one in (estimate, estimate.summing(first=True), estimate.summing(first=False))
+        for one in (
+            estimate,
+            estimate.as_pinned(sums_first=True),
+            estimate.as_pinned(sums_first=False),
+        )
     )
     assert (first.seconds < none.seconds) == is_first
     assert either == (first if is_first else none)
@@ -503,6 +507,50 @@ def test_a_sum_is_made_first_where_libtpu_waits_for_its_parts(terms, is_first):
     assert (seconds[0] < seconds[1]) == is_first
 
 
+def _products(count):
+    """As many of which each takes a weight that lies split, with the layout that says so."""
+
+    def f(x, w):
+        return [jnp.tanh(n * x) @ w for n in range(1, count + 1)]
+
+    args = [jax.ShapeDtypeStruct((rows, 2048), jnp.bfloat16) for rows in (65_536, 2048)]
+    program = Program(function=f, args=args)
+    found = read(program)
+    of = classes(found)
+    return program, found, Layout.of({"data": [of["x:0"], of["w:0"]], "model": []})
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_weights_go_around_where_one_product_takes_them(count):
+    """What two products take is gathered once for both, however it is pinned."""
+    _, found, layout = _products(count)
+    links, _ = links_of(CHIPS["v5e"], [], FLAT)
+    usual = Estimator(found, Machine(CHIPS["v5e"], links, FLAT))
+    ahead, around = usual(layout), usual.as_pinned(ahead=False)(layout)
+    assert (around == ahead) == (count == 2)
+    if count == 1:
+        ring = usual.machine.around(("data",), 2048 * 2048 * 2 / 8, 8)
+        assert around.exchange == pytest.approx(ring)
+        assert around.exchange > ahead.exchange
+        assert around.compute >= ahead.compute
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
+def test_libtpu_sends_weights_around_where_one_product_takes_them(count):
+    """Else, and where they are put ahead, it gathers them."""
+    program, found, layout = _products(count)
+    mesh = spmd.topology("v5e:2x4", FLAT)
+    ins, outs = entries_of(found, layout, FLAT)
+    kinds = []
+    for ahead in (True, False):
+        pins = Pinned(found).pins(layout, FLAT, Way(ahead=ahead))
+        report = spmd.report(planned(program, mesh, ins, outs, pins).compile())
+        kinds.append({one.kind for one in report.collectives})
+    assert kinds == [{"all-gather"}, {"collective-permute" if count == 1 else "all-gather"}]
+
+
 def test_sums_of_convolutions_are_not_made_first():
     """What they take so is not known."""
 
@@ -519,7 +567,7 @@ def test_sums_of_convolutions_are_not_made_first():
     layout = Layout.of({"data": [of["x:0"], of["kernel:2"]], "model": []})
     estimate = Estimator(found, tpu(FLAT))
     assert estimate(layout).exchange > 0
-    for one in (estimate, estimate.summing(first=True)):
+    for one in (estimate, estimate.as_pinned(sums_first=True)):
         assert one.summed_first(one(layout)) == set()
 
 
@@ -527,7 +575,7 @@ def test_on_a_tpu7x_no_sum_is_made_first():
     """Shardy places values there, and makes one exchange of both."""
     _, found, layout = _gradient(65_536)
     links, _ = links_of(CHIPS["tpu7x"], [], FLAT)
-    estimate = Estimator(found, Machine(CHIPS["tpu7x"], links, FLAT)).summing(first=True)
+    estimate = Estimator(found, Machine(CHIPS["tpu7x"], links, FLAT)).as_pinned(sums_first=True)
     cost = estimate(layout)
     assert cost.hidden > 0
     assert estimate.summed_first(cost) == set()

@@ -17,7 +17,7 @@ def looking_at(pod, top, data, model):
     layout = Layout.of({"data": [*map(letters.get, data)], "model": [*map(letters.get, model)]})
     cost = Estimate(compute=1.0, memory=0.0, exchange=0.0, hidden=0.0, peak=1.0)
     looking = Looking(program=MLP, chip=CHIPS["v5e"], top=top, named=max(1, top - 1), seeds=False)
-    looking.estimators[pod, None] = Estimator(found, looking.machine(pod))
+    looking.estimators[pod] = Estimator(found, looking.machine(pod))
     looking.estimated = lambda one, layout, way: one.estimate  # which is made up
     looking.choices = [looking.choice("found", Candidate(layout, cost, 1.0), found, pod)]
     return looking

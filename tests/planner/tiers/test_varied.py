@@ -128,6 +128,29 @@ def test_the_best_one_is_pinned_in_other_ways(monkeypatch, seconds, compiled, be
     assert [way_of(one) for one in looking.choices] == [best]
 
 
+@pytest.mark.parametrize(("slower", "is_compiled"), [(1.1, True), (1.3, False)])
+def test_a_way_that_seems_far_slower_is_not_compiled(monkeypatch, slower, is_compiled):
+    """Such as weights that go around, where these would be waited for."""
+    pytest.importorskip("libtpu", reason=WITHOUT_LIBTPU)
+    looking = looking_at(spmd.topology("v5e:2x2", {"data": 2, "model": 2}), 2, "bd", "f")
+    (one,) = looking.choices
+    longer = dataclasses.replace(one.estimate, compute=slower)
+    looking.estimated = lambda one, layout, way: one.estimate if way.ahead else longer
+    seen = []
+
+    def report(one, lowered, chip):
+        seen.append(one.pins)
+        time = types.SimpleNamespace(seconds=1.0)
+        return dataclasses.replace(one, report=types.SimpleNamespace(time=time, memory=None))
+
+    monkeypatch.setattr(tier, "_compiled", report)
+    monkeypatch.setattr(Choice, "fits", lambda one, budget: True)
+    compile_best(looking)
+    pin_best_otherwise(looking)
+    assert looking.pins(one, Way(whole=True)) in seen
+    assert (looking.pins(one, Way(ahead=False)) in seen) == is_compiled
+
+
 def test_sums_that_are_to_be_made_first_are_tried_in_parts(monkeypatch):
     """Which is faster a compiler says; the estimate is of what was compiled."""
     pytest.importorskip("libtpu", reason=WITHOUT_LIBTPU)
@@ -135,7 +158,7 @@ def test_sums_that_are_to_be_made_first_are_tried_in_parts(monkeypatch):
     looking = looking_at(pod, 2, "bd", "f")
     (one,) = looking.choices
     del looking.estimated
-    every = frozenset(looking.estimators[pod, None].alike.values())
+    every = frozenset(looking.estimators[pod].alike.values())
     one = dataclasses.replace(one, estimate=dataclasses.replace(one.estimate, first=every))
     whole, parts = (looking.pins(one, Way(whole=whole)) for whole in (True, False))
     assert looking.pins(one, Way()) == whole != parts
