@@ -129,15 +129,15 @@ class Pinned:
         own = [places[i] for i in one.tensors]
         if one.flops:
             ahead = self.graph.early if way.ahead else ()
-            wanted = _wanted(one, layout, sizes, own, self.graph)
+            demand = _demand(one, layout, sizes, own, self.graph)
             own = [
                 (want if i in ahead or _is_mixed(want, at) else at)
                 if n < one.operands
-                else _made(want, at, way)
-                for n, (i, want, at) in enumerate(zip(one.tensors, wanted, own, strict=True))
+                else demand.made(n, first=bool(way.whole))
+                for n, (i, want, at) in enumerate(zip(one.tensors, demand.wanted, own, strict=True))
             ]
         elif one.name in TABLES:
-            own = _together(one, own, _wanted(one, layout, sizes, own, self.graph))
+            own = _together(one, own, _demand(one, layout, sizes, own, self.graph).wanted)
         kept = one.operands if one.flops and way.loose else len(own)
         ranks = [len(self.graph.tensors[i].shape) for i in one.tensors[:kept]]
         specs = (tuple(spec_entries(at, n)) for at, n in zip(own, ranks, strict=False))
@@ -196,33 +196,18 @@ def _is_mixed(want: Mapping[str, int], at: Mapping[str, int]) -> bool:
     return any(d in stay for a, d in at.items() if want.get(a) != d)
 
 
-def _made(want: Mapping[str, int], at: Mapping[str, int], way: Way) -> Mapping[str, int]:
-    """Where a result is, before devices take their parts of a sum.
-
-    Of a dimension that a product splits already, compilers do not scatter a sum: they gather
-    operands.
-    """
-    split = {d for a, d in at.items() if a in want}
-    return {a: d for a, d in at.items() if a in want or not (way.whole or d in split)}
-
-
-def _wanted(
+def _demand(
     one: Operation,
     layout: Layout,
     sizes: Mapping[str, int],
     places: Sequence[Mapping[str, int]],
     graph: Graph,
-) -> list[dict[str, int]]:
-    """By operand and result, the dimension that each axis splits while an operation runs."""
+) -> Demand:
     nbytes = [
         graph.tensors[i].nbytes / math.prod(sizes[axis] for axis in at)
         for i, at in zip(one.tensors, places, strict=True)
     ]
-    chosen = Demand(one, layout, sizes, places, nbytes).chosen
-    return [
-        {axis: names.index(name) for axis, name in chosen.items() if name in names}
-        for names in one.factors
-    ]
+    return Demand(one, layout, sizes, places, nbytes)
 
 
 def _key(at: Mapping[str, int] | None) -> tuple[tuple[str, int], ...] | None:

@@ -76,6 +76,37 @@ class Demand:
         self.places, self.nbytes = places, nbytes
         self.chosen = self._chosen()
 
+    @functools.cached_property
+    def wanted(self) -> list[dict[str, int]]:
+        """By operand and result, the dimension that each axis splits while it runs."""
+        return [
+            {axis: names.index(name) for axis, name in self.chosen.items() if name in names}
+            for names in self.one.factors
+        ]
+
+    def made(self, n: int, *, first: bool) -> dict[str, int]:
+        """Where a result is, before devices take their parts of a sum that is made `first`.
+
+        Of a dimension that a product splits already, compilers do not scatter a sum: they gather
+        operands.
+        """
+        at, want = self.places[n], self.wanted[n]
+        split = {d for a, d in at.items() if a in want}
+        return {a: d for a, d in at.items() if a in want or not (first or d in split)}
+
+    def asked(self, n: int, *, first: bool) -> frozenset[tuple[str, int]]:
+        """Where XLA's propagation thinks that a product wants an operand: axes and dimensions.
+
+        As its result lies, and along what is summed over as the other operands do.
+        """
+        factors = self.one.factors
+        found = {a: factors[-1][d] for a, d in self.made(-1, first=first).items()}
+        for m in range(self.one.operands):
+            for a, d in self.places[m].items() if m != n else ():
+                found.setdefault(a, factors[m][d])
+        own = factors[n]
+        return frozenset((a, own.index(name)) for a, name in found.items() if name in own)
+
     def _chosen(self) -> dict[str, str]:
         """The factor that each axis splits."""
         one = self.one

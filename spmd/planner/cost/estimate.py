@@ -6,7 +6,7 @@ of them go on beside work.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Container, Hashable, Iterator, Mapping, Sequence
 import copy
 import dataclasses
@@ -185,12 +185,10 @@ class Estimator:
         self.moved = fusion.alone
         self.code = sum(machine.code(one.flops) for one in graph.operations)
         self.early = graph.early
-        users = Counter(
-            i for one in graph.operations if one.flops for i in {*one.tensors[: one.operands]}
-        )
+        self.users = _users(graph)
         # What products find whole: what is gathered once for several of them, and ahead.
-        self.several = frozenset(i for i, count in users.items() if count > 1)
-        self.lasting = self.early | self.several
+        self.lasting = self.early | {*self.users}
+        self.ahead = True
         self.arguments = graph.arguments
         self.sources = sources_of(graph)
         parts = Parts(graph, self.kind_of, fusion, lives, self.reads, self.last)
@@ -226,12 +224,10 @@ class Estimator:
             sums_first: whether all sums are made before devices take their parts, or none. None for
                 what is faster for each product. Where Shardy places values the two are one.
             ahead: whether what is known before its use is gathered ahead. Else parts of it go
-                around, but of what several products take: that is gathered once.
+                around, but of what several products want in one place: that is gathered once.
         """
         found = self._anew(range(len(self.kinds)))
-        found.sums_first = sums_first
-        if not ahead:
-            found.lasting = self.several
+        found.sums_first, found.ahead = sums_first, ahead
         return found
 
     def summed_first(self, found: Estimate) -> frozenset[int]:
@@ -297,6 +293,7 @@ class Estimator:
 
     def _estimate(self, layout: Layout, said: Said) -> Estimate:
         at = self._placed(layout, said)
+        self._gather_once(layout, at)
         shares = np.array(at.parts)
         compute, exchange, beside, ahead = self.machine.kernels(self.graph.kernels), 0.0, 0.0, 0.0
         memory = self.machine.passing(self.moved * shares, self.sizes_of_kinds * shares)
@@ -343,6 +340,24 @@ class Estimator:
             ),
             first=frozenset(first),
         )
+
+    def _gather_once(self, layout: Layout, at: _Placed) -> None:
+        """Finds what products have whole, where nothing is gathered ahead.
+
+        XLA multiplies by parts of an operand only where no other user wants it in the same place.
+        """
+        if self.ahead:
+            return
+        found = {*self.users} - self.early
+        for i in self.early.intersection(self.users):
+            asked = [
+                self._demand(one, layout, at).asked(n, first=bool(self.sums_first))
+                for one, n in self.users[i]
+            ]
+            if len({*asked}) < len(asked):
+                found.add(i)
+        if found != self.lasting:  # which decides what all products cost
+            self.lasting, self._work = found, self._work.anew(lambda part: True)
 
     def _passing(self, shares: np.ndarray, kept: np.ndarray) -> float:
         """Seconds of passes over what is in main memory, between products."""
@@ -545,18 +560,22 @@ class Estimator:
             sending.seconds - sending.beside for sending in found
         )
 
-    def _cost(self, part: Part, layout: Layout, at: _Placed) -> _Costs:
-        one, kinds = part.one, part.kinds
-        nbytes = [self.nbytes[i] * at.parts[k] for i, k in zip(one.tensors, kinds, strict=True)]
-        demand = Demand(
+    def _demand(self, one: Operation, layout: Layout, at: _Placed) -> Demand:
+        """What an operation asks of the links."""
+        kinds = [self.kind_of[i] for i in one.tensors]
+        return Demand(
             one,
             layout,
             self.sizes,
             [at.places[k] for k in kinds],
-            nbytes,
+            [self.nbytes[i] * at.parts[k] for i, k in zip(one.tensors, kinds, strict=True)],
             self.totals.get(one.tensors[-1]),
             one_sum=self.machine.one_sum,
         )
+
+    def _cost(self, part: Part, layout: Layout, at: _Placed) -> _Costs:
+        one, kinds = part.one, part.kinds
+        demand = self._demand(one, layout, at)
         if part.is_fusible and not demand.sent:
             return _NOTHING
         product, first = self._product(part, demand, at)
@@ -579,7 +598,8 @@ class Estimator:
             return _Costs(0.0, 0.0, *sent)
         if not one.flops:
             far = [
-                n if self._is_far(i, at) else 0.0 for i, n in zip(one.tensors, nbytes, strict=True)
+                n if self._is_far(i, at) else 0.0
+                for i, n in zip(one.tensors, demand.nbytes, strict=True)
             ]
             moving = self.machine.moving(traffic(one, far))
             if one.name == "fft":
@@ -587,6 +607,16 @@ class Estimator:
             return _Costs(0.0, part.runs * moving, *sent)
         compute, memory = self._multiplied(part, product, at)
         return _Costs(part.runs * compute, part.runs * memory, *sent)
+
+
+def _users(graph: Graph) -> dict[int, list[tuple[Operation, int]]]:
+    """By value that several products take, these, and as which operand each takes it."""
+    found: dict[int, list[tuple[Operation, int]]] = defaultdict(list)
+    for one in graph.operations:
+        if one.flops:
+            for i in {*one.tensors[: one.operands]}:
+                found[i].append((one, one.tensors.index(i)))
+    return {i: users for i, users in found.items() if len(users) > 1}
 
 
 def _together(found: Sequence[_Costs]) -> _Costs:
