@@ -19,10 +19,11 @@ from spmd import P
 from spmd.inspection.compile.timed import links_of
 from spmd.inspection.timing.chips import CHIPS
 from spmd.planner.cost import product
+from spmd.planner.cost.demand import Demand
 from spmd.planner.cost.estimate import Estimator
 from spmd.planner.cost.machine import Machine
 from spmd.planner.pins import Pinned, Way
-from spmd.planner.program.layout import Fixed, Layout
+from spmd.planner.program.layout import Fixed, Layout, places_of
 from spmd.planner.verify import Program, entries_of, planned
 
 F32 = 4
@@ -533,6 +534,32 @@ def test_weights_go_around_where_one_product_takes_them(count):
         assert around.exchange == pytest.approx(ring)
         assert around.exchange > ahead.exchange
         assert around.compute >= ahead.compute
+
+
+@pytest.mark.parametrize(("model", "wanted"), [("f", [1, 1]), ("fd", [1, 0])])
+def test_what_a_product_wants_of_a_weight(model, wanted):
+    """The dimension over `model`, forward and backward, where it splits hidden widths, or both.
+
+    Forward its columns are the result's. Backward the other operand says the same; but where the
+    result lies in columns, these are the weight's rows.
+    """
+
+    def f(x, w, y):
+        return x @ w, jax.lax.dot_general(y, w, (((1,), (1,)), ((), ())))
+
+    found = read(Program(function=f, args=(f32(64, 32), f32(32, 128), f32(64, 128))))
+    of = classes(found)
+    letters = {"f": of["w:1"], "d": of["w:0"]}
+    orders = {"data": [of["x:0"], of["y:0"]], "model": [*map(letters.get, model)]}
+    layout = Layout.of(orders)
+    places = places_of(found.tensors, layout, MESH)
+    asked = []
+    for one in found.operations:
+        if one.flops:
+            own = [places[i] for i in one.tensors]
+            demand = Demand(one, layout, MESH, own, [1.0] * len(own))
+            asked.append(dict(demand.asked(1, first=False)))
+    assert asked == [{"model": d} for d in wanted]
 
 
 @needs_libtpu
