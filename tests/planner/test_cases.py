@@ -167,15 +167,38 @@ def _assert_close(found, wanted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "name", [name for name in OTHERS if name not in ("eight bits", "sampling")]
+)
 def test_a_step_makes_what_it_takes(name):
     """The next state of a program that no figure was found from is like the one before."""
-    step, (state, batch) = OTHERS[name]()
-    following, loss = jax.eval_shape(step, state, batch)
+    step, (state, *batch) = OTHERS[name]()
+    following, loss = jax.eval_shape(step, state, *batch)
     assert jax.tree.structure(following) == jax.tree.structure(state)
     for a, b in zip(jax.tree.leaves(following), jax.tree.leaves(state), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
     assert loss.shape == ()
+
+
+@pytest.mark.slow
+def test_words_that_are_drawn():
+    """One for each text, and the caches that they are in."""
+    step, args = OTHERS["sampling"]()
+    caches, words = jax.eval_shape(step, *args)
+    shapes = jax.tree.map(lambda one: (one.shape, one.dtype), (caches, words))
+    assert shapes == jax.tree.map(lambda one: (one.shape, one.dtype), (args[0], args[2]))
+
+
+@pytest.mark.slow
+def test_scores_of_weights_in_eight_bits():
+    """Of the last word of each text, with all weights of products in int8 but the words'."""
+    step, args = OTHERS["eight bits"]()
+    scores = jax.eval_shape(step, *args)
+    assert (scores.shape, scores.dtype) == ((16, 32_000), jax.numpy.bfloat16)
+    kinds = {str(one.dtype): 0 for one in jax.tree.leaves(args)}
+    for one in jax.tree.leaves(args[1]):
+        kinds[str(one.dtype)] += one.size
+    assert kinds["int8"] == 16 * 12 * 4096**2
 
 
 @needs_libtpu

@@ -116,12 +116,12 @@ class Looking:
     def estimated(self, one: Choice, layout: Layout | None, way: Way) -> Estimate:
         """What a layout costs on the mesh of another one, as it is pinned.
 
-        Sums go around where results are left to propagation, and weights where operands are.
+        Sums go around where results are left to propagation.
         """
         assert layout is not None
         usual = self.estimators[one.mesh]
         first = False if way.loose or way.free else way.whole
-        ahead = way.ahead and not way.free
+        ahead = way.ahead or way.free
         if first is None and ahead:
             return usual(layout)
         key = one.mesh, first, ahead

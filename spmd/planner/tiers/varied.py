@@ -16,7 +16,9 @@ from spmd.planner.tiers.looking import NEAR, Looking
 
 _AS_MUCH = 1.05
 """Up to so many times the seconds of exchanges, fewer pins are worth a compile."""
-_HARDLY = 1.02
+_MUCH_SLOWER = 1.3
+"""More than so many times the prediction of the best, a way of pinning is not worth a compile."""
+_HARDLY = 1.03
 """Up to so many times the seconds of the best, what is unlike it is pinned in other ways too."""
 _SAME = 0.998
 """Above so many times the seconds before, a change of pins does not stay for the next ones."""
@@ -111,7 +113,7 @@ def _pin_otherwise(looking: Looking, at: int) -> None:
         sends_more = (one.exchange or 0.0) > (best.exchange or 0.0) * _AS_MUCH
         if sends_more and (other.loose or other.free):
             continue
-        if one.predicted > NEAR * best.predicted:
+        if one.predicted > _MUCH_SLOWER * best.predicted:
             continue
         looking.choices.append(one)
         compile_one(looking, len(looking.choices) - 1)

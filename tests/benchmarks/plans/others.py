@@ -319,6 +319,185 @@ def contrastive() -> Program:
     return _step(loss, params, {"images": array(pairs, 4096), "texts": array(pairs, 2048)})
 
 
+def _words(params: Any, batch: Any, layer: Callable[[Any], Any] = lambda p: p) -> Any:
+    """The loss of a decoder, whose layers are computed again for their gradients.
+
+    Args:
+        params: embeddings, and blocks that are stacked.
+        batch: words, and those that come next.
+        layer: makes the weights of a layer of what a block has.
+    """
+    half = _half(params)
+
+    @jax.checkpoint
+    def block(x: Any, p: Any) -> Any:
+        p = layer(p)
+        y = _normed(x, p["norm1"])
+        x = x + _attention(p, y, y, causal=True)
+        return x + _hidden(p, x), None
+
+    x, _ = lax.scan(block, half["embed"][batch["words"]], half["blocks"])
+    return _entropy(x @ half["embed"].T, batch["next"])
+
+
+def _decoder(layers: int, width: int, heads: int) -> Any:
+    return {"embed": array(32_000, width), "blocks": _blocks(layers, width, heads)}
+
+
+def _halves(tree: Any) -> Any:
+    """Descriptions of the same arrays in bfloat16."""
+    return jax.tree.map(lambda one: array(*one.shape, dtype=_HALF), tree)
+
+
+def accumulation() -> Program:
+    """Gradients of eight small batches, added up before the step of AdamW."""
+    adam, params = optax.adamw(1e-3), _decoder(12, 1024, 16)
+
+    def step(state: Any, batches: Any) -> Any:
+        params, moments = state
+
+        def add(total: Any, batch: Any) -> Any:
+            value, gradients = jax.value_and_grad(_words)(params, batch)
+            return jax.tree.map(jnp.add, total, gradients), value
+
+        total, values = lax.scan(add, jax.tree.map(jnp.zeros_like, params), batches)
+        mean = jax.tree.map(lambda g: g / len(values), total)
+        updates, moments = adam.update(mean, moments, params)
+        return (optax.apply_updates(params, updates), moments), values.mean()
+
+    batches = {"words": ids(8, 32, 512), "next": ids(8, 32, 512)}
+    return step, ((params, jax.eval_shape(adam.init, params)), batches)
+
+
+def adapters() -> Program:
+    """Adapters of rank 16 for queries and values; all else stays (LoRA, Hu et al., 2021)."""
+    layers, width, heads, rank = 16, 2048, 16, 16
+    adam, base = optax.adamw(1e-3), _halves(_decoder(layers, width, heads))
+
+    def adapted(p: Any) -> Any:
+        more = {name: jnp.einsum("dr,rhk->dhk", *pair) for name, pair in p["adapters"].items()}
+        return {name: one + more.get(name, 0) for name, one in p.items() if name != "adapters"}
+
+    def step(state: Any, base: Any, batch: Any) -> Any:
+        def loss(adapters: Any) -> Any:
+            blocks = {**base["blocks"], "adapters": adapters}
+            return _words({**base, "blocks": blocks}, batch, adapted)
+
+        adapters, moments = state
+        value, gradients = jax.value_and_grad(loss)(adapters)
+        updates, moments = adam.update(gradients, moments, adapters)
+        return (optax.apply_updates(adapters, updates), moments), value
+
+    pair = [array(layers, width, rank), array(layers, rank, heads, width // heads)]
+    state = {"q": pair, "v": pair}
+    batch = {"words": ids(32, 1024), "next": ids(32, 1024)}
+    return step, ((state, jax.eval_shape(adam.init, state)), base, batch)
+
+
+def eight_bits() -> Program:
+    """The last word's scores for 16 texts, of weights in int8 with a scale for each column."""
+    width, heads = 4096, 32
+    decoder = _halves(_decoder(16, width, heads))
+
+    def packed(name: str, one: Any) -> Any:
+        if name.startswith("norm"):
+            return one
+        scales = array(one.shape[0], *one.shape[2:])
+        return array(*one.shape, dtype=jnp.dtype("int8")), scales
+
+    def unpacked(one: Any) -> Any:
+        return one[0].astype(_HALF) * one[1].astype(_HALF) if isinstance(one, tuple) else one
+
+    def step(words: Any, params: Any) -> Any:
+        def block(x: Any, p: Any) -> Any:
+            p = {name: unpacked(one) for name, one in p.items()}
+            y = _normed(x, p["norm1"])
+            x = x + _attention(p, y, y, causal=True)
+            return x + _hidden(p, x), None
+
+        x, _ = lax.scan(block, params["embed"][words], params["blocks"])
+        return x[:, -1] @ params["embed"].T
+
+    blocks = {name: packed(name, one) for name, one in decoder["blocks"].items()}
+    return step, (ids(16, 2048), {**decoder, "blocks": blocks})
+
+
+def muon() -> Program:
+    """Updates of matrices are made orthogonal by five products each (Jordan et al., 2024)."""
+    params = _decoder(12, 1024, 16)
+
+    def orthogonal(one: Any) -> Any:
+        x = one.astype(_HALF)
+        x = x.swapaxes(-1, -2) if (is_tall := x.shape[-2] > x.shape[-1]) else x
+        norms = jnp.linalg.norm(x.astype(_FULL), axis=(-2, -1), keepdims=True)
+        x = x / (norms + 1e-7).astype(_HALF)
+        for _ in range(5):
+            square = x @ x.swapaxes(-1, -2)
+            x = 3.4445 * x + (-4.7750 * square + 2.0315 * (square @ square)) @ x
+        return (x.swapaxes(-1, -2) if is_tall else x).astype(_FULL)
+
+    def updated(name: str, one: Any, moment: Any) -> Any:
+        if name.startswith("norm"):
+            return one - 1e-3 * jnp.sign(moment)
+        rows = -1 if name == "o" else moment.shape[1]  # heads and their widths are one dimension
+        columns = moment.shape[-1] if name == "o" else -1
+        return one - 0.02 * orthogonal(moment.reshape(len(moment), rows, columns)).reshape(
+            one.shape
+        )
+
+    def step(state: Any, batch: Any) -> Any:
+        params, moments = state
+        value, gradients = jax.value_and_grad(_words)(params, batch)
+        moments = jax.tree.map(lambda m, g: 0.95 * m + g, moments, gradients)
+        embed = params["embed"] - 1e-3 * jnp.sign(moments["embed"])
+        blocks = {
+            name: updated(name, one, moments["blocks"][name])
+            for name, one in params["blocks"].items()
+        }
+        return ({"embed": embed, "blocks": blocks}, moments), value
+
+    return step, ((params, params), {"words": ids(64, 512), "next": ids(64, 512)})
+
+
+def sampling() -> Program:
+    """64 words of 64 texts, one after the other, each drawn from the 40 likeliest."""
+    layers, width, heads, rows, length = 12, 2048, 16, 64, 1024
+    params = _halves(_decoder(layers, width, heads))
+
+    def attended(p: Any, y: Any, caches: Any, at: Any) -> Any:
+        q, k, v = (jnp.einsum("bd,dhk->bhk", y, p[name]) for name in "qkv")
+        keys, values = (
+            lax.dynamic_update_index_in_dim(cache, one, at, 1)
+            for cache, one in zip(caches, (k, v), strict=True)
+        )
+        scores = jnp.einsum("bhk,bshk->bhs", q, keys).astype(_FULL) / q.shape[-1] ** 0.5
+        scores = jax.nn.softmax(jnp.where(jnp.arange(length) <= at, scores, -1e9), -1)
+        return jnp.einsum("bhs,bshk->bhk", scores.astype(_HALF), values), (keys, values)
+
+    def step(caches: Any, params: Any, words: Any, key: Any) -> Any:
+        def after(carry: Any) -> Any:
+            at, words, caches, key = carry
+
+            def block(x: Any, given: Any) -> Any:
+                p, own = given
+                found, own = attended(p, _normed(x, p["norm1"]), own, at)
+                x = x + jnp.einsum("bhk,hkd->bd", found, p["o"])
+                return x + _hidden(p, x), own
+
+            x, caches = lax.scan(block, params["embed"][words], (params["blocks"], caches))
+            likely, which = lax.top_k((x @ params["embed"].T).astype(_FULL), 40)
+            key, own = jax.random.split(key)
+            drawn = jax.random.categorical(own, likely)
+            return at + 1, jnp.take_along_axis(which, drawn[:, None], 1)[:, 0], caches, key
+
+        start = jnp.int32(0), words, caches, key
+        _, words, caches, _ = lax.while_loop(lambda carry: carry[0] < 64, after, start)
+        return caches, words
+
+    caches = [array(layers, rows, length, heads, width // heads, dtype=_HALF)] * 2
+    return step, (tuple(caches), params, ids(rows), jax.eval_shape(lambda: jax.random.key(0)))
+
+
 OTHERS: dict[str, Callable[[], Program]] = {
     "recommender": recommender,
     "tables at once": tables_at_once,
@@ -329,4 +508,9 @@ OTHERS: dict[str, Callable[[], Program]] = {
     "state space": state_space,
     "ConvNeXt": convnext,
     "contrastive": contrastive,
+    "accumulation": accumulation,
+    "adapters": adapters,
+    "eight bits": eight_bits,
+    "Muon": muon,
+    "sampling": sampling,
 }
