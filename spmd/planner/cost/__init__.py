@@ -10,6 +10,7 @@ In the order of reading:
 - `prefetch`: the argument that is in vector memory first, and what finds no room beside it.
 - `product`: a product on a device, and what becomes of the exchanges around it.
 - `parts`: the operations that may cost anything; those of one kind are one.
+- `peaks`: the most memory that a device needs at a time.
 - `saying`: what a layout says of some classes, so that equal ones need one look.
 - `estimate`: all of these, in under a millisecond.
 """

@@ -29,6 +29,7 @@ from spmd.planner.cost.parts import (
     tables_of,
     traffic,
 )
+from spmd.planner.cost.peaks import Peaks
 from spmd.planner.cost.prefetch import Prefetch
 from spmd.planner.cost.product import Product, Sending
 from spmd.planner.cost.reads import Reads
@@ -111,22 +112,6 @@ class _Placed(NamedTuple):
     inside: list[float]
 
 
-class _Gathered(NamedTuple):
-    """By kind, what products make of memory beside a device's shares.
-
-    Attributes:
-        whole: how much of an operand is there that is gathered.
-        large: likewise, where that is too large for vector memory.
-        kept: 1 where an operand is kept for a product that is done in parts, or else 0.
-        beside: bytes of what is gathered while the one before is in use.
-    """
-
-    whole: np.ndarray
-    large: np.ndarray
-    kept: np.ndarray
-    beside: float
-
-
 class Estimator:
     """A program on a machine, whose layouts are compared.
 
@@ -183,7 +168,8 @@ class Estimator:
         self.tables = {self.kind_of[i] for i in tables_of(graph)}
         self.prefetch = Prefetch(graph, self.kind_of)
         self.moved = fusion.alone
-        self.code = sum(machine.code(one.flops) for one in graph.operations)
+        code = sum(machine.code(one.flops) for one in graph.operations)
+        self.peaks = Peaks(lives, self.kind_of, self.sizes_of_kinds, self.nbytes, code)
         self.early = graph.early
         self.users = _users(graph)
         # What products find whole: what is gathered once for several of them, and ahead.
@@ -335,9 +321,7 @@ class Estimator:
             memory=float(memory),
             exchange=float(exchange),
             hidden=float(beside + self.machine.hidden(ahead, compute + memory)),
-            peak=self._peak(
-                np.array(at.ends), np.array(at.inside), self._gathered(shared, in_parts)
-            ),
+            peak=self.peaks.of(self.machine, at.ends, at.inside, shared, in_parts),
             first=frozenset(first),
         )
 
@@ -370,51 +354,6 @@ class Estimator:
         said = said_by(layout)
         sayings = self._places, self._work, self._pinned
         return tuple(one.numbers(said) for one in sayings)
-
-    def _gathered(self, shared: Mapping[Exchanged, Sending], in_parts: set[int]) -> _Gathered:
-        """What exchanges of operands, and products in parts, have in memory."""
-        whole: dict[int, float] = {}
-        large: dict[int, float] = {}
-        buffers = [0.0, 0.0]
-        for sent, sending in shared.items():
-            if sent.tensor is None or not sending.nbytes:
-                continue
-            k = self.kind_of[sent.tensor]
-            whole[k] = max(whole.get(k, 0.0), sending.nbytes / self.nbytes[sent.tensor])
-            if sending.nbytes > self.machine.near:
-                large[k] = whole[k]
-                buffers.append(sending.nbytes)
-        kept = dict.fromkeys((self.kind_of[i] for i in in_parts), 1.0)
-        by_kind = (self._by_kind(one) for one in (whole, large, kept))
-        return _Gathered(*by_kind, beside=sorted(buffers)[-2])
-
-    def _by_kind(self, values: Mapping[int, float]) -> np.ndarray:
-        found = np.zeros(len(self.kinds))
-        if values:
-            found[[*values]] = [*values.values()]
-        return found
-
-    def _peak(self, ends: np.ndarray, inside: np.ndarray, gathered: _Gathered) -> float:
-        """Bytes of code, of arguments and outputs, and of what is beside them at the worst moment.
-
-        Args:
-            ends: by kind, the share of an argument that a device has.
-            inside: likewise, of other values.
-            gathered: what is whole, or kept for a product in parts.
-        """
-        lives, machine = self.lives, self.machine
-        near = np.array(self.sizes_of_kinds * inside <= machine.brief)
-        away = inside * ~near
-        counted = away, away, gathered.whole, gathered.large, inside * gathered.kept
-        far = lives.all @ np.concatenate(counted)
-        long, short = lives.rows @ (inside * near), lives.short @ (inside * near)
-        beside = np.where(
-            long + short > machine.room,
-            long + np.maximum(short - machine.room, 0.0),
-            machine.evicted * long,
-        )
-        always = self.code + lives.ends @ ends + gathered.beside
-        return float(always + (far + beside).max(initial=0.0))
 
     def _placed(self, layout: Layout, said: Said) -> _Placed:
         count = len(self.kinds)
