@@ -334,11 +334,11 @@ class Estimator:
             return
         found = {*self.users} - self.early
         for i in self.early.intersection(self.users):
-            asked = [
-                self._demand(one, layout, at).asked(n, first=bool(self.sums_first))
-                for one, n in self.users[i]
-            ]
-            if len({*asked}) < len(asked):
+            asked = set()
+            for one, n in self.users[i]:
+                demand = self._demand(one, [self.kind_of[j] for j in one.tensors], layout, at)
+                asked.add(demand.asked(n, first=bool(self.sums_first)))
+            if len(asked) < len(self.users[i]):
                 found.add(i)
         if found != self.lasting:  # which decides what all products cost
             self.lasting, self._work = found, self._work.anew(lambda part: True)
@@ -499,9 +499,8 @@ class Estimator:
             sending.seconds - sending.beside for sending in found
         )
 
-    def _demand(self, one: Operation, layout: Layout, at: _Placed) -> Demand:
-        """What an operation asks of the links."""
-        kinds = [self.kind_of[i] for i in one.tensors]
+    def _demand(self, one: Operation, kinds: Sequence[int], layout: Layout, at: _Placed) -> Demand:
+        """What an operation asks of the links, whose values are of these kinds."""
         return Demand(
             one,
             layout,
@@ -514,7 +513,7 @@ class Estimator:
 
     def _cost(self, part: Part, layout: Layout, at: _Placed) -> _Costs:
         one, kinds = part.one, part.kinds
-        demand = self._demand(one, layout, at)
+        demand = self._demand(one, kinds, layout, at)
         if part.is_fusible and not demand.sent:
             return _NOTHING
         product, first = self._product(part, demand, at)

@@ -319,15 +319,14 @@ def contrastive() -> Program:
     return _step(loss, params, {"images": array(pairs, 4096), "texts": array(pairs, 2048)})
 
 
-def _words(params: Any, batch: Any, layer: Callable[[Any], Any] = lambda p: p) -> Any:
-    """The loss of a decoder, whose layers are computed again for their gradients.
+def _decoded(params: Any, words: Any, layer: Callable[[Any], Any] = lambda p: p) -> Any:
+    """What a decoder makes of words; its layers are computed again for their gradients.
 
     Args:
         params: embeddings, and blocks that are stacked.
-        batch: words, and those that come next.
+        words: by text.
         layer: makes the weights of a layer of what a block has.
     """
-    half = _half(params)
 
     @jax.checkpoint
     def block(x: Any, p: Any) -> Any:
@@ -336,7 +335,13 @@ def _words(params: Any, batch: Any, layer: Callable[[Any], Any] = lambda p: p) -
         x = x + _attention(p, y, y, causal=True)
         return x + _hidden(p, x), None
 
-    x, _ = lax.scan(block, half["embed"][batch["words"]], half["blocks"])
+    return lax.scan(block, params["embed"][words], params["blocks"])[0]
+
+
+def _words(params: Any, batch: Any, layer: Callable[[Any], Any] = lambda p: p) -> Any:
+    """The loss of a decoder on the words that come next."""
+    half = _half(params)
+    x = _decoded(half, batch["words"], layer)
     return _entropy(x @ half["embed"].T, batch["next"])
 
 
@@ -408,15 +413,11 @@ def eight_bits() -> Program:
     def unpacked(one: Any) -> Any:
         return one[0].astype(_HALF) * one[1].astype(_HALF) if isinstance(one, tuple) else one
 
-    def step(words: Any, params: Any) -> Any:
-        def block(x: Any, p: Any) -> Any:
-            p = {name: unpacked(one) for name, one in p.items()}
-            y = _normed(x, p["norm1"])
-            x = x + _attention(p, y, y, causal=True)
-            return x + _hidden(p, x), None
+    def layer(p: Any) -> Any:
+        return {name: unpacked(one) for name, one in p.items()}
 
-        x, _ = lax.scan(block, params["embed"][words], params["blocks"])
-        return x[:, -1] @ params["embed"].T
+    def step(words: Any, params: Any) -> Any:
+        return _decoded(params, words, layer)[:, -1] @ params["embed"].T
 
     blocks = {name: packed(name, one) for name, one in decoder["blocks"].items()}
     return step, (ids(16, 2048), {**decoder, "blocks": blocks})

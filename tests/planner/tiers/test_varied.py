@@ -2,10 +2,9 @@
 
 import dataclasses
 import itertools
-import types
 
 from hardware import WITHOUT_LIBTPU
-from looked_at import MLP, looking_at
+from looked_at import MLP, as_compiled, looking_at
 from planned_programs import classes, pins_of
 import pytest
 
@@ -34,8 +33,7 @@ def test_the_best_one_is_compiled_with_its_width_split_too(monkeypatch, data, mo
     def report(one, lowered, chip):
         orders = {a: "".join(map(letters.get, order)) for a, order in one.layout.orders}
         seen.append((orders["data"], orders["model"]))
-        time = types.SimpleNamespace(seconds=0.5 if orders["model"] == "fd" else 1.0)
-        return dataclasses.replace(one, report=types.SimpleNamespace(time=time, memory=None))
+        return as_compiled(one, 0.5 if orders["model"] == "fd" else 1.0)
 
     monkeypatch.setattr(tier, "_compiled", report)
     monkeypatch.setattr(Choice, "fits", lambda one, budget: True)
@@ -56,8 +54,7 @@ def test_a_width_that_is_far_is_not_split(monkeypatch):
 
     def report(one, lowered, chip):
         seen.append(one)
-        time = types.SimpleNamespace(seconds=1.0)
-        return dataclasses.replace(one, report=types.SimpleNamespace(time=time, memory=None))
+        return as_compiled(one, 1.0)
 
     monkeypatch.setattr(tier, "_compiled", report)
     monkeypatch.setattr(Choice, "fits", lambda one, budget: True)
@@ -116,8 +113,7 @@ def test_the_best_one_is_pinned_in_other_ways(monkeypatch, seconds, compiled, be
 
     def report(one, lowered, chip):
         seen.append(way := way_of(one))
-        time = types.SimpleNamespace(seconds=seconds.get(way, 1.0))
-        return dataclasses.replace(one, report=types.SimpleNamespace(time=time, memory=None))
+        return as_compiled(one, seconds.get(way, 1.0))
 
     monkeypatch.setattr(tier, "_compiled", report)
     monkeypatch.setattr(Choice, "fits", lambda one, budget: True)
@@ -140,8 +136,7 @@ def test_a_way_that_seems_far_slower_is_not_compiled(monkeypatch, slower, is_com
 
     def report(one, lowered, chip):
         seen.append(one.pins)
-        time = types.SimpleNamespace(seconds=1.0)
-        return dataclasses.replace(one, report=types.SimpleNamespace(time=time, memory=None))
+        return as_compiled(one, 1.0)
 
     monkeypatch.setattr(tier, "_compiled", report)
     monkeypatch.setattr(Choice, "fits", lambda one, budget: True)
@@ -167,8 +162,7 @@ def test_sums_that_are_to_be_made_first_are_tried_in_parts(monkeypatch):
 
     def report(one, lowered, chip):
         seen.append(one.pins)
-        time = types.SimpleNamespace(seconds=0.5 if one.pins == parts else 1.0)
-        return dataclasses.replace(one, report=types.SimpleNamespace(time=time, memory=None))
+        return as_compiled(one, 0.5 if one.pins == parts else 1.0)
 
     monkeypatch.setattr(tier, "_compiled", report)
     monkeypatch.setattr(Choice, "fits", lambda one, budget: True)
@@ -192,8 +186,7 @@ def test_a_second_mesh_that_is_hardly_slower_is_pinned_in_other_ways(monkeypatch
     def report(one, lowered, chip):
         first, plain = one.mesh == pods[0], one.pins == own[one.mesh]
         seconds = (1.0 if first else behind) if plain else (0.9 if first else 0.5)
-        time = types.SimpleNamespace(seconds=seconds)
-        return dataclasses.replace(one, report=types.SimpleNamespace(time=time, memory=None))
+        return as_compiled(one, seconds)
 
     monkeypatch.setattr(tier, "_compiled", report)
     monkeypatch.setattr(Choice, "fits", lambda one, budget: True)
@@ -228,8 +221,7 @@ def test_what_was_found_is_pinned_in_other_ways_beside_an_expert(
         own = found if one.layout == found.layout else best
         plain = behind if own is found else 1.0
         other = 0.5 if own is found else 0.9
-        time = types.SimpleNamespace(seconds=plain if one.pins == own.pins else other)
-        return dataclasses.replace(one, report=types.SimpleNamespace(time=time, memory=None))
+        return as_compiled(one, plain if one.pins == own.pins else other)
 
     monkeypatch.setattr(tier, "_compiled", report)
     monkeypatch.setattr(Choice, "fits", lambda one, budget: True)
@@ -249,8 +241,7 @@ def test_what_does_not_fit_is_pinned_in_other_ways(monkeypatch):
 
     def compiled(one, lowered, chip):
         peak, seconds = (1.0, 5.0) if one.pins == whole else (3.0, 1.0)
-        memory, time = types.SimpleNamespace(peak=peak), types.SimpleNamespace(seconds=seconds)
-        return dataclasses.replace(one, report=types.SimpleNamespace(time=time, memory=memory))
+        return as_compiled(one, seconds, peak)
 
     monkeypatch.setattr(tier, "_compiled", compiled)
     compile_best(looking)
@@ -268,8 +259,7 @@ def test_nothing_is_pinned_in_other_ways_when_the_time_is_up(monkeypatch):
 
     def compiled(one, lowered, chip):
         looking.rules = Rules(deadline=0.0)
-        time = types.SimpleNamespace(seconds=1.0)
-        return dataclasses.replace(one, report=types.SimpleNamespace(time=time, memory=None))
+        return as_compiled(one, 1.0)
 
     real = looking.previewed
     monkeypatch.setattr(looking, "previewed", lambda one: seen.append(one) or real(one))
@@ -292,8 +282,7 @@ def test_of_what_does_not_fit_one_of_each_mesh_is_pinned_in_other_ways(monkeypat
     def compiled(one, lowered, chip):
         at = pods.index(one.mesh)
         peak = (2.5, 1.0)[at] if one.pins == whole[at] else (3.0, 4.0)[at]
-        memory, time = types.SimpleNamespace(peak=peak), types.SimpleNamespace(seconds=1.0)
-        return dataclasses.replace(one, report=types.SimpleNamespace(time=time, memory=memory))
+        return as_compiled(one, 1.0, peak)
 
     monkeypatch.setattr(tier, "_compiled", compiled)
     compile_best(looking)
@@ -321,8 +310,7 @@ def test_the_best_one_has_the_fewest_pins(monkeypatch, data, model, slower, left
         return sum(spec is not None for pin in one.pins for spec in pin.specs)
 
     def report(one, lowered, chip):
-        time = types.SimpleNamespace(seconds=1.0 + count(one))
-        return dataclasses.replace(one, report=types.SimpleNamespace(time=time, memory=None))
+        return as_compiled(one, 1.0 + count(one))
 
     monkeypatch.setattr(tier, "_compiled", report)
     monkeypatch.setattr(Choice, "fits", lambda one, budget: True)
