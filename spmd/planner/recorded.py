@@ -192,8 +192,11 @@ def nothing_fits(plan: Plan, on: Hardware, choices: Sequence[Choice], keeps: Fix
     if nearest.peak is None:
         is_asked = any(one.report or one.failure for one in choices)
         how = " by the estimate" * is_asked
-        ask = "with a larger top=" if is_asked else "with top=1, which may need less than this"
-        ask = "" if early else f"ask the compiler {ask};\nor "
+        # Of a peak a compiler may need less than the estimate; of arguments none does.
+        given = sum(_local_bytes(one, plan.axes) for one in plan.arguments)
+        if plan.complete and given <= budget:
+            more = "a larger top=" if is_asked else "top=1, which may need less than this"
+            ask = f"ask the compiler with {more};\nor "
     return Failure(
         what="finds no layout that fits",
         given=f"memory={show_bytes(budget)} on each device",

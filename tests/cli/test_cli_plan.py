@@ -386,11 +386,20 @@ def test_an_interrupt_before_any_plan(monkeypatch, capsys):
 @pytest.mark.slow
 def test_nothing_fits(capsys):
     """A memory that no plan keeps to is exit code 1, with the nearest one."""
-    assert run(*ON_CPUS, "--memory", "1KB", "--top", "0", "--no-progress") == 1
+    assert run(*ON_CPUS, "--memory", "3KB", "--top", "0", "--no-progress") == 1
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("spmd: plan of `step` finds no layout that fits.\n")
     assert "ask the compiler with top=1" in err  # estimates may be too large
+
+
+@pytest.mark.slow
+def test_no_compiler_makes_arguments_fit(capsys):
+    """Where arguments alone are too large, it is no help to ask a compiler."""
+    assert run(*ON_CPUS, "--memory", "1KB", "--top", "0", "--no-progress") == 1
+    err = capsys.readouterr().err
+    assert "which is nearest" in err
+    assert "top=" not in err
 
 
 @pytest.mark.slow
