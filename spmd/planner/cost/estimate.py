@@ -25,7 +25,6 @@ from spmd.planner.cost.parts import (
     Part,
     Parts,
     left_by_manual,
-    sources_of,
     tables_of,
     traffic,
 )
@@ -34,6 +33,7 @@ from spmd.planner.cost.prefetch import Prefetch
 from spmd.planner.cost.product import Product, Sending
 from spmd.planner.cost.reads import Reads
 from spmd.planner.cost.saying import Group, Pattern, Said, Sayings, grouped, regrouped, said_by
+from spmd.planner.cost.stacks import Stacks
 from spmd.planner.program.layout import Fixed, Layout
 from spmd.planner.program.structure import Graph, Operation
 
@@ -154,8 +154,9 @@ class Estimator:
         # What a `shard_map` leaves is pinned as a layout says.
         free = {self.kinds[self.kind_of[i]]._replace(fixed=None) for i in left}
         self._pinned = Sayings(grouped((one, frozenset((self._pattern(one),))) for one in free))
-        lives = Lives(graph, self.kind_of, len(kinds), wide)
-        fusion = Fusion(graph, self.kind_of, len(kinds), lives)
+        self.stacks = Stacks(graph, are_turned=bool(machine.chip.multipliers))
+        lives = Lives(graph, self.kind_of, len(kinds), wide, self.stacks.beside)
+        fusion = Fusion(graph, self.kind_of, len(kinds), lives, self.stacks)
         self.reads = Reads(graph, fusion, lives)
         # Of values that may be near, and of brief ones.
         self.passes = np.zeros((2, len(kinds)))
@@ -176,7 +177,6 @@ class Estimator:
         self.lasting = self.early | {*self.users}
         self.ahead = True
         self.arguments = graph.arguments
-        self.sources = sources_of(graph)
         parts = Parts(graph, self.kind_of, fusion, lives, self.reads, self.last)
         self.alike = parts.alike
         work = ((part, self._patterns(part)) for part in parts.all)
@@ -233,7 +233,7 @@ class Estimator:
     def _kinds(self, part: Part) -> set[int]:
         """Those of the values that an operation is about."""
         tensors = {*part.one.tensors, *itertools.chain(*part.reads), *part.written}
-        tensors.update([self.sources[i] for i in tensors if i in self.sources])
+        tensors.update([self.stacks.sources[i] for i in tensors if i in self.stacks.sources])
         return {self.kind_of[i] for i in tensors} | {*part.beside}
 
     def _patterns(self, part: Part) -> frozenset[Pattern]:
@@ -465,7 +465,7 @@ class Estimator:
 
     def _source(self, tensor: int, parts: list[float]) -> float:
         """Bytes on a device of what a value is a slice of; 0 for one that is none."""
-        i = self.sources.get(tensor)
+        i = self.stacks.sources.get(tensor)
         return 0.0 if i is None else self.nbytes[i] * parts[self.kind_of[i]]
 
     def _product(self, part: Part, demand: Demand, at: _Placed) -> tuple[Product, frozenset[int]]:
@@ -539,7 +539,8 @@ class Estimator:
                 n if self._is_far(i, at) else 0.0
                 for i, n in zip(one.tensors, demand.nbytes, strict=True)
             ]
-            moving = self.machine.moving(traffic(one, far))
+            is_changed = not self.stacks.changed.keys().isdisjoint(one.tensors[1:2])
+            moving = self.machine.moving(traffic(one, far, is_changed=is_changed))
             if one.name == "fft":
                 moving = max(moving, self._transforming(one, at.parts[kinds[-1]]))
             return _Costs(0.0, part.runs * moving, *sent)

@@ -15,6 +15,7 @@ import math
 import numpy as np
 
 from spmd.planner.cost.lives import Lives
+from spmd.planner.cost.stacks import Stacks
 from spmd.planner.program.structure import NO_WORK, Graph, Operation
 
 # What takes a vector unit more than one step for each element, and what takes it none.
@@ -42,10 +43,13 @@ class Fusion:
         kinds: by tensor, the number of its kind.
         count: of kinds.
         lives: which values are stored.
+        stacks: those of changed slices.
     """
 
-    def __init__(self, graph: Graph, kinds: Sequence[int], count: int, lives: Lives):
-        self.graph, self.kinds, self.lives = graph, kinds, lives
+    def __init__(
+        self, graph: Graph, kinds: Sequence[int], count: int, lives: Lives, stacks: Stacks
+    ):
+        self.graph, self.kinds, self.lives, self.stacks = graph, kinds, lives, stacks
         self.late: set[int] = set()
         self.homes = self._upwards()
         self._downwards()
@@ -57,6 +61,8 @@ class Fusion:
         self.alone = np.zeros(count)
         for i, runs in self._moved().items():
             self.alone[kinds[i]] += runs * graph.tensors[i].nbytes
+        for i, times in stacks.moved.items():
+            self.alone[kinds[i]] += times * graph.tensors[i].nbytes
         for i in self._ends():
             self.alone[kinds[i]] += graph.tensors[i].nbytes
 
@@ -132,6 +138,8 @@ class Fusion:
         made: dict[int, bool] = {}
         constants = self.graph.constants
         for n, one in enumerate(self.graph.operations):
+            if self._is_stacked(one):
+                continue
             alone = n not in self.homes and is_fusible(one) and not one.passes_on
             for i in one.tensors[: one.operands]:
                 # Arguments and outputs are counted by themselves; what a loop fills is made first.
@@ -156,7 +164,7 @@ class Fusion:
         for one in self.graph.operations:
             if one.name == "return" and made.get(one.tensors[0], False):
                 found.add(one.tensors[-1])
-            if one.name == "return":
+            if one.name == "return" or self._is_stacked(one):
                 continue
             works = is_fusible(one) and not one.passes_on
             for i in one.tensors[: one.operands] if works and one.name not in NO_WORK else ():
@@ -165,6 +173,10 @@ class Fusion:
             for result, _ in one.results:
                 made[result] = made.get(one.tensors[0], False) if one.passes_on else works
         return found
+
+    def _is_stacked(self, one: Operation) -> bool:
+        """Whether a loop's result is a stack, which is counted as it is written."""
+        return one.name == "while" and one.tensors[-1] in self.stacks.filled
 
 
 def is_fusible(one: Operation) -> bool:

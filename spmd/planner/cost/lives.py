@@ -50,10 +50,18 @@ class Lives:
         kinds: by tensor, the number of its kind.
         count: of kinds.
         wide: the values that products' results are kept as, where these are of a wider type.
+        beside: what is there once more in a loop, with that loop.
     """
 
-    def __init__(self, graph: Graph, kinds: Sequence[int], count: int, wide: Mapping[int, int]):
-        self.graph = graph
+    def __init__(
+        self,
+        graph: Graph,
+        kinds: Sequence[int],
+        count: int,
+        wide: Mapping[int, int],
+        beside: Iterable[tuple[int, int]] = (),
+    ):
+        self.graph, self.beside = graph, beside
         self.end = len(graph.operations)
         self.buffers = _Joined(len(graph.tensors))
         self.spans = self._spans()
@@ -223,6 +231,8 @@ class Lives:
                 yield _AGAIN, i, tensors[i].nbytes, self.makers[i], life[1]
         for i, nbytes, first, last in self._converted():
             yield _FAR, i, nbytes, first, last
+        for i, loop in self.beside:
+            yield _FAR, i, tensors[i].nbytes, *self.spans[loop]
 
     def _converted(self) -> Iterator[tuple[int, float, int, int]]:
         """Arguments of which loops take slices and make these narrower, and all of it so.

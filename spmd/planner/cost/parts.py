@@ -11,9 +11,8 @@ from spmd.planner.cost.demand import TABLES
 from spmd.planner.cost.fusion import Fusion, is_fusible
 from spmd.planner.cost.lives import Lives
 from spmd.planner.cost.reads import Reads
+from spmd.planner.cost.stacks import SLICES
 from spmd.planner.program.structure import UPDATES, Graph, Operation
-
-_SLICES = ("dynamic_slice", "slice")
 
 
 class Kind(NamedTuple):
@@ -152,18 +151,6 @@ def tables_of(graph: Graph) -> Iterator[int]:
                 yield one.tensors[n]
 
 
-def sources_of(graph: Graph) -> dict[int, int]:
-    """What slices are taken of: they are read where that is."""
-    found: dict[int, int] = {}
-    for one in graph.operations:
-        first = one.tensors[0]
-        if one.name in _SLICES:
-            found[one.tensors[-1]] = found.get(first, first)
-        elif one.passes_on and first in found:
-            found[one.tensors[-1]] = found[first]
-    return found
-
-
 def left_by_manual(graph: Graph) -> Iterator[tuple[int, tuple[tuple[str, int], ...]]]:
     """Where a `shard_map` leaves its results."""
     for one in graph.operations:
@@ -173,12 +160,18 @@ def left_by_manual(graph: Graph) -> Iterator[tuple[int, tuple[tuple[str, int], .
             yield one.tensors[-1], tuple(at)
 
 
-def traffic(one: Operation, nbytes: list[float]) -> float:
-    """Bytes that an operation reads and writes on a device."""
-    if one.name in _SLICES:
+def traffic(one: Operation, nbytes: Sequence[float], *, is_changed: bool) -> float:
+    """Bytes that an operation reads and writes on a device.
+
+    Args:
+        one: the operation.
+        nbytes: of each value, what is in main memory.
+        is_changed: whether it writes a slice that was changed: that is read for what uses it.
+    """
+    if one.name in SLICES:
         return 0.0  # what uses a slice reads it where it is
     if one.name == "gather":
         return sum(nbytes[one.operands :])
     if one.name in UPDATES:
-        return 2 * min(nbytes[1:2], default=0.0)
+        return (1 if is_changed else 2) * min(nbytes[1:2], default=0.0)
     return sum(nbytes)

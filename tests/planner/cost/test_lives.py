@@ -14,6 +14,7 @@ from spmd import P
 from spmd.planner.cost.fusion import Fusion
 from spmd.planner.cost.lives import Lives, wider
 from spmd.planner.cost.reads import Reads
+from spmd.planner.cost.stacks import Stacks
 
 F32 = 4
 
@@ -386,7 +387,8 @@ def test_a_product_writes_a_table_too():
     found, _ = priced(f, args, {})
     (product,) = (n for n, one in enumerate(found.operations) if one.flops)
     lives = Lives(found, [0] * len(found.tensors), 1, wider(found))
-    reads = Reads(found, Fusion(found, [0] * len(found.tensors), 1, lives), lives)
+    stacks = Stacks(found, are_turned=False)
+    reads = Reads(found, Fusion(found, [0] * len(found.tensors), 1, lives, stacks), lives)
     nbytes = [found.tensors[i].nbytes for i in reads.written[product]]
     assert nbytes == [rows * words * 2, rows * words * 4]
 
