@@ -112,9 +112,9 @@ def plan(
         top: how many layouts are compiled, beside the best experts; for each that is over the
             memory as compiled another one, up to as many more. Above 1 the best of them is
             compiled with activations split by their width as well, and in up to five other ways,
-            where there is a compiler for the hardware. So is the best of another mesh in these
-            ways, if it is at most 1 % slower, and where none of them fits, the smallest ones of as
-            many meshes.
+            where there is a compiler for the hardware. So are up to two at most 3 % slower, of
+            another mesh or with large arguments elsewhere; and where none of them fits, the
+            smallest ones of as many meshes.
         timeout: seconds after which the best so far is the answer, compiled or not. As long again
             is looked for the fewest constraints, when `Plan.code` is first called.
         seed: of ties; one seed gives one answer.

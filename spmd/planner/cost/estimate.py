@@ -7,7 +7,7 @@ of them go on beside work.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 import copy
 import dataclasses
 import itertools
@@ -149,11 +149,11 @@ class Estimator:
         self.kinds = [*kinds]
         self.nbytes = [one.nbytes for one in graph.tensors]
         self.sizes_of_kinds = np.array([kind.nbytes for kind in self.kinds])
-        patterns = (frozenset((self._pattern(one),)) for one in self.kinds)
-        self._places = Sayings(grouped(enumerate(patterns)))
+        own = ((k, frozenset((self._pattern(one),)), (k,)) for k, one in enumerate(self.kinds))
+        self._places = Sayings(grouped(own))
         # What a `shard_map` leaves is pinned as a layout says.
         free = {self.kinds[self.kind_of[i]]._replace(fixed=None) for i in left}
-        self._pinned = Sayings(grouped((one, frozenset((self._pattern(one),))) for one in free))
+        self._pinned = Sayings(grouped((one, frozenset((self._pattern(one),)), ()) for one in free))
         self.stacks = Stacks(graph, are_turned=bool(machine.chip.multipliers))
         lives = Lives(graph, self.kind_of, len(kinds), wide, self.stacks.beside)
         fusion = Fusion(graph, self.kind_of, len(kinds), lives, self.stacks)
@@ -179,7 +179,8 @@ class Estimator:
         self.arguments = graph.arguments
         parts = Parts(graph, self.kind_of, fusion, lives, self.reads, self.last)
         self.alike = parts.alike
-        work = ((part, self._patterns(part)) for part in parts.all)
+        kinds_of = ((part, self._kinds(part)) for part in parts.all)
+        work = ((part, self._patterns(part, own), own) for part, own in kinds_of)
         self._work = Sayings(regrouped(grouped(work)))
         self.totals = {self.alike[i]: self.alike[j] for i, j in totals(graph).items()}
         self.turns = {self.alike[i]: n for i, n in turns(graph).items()}
@@ -225,8 +226,7 @@ class Estimator:
     def _anew(self, changed: Collection[int]) -> Estimator:
         """The same, that remembers nothing of these kinds, and of what they have a part in."""
         found = copy.copy(self)
-        found._places = self._places.anew(lambda k: k in changed)
-        found._work = self._work.anew(lambda part: any(k in changed for k in self._kinds(part)))
+        found._places, found._work = self._places.anew(changed), self._work.anew(changed)
         found._known = {}
         return found
 
@@ -236,10 +236,10 @@ class Estimator:
         tensors.update([self.stacks.sources[i] for i in tensors if i in self.stacks.sources])
         return {self.kind_of[i] for i in tensors} | {*part.beside}
 
-    def _patterns(self, part: Part) -> frozenset[Pattern]:
+    def _patterns(self, part: Part, kinds: Iterable[int]) -> frozenset[Pattern]:
         """What an operation and the values that it is about have."""
         one = part.one
-        found = {self._pattern(self.kinds[k]) for k in self._kinds(part)}
+        found = {self._pattern(self.kinds[k]) for k in kinds}
         own = frozenset(one.by_class)
         sure = frozenset(
             c
@@ -288,11 +288,7 @@ class Estimator:
         joined: set[_Joined] = set()
         in_parts: set[int] = set()
         first: set[int] = set()
-        for group, key in zip(self._work.groups, self._work.keys(said), strict=True):
-            costs = group.known.get(key)
-            if costs is None:
-                found = [self._of_alike(one, layout, said, at) for one in group.members]
-                costs = group.known[key] = _together(found)
+        for costs in self._costs(layout, said, at):
             compute += costs.compute
             memory += costs.memory
             exchange += costs.exchange
@@ -325,6 +321,16 @@ class Estimator:
             first=frozenset(first),
         )
 
+    def _costs(self, layout: Layout, said: Said, at: _Placed) -> Iterator[_Costs]:
+        """What groups of operations cost, of those that cost anything."""
+        for group, key in zip(self._work.groups, self._work.keys(said), strict=True):
+            costs = group.known.get(key)
+            if costs is None:
+                found = [self._of_alike(one, layout, said, at) for one in group.members]
+                costs = group.known[key] = _together(found)
+            if costs is not _NOTHING:
+                yield costs
+
     def _gather_once(self, layout: Layout, at: _Placed) -> None:
         """Finds what products have whole, where nothing is gathered ahead.
 
@@ -341,7 +347,7 @@ class Estimator:
             if len(asked) < len(self.users[i]):
                 found.add(i)
         if found != self.lasting:  # which decides what all products cost
-            self.lasting, self._work = found, self._work.anew(lambda part: True)
+            self.lasting, self._work = found, self._work.anew(range(len(self.kinds)))
 
     def _passing(self, shares: np.ndarray, kept: np.ndarray) -> float:
         """Seconds of passes over what is in main memory, between products."""
@@ -560,8 +566,9 @@ def _users(graph: Graph) -> dict[int, list[tuple[Operation, int]]]:
 
 def _together(found: Sequence[_Costs]) -> _Costs:
     """What several cost."""
-    if len(found) == 1:
-        return found[0]
+    found = [one for one in found if one is not _NOTHING]
+    if len(found) < 2:
+        return found[0] if found else _NOTHING
     shared: dict[Exchanged, Sending] = {}
     for one in found:
         _add(shared, one.shared)

@@ -6,8 +6,9 @@ order says nothing of the value, unless the axis may pass over the class.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 import copy
+import itertools
 from typing import Any, NamedTuple, TypeAlias
 
 from spmd.planner.program.layout import Layout
@@ -50,11 +51,12 @@ class Group:
         classes: that they have.
         is_state: whether one of them is the optimizer's.
         members: the things.
+        kinds: of the values that the things are about.
         known: by what a layout says, what was found.
     """
 
-    def __init__(self, patterns: Iterable[Pattern], members: list[Any]):
-        self.patterns = frozenset(patterns)
+    def __init__(self, patterns: Iterable[Pattern], members: list[Any], kinds: Iterable[int] = ()):
+        self.patterns, self.kinds = frozenset(patterns), frozenset(kinds)
         self.classes = frozenset[int]().union(*(one.classes for one in self.patterns))
         self.is_state = any(one.is_state for one in self.patterns)
         self.members = members
@@ -65,16 +67,15 @@ class Group:
         self._numbers: dict[Hashable, int] = {}
         self._said: dict[Hashable, int] = {}
 
-    def anew(self, changed: Callable[[Any], bool]) -> Group:
-        """The same things, of which nothing was found out yet; itself, where none is changed."""
-        members = [one.anew(changed) if isinstance(one, Group) else one for one in self.members]
-        if not any(
-            one is not own if isinstance(own, Group) else changed(own)
-            for one, own in zip(members, self.members, strict=True)
-        ):
+    def anew(self, changed: Collection[int]) -> Group:
+        """The same things, of which nothing is known yet; itself, where no kind has changed."""
+        if self.kinds.isdisjoint(changed):
             return self
         found = copy.copy(self)
-        found.members, found.known = members, {}
+        found.members = [
+            one.anew(changed) if isinstance(one, Group) else one for one in self.members
+        ]
+        found.known = {}
         return found
 
     def key(self, said: Said) -> tuple[int, ...]:
@@ -121,8 +122,8 @@ class Sayings:
         self._columns: dict[Hashable, tuple[int, list[int]]] = {}
         self._numbers: dict[tuple[int, ...], int] = {}
 
-    def anew(self, changed: Callable[[Any], bool]) -> Sayings:
-        """The same groups; of those that have what is changed nothing was found out yet."""
+    def anew(self, changed: Collection[int]) -> Sayings:
+        """The same groups; of those about changed kinds of values nothing is known yet."""
         found = copy.copy(self)
         found.groups = [group.anew(changed) for group in self.groups]
         return found
@@ -146,12 +147,15 @@ class Sayings:
         return found
 
 
-def grouped(members: Iterable[tuple[Any, frozenset[Pattern]]]) -> list[Group]:
-    """Things that have the same patterns."""
-    found: dict[frozenset[Pattern], list[Any]] = {}
-    for one, patterns in members:
-        found.setdefault(patterns, []).append(one)
-    return [Group(patterns, own) for patterns, own in found.items()]
+def grouped(members: Iterable[tuple[Any, frozenset[Pattern], Collection[int]]]) -> list[Group]:
+    """Things that have the same patterns, each with the kinds of the values that it is about."""
+    found: dict[frozenset[Pattern], list[tuple[Any, Collection[int]]]] = {}
+    for one, patterns, kinds in members:
+        found.setdefault(patterns, []).append((one, kinds))
+    return [
+        Group(patterns, [one for one, _ in own], itertools.chain(*(kinds for _, kinds in own)))
+        for patterns, own in found.items()
+    ]
 
 
 def regrouped(groups: Iterable[Group]) -> list[Group]:
@@ -159,4 +163,11 @@ def regrouped(groups: Iterable[Group]) -> list[Group]:
     found: dict[tuple[frozenset[int], bool], list[Group]] = {}
     for one in groups:
         found.setdefault((one.classes, one.is_state), []).append(one)
-    return [Group(frozenset().union(*(g.patterns for g in own)), own) for own in found.values()]
+    return [
+        Group(
+            frozenset().union(*(g.patterns for g in own)),
+            own,
+            frozenset().union(*(g.kinds for g in own)),
+        )
+        for own in found.values()
+    ]
