@@ -128,4 +128,6 @@ def test_libtpu_moves_stacks_as_often(options, donated, times, buffers):
         )
         report = spmd.report(program.lower(caches, w, x).compile())
     assert report.time.memory == pytest.approx(moving(times), rel=0.08)
-    assert report.memory.peak == pytest.approx(buffers * SHARE, rel=0.02)
+    assert report.memory.peak < 1.02 * buffers * SHARE
+    if jax.__version_info__ >= (0, 12):  # an older libtpu turns one cache in the memory of another
+        assert report.memory.peak == pytest.approx(buffers * SHARE, rel=0.02)
