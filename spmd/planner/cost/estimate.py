@@ -149,8 +149,8 @@ class Estimator:
         self.kinds = [*kinds]
         self.nbytes = [one.nbytes for one in graph.tensors]
         self.sizes_of_kinds = np.array([kind.nbytes for kind in self.kinds])
-        own = ((k, frozenset((self._pattern(one),)), (k,)) for k, one in enumerate(self.kinds))
-        self._places = Sayings(grouped(own))
+        placed = ((k, frozenset((self._pattern(one),)), (k,)) for k, one in enumerate(self.kinds))
+        self._places = Sayings(grouped(placed))
         # What a `shard_map` leaves is pinned as a layout says.
         free = {self.kinds[self.kind_of[i]]._replace(fixed=None) for i in left}
         self._pinned = Sayings(grouped((one, frozenset((self._pattern(one),)), ()) for one in free))
@@ -179,8 +179,8 @@ class Estimator:
         self.arguments = graph.arguments
         parts = Parts(graph, self.kind_of, fusion, lives, self.reads, self.last)
         self.alike = parts.alike
-        kinds_of = ((part, self._kinds(part)) for part in parts.all)
-        work = ((part, self._patterns(part, own), own) for part, own in kinds_of)
+        about = ((part, self._kinds(part)) for part in parts.all)
+        work = ((part, self._patterns(part, own), own) for part, own in about)
         self._work = Sayings(regrouped(grouped(work)))
         self.totals = {self.alike[i]: self.alike[j] for i, j in totals(graph).items()}
         self.turns = {self.alike[i]: n for i, n in turns(graph).items()}
