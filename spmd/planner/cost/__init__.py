@@ -13,4 +13,5 @@ In the order of reading:
 - `peaks`: the most memory that a device needs at a time.
 - `saying`: what a layout says of some classes, so that equal ones need one look.
 - `estimate`: all of these, in under a millisecond.
+- `stacks`: what a loop takes slices of, changes and stacks again, such as caches.
 """
