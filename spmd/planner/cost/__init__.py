@@ -4,6 +4,7 @@ In the order of reading:
 
 - `machine`: what the devices of a mesh can do, in seconds.
 - `demand`: what operations ask of the links under a layout.
+- `stacks`: what a loop takes slices of, changes and stacks again, such as caches.
 - `lives`: which values are in memory at the same time.
 - `fusion`: which work becomes a part of which product, and what moves through memory apart.
 - `reads`: what products read of main memory, and what takes a pass between them.
@@ -13,5 +14,4 @@ In the order of reading:
 - `peaks`: the most memory that a device needs at a time.
 - `saying`: what a layout says of some classes, so that equal ones need one look.
 - `estimate`: all of these, in under a millisecond.
-- `stacks`: what a loop takes slices of, changes and stacks again, such as caches.
 """
