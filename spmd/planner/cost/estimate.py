@@ -545,7 +545,7 @@ class Estimator:
                 n if self._is_far(i, at) else 0.0
                 for i, n in zip(one.tensors, demand.nbytes, strict=True)
             ]
-            is_changed = not self.stacks.changed.keys().isdisjoint(one.tensors[1:2])
+            is_changed = one.tensors[1] in self.stacks.changed
             moving = self.machine.moving(traffic(one, far, is_changed=is_changed))
             if one.name == "fft":
                 moving = max(moving, self._transforming(one, at.parts[kinds[-1]]))

@@ -55,7 +55,7 @@ class Group:
         known: by what a layout says, what was found.
     """
 
-    def __init__(self, patterns: Iterable[Pattern], members: list[Any], kinds: Iterable[int] = ()):
+    def __init__(self, patterns: Iterable[Pattern], members: list[Any], kinds: Iterable[int]):
         self.patterns, self.kinds = frozenset(patterns), frozenset(kinds)
         self.classes = frozenset[int]().union(*(one.classes for one in self.patterns))
         self.is_state = any(one.is_state for one in self.patterns)
