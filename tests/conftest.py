@@ -42,6 +42,13 @@ def pytest_addoption(parser):
         "range of JAX take one third each in .ci/run, and the rest in .ci/nightly (default: all)",
     )
     parser.addoption(
+        "--alone",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="below it --third keeps all slow tests of one case: no other end runs them",
+    )
+    parser.addoption(
         "--transformation-cases",
         type=int,
         default=1026,
@@ -61,15 +68,21 @@ def pytest_collection_modifyitems(config, items):
 
     Of its slow cases ``--third`` keeps every third one, or all if it says ``shared=False``. A test
     of one case runs at the end that has the first third. Of other slow tests the first third has
-    every third one, the second all, and the third those that the first has not.
+    every third one, and the second the rest; below a path that is ``--alone`` each third has all.
     """
     third = config.getoption("--third")
     others = set()
-    plain = [i for i in items if i.get_closest_marker("slow") and not _is_apart(i)]
-    if third == "first":
-        others.update({*plain} - {*plain[::3]})
-    elif third == "third":
-        others.update(plain[::3])
+    if third:
+        alone = [config.rootpath / path for path in config.getoption("--alone")]
+        plain = [
+            one
+            for one in items
+            if one.get_closest_marker("slow")
+            and not _is_apart(one)
+            and not any(one.path.is_relative_to(path) for path in alone)
+        ]
+        kept = {"first": plain[::3], "second": {*plain} - {*plain[::3]}, "third": ()}[third]
+        others.update({*plain}.difference(kept))
     cases = collections.defaultdict(list)
     for item in items:
         if item.get_closest_marker("few"):

@@ -173,6 +173,7 @@ def test_core_imports_modules_not_the_package(name):
     assert {top(n) for n in taken} <= {*CORE, OPENS.get(name)} or name in POINT_UP
 
 
+@pytest.mark.slow
 def test_no_circle_of_files():
     """Files import one another in no circle, in functions and for types as well.
 
@@ -365,6 +366,7 @@ class Item:
     originalname: str
     marks: dict
     parent: str = "file"
+    path: Path = Path("/root/file")
 
     def get_closest_marker(self, name):
         return self.marks.get(name)
@@ -373,7 +375,7 @@ class Item:
         self.marks[name] = None
 
 
-def marked(request, items, third=None):
+def marked(request, items, third=None, alone=()):
     """What the hook leaves of these, and what it says that it takes out."""
     (conftest,) = (
         one
@@ -382,7 +384,8 @@ def marked(request, items, third=None):
     )
     left, out = [*items], []
     hook = types.SimpleNamespace(pytest_deselected=lambda items: out.extend(items))
-    config = types.SimpleNamespace(getoption={"--third": third}.get, hook=hook)
+    given = {"--third": third, "--alone": alone}
+    config = types.SimpleNamespace(getoption=given.get, hook=hook, rootpath=Path("/root"))
     conftest.pytest_collection_modifyitems(config, left)
     return left, out
 
@@ -417,14 +420,16 @@ def test_few_are_none_that_are_slow_by_hand(request, mark):
     assert ["slow" in item.marks for item in cases] == [True, False]
 
 
-def test_slow_tests_of_one_case_are_in_two_thirds(request):
-    """The second has all, the first every third one, the third the rest; what soaks all have."""
+def test_slow_tests_of_one_case_are_in_one_third(request):
+    """The first has every third one, the second the rest; what soaks, or is alone, all have."""
     slow = [Item(f"test_{i}", {"slow": pytest.mark.slow.mark}) for i in range(5)]
     soaks = Item("test_s", {"slow": pytest.mark.slow.mark, "soak": pytest.mark.soak.mark})
     left = [marked(request, [*slow, soaks], third)[0] for third in ("first", "second", "third")]
     first, rest = [slow[0], slow[3]], [slow[1], slow[2], slow[4]]
-    assert left == [[*first, soaks], [*slow, soaks], [*rest, soaks]]
+    assert left == [[*first, soaks], [*rest, soaks], [soaks]]
     assert marked(request, [*slow, soaks]) == ([*slow, soaks], [])
+    assert marked(request, slow, "third", alone=["other", "file"]) == (slow, [])
+    assert marked(request, slow, "third", alone=["other"]) == ([], slow)
 
 
 def test_thirds_of_slow_cases(request):

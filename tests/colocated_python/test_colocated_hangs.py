@@ -90,17 +90,17 @@ def busy(loops=10):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(LONG + 120)  # ten busy loops beside it
+@pytest.mark.timeout(LONG + 120)  # busy loops beside it
 @pytest.mark.parametrize(
-    ("devices", "rounds"),
-    [(8, 100), *(pytest.param(n, 300, marks=pytest.mark.soak) for n in (8, 2))],
+    ("devices", "rounds", "loops"),
+    [(8, 100, 4), *(pytest.param(n, 300, 10, marks=pytest.mark.soak) for n in (8, 2))],
 )
-def test_programs_with_consumers(devices, rounds):
+def test_programs_with_consumers(devices, rounds, loops):
     """Functions compute on all devices, while programs that need their results wait for them.
 
     However little of the processors they get.
     """
-    with busy():
+    with busy(loops):
         process = start("programs_with_consumers", str(rounds), devices=devices, limit=LONG)
         out, err = finish(process, LONG + 60)
     assert (out, err) == ("passed\n", "")

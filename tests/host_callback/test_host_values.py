@@ -311,12 +311,13 @@ def test_large(size):
 
 @pytest.mark.slow
 def test_larger_than_the_queue():
-    """512 MB pass a queue of 256 MB, one after the other, and none changes another."""
+    """64 MB pass a queue of 32 MB, one after the other, and none changes another."""
+    hcb.configure(max_queue_bytes=2**25)
     log = Log()
     fun = jax.jit(lambda x: lax.fori_loop(0, 3, lambda i, c: log.tap(i, c) + 1, x, unroll=True))
     log.tap = lambda name, x: hcb.id_tap(lambda v, t: log.calls.append((v[0], v[-1], v.size)), x)
-    run(fun, jnp.zeros(2**27, F))
-    assert log.take() == [(i, i, 2**27) for i in range(3)]
+    run(fun, jnp.zeros(2**24, F))
+    assert log.take() == [(i, i, 2**24) for i in range(3)]
 
 
 def own(arrays):

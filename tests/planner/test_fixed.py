@@ -198,6 +198,7 @@ def test_fixed_places_are_data():
     assert one.to_dict() == {1: {"model": 1, "data": 1}, 3: {"data": 0}}
 
 
+@pytest.mark.slow
 def test_scanned_weights_that_are_fixed_are_read_in_the_loop():
     """A stack that is split as FSDP does is gathered as often as it is used, not more."""
     found = read(gpt())

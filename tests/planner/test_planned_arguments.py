@@ -122,6 +122,7 @@ def test_a_static_argument_keeps_its_arrays(mesh):
         spmd.plan(called, W, X, mesh=mesh, static_argnums=0, **QUICK)
 
 
+@pytest.mark.slow
 def test_prices_know_the_exchanges_that_lie_between(mesh):
     """A target network is the other one every few steps: who splits one of its weights exchanges.
 
@@ -228,6 +229,7 @@ def test_options_that_cannot_be_read(wrong, said, mesh):
             spmd.plan(function, X, X[:1], **{**where, **QUICK, **wrong})
 
 
+@pytest.mark.slow
 def test_what_is_fixed_counts_before_the_specs_beside_auto(mesh):
     """Also for all that is below its path."""
 

@@ -99,6 +99,7 @@ def test_a_layout_may_be_better_without_constraints(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @needs_libtpu
 def test_a_layout_without_pins_is_taken_where_it_seems_best():
     """However little it seems to save: what the compiler makes of it takes less than experts do."""
@@ -748,6 +749,7 @@ def test_axes_that_a_function_names_tell_meshes_apart(whole, model):
     assert {one.axes[model] for one in bare.candidates} == {1, 2, 4}
 
 
+@pytest.mark.slow
 def test_functions_that_a_shard_map_calls_may_be_pinned():
     """Such as kernels of JAX: constraints in them name axes that are manual there."""
     require_libtpu()

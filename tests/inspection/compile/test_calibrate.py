@@ -54,6 +54,7 @@ def _sizes(monkeypatch):
     return sizes
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_what_a_known_machine_can_do(count, sizes):
     """The figures are those of the machine; of memory, that with which a copy takes as long."""
@@ -138,6 +139,7 @@ def test_a_clock_with_steps(monkeypatch):
     assert all(0 < one < math.inf for one in (chip.flops, chip.hbm, chip.link))
 
 
+@pytest.mark.slow
 def test_larger_products_are_not_tried_for_long(monkeypatch, sizes):
     """A size is tried while its runs fit the budget of seconds: a slow machine ends early."""
     monkeypatch.setattr(module, "_LARGEST", 16_384)

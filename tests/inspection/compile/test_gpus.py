@@ -61,6 +61,7 @@ def test_every_server_is_a_process(count, processes):
     assert topology(f" H100:{count}") == topology(f"h100:{count}")
 
 
+@pytest.mark.slow
 @needs_cuda
 def test_exchanges_and_memory_of_a_step():
     """The compiler's program has the exchanges that a hand counts, with lines, bytes and a time."""

@@ -115,6 +115,7 @@ def test_complex_numbers():
     assert work(lambda x, y: x @ y, *args) == Work(4 * ONE)
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_ragged_products():
     """Each row meets the weights of its own group alone; likewise each term of a ragged sum."""

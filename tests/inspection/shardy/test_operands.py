@@ -31,6 +31,7 @@ def _away(lowered):
     return models.distance(preview(lowered), spmd.report(lowered), "kind", "axis")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sizes", [(64, 256, 128), (128, 64, 256), (8, 256, 256)])
 def test_a_product_whose_operands_and_result_are_split_over_one_axis(grid, sizes):
     """All 27 ways, of rows, columns and what is summed over; another axis does nothing."""

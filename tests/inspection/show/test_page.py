@@ -124,6 +124,7 @@ def test_ledger_shows_the_records(browser, tmp_path):
         assert tab.locator(".figures .value").all_inner_texts()[:2] == ["≥ 360.0 MiB", "4"]
 
 
+@pytest.mark.slow
 def test_findings_come_first(browser, tmp_path):
     """What costs more than it has to stands at the top, with its bytes, line, facts and fix."""
     with opened(browser, saved(SMALL, tmp_path)) as tab:
@@ -493,6 +494,7 @@ def test_two_thousand_collectives(browser, tmp_path):
         assert order(tab) == [1999]
 
 
+@pytest.mark.slow
 def test_a_line_leads_to_its_rows(browser, tmp_path):
     """A click on the bytes of a line shows the collectives of that line."""
     with opened(browser, saved(SMALL, tmp_path)) as tab:
@@ -601,6 +603,7 @@ def test_contrast(scheme, real, browser, tmp_path):
             assert tab.evaluate(_CONTRAST) == []
 
 
+@pytest.mark.slow
 def test_without_script(browser, tmp_path):
     """Without JavaScript the ledger and the source stand there, and no control without effect."""
     with opened(browser, saved(SMALL, tmp_path), java_script_enabled=False) as tab:
@@ -662,6 +665,7 @@ def test_embedded_data():
     assert not set("<>&\u2028\u2029") & set(text)
 
 
+@pytest.mark.slow
 def test_policy_allows_no_other_script(browser, tmp_path):
     """Were markup to get into the page, its policy would still run no script from it."""
     path = saved(SMALL, tmp_path)

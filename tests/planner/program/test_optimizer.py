@@ -25,6 +25,7 @@ def ends(found):
     return {one.name for one in found.tensors if one.is_state and one.kind != "result"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["mlp", "gpt", "unrolled", "moe"])
 def test_moments_are_the_optimizers_and_parameters_are_not(name):
     """Of a step of Adam, m and v before and after it, and nothing else of what goes in or out."""

@@ -144,6 +144,7 @@ def megatron(mesh):
     return planned(ATTEND, mesh, ins, outs, pins_of(graph, layout, sizes))
 
 
+@pytest.mark.slow
 def test_a_gradient_of_several_products_is_sent_once():
     """A compiler for TPUs adds up what each layer makes, and one gradient of each."""
     pytest.importorskip("libtpu", reason=WITHOUT_LIBTPU)

@@ -15,6 +15,7 @@ from spmd.planner.tiers.compiled import compile_best
 from spmd.planner.tiers.previewed import preview_best
 
 
+@pytest.mark.slow
 def test_a_compiler_that_needs_more_memory_is_asked_about_smaller_layouts(monkeypatch, mesh):
     """What the first layouts need beyond their estimates says how much less to search for."""
 
