@@ -9,7 +9,7 @@ once more. The update of an optimizer is a part of neither: it is as long as its
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import math
 
 import numpy as np
@@ -51,6 +51,7 @@ class Fusion:
     ):
         self.graph, self.kinds, self.lives, self.stacks = graph, kinds, lives, stacks
         self.late: set[int] = set()
+        self._filled = frozenset(_filled(graph))
         self.homes = self._upwards()
         self._downwards()
         self.inside = self._inside()
@@ -59,8 +60,8 @@ class Fusion:
             if is_fusible(one) and one.name not in NO_WORK and n in self.inside:
                 self._count(self.beside[self.inside[n]], one)
         self.alone = np.zeros(count)
-        for i, runs in self._moved().items():
-            self.alone[kinds[i]] += runs * graph.tensors[i].nbytes
+        for i, runs in self._moved().items():  # a slice where its stack is
+            self.alone[kinds[stacks.sources.get(i, i)]] += runs * graph.tensors[i].nbytes
         for i, times in stacks.moved.items():
             self.alone[kinds[i]] += times * graph.tensors[i].nbytes
         for i in self._ends():
@@ -138,18 +139,19 @@ class Fusion:
         made: dict[int, bool] = {}
         constants = self.graph.constants
         for n, one in enumerate(self.graph.operations):
-            if self._is_stacked(one):
+            if self._is_stacked(one) or one.tensors[-1] in self._filled:
                 continue
             alone = n not in self.homes and is_fusible(one) and not one.passes_on
             for i in one.tensors[: one.operands]:
-                # Arguments and outputs are counted by themselves; what a loop fills is made first.
+                # Arguments and outputs are counted by themselves. What a loop fills is made first,
+                # which stands for what is put there.
                 begins = one.name == "while" and i in constants and i in made
                 if begins or (i in made and made[i] != alone and not one.passes_on):
                     # Work by itself reads what a product's result is written as.
                     for j in self.lives.behind[i] if alone else (i,):
                         found[j] = max(one.runs, found.get(j, 0))
             for result, _ in one.results:
-                if result in constants and one.name == "while":
+                if self._fills(one) or (result in constants and one.name == "while"):
                     continue
                 made[result] = made.get(one.tensors[0], False) if one.passes_on else alone
         return found
@@ -164,7 +166,7 @@ class Fusion:
         for one in self.graph.operations:
             if one.name == "return" and made.get(one.tensors[0], False):
                 found.add(one.tensors[-1])
-            if one.name == "return" or self._is_stacked(one):
+            if one.name == "return" or self._is_stacked(one) or self._fills(one):
                 continue
             works = is_fusible(one) and not one.passes_on
             for i in one.tensors[: one.operands] if works and one.name not in NO_WORK else ():
@@ -174,9 +176,21 @@ class Fusion:
                 made[result] = made.get(one.tensors[0], False) if one.passes_on else works
         return found
 
+    def _fills(self, one: Operation) -> bool:
+        """Whether a loop's result is a stack that it puts together from a constant."""
+        return one.name == "while" and one.tensors[1] in self._filled
+
     def _is_stacked(self, one: Operation) -> bool:
         """Whether a loop's result is a stack, which is counted as it is written."""
         return one.name == "while" and one.tensors[-1] in self.stacks.filled
+
+
+def _filled(graph: Graph) -> Iterator[int]:
+    """Stacks that loops put together from constants, as they are after a turn."""
+    put = {one.tensors[-1] for one in graph.operations if one.name == "dynamic_update_slice"}
+    for one in graph.operations:
+        if one.name == "while" and one.tensors[0] in graph.constants and one.tensors[1] in put:
+            yield one.tensors[1]
 
 
 def is_fusible(one: Operation) -> bool:

@@ -164,7 +164,8 @@ class Product:
             return seconds
         is_convolution = one.name == "convolution"
         seconds *= machine.filled(*sides[:3], is_convolution=is_convolution)
-        if is_convolution and sides.batch > 1:  # of each channel by itself
+        is_by_channel = is_convolution and sides.batch > 1
+        if is_by_channel or self._is_for_vectors(sides):
             seconds = min(seconds, machine.stepping(flops / 2) or seconds)
         least = _LEAST if machine.chip.multipliers else 0.0
         return max(seconds, again * self.popping, machine.stepping(self.steps), least)
@@ -178,9 +179,19 @@ class Product:
     def popping(self) -> float:
         """Seconds in which the matrix units give its results."""
         sides = self._sides
+        if self._is_for_vectors(sides):
+            return 0.0
         made = sides.rows * sides.columns * sides.batch
         made *= self.machine.widened(max(sides.rows, sides.columns))
         return self.machine.popping(made, is_packed=self.is_packed)
+
+    def _is_for_vectors(self, sides: Sides) -> bool:
+        """Whether it adds nothing up, or has one element for each of its batch.
+
+        Compilers have vector units multiply then, and add.
+        """
+        is_one = sides.rows == sides.columns == 1 or sides.summed == 1
+        return is_one and self.demand.one.name == "dot_general"
 
     @functools.cached_property
     def _left(self) -> dict[str, int]:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from typing import Any
@@ -248,6 +249,8 @@ class _Reader:
         if link.name == _MANUAL:
             return self._edge(link, own)
         runs, flops = self.products.get(id(link), (self._runs(own), 0))
+        if is_elementwise := _is_elementwise(link):
+            flops = 0
         return Operation(
             name=link.name,
             tensors=link.values,
@@ -257,7 +260,7 @@ class _Reader:
             sizes={**link.sizes, **self._window(link, factors)},
             runs=runs,
             flops=flops,
-            is_fused=self._is_fused(link, own),
+            is_fused=is_elementwise or self._is_fused(link, own),
             number=self._number(link, own),
             whole=self.whole_in(own.attributes[_RULE]) if _has_rule(own) else frozenset(),
             loops=self._loops(own, link.name),
@@ -403,6 +406,14 @@ def _compound(link: Link) -> set[str]:
         if sum(link.sizes.get(name, 0) > 1 for name in names) > 1
     )
     return {name for name in found if name}
+
+
+def _is_elementwise(link: Link) -> bool:
+    """Whether a product adds nothing up: compilers make a multiplication of it."""
+    made = {*itertools.chain(*link.factors[-1])}
+    return link.name == "dot_general" and all(
+        size == 1 or name in made for name, size in link.sizes.items()
+    )
 
 
 def _major(names: Sequence[str], sizes: Any) -> str | None:

@@ -981,6 +981,69 @@ def test_channels_by_themselves_are_for_vector_units():
     assert found == pytest.approx(_steps(1, steps), rel=1e-3)
 
 
+@needs_libtpu
+@pytest.mark.slow
+def test_libtpu_reads_and_writes_such_a_stack_once():
+    """As it is predicted."""
+    xs = jax.ShapeDtypeStruct((32, 65536, 512), jnp.bfloat16)
+    options = {"topology": "v5e:2x4", "axes": ("data",), "top": 1, "cache": False}
+    found = spmd.plan(_running, xs, progress=False, **options)
+    assert found.seconds == pytest.approx(found.predicted, rel=0.05)
+
+
+WITHOUT_SUMS = [
+    ("btd,btd->btd", lambda x, y: x * y, (64, 2048, 256), (64, 2048, 256)),
+    ("bt,btd->btd", lambda x, y: x[..., None] * y, (64, 2048), (64, 2048, 256)),
+    ("bi,bj->bij", lambda x, y: x[:, :, None] * y[:, None], (4096, 64), (4096, 128)),
+    ("i,j->ij", lambda x, y: x[:, None] * y[None], (8192,), (4096,)),
+]
+
+
+@pytest.mark.parametrize(("spelled", "multiplied", "x", "y"), WITHOUT_SUMS)
+def test_a_product_that_adds_nothing_up_is_a_multiplication(spelled, multiplied, x, y):
+    """It has no work for matrix units, and its bytes decide what it takes."""
+    args = (f32(*x), f32(*y))
+    found, cost = priced(lambda x, y: jnp.einsum(spelled, x, y), args, {}, on=tpu(hbm=1e9))
+    assert not any(one.flops for one in found.operations)
+    nbytes = (math.prod(x) + math.prod(y)) * F32 + found.tensors[-1].nbytes
+    assert cost.seconds == pytest.approx(nbytes / (0.83 * 1e9), rel=0.02)
+    wanted = priced(multiplied, args, {}, on=tpu(hbm=1e9))[1]
+    assert cost.seconds == pytest.approx(wanted.seconds, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("spelled", "x", "y", "steps"),
+    [
+        # One element for each of a batch, and on each device one term of a sum.
+        ("btd,btd->bt", (64, 2048, 256), (64, 2048, 256), 64 * 2048 * 256 / 8),
+        ("bi,bj->ij", (8, 4096), (8, 8192), 4096 * 8192),
+    ],
+)
+def test_products_of_vectors_are_for_vector_units(spelled, x, y, steps):
+    """A multiplication and an addition are a step, and matrix units have nothing to give."""
+    args, on = (f32(*x), f32(*y)), tpu(FLAT, hbm=1e18, vmem=1e18)
+    _, cost = priced(lambda x, y: jnp.einsum(spelled, x, y), args, {"data": ["x:0"]}, on=on)
+    assert cost.compute == pytest.approx(_steps(1, steps), rel=1e-3)
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spelled", "x", "y"),
+    [
+        ("btd,btd->btd", (8192, 64, 512), (8192, 64, 512)),
+        ("btd,btd->bt", (8192, 64, 512), (8192, 64, 512)),
+        ("bi,bj->bij", (65536, 64), (65536, 128)),
+    ],
+)
+def test_libtpu_multiplies_vectors_as_fast_as_they_are_read(spelled, x, y):
+    """Which is what is predicted."""
+    args = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (x, y))
+    options = {"topology": "v5e:2x4", "axes": ("data",), "top": 1, "cache": False}
+    found = spmd.plan(lambda x, y: jnp.einsum(spelled, x, y), *args, progress=False, **options)
+    assert found.seconds == pytest.approx(found.predicted, rel=0.05)
+
+
 def test_slices_of_what_is_in_main_memory_are_read_there():
     """A loop reads a weight of each layer from the stack, however small the weight is."""
 
@@ -992,6 +1055,39 @@ def test_slices_of_what_is_in_main_memory_are_read_there():
     on = tpu(hbm=1e9, vmem=1e12)
     weights = layers * width * width * F32 / (0.83 * 1e9)
     assert priced(f, args, {}, on=on)[1].memory == pytest.approx(weights, rel=0.01)
+
+
+def _running(xs):
+    """Elementwise work on what a loop takes of one stack and puts into another."""
+    return jax.lax.scan(lambda y, x: (y + x, jnp.tanh(y + x)), xs[0], xs)[1]
+
+
+def _multiplied(x, w):
+    """What a product makes in each turn of a loop, as a stack."""
+    return jax.lax.scan(lambda y, _: (jnp.tanh(y @ w),) * 2, x, None, length=32)[1]
+
+
+def _multiplied_again(x, w):
+    """The same, where one more product takes the whole stack."""
+    return _multiplied(x, w) @ w[:, :8]
+
+
+STACK = 32 * 8192 * 512
+STACKS = [
+    # It is read and written, each turn one slice, though these would be in vector memory.
+    (_running, (f32(32, 8192, 512),), 2, 1e-3),
+    # It is written, and not once more as what is returned.
+    (_multiplied, (f32(8192, 512), f32(512, 512)), 1, 0.01),
+    # How long that product reads it is a part of the product's own time.
+    (_multiplied_again, (f32(8192, 512), f32(512, 512)), 1, 0.02),
+]
+
+
+@pytest.mark.parametrize(("function", "args", "times", "rel"), STACKS)
+def test_a_stack_that_a_loop_puts_together_is_written_once(function, args, times, rel):
+    """As many bytes go through main memory as are counted by hand."""
+    found = priced(function, args, {}, on=tpu(hbm=1.0))[1]
+    assert found.memory == pytest.approx(times * STACK * F32 / 0.83, rel=rel)
 
 
 def test_products_of_a_v5p_are_fed_from_main_memory():
