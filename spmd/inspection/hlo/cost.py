@@ -10,6 +10,10 @@ import re
 from spmd.inspection.hlo import text as hlo
 from spmd.inspection.hlo.calls import IN_STEPS, STARTS, WAITS, Visit
 from spmd.inspection.records.report import KINDS, Cost, Shape
+from spmd.inspection.timing.chips import passes_of
+
+_PRECISION = re.compile(r"\boperand_precision=\{(\w+),(\w+)\}")
+_PRIMITIVES = re.compile(r"\balgorithm=dot_bf16_bf16_f32_x(\d)\b")
 
 
 def cost_of(module: hlo.Module, visited: Mapping[str, Visit]) -> Cost:
@@ -48,6 +52,16 @@ def products_of(computation: hlo.Computation) -> Iterator[tuple[hlo.Instruction,
 def element_types(one: hlo.Instruction, computation: hlo.Computation) -> set[str]:
     """Of the two operands of a product."""
     return {shape.dtype for shape in _operands(one, computation)[:2]}
+
+
+def bf16_passes(one: hlo.Instruction, computation: hlo.Computation) -> int:
+    """Products of bf16 that a TPU makes of one, as its algorithm or its precision says."""
+    attributes, *_ = one.attributes.partition("metadata={")
+    if found := _PRIMITIVES.search(attributes):
+        return int(found[1])
+    asked = _PRECISION.search(attributes)
+    types = [shape.dtype for shape in _operands(one, computation)[:2]]
+    return passes_of(types, asked.groups()) if asked and len(types) == 2 else 1
 
 
 def _operands(one: hlo.Instruction, computation: hlo.Computation) -> Sequence[Shape]:

@@ -17,7 +17,7 @@ from spmd.inspection.records.report import Shape
 from spmd.inspection.shardy import calls, passes, ragged
 from spmd.inspection.shardy.flow import trip_count
 from spmd.inspection.shardy.propagation import Link, Propagation
-from spmd.inspection.timing.chips import Chip
+from spmd.inspection.timing.chips import Chip, passes_of
 from spmd.inspection.timing.kernels import known_flops
 
 # The scope that JAX gives to what the backward pass of `jax.checkpoint` computes again.
@@ -25,6 +25,8 @@ _AGAIN = "rematted_computation"
 _BRANCHES = ("stablehlo.case", "stablehlo.if")
 _NAME = re.compile(r'"([^"]*)"')
 _KERNEL = re.compile(r"tpu_custom_call|triton|mosaic|cudnn")
+_PRECISION = re.compile(r"precision (\w+)")
+_PRIMITIVES = re.compile(r"num_primitive_operations = (\d+)")
 _ESTIMATE = re.compile(r'"flops"\s*:\s*"?(\d+)')
 
 
@@ -35,7 +37,8 @@ class Work(NamedTuple):
         flops: of its products.
         loops: whether there are some in loops that run an unknown number of times; they count once.
         left_out: kernels of which nobody says what they compute, by name.
-        saved: of `flops` those that take no time, next to as many of bf16: see `Chip.taken`.
+        saved: of `flops` those that take no time, next to as many of bf16: see `Chip.taken`;
+            negative where they take longer.
     """
 
     flops: int = 0
@@ -209,6 +212,22 @@ def element_types(operation: Any) -> set[str]:
     return {_shape(one).dtype for one in [*operation.operands][:2]}
 
 
+def bf16_passes(operation: Any) -> int:
+    """Products of bf16 that a TPU makes of one, as its algorithm or its precision says."""
+    if found := _PRIMITIVES.search(passes.text_of(operation, "algorithm")):
+        return int(found[1])
+    asked = _PRECISION.findall(passes.text_of(operation, "precision_config").lower())
+    types = [_shape(_converted(one)).dtype for one in [*operation.operands][:2]]
+    return passes_of(types, asked) if len(asked) == 2 else 1
+
+
+def _converted(value: Any) -> Any:
+    """What a value was before it was converted: one of bf16 has no more bits as float32."""
+    maker = passes.maker_of(value)
+    is_convert = maker is not None and maker.name == "stablehlo.convert"
+    return maker.operands[0] if is_convert else value
+
+
 def _shape(value: Any) -> Shape:
     dims, dtype = passes.dims_of(value.type)
     return Shape(dtype=passes.hlo_dtype(dtype), dims=dims)
@@ -261,7 +280,8 @@ def _work_of(operation: Any, path: str, chip: Chip | None, *, again: bool) -> Wo
     """What an operation computes; without `again`, less what a kernel's gradient computes again."""
     if operation.name in _FLOPS:
         flops = flops_of(operation)
-        taken = chip.taken(flops, element_types(operation)) if chip else flops
+        types, times = element_types(operation), bf16_passes(operation)
+        taken = chip.taken(flops, types, times) if chip else flops
         return Work(flops, saved=round(flops - taken))
     target = passes.text_of(operation, "call_target_name").strip('"')
     if not _KERNEL.search(target):

@@ -22,7 +22,7 @@ Sources, by the letter that stands beside a figure:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 import dataclasses
 import json
 import math
@@ -85,11 +85,18 @@ class Chip:
         """FLOPs in a second at the clock that a chip keeps."""
         return self.sustained * self.flops
 
-    def taken(self, flops: float, types: Collection[str]) -> float:
+    def taken(self, flops: float, types: Collection[str], passes: int = 1) -> float:
         """FLOPs of bf16 that take as long as those of a product of these element types.
 
         One of complex numbers is four products of real ones, and libtpu makes do with three.
+
+        Args:
+            flops: of the product.
+            types: of its operands, by the names of HLO.
+            passes: as `passes_of` has them; on TPUs each one takes as long as a product of bf16.
         """
+        if self.multipliers:
+            flops *= passes
         if self.multipliers and types and all(one.startswith("c") for one in types):
             return flops * 3 / 4
         return flops / 2 if types and {*types} <= {*self.doubled} else flops
@@ -100,6 +107,20 @@ class Chip:
 
 
 _SCHEMA = "spmd-chip/1"
+_PIECES = {"default": 1, "high": 2, "highest": 3}
+
+
+def passes_of(types: Sequence[str], precisions: Sequence[str]) -> int:
+    """Products of bf16 that libtpu makes of one, by the types and the precision of its operands.
+
+    An operand of float32 is a sum of one, two or three values of bf16. Each one of the left operand
+    is multiplied with each one of the right, but for the pairs that are too small to count.
+    """
+    left, right = (
+        _PIECES.get(precision, 1) if dtype in ("f32", "c64") else 1
+        for dtype, precision in zip(types, precisions, strict=True)
+    )
+    return sum(i + j < max(left, right) for i in range(left) for j in range(right))
 
 
 _SMALL, _LARGE = 128 * 128, 256 * 256

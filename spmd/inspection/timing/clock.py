@@ -23,6 +23,7 @@ from spmd.inspection.hlo.calls import STARTS, WAITS, Visit, calls_of
 from spmd.inspection.hlo.cost import (
     FREE,
     Traffic,
+    bf16_passes,
     element_types,
     hbm_size,
     is_opaque,
@@ -483,10 +484,14 @@ class _Clock:
         own = self.products.get(id(one), (0, 0.0))
         return _added([own, *(self.flops_in(name) for name, _ in calls_of(one))])
 
+    def taken_by(self, one: hlo.Instruction, flops: int, home: hlo.Computation) -> float:
+        """The same, of one product."""
+        return self.chip.taken(flops, element_types(one, home), bf16_passes(one, home))
+
     def _flops_in(self, name: str) -> tuple[int, float]:
         computation = self.module.computations[name]
         found = {
-            id(one): (flops, self.chip.taken(flops, element_types(one, computation)))
+            id(one): (flops, self.taken_by(one, flops, computation))
             for one, flops in products_of(computation)
         }
         self.products |= found

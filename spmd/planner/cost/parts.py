@@ -91,7 +91,7 @@ class Parts:
                 steps = tuple(sorted(fusion.beside.get(n, {}).items()))
                 turn = self.last.get(one.tensors[-1])
                 brief = tuple(i in self.lives.brief for i in one.tensors)
-                own = one.name, one.factors, kinds, one.flops, one.types, one.runs
+                own = one.name, one.factors, kinds, one.flops, one.types, one.passes, one.runs
                 *reads, written = self._reads(n, one)
                 read = tuple(tuple(sorted(self.kind_of[i] for i in found)) for found in reads)
                 wrote = tuple(self.kind_of[i] for i in written)

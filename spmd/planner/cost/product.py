@@ -159,7 +159,7 @@ class Product:
         flops = one.flops / self.demand.times([*self.demand.chosen])
         if one.name == ragged.KIND:
             return machine.kernels(flops)
-        seconds = machine.computing(machine.chip.taken(flops, one.types))
+        seconds = machine.computing(machine.chip.taken(flops, one.types, one.passes))
         if _is_large(sides):
             return seconds
         is_convolution = one.name == "convolution"

@@ -19,7 +19,7 @@ from jax.extend.mlir import ir
 
 from spmd.inspection.records.report import Shape
 from spmd.inspection.shardy import passes, ragged
-from spmd.inspection.shardy.flops import element_types, kernel_work
+from spmd.inspection.shardy.flops import bf16_passes, element_types, kernel_work
 from spmd.inspection.shardy.flow import trip_count
 from spmd.inspection.shardy.products import products_in
 from spmd.inspection.shardy.propagation import Link, Propagation, propagate, walk
@@ -265,6 +265,7 @@ class _Reader:
             whole=self.whole_in(own.attributes[_RULE]) if _has_rule(own) else frozenset(),
             loops=self._loops(own, link.name),
             types=frozenset(element_types(own)) if flops else frozenset(),
+            passes=bf16_passes(own) if flops else 1,
         )
 
     def _window(self, link: Link, factors: Sequence[Sequence[str | None]]) -> dict[str, int]:

@@ -77,6 +77,7 @@ class Operation:
         manual: by axis, the factor that it splits, or None, where a `shard_map` takes or gives a
             value: no layout changes that.
         types: the element types of a product's operands, by the names of HLO.
+        passes: products of bf16 that a TPU makes of it, as its precision asks.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Operation:
     loops: tuple[int, ...] = ()
     manual: tuple[tuple[str, str | None], ...] = ()
     types: frozenset[str] = frozenset()
+    passes: int = 1
 
     @property
     def passes_on(self) -> bool:

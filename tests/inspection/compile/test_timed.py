@@ -289,6 +289,53 @@ def test_what_is_twice_as_fast_by_libtpu(topology, dtype, share):
         assert taken == pytest.approx(share, rel=0.2)
 
 
+F32, BF16 = jnp.float32, jnp.bfloat16
+# Products of bf16, by the operands' types and the precision that is asked of them.
+PRECISIONS = [
+    ((F32, F32), "default", 1),
+    ((F32, F32), "high", 3),
+    ((F32, F32), "highest", 6),
+    ((F32, F32), ("highest", "default"), 3),
+    ((F32, BF16), "highest", 3),
+    ((BF16, BF16), "highest", 1),
+    ((F32, F32), "BF16_BF16_F32_X3", 3),
+    ((F32, F32), "BF16_BF16_F32_X6", 6),
+]
+
+
+def multiplied(precision):
+    """A product that asks for a precision, or an algorithm."""
+    return lambda x, w: jax.lax.dot(x, w, precision=precision, preferred_element_type=F32)
+
+
+@pytest.mark.parametrize(("types", "precision", "passes"), PRECISIONS)
+def test_precision_takes_several_products_of_a_tpu(big, types, precision, passes):
+    """Each takes as long as one of bf16, and FLOPs are FLOPs; GPUs have other ways."""
+    x, w = (array(*dims, dtype=one) for dims, one in zip(((64, 32), (32, 48)), types, strict=True))
+    f = spmd.pjit(multiplied(precision), (P("data"), P(None, "model")), mesh=big)
+    for multipliers, times in ((1, passes), (0, 1)):
+        chip = replace(FAST, flops=1e9, multipliers=multipliers)
+        time = adds_up(spmd.preview(f, x, w, chip=chip).time)
+        assert time.compute == pytest.approx(times * 2 * 64 * 32 * 48 / 8 / 1e9)
+        assert time.hfu == pytest.approx(time.compute / time.seconds)
+        assert time.hardware_flops == 2 * 64 * 32 * 48 / 8
+
+
+@pytest.mark.few(0)
+@pytest.mark.parametrize(("types", "precision", "passes"), PRECISIONS[1:4])
+def test_libtpu_makes_as_many_products(types, precision, passes):
+    """By its cycles of a product by itself."""
+    require_libtpu()
+    mesh = spmd.topology("v5e:2x2")
+
+    def compute(types, precision):
+        args = [array(2048, 2048, dtype=one) for one in types]
+        return spmd.report(spmd.pjit(multiplied(precision), mesh=mesh), *args).time.compute
+
+    taken = compute(types, precision) / compute((BF16, BF16), "default")
+    assert taken == pytest.approx(passes, rel=0.15)
+
+
 def test_elementwise_work_at_the_memory(big):
     """What multiplies nothing takes its bytes: each device reads and writes its part once.
 

@@ -338,6 +338,28 @@ def test_products_of_element_types_that_are_twice_as_fast(types, share):
     assert found.hfu == pytest.approx(share * 2 * SIDE**3 / 2e12 / found.seconds)
 
 
+@pytest.mark.parametrize(
+    ("asked", "passes"),
+    [
+        ("operand_precision={highest,highest}", 6),
+        ("operand_precision={highest,default}", 3),
+        ("operand_precision={high,high}", 3),
+        ("algorithm=dot_bf16_bf16_f32_x6", 6),
+        ('metadata={op_name="operand_precision={highest,highest}"}', 1),
+    ],
+)
+def test_products_of_a_precision_that_is_asked_for(asked, passes):
+    """A TPU makes several of bf16 of one of float32; FLOPs are counted once."""
+    computations, body = product(with_work=True)
+    computations = computations.replace(
+        "rhs_contracting_dims={0}", f"rhs_contracting_dims={{0}}, {asked}"
+    )
+    chip = dataclasses.replace(CHIP, flops=2e12, multipliers=10**6)
+    found = timed(body, computations, chip)
+    assert found.compute == pytest.approx(passes * 2 * SIDE**3 / 0.9 / 2e12)
+    assert found.hardware_flops == 2 * SIDE**3
+
+
 def test_memory_that_a_fusion_allocates_is_no_product():
     """A TPU's compiler allocates one in a fusion that writes a product's result into a stack."""
     computations, body = product(with_work=True)
