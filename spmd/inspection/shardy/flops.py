@@ -224,8 +224,9 @@ def bf16_passes(operation: Any) -> int:
 def _converted(value: Any) -> Any:
     """What a value was before it was converted: one of bf16 has no more bits as float32."""
     maker = passes.maker_of(value)
-    is_convert = maker is not None and maker.name == "stablehlo.convert"
-    return maker.operands[0] if is_convert else value
+    if maker is not None and maker.name == "stablehlo.convert":
+        return maker.operands[0]
+    return value
 
 
 def _shape(value: Any) -> Shape:

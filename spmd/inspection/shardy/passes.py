@@ -48,6 +48,7 @@ def module_of(lowered: Any, *, subject: str) -> Any:
 
 # Operations
 
+TOP_K = "chlo.top_k"
 LOOP = "stablehlo.while"
 MANUAL = "sdy.manual_computation"
 PRODUCTS = "stablehlo.dot_general", "stablehlo.convolution"

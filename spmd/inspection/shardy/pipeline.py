@@ -87,8 +87,7 @@ def _tell_rules(operations: Iterable[Any]) -> None:
         name = operation.name
         if not name.startswith("chlo.") or name in _OPAQUE:
             continue
-        rule = ragged.rule(operation) if name == ragged.NAME else _rule_of_each(operation)
-        if rule:
+        if rule := _RULES.get(name, _rule_of_each)(operation):
             operation.attributes["sdy.sharding_rule"] = ir.Attribute.parse(rule)
 
 
@@ -105,6 +104,25 @@ def _rule_of_each(operation: Any) -> str:
     names = passes.FACTORS[: len(shape)]
     sides = ([names] * len(side) for side in (operation.operands, operation.results))
     return passes.rule_text(*sides, sizes=dict(zip(names, shape, strict=True)))
+
+
+def _rule_of_rows(operation: Any) -> str:
+    """That of `jax.lax.top_k`: a device needs all of a row, and what it takes lies with the row."""
+    operand, result = (
+        passes.shape_of(one) for one in (operation.operands[0], operation.results[0])
+    )
+    if len(operand) + 1 > len(passes.FACTORS):
+        return ""
+    *batch, row, taken = passes.FACTORS[: len(operand) + 1]
+    return passes.rule_text(
+        ((*batch, row),), ((*batch, taken),) * 2,
+        sizes=dict(zip((*batch, row, taken), (*operand, result[-1]), strict=True)),
+        kinds={"need_replication": (row, taken)},
+    )  # fmt: skip
+
+
+#: By operation, what gives its rule; all others work on each element by itself, or have none.
+_RULES = {ragged.NAME: ragged.rule, passes.TOP_K: _rule_of_rows}
 
 
 def _change(operations: Iterable[Any]) -> None:

@@ -99,7 +99,7 @@ def agree(module: Any, operations: Iterable[Any]) -> None:
     known: dict[Any, Axes] = {}
     for one in operations:
         name = one.name
-        if name in _ELEMENTWISE or (name.startswith("chlo.") and name != ragged.NAME):
+        if name in _ELEMENTWISE or _is_on_elements(name):
             _agree(one, meshes, known)
         elif name in passes.PRODUCTS and not ragged.stands_in(one):
             with one.location:
@@ -107,6 +107,11 @@ def agree(module: Any, operations: Iterable[Any]) -> None:
         elif name in tables.NAMES:
             with one.location:
                 tables.place(one, meshes)
+
+
+def _is_on_elements(name: str) -> bool:
+    """Whether an operation of CHLO works on each element by itself, as nearly all of them do."""
+    return name.startswith("chlo.") and name not in (ragged.NAME, passes.TOP_K)
 
 
 def _agree(operation: Any, meshes: Mapping[str, Mapping[str, int]], known: dict[Any, Axes]) -> None:

@@ -161,6 +161,17 @@ def test_operations_that_shardy_has_no_rule_for(grid):
     assert lowered.preview().collectives == lowered.compile().report().collectives == ()
 
 
+def test_what_is_taken_of_rows_lies_as_the_rows(grid):
+    """As `jax.lax.top_k` in a router: the rows stay split, and what is taken of each is whole."""
+    specs = {"in_axis_resources": P("data"), "mesh": grid}
+    fun = spmd.pjit(lambda x: {**dict(zip("vi", lax.top_k(x, 2), strict=True))}, **specs)
+    lowered = fun.lower(f32(16, 32))
+    for path in ("result['v']", "result['i']"):
+        assert one(lowered.why(path)).spec == (("data",), ())
+    assert lowered.preview().collectives == ()
+    assert {*lowered.compile().out_specs.values()} == {P("data")}
+
+
 @pytest.mark.parametrize("name", ["square", "sinh", "erf", "erf_inv", "erfc", "lgamma", "atan2"])
 def test_element_by_element(grid, name):
     """A function of each element by itself is split, or gathered, as the compiled program's."""

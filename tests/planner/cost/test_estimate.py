@@ -981,6 +981,17 @@ def test_channels_by_themselves_are_for_vector_units():
     assert found == pytest.approx(_steps(1, steps), rel=1e-3)
 
 
+def test_the_best_of_each_row_are_found_in_one_pass():
+    """And lie where their row does: rows that are split are read by their device alone."""
+    rows, width, taken = 65536, 2048, 8
+    args, on = (f32(rows, width),), tpu(FLAT, hbm=1e9)
+    for orders, parts in (({}, 1), ({"data": ["x:0"]}, 8)):
+        found, cost = priced(lambda x: jax.lax.top_k(x, taken), args, orders, on=on)
+        assert len({found.tensors[i].classes[0] for i in (0, -1)}) == 1
+        nbytes = rows * (width + 2 * taken) * F32 / parts
+        assert cost.seconds == pytest.approx(nbytes / (0.83 * 1e9), rel=0.02)
+
+
 @needs_libtpu
 @pytest.mark.slow
 def test_libtpu_reads_and_writes_such_a_stack_once():
