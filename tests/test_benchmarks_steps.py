@@ -9,7 +9,7 @@ import pytest
 from spmd.inspection import CHIPS
 
 
-@pytest.mark.slow
+@pytest.mark.few(0)
 @pytest.mark.parametrize("name", ["MLP", "decoding"])
 def test_a_step(name):
     """A case runs, and hands on what it donates; its report has a time and a peak."""

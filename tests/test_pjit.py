@@ -963,6 +963,7 @@ def test_closed_over_arrays_are_no_residuals(mesh):
 # Rules with parts of JAX that load late
 
 
+@pytest.mark.slow
 def test_jet_through_a_call(mesh):
     """Taylor series go through a call, at the specs of their values."""
     f = pjit(lambda x, y: (jnp.sin(x) * y, x), (P("data"), P("model")), P("data"), mesh=mesh)
@@ -987,6 +988,7 @@ def test_sparse_arguments(mesh):
     close(twice.todense(), dense * 2)
 
 
+@pytest.mark.slow
 def test_key_reuse_is_found_inside(mesh):
     """With `jax.debug_key_reuse` a key that a call consumed cannot be used again."""
     f = pjit(lambda k: jax.random.normal(k, (8,)), out_axis_resources=P("data"), mesh=mesh)

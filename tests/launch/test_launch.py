@@ -171,6 +171,7 @@ while True:
     )
 
 
+@pytest.mark.slow
 def test_a_failure_of_all(script):
     """Where all end by themselves nobody is stopped, and a signal is an exit code from 128 on."""
     done = launch("-n", 1, script("import os\nos.kill(os.getpid(), 11)"))

@@ -228,6 +228,7 @@ def test_place_checks_what_it_is_given(plan, args, mesh):
         assert plan.place(w)["up"].shape == (D, F)
 
 
+@pytest.mark.slow
 def test_donated_arguments_and_keywords_and_statics(mesh, args):
     """What pjit takes beside specs goes on working with AUTO."""
     w, x = args

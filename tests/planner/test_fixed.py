@@ -167,6 +167,7 @@ def test_a_fixed_weight_makes_a_layout_of_its_own():
     assert starts
 
 
+@pytest.mark.slow
 def test_a_planned_program_with_fixed_places_computes_the_same():
     """Arguments lie where they are fixed, and values are those of the function."""
     program, mesh = mlp(), spmd.make_mesh(MESH)

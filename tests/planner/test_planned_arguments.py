@@ -184,6 +184,7 @@ def test_an_argument_that_is_not_used_lies_where_it_was_fixed(mesh):
     np.testing.assert_array_equal(step(*step.plan(X, X).place(X, X)), 2 * X)
 
 
+@pytest.mark.slow
 def test_what_a_function_changes_and_gives_back_is_planned(mesh):
     """`flax.nnx.merge` shares the variables of a state; their new values are among the results."""
     graph, state = nnx.split(nnx.BatchNorm(32, rngs=nnx.Rngs(0)))

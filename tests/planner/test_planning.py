@@ -59,6 +59,7 @@ def spec(found, name):
     return next(one.spec for one in (*found.arguments, *found.results) if one.name == name)
 
 
+@pytest.mark.slow
 def test_a_fixed_path_stands_for_all_below_it(mesh):
     """The longer path counts, and what is fixed is marked."""
     found = plan(mesh, fixed={"batch": P("data"), "batch['y']": P(None, "model"), "result[1]": P()})
@@ -130,6 +131,7 @@ def test_an_axis_that_must_not_split_a_dimension_does_not(mesh):
             assert not {"rows", *tied} & {*one.orders["data"]}
 
 
+@pytest.mark.slow
 def test_candidates_differ_in_a_figure(mesh):
     """Several spellings of one layout, which is all that people could see, are one row."""
     rows = [

@@ -345,6 +345,7 @@ def test_shardings_of_jax_jit_are_compared_and_bind_nothing(mesh):
         spmd.plan(single, X, W, mesh=mesh, **QUICK)
 
 
+@pytest.mark.slow
 def test_a_donation_that_is_given_counts_alone(mesh):
     """That of the function does not stand beside it."""
     function = pjit(multiplied, donate_argnums=0)

@@ -93,6 +93,7 @@ def test_an_exchange_takes_as_long_as_it_was_measured(sizes, mesh):
     assert time.exchange == pytest.approx(HOP + 4096 * 16 * 4 * 7 / 8 / LINK)
 
 
+@pytest.mark.slow
 def test_one_device_exchanges_nothing(sizes, in_mesh):
     """Its exchanges are not measured; a time that needs them says so."""
     said = []
@@ -158,6 +159,7 @@ def test_a_tpu_keeps_its_peak(monkeypatch, sizes):
     assert calibrate(jax.devices()[:2]).flops == pytest.approx(FLOPS)
 
 
+@pytest.mark.slow
 def test_this_machine(mesh, tmp_path):
     """The figures of this machine are finite; a file of them is read by chip=."""
     chip = calibrate()

@@ -450,6 +450,7 @@ def test_text_with_sizes(mesh):
     ]
 
 
+@pytest.mark.slow
 def test_a_search_shows_what_it_tries(mesh, capsys, monkeypatch):
     """The standard error has each size in a terminal or where asked for, else nothing."""
 
@@ -687,6 +688,7 @@ def _tpu(f, **options):
 GIB = 2**30
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_a_tpu_program_that_fits(v5e):
     """On described chips the budget is their memory, and what is needed is told to the byte."""

@@ -107,6 +107,7 @@ def count(found, *, model, hardware):
     assert (time.chip, time.source) == ("v5e", "predicted")
 
 
+@pytest.mark.slow
 def test_the_gradient_of_layers_computed_again(step, compiled, big):
     """MFU counts three times the forward pass; HFU its first product once more, on each device.
 

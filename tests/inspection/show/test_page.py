@@ -743,6 +743,7 @@ def test_jinja2_is_optional(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_diff_page(browser, tmp_path):
     """The page of two reports marks what came, went and changed, with the change in bytes."""
     grown = dataclasses.replace(SMALL.collectives[1], wire_bytes=25 * MIB)

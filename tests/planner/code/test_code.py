@@ -466,6 +466,7 @@ def fussy(w, x):
     return jax.grad(loss)(w)
 
 
+@pytest.mark.slow
 def test_code_that_does_not_bear_marks_is_left_alone():
     """Where a trace with marks fails, the answer says that nothing was tried."""
     found = plan(fussy, ARGS["mlp_step"], NEEDS_ONE).constraints()

@@ -339,9 +339,9 @@ def test_what_goes_around_lines_of_many_chips_is_waited_for(topology, sizes, is_
 def test_a_product_of_complex_numbers_is_three_of_real_ones_on_tpus():
     """As libtpu makes it; others have one that is made of four."""
     mesh = spmd.topology("v5e:2x2", {"data": 4})
-    x = jax.ShapeDtypeStruct((2048, 2048), jnp.complex64)
+    x = jax.ShapeDtypeStruct((512, 512), jnp.complex64)
     lowered = spmd.pjit(jnp.matmul, mesh=mesh, in_axis_resources=P("data")).lower(x, x)
-    real = 2 * 2048**3 / 4
+    real = 2 * 512**3 / 4
     assert spmd.report(lowered.compile()).time.hardware_flops == pytest.approx(3 * real, rel=0.01)
     for name, times in (("v5e", 3), ("h100", 4)):
         assert CHIPS[name].taken(4 * real, {"c64"}) == times * real
@@ -349,7 +349,7 @@ def test_a_product_of_complex_numbers_is_three_of_real_ones_on_tpus():
 
 
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.few(0)
 @pytest.mark.parametrize(
     ("function", "shape"),
     [(jnp.fft.fft, (512, 1024)), (jnp.fft.fft, (256, 500)), (jnp.fft.irfft, (512, 513))],
@@ -494,7 +494,7 @@ def test_a_sum_is_made_first_where_its_parts_would_be_waited_for(terms, is_first
 
 
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.few(0)
 @pytest.mark.parametrize(("terms", "is_first"), _TERMS)
 def test_a_sum_is_made_first_where_libtpu_waits_for_its_parts(terms, is_first):
     """The compiled steps are in the same order."""
@@ -563,7 +563,7 @@ def test_what_a_product_wants_of_a_weight(model, wanted):
 
 
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.few(0)
 @pytest.mark.parametrize("count", [1, 2])
 def test_libtpu_sends_weights_around_where_one_product_takes_them(count):
     """Else, and where they are put ahead, it gathers them."""
@@ -1038,7 +1038,7 @@ def test_products_of_vectors_are_for_vector_units(spelled, x, y, steps):
 
 
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.few(0)
 @pytest.mark.parametrize(
     ("spelled", "x", "y"),
     [

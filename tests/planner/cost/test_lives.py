@@ -358,7 +358,7 @@ def test_elements_are_picked_of_a_table_of_their_type(normed, differentiated):
 
 
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.few(0)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("pick", "itemsize"), [(_along, 2 + 4), (_by_number, 4 + 4)])
 def test_elements_are_picked_of_a_table_of_their_type_by_libtpu(normed, pick, itemsize):

@@ -112,7 +112,7 @@ def test_a_slice_that_is_changed_is_read_where_the_stack_is():
 
 
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.few(0)
 @pytest.mark.parametrize(("options", "donated", "times", "buffers"), CASES)
 def test_libtpu_moves_stacks_as_often(options, donated, times, buffers):
     """By the time that main memory takes, and by the peak of the compiled program."""

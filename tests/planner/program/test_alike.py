@@ -84,6 +84,7 @@ def test_alike_layers_have_one_product_that_runs_more_often():
     assert len(eight._work.groups) <= len(two._work.groups) + 2
 
 
+@pytest.mark.slow
 def test_a_graph_without_alike_layers_is_itself():
     """A scanned program is not changed."""
     found = graph_named("gpt")

@@ -154,6 +154,7 @@ def test_a_gradient_of_several_products_is_sent_once():
         assert sums == [("all-reduce", ("model",), 1)] * 4
 
 
+@pytest.mark.slow
 def test_a_planned_gradient_is_that_of_the_function():
     """In another order the values are the same, up to rounding."""
     w, x = jax.tree.map(
