@@ -506,6 +506,7 @@ def test_help_has_examples(command, capsys):
     assert f"  spmd {command} " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_help_and_diff_import_no_jax(here):
     """Neither needs JAX, which takes a second to import."""
     _report(*MESH, "--quiet", "--json", "1.json")

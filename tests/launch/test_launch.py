@@ -120,6 +120,7 @@ def test_output_and_arguments(script):
     assert (plain.stdout, plain.stderr) == ("out 0\n", "err\n")
 
 
+@pytest.mark.slow
 def test_a_module(script, monkeypatch):
     """``-m`` runs a module, as the interpreter does."""
     monkeypatch.chdir(script(ECHO, "echo.py").parent)

@@ -288,6 +288,7 @@ def test_arrays_of_numpy_are_what_jax_makes_of_them(mesh):
         spmd.plan(lambda x, s: x, X, np.array(["a"]), mesh=mesh, **QUICK)
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_the_first_search_gives_the_best_so_far(mesh, monkeypatch):
     """Of what was seen until then."""
     seen, estimated = [], Estimator._estimate

@@ -141,6 +141,7 @@ def test_candidates_differ_in_a_figure(mesh):
     assert len(rows) == len({*rows}) > 1
 
 
+@pytest.mark.slow
 def test_a_program_is_one_row_with_the_names_of_its_experts(mesh):
     """Other layouts, and other figures of the first tier, may be one program all the same."""
     program = Program(function=step, args=(W, BATCH), options={})
@@ -604,6 +605,7 @@ def test_arguments_as_one_tuple_are_refused(mesh):
     assert "the arguments follow one by one" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_what_does_not_divide_is_no_fixed_place():
     """A fixed spec that fits some meshes of a topology leaves those; one that fits none fails."""
     odd = {"x": jax.ShapeDtypeStruct((6, D), f32), "y": jax.ShapeDtypeStruct((6, D), f32)}

@@ -283,6 +283,7 @@ def test_branches_end_as_they_like(top, mesh):
     np.testing.assert_allclose(pjit(branched, plan=found)(x, x, True), x @ x)
 
 
+@pytest.mark.slow
 def test_what_is_not_sent_takes_no_time(mesh):
     """Nothing is left of a sum whose parts are all of it: it was shown as -0.00 ns."""
     args = jnp.ones((512, 2048)), jnp.ones((2048, 512)), jnp.ones((1024, 512))

@@ -75,6 +75,7 @@ def test_what_a_known_machine_can_do(count, sizes):
     assert max(copied, gathered) <= 2**20
 
 
+@pytest.mark.slow
 def test_a_copy_takes_as_long_as_it_was_measured(sizes, mesh):
     """The time of a program that copies is the time that copies took."""
     chip = calibrate(mesh)
@@ -84,6 +85,7 @@ def test_a_copy_takes_as_long_as_it_was_measured(sizes, mesh):
     assert time.seconds == time.memory == pytest.approx(2 * 4096 * 16 * 4 / 8 / COPIED)
 
 
+@pytest.mark.slow
 def test_an_exchange_takes_as_long_as_it_was_measured(sizes, mesh):
     """The time of a gather over all devices is the time that it took."""
     chip = calibrate(mesh)

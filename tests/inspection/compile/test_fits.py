@@ -475,6 +475,7 @@ def test_a_fit_in_a_notebook(mesh):
     assert pretty(fit) == str(fit)
 
 
+@pytest.mark.slow
 def test_a_function_that_reshapes_its_argument(mesh):
     """Sizes that the function itself does not take are passed over, not errors."""
 
@@ -704,6 +705,7 @@ def test_a_tpu_program_that_fits(v5e):
     )
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_a_budget_below_the_chips_memory(v5e):
     """A budget of one's own is held, where the compiler would have been content."""

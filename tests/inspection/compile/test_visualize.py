@@ -341,6 +341,7 @@ def test_html_is_escaped():
         assert "&lt;/style&gt;&lt;script&gt;x" in text
 
 
+@pytest.mark.slow
 def test_html_of_a_pod_stays_small():
     """A picture of 8,192 parts is a page that a browser opens at once."""
     mesh = AbstractMesh((64, 128), ("data", "model"))

@@ -331,6 +331,7 @@ def _kernel(estimate):
     return call
 
 
+@pytest.mark.few(1)
 @needs_libtpu
 @pytest.mark.parametrize("told", [True, False])
 def test_kernels(told):

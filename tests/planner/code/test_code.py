@@ -374,6 +374,7 @@ def step(w, x):
 NEEDS_ONE = (["x:0", UP], [UP])
 
 
+@pytest.mark.slow
 def test_a_function_without_source_says_so():
     """Of a function from nowhere the places are told, with what the plan says of their results."""
     space = {}

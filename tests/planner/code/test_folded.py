@@ -97,6 +97,7 @@ def containers(inner):
 trees = st.recursive(leaves, containers, max_leaves=12)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(trees)
 def test_a_folded_text_says_the_same(tree):

@@ -38,6 +38,7 @@ def test_moments_are_the_optimizers_and_parameters_are_not(name):
     assert ends(found) == expected
 
 
+@pytest.mark.slow
 def test_gradients_on_their_way_are_the_optimizers():
     """The product that makes a gradient of a weight may leave it split as the moments are."""
     found = graph_named("gpt")

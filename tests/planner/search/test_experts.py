@@ -57,6 +57,7 @@ ROLES = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ROLES)
 def test_roles_of_classes(name):
     """The batch is what no parameter has, the width what most have, and so on."""
