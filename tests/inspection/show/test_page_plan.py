@@ -474,6 +474,17 @@ def test_no_constraints(browser, tmp_path):
         assert tab.locator("#constraints, #code .note").count() == 0
 
 
+@pytest.mark.slow
+def test_no_constraints_that_help(browser, tmp_path):
+    """Code without any whose program is not the plan's says that, and not that none are needed."""
+    inside = known(Inside(constraints=(), note="It sends more.", exact=False))
+    with opened(browser, saved(dataclasses.replace(GPT, inside=inside), tmp_path)) as tab:
+        text = tab.inner_text("#code")
+        assert "No constraints inside were found that bring" in text
+        assert "needed" not in text
+        assert "It sends more." in tab.inner_text("#code .note")
+
+
 # The schedule
 
 
