@@ -108,9 +108,8 @@ def _rule_of_each(operation: Any) -> str:
 
 def _rule_of_rows(operation: Any) -> str:
     """That of `jax.lax.top_k`: a device needs all of a row, and what it takes lies with the row."""
-    operand, result = (
-        passes.shape_of(one) for one in (operation.operands[0], operation.results[0])
-    )
+    operand = passes.shape_of(operation.operands[0])
+    result = passes.shape_of(operation.results[0])
     if len(operand) + 1 > len(passes.FACTORS):
         return ""
     *batch, row, taken = passes.FACTORS[: len(operand) + 1]

@@ -411,10 +411,10 @@ def _compound(link: Link) -> set[str]:
 
 def _is_elementwise(link: Link) -> bool:
     """Whether a product adds nothing up: compilers make a multiplication of it."""
+    if link.name != "dot_general":
+        return False
     made = {*itertools.chain(*link.factors[-1])}
-    return link.name == "dot_general" and all(
-        size == 1 or name in made for name, size in link.sizes.items()
-    )
+    return all(size == 1 or name in made for name, size in link.sizes.items())
 
 
 def _major(names: Sequence[str], sizes: Any) -> str | None:
